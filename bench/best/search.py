@@ -37,7 +37,7 @@ from ...quant.pipeline.candidates import Search, search_of
 from ...quant.pipeline.mixed_precision import Allocation, Lane, with_schemes
 from ...quant.pipeline.preflight import module_sizes, unquantized_bytes
 from ...quant.pipeline.prepare import search_fronts
-from ...quant.plan.loaders import loaders, stored
+from ...quant.plan.loaders import loaders, stored, vllm_refuses_on_cpu
 from ...quant.plan.plan import QuantizePlan, make_plan
 from ...quant.plan.request import QuantizeRequest
 from ..options.options import BenchOptions
@@ -369,9 +369,12 @@ def _taken(
 
 def _refusal(target: Target, plan: QuantizePlan) -> str | None:
     """Why the loader does not take a plan."""
-    row = _ROWS[target.asked.loads_in]
-    table = loaders(stored(plan), plan.format.name)
-    return next((one.reason for one in table if one.name == row and not one.loads), None)
+    row, contents = _ROWS[target.asked.loads_in], stored(plan)
+    for one in loaders(contents, plan.format.name):
+        if one.name == row and not one.loads:
+            return one.reason
+    on_cpu = target.asked.loads_in == "vllm" and target.device.kind == "cpu"
+    return vllm_refuses_on_cpu(contents, plan.format.name) if on_cpu else None
 
 
 def _front(

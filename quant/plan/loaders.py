@@ -262,6 +262,14 @@ def _tried(family: str, name: str, scheme: Scheme) -> bool:
     return rules.vllm_tried(scheme, name)
 
 
+def vllm_refuses_on_cpu(stored: CheckpointContents, name: str) -> str | None:
+    """Why vLLM for CPU may not load what vLLM does; None: it loaded such schemes."""
+    for scheme in set(stored.schemes.values()):
+        if not storage_of(scheme).rules.vllm_tried(scheme, name):
+            return f"vLLM for CPU was not seen to load {scheme.label}"
+    return None
+
+
 def _excluded_too(stored: CheckpointContents) -> str | None:
     """Why a quantized linear is taken as excluded: ModelOpt's list is matched as parts of names."""
     names = "\n".join(stored.shapes)

@@ -106,6 +106,17 @@ def test_speed_is_measured_where_this_machine_and_its_engine_are_the_target(
     assert (target.device.name, target.is_here) == (name, is_here)
 
 
+def test_vllm_on_a_cpu_gets_what_it_was_seen_to_load(tmp_path: Path) -> None:
+    kinds = {}
+    for gpu in ("cpu", "h100"):
+        target = Target.of(BestRequest(gpu=gpu, loads_in="vllm"), "stories3M")
+        lanes, (request,) = search._lanes(target, tmp_path, "auto")
+        assert {each["name"] for each in lanes if each["refused"] is None} == {"compressed-tensors"}
+        kinds[gpu] = set(request.candidates)
+    assert kinds["cpu"] == {"int4"}  # there are no kernels for 8 bits of weights alone
+    assert kinds["h100"] >= {"int4", "int8", "fp8", "nvfp4"}
+
+
 def test_a_gpu_that_the_table_lacks_is_named_with_what_helps() -> None:
     with pytest.raises(BadInput, match=r"--gpu: no GPU 'h1000' in the table .*, or cpu$"):
         Target.of(BestRequest(gpu="h1000"), "stories3M")
