@@ -112,6 +112,7 @@ CASES = (
         {**MIXED, "candidates": ("int4", "fp8"), "target_bpw": 5.5},
         (EXACT,),
     ),
+    Case("best for vLLM on a CPU", {"best": {"target_bpw": 4.5}}, (EXACT, VLLM)),
     Case(
         "mixed gguf",
         {"method": "auto", "format": "gguf", "target_bpw": 4.75},
@@ -188,10 +189,16 @@ CASES = (
 
 
 def write(case: Case, folder: Path) -> Path:
-    """Quantize the bundled model, with few calibration samples: this is about reading."""
+    """Quantize the bundled model, or let `best` do it, with few samples: this is about reading."""
+    from llmopt.bench import BestRequest, find_best
     from llmopt.quant.methods.options import MethodOptions
 
     given = dict(case.request)
+    if asked := given.get("best"):
+        few = {"num_samples": 8, "finalists": 1, "quality_full": False, "quality_tokens": 1024}
+        request = BestRequest(gpu="cpu", loads_in="vllm", **few, **asked)
+        decision = find_best(request, "stories3M", folder / "best")
+        return Path(decision["finalists"][0]["folder"])
     options = MethodOptions(act_order=given.pop("act_order", "group-aware"))
     output = folder / case.name.replace(" ", "-")
     model = resolve_model("stories3M")
