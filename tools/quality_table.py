@@ -10,7 +10,7 @@ methods that are not asked for stay, if the JSON file is of the same tokens.
 
     python tools/quality_table.py real --help
 
-is the table of a real model beside other packages.
+is the table of a real model beside other packages, and `mixes` that of mixed precision.
 """
 
 from __future__ import annotations
@@ -191,10 +191,10 @@ def markdown(original: float, rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["real"]:
-        from tools.quality.real import main as real_table
+    if sys.argv[1:2] in (["real"], ["mixes"]):
+        from tools.quality import mixes, real
 
-        return real_table(sys.argv[2:])
+        return (real if sys.argv[1] == "real" else mixes).main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", help="folder; the bundled stories3M by default")
     parser.add_argument("--methods", default=",".join(METHODS))

@@ -20,7 +20,7 @@ from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.calibration import load_calibration
 from llmopt.quant.stream.sources import STORIES
 
-from tools.quality import real
+from tools.quality import mixes, real
 from tools.quality.cells import Cell, cells
 from tools.quality.dequantized import dequantize_checkpoint
 from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
@@ -165,3 +165,43 @@ def test_a_cell_from_worker_to_row(session: real.Session) -> None:
         seed=1,
     )
     assert "other tokens" in real.measure(cell, session, Path(sys.executable))["error"]
+
+
+def test_our_mixes_have_the_bytes_of_theirs(session: real.Session) -> None:
+    def row_of(cell: Cell, size: int, kl: float) -> dict[str, Any]:
+        fields = {
+            name: getattr(cell, name) for name in ("name", "package", "grid", "bits", "options")
+        }
+        return fields | {"file_bytes": size, "kl_nats": kl, "kl_interval": (kl, kl), "seconds": 60}
+
+    theirs = [cell for cell in mixes.peers(50) if cell.bits == 4.25]
+    rows = [row_of(cell, 2**20 + at, 0.2) for at, cell in enumerate(theirs)]
+    rows.append({key: rows[1][key] for key in ("package", "grid", "bits", "options")})
+    rows[-1] |= {"error": "it refused", "bits": 3.5}
+    own = list(mixes.ours(rows))
+    assert [(cell.grid, cell.options["target_bytes"] - 2**20) for cell in own] == [
+        ("int", 1),
+        ("gguf", 0),
+    ]
+    assert own[1].on_twin and not own[0].on_twin
+    assert "stats" in session.task(own[0], Path("quantized"))
+    rows += [row_of(cell, 2**20, 0.1) for cell in own]
+    table = mixes.markdown(real.record_of(session, rows))
+    assert table.count("| 0.50 |") == 3
+    assert "Not run: llm-compressor's HIGGS, gptq at 3.5 bits: it refused" in table
+
+
+def test_the_tables_of_a_gguf_file_count_where_they_are_wanted(tmp_path: Path) -> None:
+    request = QuantizeRequest(
+        PLAIN, tmp_path / "q4", method="rtn", format="gguf", gguf_type="Q4_0", errors=False
+    )
+    quantize(request)
+    (file,) = (tmp_path / "q4").glob("*.gguf")
+    linears = dequantize_gguf(file, tmp_path / "linears", PLAIN)
+    whole = dequantize_gguf(file, tmp_path / "whole", PLAIN, tables=True)
+    assert whole == linears
+    assert linears.bytes < linears.file_bytes < file.stat().st_size
+    name, plain = "model.embed_tokens.weight", Checkpoint(PLAIN)
+    kept, rounded = Checkpoint(tmp_path / "linears"), Checkpoint(tmp_path / "whole")
+    assert torch.equal(kept.tensor(name), plain.tensor(name).float())
+    assert not torch.equal(rounded.tensor(name), plain.tensor(name).float())

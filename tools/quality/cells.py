@@ -38,6 +38,7 @@ TRELLIS_BESIDE = {"IQ4_XS": 4, "IQ3_S": 3, "IQ2_XS": 2}
 GPTAQ = {"asymmetric": True}  # which the command takes by default
 ITERS = 50
 """Steps of sign gradient descent for each layer; the paper's 200 take hours on a CPU."""
+TARGETS = {"target_bpw": "bits", "target_bytes": "bytes"}
 NEED_IMATRIX = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 """Types that llama.cpp makes from an imatrix only; those of 3 bits could do without, at a loss."""
 
@@ -49,12 +50,13 @@ class Cell:
     Attributes:
         grid: the cells of a grid are compared with each other: `int4` in groups of 64, or a GGUF mix.
         options: of the package's worker, beside `bits`, `group_size` and the calibration tokens.
+            `tables` in a GGUF file: the embedding and the output head count, too.
     """
 
     package: str
     method: str
     grid: str
-    bits: int
+    bits: float
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,8 +70,8 @@ class Cell:
                 words.append(key)
             elif key == "solver":
                 words.append(value)
-            elif key == "target_bpw":
-                words.append(f"{value} bits")
+            elif key in TARGETS:
+                words.append(f"{value} {TARGETS[key]}")
             elif key == "finetune_steps":
                 words.append("tuned")
             elif key == "rotations":
@@ -78,7 +80,7 @@ class Cell:
 
     @property
     def is_gguf(self) -> bool:
-        return "gguf_type" in self.options
+        return "gguf_type" in self.options or self.options.get("format") == "gguf"
 
     @property
     def on_twin(self) -> bool:

@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 
 @dataclass(frozen=True, slots=True)
 class StoredSize:
-    """Size of the quantized linears in their files."""
+    """Size of the quantized linears in their files, and of all tensors there (`file_bytes`)."""
 
     weights: int
     bytes: int
+    file_bytes: int = 0
 
     @property
     def bits_per_weight(self) -> float:
@@ -58,7 +59,8 @@ def dequantize_checkpoint(source: Path, output: Path, plain: Path) -> StoredSize
         else:
             config["tie_word_embeddings"] = False
     write_plain(output, plain, tensors, config)
-    return StoredSize(taken, stored)
+    every = sum(_bytes(checkpoint.tensor(name)) for name in checkpoint.names)
+    return StoredSize(taken, stored, every)
 
 
 def quantized_folder(output: Path) -> Path:

@@ -16,7 +16,7 @@ from llmopt.quant.base.processor import without_openmp_spins
 WORKER = Path(__file__).with_name("worker.py")
 PACKAGES: dict[str, tuple[str, ...]] = {
     "gptqmodel": ("gptqmodel==7.6.0",),
-    "llmcompressor": ("llmcompressor==0.14.0.1",),
+    "llmcompressor": ("llmcompressor==0.14.1a20261020", "pulp<4"),  # HIGGS is in no release yet
     "autoround": ("auto-round==0.16.1",),
     "llamacpp": ("llama-cpp-python==0.3.36",),
     "torchao": ("torchao==0.18.0", "transformers"),

@@ -75,30 +75,34 @@ def write_float_gguf(plain: Path, original: Path, output: Path) -> None:
     writer.close()
 
 
-def dequantize_gguf(source: Path, output: Path, plain: Path) -> StoredSize:
+def dequantize_gguf(source: Path, output: Path, plain: Path, *, tables: bool = False) -> StoredSize:
     """A plain checkpoint of a GGUF file, by the `gguf` package; the embeddings are the plain model's.
 
-    Only the linears are compared: a mix stores the embeddings in a type of its own.
+    Args:
+        tables: the embeddings are the file's. Else only the linears are compared: a mix stores the
+            embeddings in a type of its own.
     """
     config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
     original = Checkpoint(plain)
     tensors = {}
-    weights = stored = 0
+    weights = stored = every = 0
     for tensor in GGUFReader(source).tensors:
         name = checkpoint_name(tensor.name)
-        if tensor.name in EMBEDDINGS:
+        every += int(tensor.n_bytes)
+        if tensor.name in EMBEDDINGS and not tables:
             continue
         values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()).float()
         if heads := heads_of(tensor.name, config):
             values = unpermuted(values, heads)
-        if values.ndim == 2:
+        if values.ndim == 2 and tensor.name not in EMBEDDINGS:
             weights += values.numel()
             stored += int(tensor.n_bytes)
         tensors[name] = values.contiguous()
+    config["tie_word_embeddings"] = "lm_head.weight" not in {*tensors, *original.names}
     for name in original.names:
         tensors.setdefault(name, original.tensor(name).float().contiguous())
     write_plain(output, plain, tensors, config)
-    return StoredSize(weights, stored)
+    return StoredSize(weights, stored, every)
 
 
 @torch.no_grad()

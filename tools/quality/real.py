@@ -15,7 +15,7 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from llmopt.bench.quality.passage import Passage, ProtocolOptions, read_passage
 from llmopt.bench.quality.summary import FORMULAS
+from llmopt.engine.base.host import cpu_model
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.pipeline.pipeline import quantize
@@ -32,7 +33,7 @@ from llmopt.quant.stream.calibration import Calibration, load_calibration
 from tools.continuous_model import make
 from tools.document_part import write_part
 from tools.environments import install
-from tools.quality.cells import GROUP_SIZE, Cell, cells
+from tools.quality.cells import GROUP_SIZE, ITERS, Cell, cells
 from tools.quality.dequantized import StoredSize, dequantize_checkpoint, quantized_folder
 from tools.quality.environments import PACKAGES, interpreter, run
 from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
@@ -78,6 +79,9 @@ class Session:
             "sequential": True,
             **cell.options,
         }
+        if "target_bytes" in cell.options:  # what a search measured serves the next one
+            key = f"{key_of(self.plain(cell))}-{self.calibration.sha256[:16]}"
+            task["stats"] = str((self.given.models / f"statistics-{key}").resolve())
         if cell.package == "llamacpp":
             task |= {"float_gguf": str(self._float_gguf()), "output": f"{output}.gguf"}
             if cell.options["imatrix"]:
@@ -137,7 +141,7 @@ def measure(cell: Cell, session: Session, python: Path) -> dict[str, Any]:
                 folder, stored = output, StoredSize(linear_weights(plain), answer["stored_bytes"])
             elif cell.is_gguf:
                 source = next(iter([*output.parent.glob("*.gguf"), *output.glob("*.gguf")]))
-                stored = dequantize_gguf(source, folder, plain)
+                stored = dequantize_gguf(source, folder, plain, tables="tables" in cell.options)
             else:
                 stored = dequantize_checkpoint(quantized_folder(output), folder, plain)
         except (BadInput, KeyError, StopIteration) as error:
@@ -147,6 +151,7 @@ def measure(cell: Cell, session: Session, python: Path) -> dict[str, Any]:
         "version": answer["version"],
         "seconds": answer["seconds"],
         "bits_per_weight": stored.bits_per_weight,
+        "file_bytes": stored.file_bytes,
         "perplexity": scores.perplexity,
         "reference_perplexity": scores.reference_perplexity,
         "kl_nats": scores.kl_nats,
@@ -205,6 +210,7 @@ def record_of(session: Session, rows: Sequence[dict[str, Any]]) -> dict[str, Any
         "group_size": GROUP_SIZE,
         "formulas": FORMULAS,
         "torch": torch.__version__,
+        "processor": cpu_model(),
         "original_perplexity": next(
             (row["reference_perplexity"] for row in rows if "reference_perplexity" in row), None
         ),
@@ -233,11 +239,11 @@ def kept_rows(path: Path, session: Session) -> list[dict[str, Any]]:
     return record["rows"]
 
 
-def fill(session: Session) -> list[dict[str, Any]]:
+def fill(session: Session, wanted: Iterable[Cell] | None = None) -> list[dict[str, Any]]:
     """Measure the cells that `--only` matches and that have no row, and write the file after each."""
     given = session.given
     rows = {row["name"]: row for row in kept_rows(given.output, session)}
-    for cell in cells():
+    for cell in cells() if wanted is None else wanted:
         if given.only and not re.search(given.only, cell.name):
             continue
         if not given.again and "kl_nats" in rows.get(cell.name, {}):
@@ -288,10 +294,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--iters", type=int, default=ITERS, help="of auto-round's mixes")
     parser.add_argument("--scratch", type=Path, help="folder for checkpoints that are scored")
     parser.add_argument("--output", type=Path, required=True, help="JSON file, which gains rows")
     parser.add_argument("--docs", type=Path, help="Markdown file with the lines for the table")
-    parser.add_argument("--part", default="quality_table.py real", help="which of its parts")
+    parser.add_argument("--part", help="which of its parts: quality_table.py real")
     return parser.parse_args(words)
 
 
@@ -307,7 +314,8 @@ def main(words: Sequence[str]) -> int:
     session = prepare(given)
     rows = fill(session)
     if given.docs:
-        write_part(given.docs, given.part, markdown(record_of(session, rows)))
+        part = given.part or "quality_table.py real"
+        write_part(given.docs, part, markdown(record_of(session, rows)))
     return 0 if rows else 3
 
 

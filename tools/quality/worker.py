@@ -53,6 +53,12 @@ def llmopt(task: Task) -> Answer:
 
 def _own_grid(task: Task) -> dict[str, Any]:
     """The options of the request that say the grid."""
+    if "target_bytes" in task:
+        grid = {"target_bytes": task["target_bytes"], "format": task["format"]}
+        return grid | {
+            "stats": Path(task["stats"]),
+            "candidates": tuple(task.get("candidates", ())),
+        }
     if gguf_type := task.get("gguf_type"):
         return {"gguf_type": gguf_type, "format": "gguf"}
     if "target_bpw" in task:
@@ -81,18 +87,31 @@ def llmcompressor(task: Task) -> Answer:
     from llmcompressor.modifiers.transform.awq import AWQModifier
     from transformers import AutoModelForCausalLM
 
-    if "scheme" in task:
-        grid = {"targets": "Linear", "scheme": task["scheme"]}
-    else:
+    def integers(bits: int) -> QuantizationScheme:
         weights = QuantizationArgs(
-            num_bits=task["bits"],
+            num_bits=bits,
             type=QuantizationType.INT,
             strategy=QuantizationStrategy.GROUP,
             group_size=task["group_size"],
             symmetric=task["symmetric"],
         )
-        scheme = QuantizationScheme(targets=["Linear"], weights=weights)
-        grid = {"config_groups": {"group_0": scheme}}
+        return QuantizationScheme(targets=["Linear"], weights=weights)
+
+    if "scheme" in task:
+        grid = {"targets": "Linear", "scheme": task["scheme"]}
+    elif "target_bpw" in task:
+        from llmcompressor.entrypoints.higgs import get_higgs_config
+
+        config = get_higgs_config(
+            task["model"],
+            [integers(bits) for bits in task["widths"]],
+            ignore=["lm_head", "re:.*embed_tokens"],
+            # It counts codes alone: a group has a scale of 16 bits beside them.
+            target_avg_bitwidth=task["target_bpw"] - 16 / task["group_size"],
+        )
+        grid = {"config_groups": config.config_groups}
+    else:
+        grid = {"config_groups": {"group_0": integers(task["bits"])}}
     grid["ignore"] = ["lm_head"]
     modifiers = {
         "rtn": lambda: [QuantizationModifier(**grid)],
@@ -147,22 +166,41 @@ def autoround(task: Task) -> Answer:
     model = AutoModelForCausalLM.from_pretrained(
         task["model"], dtype=torch.bfloat16, trust_remote_code=False
     )
+    tokenizer = AutoTokenizer.from_pretrained(task["model"], trust_remote_code=False)
+    if "target_bpw" in task:
+        grid = _auto_scheme(task, tokenizer)
+    else:
+        # Rows of equal length: it takes the first so many.
+        grid = {"dataset": [row[None] for row in tokens], "bits": task["bits"]}
+        grid |= {"group_size": task["group_size"], "sym": task["symmetric"]}
     quantizer = AutoRound(
         model,
-        AutoTokenizer.from_pretrained(task["model"], trust_remote_code=False),
-        bits=task["bits"],
-        group_size=task["group_size"],
-        sym=task["symmetric"],
+        tokenizer,
         iters=task["iters"],
         nsamples=len(tokens),
         seqlen=tokens.shape[1],
         batch_size=8,
-        # Rows of equal length: it takes the first so many.
-        dataset=[row[None] for row in tokens],
         device_map="cpu",
+        **grid,
     )
     quantizer.quantize_and_save(output_dir=task["output"], format="auto_gptq")
     return {"version": f"auto-round {version('auto-round')}"}
+
+
+def _auto_scheme(task: Task, tokenizer: Any) -> dict[str, Any]:
+    """auto-round's AutoScheme, which reads texts from a file: two rows each, cut to the length of one."""
+    from auto_round import AutoScheme
+    from auto_round.schemes import QuantizationScheme
+
+    rows = task["tokens"]
+    pairs = zip(rows, [*rows[1:], rows[0]], strict=True)
+    texts = Path(task["output"]).with_name("texts.json")
+    texts.write_text(json.dumps(tokenizer.batch_decode([one + other for one, other in pairs])))
+    options = [
+        QuantizationScheme(bits, task["group_size"], task["symmetric"]) for bits in task["widths"]
+    ]
+    scheme = AutoScheme(task["target_bpw"], options, nsamples=len(rows), seqlen=len(rows[0]))
+    return {"scheme": scheme, "dataset": str(texts)}
 
 
 def llamacpp(task: Task) -> Answer:
@@ -172,8 +210,8 @@ def llamacpp(task: Task) -> Answer:
     params = lib.llama_model_quantize_default_params()
     params.nthread = task["threads"]
     params.ftype = getattr(lib, "LLAMA_FTYPE_MOSTLY_" + task["gguf_type"])
-    # The embeddings are not compared: 0 is float32.
-    params.token_embedding_type = params.output_tensor_type = 0
+    if "tables" not in task:  # the embeddings are not compared: 0 is float32
+        params.token_embedding_type = params.output_tensor_type = 0
     if task["imatrix"]:
         entries = json.loads(Path(task["imatrix_file"]).read_text())
         # An entry without name ends it.

@@ -1,0 +1,137 @@
+"""Mixed precision beside the mixes of other packages, in files of the same bytes.
+
+    python tools/quality_table.py mixes --models build/real --environments build/quantizers --install \\
+        --calibration c4.jsonl --text wiki.test.raw --output docs/measured/cpu/mixes.json \\
+        --docs docs/commands/best.md
+
+At 3.5, 4.25 and 5 bits per weight each package makes its own mix of the models of `quality_table.py real`,
+from the same calibration tokens: auto-round's AutoScheme and llm-compressor's HIGGS of integers in groups of
+64, llama.cpp, with an importance matrix, of GGUF types. Then `--method auto` makes ours, of no more bytes
+than the smaller file of integers, or than that of llama.cpp. Whole files count and are scored, with the
+embeddings in GGUF files. Rows are kept as there. Ends with 1 where a mix of ours has the larger KL
+divergence, with 3 where none is beside another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tools.document_part import write_part
+from tools.environments import install
+from tools.quality.cells import Cell
+from tools.quality.environments import PACKAGES
+from tools.quality.real import fill, parse, prepare, record_of
+
+MIXES = {3.5: "IQ3_S", 4.25: "IQ4_XS", 5.0: "Q4_K_M"}
+"""Bits per weight, and the mix of llama.cpp that comes next to them from below."""
+WIDTHS = (2, 3, 4, 5, 6, 8)
+GPTQ_WIDTHS = (2, 3, 4, 8)
+"""What the file format of auto-round's integers holds."""
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "int": {"format": "compressed-tensors", "candidates": [f"int{width}" for width in WIDTHS]},
+    "gguf": {"format": "gguf", "tables": True},
+}
+"""Kinds of files, with the options of our own."""
+NAMES = {
+    "autoround": "auto-round's AutoScheme",
+    "llmcompressor": "llm-compressor's HIGGS, gptq",
+    "llamacpp": "llama.cpp with imatrix",
+    "llmopt": "llmopt auto",
+}
+
+
+def peers(iters: int) -> Iterator[Cell]:
+    """The mixes of the other packages.
+
+    Args:
+        iters: steps of auto-round for each layer.
+    """
+    for bits, mix in MIXES.items():
+        gguf = {"gguf_type": mix, "imatrix": True, "tables": True}
+        yield Cell("llamacpp", "quantize", mix, bits, gguf)
+        target = {"symmetric": True, "target_bpw": bits}
+        yield Cell("llmcompressor", "gptq", "int", bits, {**target, "widths": WIDTHS})
+        tuned = {**target, "widths": GPTQ_WIDTHS, "iters": iters}
+        yield Cell("autoround", "autoround", "int", bits, tuned)
+
+
+def ours(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
+    """Our mixes, of no more bytes than theirs."""
+    for bits in MIXES:
+        for kind, options in OURS.items():
+            theirs = (row for row in measured(rows) if (row["bits"], kind_of(row)) == (bits, kind))
+            if sizes := [row["file_bytes"] for row in theirs]:
+                yield Cell("llmopt", "auto", kind, bits, {**options, "target_bytes": min(sizes)})
+
+
+def measured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The mixes of other packages that were made."""
+    return [row for row in rows if row["package"] != "llmopt" and "kl_nats" in row]
+
+
+def kind_of(row: Mapping[str, Any]) -> str:
+    """The kind of a row's file."""
+    return row["grid"] if row["grid"] in OURS else "gguf"
+
+
+def beside(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Our mix that another package's is held against; None: it was not made."""
+    own = [one for one in rows if one["package"] == "llmopt" and "kl_nats" in one]
+    wanted = row["bits"], kind_of(row)
+    return next((one for one in own if (one["bits"], kind_of(one)) == wanted), None)
+
+
+def markdown(record: Mapping[str, Any]) -> str:
+    """The table for the documentation: each mix of a package, and ours of no more bytes."""
+    shape = " x ".join(str(size) for size in record["calibration"]["shape"])
+    lines = [
+        f"{record['model']}, calibrated on {shape} tokens of {record['calibration']['source']}, scored on "
+        f"{record['num_tokens']:,} tokens of {record['evaluation']}; minutes are of a busy "
+        f"{record['processor']}.",
+        "",
+        "| bits | mix | bytes | KL, nats (95 %) | minutes "
+        "| ours: bytes | KL, nats (95 %) | minutes | ratio |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows = record["rows"]
+    for row in sorted(measured(rows), key=lambda row: (row["bits"], label(row))):
+        mine = beside(row, rows)
+        ratio = f"{mine['kl_nats'] / row['kl_nats']:.2f}" if mine else ""
+        cells = [*_cells(row), *(_cells(mine) if mine else ("", "", "")), ratio]
+        lines.append(f"| {row['bits']:g} | {label(row)} | {' | '.join(cells)} |")
+    for row in record["rows"]:
+        if "error" in row:
+            lines += ["", f"Not run: {label(row)} at {row['bits']:g} bits: {row['error']}"]
+    return "\n".join(lines)
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """The mix of a package."""
+    name = NAMES[row["package"]]
+    if iters := row["options"].get("iters"):
+        return f"{name}, {iters} steps"
+    return f"{name}, {row['grid']}" if row["package"] == "llamacpp" else name
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Size, divergence and time of a row."""
+    low, high = row["kl_interval"]
+    divergence = f"{row['kl_nats']:.3g} ({low:.3g} to {high:.3g})"
+    return f"{row['file_bytes']:,}", divergence, f"{row['seconds'] / 60:.1f}"
+
+
+def main(words: Sequence[str]) -> int:
+    given = parse(words)
+    if given.install:
+        for name in NAMES.keys() & PACKAGES.keys():
+            install(given.environments / name, PACKAGES[name])
+    session = prepare(given)
+    rows = fill(session, peers(given.iters))
+    rows = fill(session, ours(rows))
+    if given.docs:
+        part = given.part or "quality_table.py mixes"
+        write_part(given.docs, part, markdown(record_of(session, rows)))
+    pairs = [(row, mine) for row in measured(rows) if (mine := beside(row, rows))]
+    worse = any(mine["kl_nats"] > row["kl_nats"] for row, mine in pairs)
+    return int(worse) if pairs else 3
