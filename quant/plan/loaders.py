@@ -263,7 +263,7 @@ def _tried(family: str, name: str, scheme: Scheme) -> bool:
 
 
 def vllm_refuses_on_cpu(stored: CheckpointContents, name: str) -> str | None:
-    """Why vLLM for CPU may not load what vLLM does; None: it loaded such schemes."""
+    """Say why vLLM for CPU may not load what vLLM does; None: it loaded such schemes."""
     for scheme in set(stored.schemes.values()):
         if not storage_of(scheme).rules.vllm_tried(scheme, name):
             return f"vLLM for CPU was not seen to load {scheme.label}"

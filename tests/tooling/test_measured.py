@@ -14,7 +14,7 @@ from tools import calibration_table, quality_table
 from tools.document_part import part_of
 from tools.model_survey import read_results, row_line
 from tools.peers import record as peers_record
-from tools.quality import real
+from tools.quality import mixes, real
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -58,6 +58,11 @@ def test_the_quality_tables_are_those_of_the_records() -> None:
     for name, part in (("real", "quality_table.py real"), ("stories", "quality_table.py stories")):
         made = real.markdown(record(f"cpu/quality-{name}.json"))
         assert part_of(DOCS / "quantization.md", part) == made
+
+
+def test_the_table_of_mixes_is_that_of_the_record() -> None:
+    made = mixes.markdown(record("cpu/mixes-stories.json"))
+    assert part_of(DOCS / "commands/best.md", "quality_table.py mixes") == made
 
 
 def test_the_calibration_table_is_that_of_the_record() -> None:
