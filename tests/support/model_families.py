@@ -295,7 +295,7 @@ STATEFUL: dict[str, tuple[str, dict[str, Any], int]] = {
         {
             **NEMOTRON, **MOE, "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
             "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "moe_shared_expert_intermediate_size": 48,
-            "moe_latent_size": 24, "routed_scaling_factor": 1.5,
+            "moe_latent_size": 32, "routed_scaling_factor": 1.5,
         },
         MAMBA_STATE,
     ),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 
@@ -129,12 +128,10 @@ class NativeExperts:
         return out if added is None else out + added
 
 
-def group_native(experts: Sequence[Expert], first: int, on_inputs: bool) -> NativeExperts | None:
-    """The experts in one call; None: they differ too much, or have weights that are not packed.
-
-    Args:
-        first: id of the first of these experts.
-    """
+def group_native(
+    experts: Sequence[Expert], ids: range, count: int, on_inputs: bool
+) -> NativeExperts | None:
+    """The experts `ids` in one call; None: they differ too much, or have weights that are not packed."""
     combine = experts[0].combine
     gate_up = _stacked([expert.gate_up for expert in experts])
     down = _stacked([expert.down for expert in experts])
@@ -142,7 +139,7 @@ def group_native(experts: Sequence[Expert], first: int, on_inputs: bool) -> Nati
         return None
     if gate_up.in_features % CHANNELS:
         return None
-    return NativeExperts(gate_up, down, combine.activation, first, on_inputs)
+    return NativeExperts(gate_up, down, combine.activation, ids.start, on_inputs)
 
 
 def _stacked(linears: Sequence[ExpertLinear]) -> _Stack | None:
@@ -159,19 +156,17 @@ LOOP = "loop"
 
 @dataclass(frozen=True, slots=True)
 class ExpertsKernelQuery:
-    """Kernel query of the experts: device and dtype; `is_whole`: all of the model's experts are local;
-    `is_gated`: they are gated MLPs; `is_block_fp8`: their linears are DeepGEMM's."""
+    """Kernel query of the experts: device and dtype; `is_gated`: they are gated MLPs; `is_block_fp8`: their
+    linears are DeepGEMM's."""
 
     device: str
     dtype: torch.dtype
-    is_whole: bool = True
     is_gated: bool = True
     is_block_fp8: bool = False
 
     def __str__(self) -> str:
-        which = "all experts" if self.is_whole else "some of the experts"
-        kind = " of block FP8" if self.is_block_fp8 else ""
-        return f"{which}{kind} in {self.dtype} on {self.device}"
+        kind = " of block FP8" if self.is_block_fp8 else "" if self.is_gated else " without gates"
+        return f"experts{kind} in {self.dtype} on {self.device}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +201,6 @@ ROUTER_LOGITS: Operation[RoutingKernelQuery, RouterLogits] = Operation(
 )
 
 
-def _refuses_grouped(kernel_query: ExpertsKernelQuery) -> str | None:
-    if not kernel_query.is_whole:
-        return "it needs all experts in one process"
-    if not kernel_query.is_gated:
-        return "it takes gated MLPs"
-    return refuses_rows(kernel_query)
-
-
 def _refuses_native(kernel_query: ExpertsKernelQuery) -> str | None:
     if (reason := refuses_native(kernel_query, native_experts)) is not None:
         return reason
@@ -229,8 +216,7 @@ def _grouped_by(group: Callable[..., ExpertsKernel | None], otherwise: MakeExper
     def make(
         experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
     ) -> ExpertsKernel:
-        # They are gated: it refuses a query of others.
-        grouped = group(cast("Sequence[Expert]", experts), expert_ids.start, on_inputs)
+        grouped = group(experts, expert_ids, count, on_inputs)
         return otherwise(experts, expert_ids, count, on_inputs) if grouped is None else grouped
 
     return make
@@ -238,7 +224,7 @@ def _grouped_by(group: Callable[..., ExpertsKernel | None], otherwise: MakeExper
 
 def _refuses_deep_gemm(kernel_query: ExpertsKernelQuery) -> str | None:
     # Permutation, gate and sum are those of the Triton kernels.
-    if (reason := _refuses_grouped(kernel_query)) is not None:
+    if (reason := refuses_rows(kernel_query)) is not None:
         return reason
     if (reason := refuses_dtype(kernel_query.device, kernel_query.dtype)) is not None:
         return reason
@@ -254,7 +240,7 @@ EXPERTS: Operation[ExpertsKernelQuery, MakeExperts] = Operation(
     "experts",
     [
         Candidate("deep-gemm-grouped", _refuses_deep_gemm, _deep_gemm),
-        Candidate("triton-grouped", _refuses_grouped, _grouped),
+        Candidate("triton-grouped", refuses_rows, _grouped),
         Candidate("native-grouped", _refuses_native, _grouped_by(group_native, LoopedExperts)),
         Candidate(LOOP, serves_all, LoopedExperts),
     ],

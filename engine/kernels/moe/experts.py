@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn import functional
@@ -121,6 +121,20 @@ class RoutedExpert(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+class PlainExpert(RoutedExpert, Protocol):
+    """An MLP without a gate: `down(activation(up))`."""
+
+    @property
+    def up(self) -> ExpertLinear: ...
+
+    @property
+    def down(self) -> ExpertLinear: ...
+
+    @property
+    def activation(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
+
+
+@runtime_checkable
 class Expert(RoutedExpert, Protocol):
     """A gated MLP: `down(combine(gate, up))`, gate and up in one stacked linear."""
 
@@ -239,7 +253,7 @@ def experts_trial(
     *,
     on_inputs: bool,
 ) -> Trial[Any]:
-    """All experts of a layer, in one process.
+    """All experts of a layer in this process.
 
     Nothing is timed: what runs one expert after the other waits for the device in every layer.
     """

@@ -1,5 +1,8 @@
 """Fused mixture-of-experts: two grouped GEMMs over permuted tokens, without host synchronisation.
 
+A rank that has some of the model's experts (expert parallelism) leaves the rows of all others out: they are
+routed to a last expert that has no weight, so that no tile computes them and no sum reads them.
+
 Experts in block FP8 use DeepGEMM's grouped GEMM in its contiguous layout, which groups rows by expert in
 blocks of 128: our token permutation in tiles of 128 rows, each padded to a block. Which expert a row is of
 lies on the device; the kernel skips blocks without rows.
@@ -12,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ....quant.kinds.fp8.kind import BLOCK
 from ..common.devices import package
@@ -26,7 +30,7 @@ from ..linear.triton_packed_weight import (
     pack_float_weight,
     stack_packed_weights,
 )
-from .experts import Expert, ExpertLinear
+from .experts import Expert, ExpertLinear, PlainExpert
 from .triton_token_permutation import MIN_ROWS, biased_gate, permute_tokens, weighted_sum
 
 NO_EXPERT = -1
@@ -44,7 +48,7 @@ class DeepGemmGroupedLinear:
         parts = zip(*(linear.weight for linear in linears), strict=True)
         values, scales = (torch.stack(part) for part in parts)
         self._weight = values, scales
-        self.weight_bytes = values.nbytes + scales.nbytes
+        self.weight_bytes, self.device = values.nbytes + scales.nbytes, values.device
 
     def __call__(self, x: Rows, dtype: torch.dtype, parts: TokenPermutation) -> torch.Tensor:
         """Rows [tokens * top_k, out], token by token."""
@@ -60,8 +64,9 @@ class DeepGemmGroupedLinear:
         library = package(NAME).module
         scales = library.get_mn_major_tma_aligned_tensor(given.scales.index_select(0, source))
         library.m_grouped_fp8_gemm_nt_contiguous((codes, scales), self._weight, out, experts)
-        # Where each row went; those of padding share a last place, which is not read.
-        places = torch.empty(total + 1, dtype=torch.int64, device=rows.device)
+        # Where each row went; those of padding share a last place, and what no expert here computes has the
+        # first, which are not read.
+        places = torch.zeros(total + 1, dtype=torch.int64, device=rows.device)
         places[rows] = torch.arange(len(rows), device=rows.device)
         return out.index_select(0, places[:total])
 
@@ -105,10 +110,11 @@ class GroupedLinear:
     ) -> None:
         self._packed_weight, self.bias, self.activation_quant = tiles, bias, activation_quant
         self.weight_bytes = tiles.weight_bytes + (0 if bias is None else bias.nbytes)
+        self.device = tiles.codes.device
         self.rows_between = MIN_ROWS, most_rows(tiles)
 
     def __call__(self, x: Rows, dtype: torch.dtype, parts: TokenPermutation) -> torch.Tensor:
-        """Rows `[tokens * top_k, out]`, token by token, without the `bias [experts, out]`."""
+        """Rows `[tokens * top_k, out]`, token by token, without the `bias [experts + 1, out]`."""
         if self.activation_quant is not None and isinstance(x, torch.Tensor):
             x = round_rows(x, self.activation_quant)
         if isinstance(x, QuantizedActivations):
@@ -117,7 +123,12 @@ class GroupedLinear:
 
 
 class GroupedExperts:
-    """Experts as grouped GEMMs: rows are sorted by expert, each tile of rows uses one expert's weight."""
+    """Experts as grouped GEMMs: rows are sorted by expert, each tile of rows uses one expert's weight.
+
+    Args:
+        between: from rows [gate, up] to the inputs of `down`, of gate and up apart if `is_gated`.
+        ids: of these experts, of `count` in the model.
+    """
 
     is_capturable = True
 
@@ -125,12 +136,22 @@ class GroupedExperts:
         self,
         gate_up: GroupedLinear | DeepGemmGroupedLinear,
         down: GroupedLinear | DeepGemmGroupedLinear,
-        combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        between: Callable[..., torch.Tensor],
+        ids: range,
         count: int,
         on_inputs: bool,
+        *,
+        is_gated: bool,
     ) -> None:
-        self._gate_up, self._down, self._combine = gate_up, down, combine
-        self._count, self._on_inputs = count, on_inputs
+        self._gate_up, self._down, self._between = gate_up, down, between
+        self._count, self._on_inputs, self._is_gated = len(ids), on_inputs, is_gated
+        self._local: torch.Tensor | None = None
+        """Place among these experts of each of the model's, behind the last those of other ranks; None: these
+        are all."""
+        if len(ids) < count:
+            place = torch.arange(count, device=gate_up.device) - ids.start
+            is_here = (place >= 0) & (place < len(ids))
+            self._local = torch.where(is_here, place, len(ids))
         both = gate_up.rows_between, down.rows_between
         self._rows_between = max(least for least, _ in both), min(most for _, most in both)
         self.weight_bytes = gate_up.weight_bytes + down.weight_bytes
@@ -143,48 +164,63 @@ class GroupedExperts:
         added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         top_k, expert_ids = experts.shape[1], experts.flatten()
+        if self._local is not None:
+            expert_ids = self._local.index_select(0, expert_ids)
         if self._on_inputs:
             x = (x[:, None, :] * weights.to(x.dtype)[:, :, None]).flatten(0, 1)
-        permutation = permute_tokens(expert_ids, self._count, top_k, self._rows_between)
+        permutation = permute_tokens(
+            expert_ids, self._count, top_k, self._rows_between, has_others=self._local is not None
+        )
         by_row = replace(permutation, top_k=1)
         rows = self._gate_up(x, x.dtype, by_row if self._on_inputs else permutation)
         out = self._down(self._inner(rows, expert_ids), x.dtype, by_row)
         factors = None if self._on_inputs else weights
-        return weighted_sum(out, factors, self._down.bias, expert_ids, top_k, added)
+        num_here = None if self._local is None else self._count
+        return weighted_sum(out, factors, self._down.bias, expert_ids, top_k, added, num_here)
 
     def _inner(self, rows: torch.Tensor, experts: torch.Tensor) -> Rows:
-        """The gated activation of rows [rows, 2 * inner], with its bias."""
+        """The activation of rows, with their bias; of gated experts they are [rows, 2 * inner]."""
         activation_quant, bias = self._down.activation_quant, self._gate_up.bias
         if bias is not None:
-            if activation_quant is None and isinstance(self._combine, TritonGate):
-                return biased_gate(rows, bias, experts, self._combine.activation)
+            if activation_quant is None and isinstance(self._between, TritonGate):
+                return biased_gate(rows, bias, experts, self._between.activation)
             rows = rows + bias.index_select(0, experts)
+        if not self._is_gated:
+            return self._between(rows)
         gate, up = rows.chunk(2, dim=-1)
-        if activation_quant is not None and isinstance(self._combine, FusesGateQuant):
-            return self._combine.quantized(gate, up, activation_quant)
-        return self._combine(gate, up)
+        if activation_quant is not None and isinstance(self._between, FusesGateQuant):
+            return self._between.quantized(gate, up, activation_quant)
+        return self._between(gate, up)
+
+
+Experts = Sequence[Expert] | Sequence[PlainExpert]
 
 
 def group_deep_gemm(
-    experts: Sequence[Expert], first: int, on_inputs: bool
+    experts: Experts, ids: range, count: int, on_inputs: bool
 ) -> GroupedExperts | None:
     """The experts on DeepGEMM's grouped GEMM; None: they are not in block FP8, or differ."""
-    return _grouped(experts, grouped_deep_gemm, on_inputs)
+    return _grouped(experts, grouped_deep_gemm, ids, count, on_inputs)
 
 
-def group(experts: Sequence[Expert], first: int, on_inputs: bool) -> GroupedExperts | None:
+def group(experts: Experts, ids: range, count: int, on_inputs: bool) -> GroupedExperts | None:
     """The experts as grouped GEMMs; None: they differ too much, or their weights cannot be packed."""
-    return _grouped(experts, _stacked, on_inputs)
+    return _grouped(experts, _stacked, ids, count, on_inputs)
 
 
 def _grouped(
-    experts: Sequence[Expert], stack: Callable[..., Any], on_inputs: bool
+    experts: Experts, stack: Callable[..., Any], ids: range, count: int, on_inputs: bool
 ) -> GroupedExperts | None:
-    gate_up = stack([expert.gate_up for expert in experts])
-    down = stack([expert.down for expert in experts])
-    if gate_up is None or down is None:
+    gated = [expert for expert in experts if isinstance(expert, Expert)]
+    plain = [expert for expert in experts if not isinstance(expert, Expert)]
+    if gated and plain:
         return None
-    return GroupedExperts(gate_up, down, experts[0].combine, len(experts), on_inputs)
+    into = stack([expert.gate_up for expert in gated] or [expert.up for expert in plain])
+    down = stack([expert.down for expert in experts])
+    if into is None or down is None:
+        return None
+    between = gated[0].combine if gated else plain[0].activation
+    return GroupedExperts(into, down, between, ids, count, on_inputs, is_gated=bool(gated))
 
 
 def _stacked(linears: Sequence[ExpertLinear]) -> GroupedLinear | None:
@@ -205,7 +241,8 @@ def _stacked(linears: Sequence[ExpertLinear]) -> GroupedLinear | None:
         len(linears),
     ):
         return None
-    bias = torch.stack(biases) if biases else None
+    # A last one of zeros, for rows that other ranks compute.
+    bias = functional.pad(torch.stack(biases), (0, 0, 0, 1)) if biases else None
     return GroupedLinear(stacked, bias, activation_quants[0] if activation_quants else None)
 
 

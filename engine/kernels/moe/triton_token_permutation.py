@@ -151,6 +151,8 @@ def permute_tokens(
     count: int,
     top_k: int,
     rows_between: tuple[int, int] = (MIN_ROWS, MAX_ROWS),
+    *,
+    has_others: bool = False,
 ) -> TokenPermutation:
     """The token permutation of a routing; the number of tiles is the static upper bound.
 
@@ -158,12 +160,13 @@ def permute_tokens(
         experts: expert ids `[tokens * top_k]`, of `count` experts.
         top_k: output rows that read the same input row.
         rows_between: least and most rows of a tile, which otherwise has about as many as an expert.
+        has_others: some rows have the id `count`, of experts that are not here: they are in no tile.
     """
     total = experts.shape[0]
     least, most = rows_between
     rows = min(most, max(least, power_of_two(max(1, total // count))))
     num_tiles = total // rows + min(count, total)
-    width = max(16, power_of_two(count))
+    width = max(16, power_of_two(count + has_others))
     lanes = max(1, min(BLOCK, 8192 // width))
     tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=experts.device)
     order = torch.empty_like(experts)
@@ -246,16 +249,20 @@ def _weighted_sum(
     HAS_WEIGHTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_ADDED: tl.constexpr,
+    EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of a token's rows in float32. Grid: tokens, blocks of a row."""
+    """Sum of a token's rows in float32, with `EXPERTS` of those below it alone. Grid: tokens, blocks of a row."""
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < size
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         row = token * TOP_K + place
-        x = tl.load(row_ptr + row * size + lanes, mask=mask, other=0.0).to(tl.float32)
+        is_here = mask
+        if EXPERTS > 0:
+            is_here &= tl.load(expert_ptr + row) < EXPERTS
+        x = tl.load(row_ptr + row * size + lanes, mask=is_here, other=0.0).to(tl.float32)
         if HAS_BIAS:
             bias = bias_ptr + tl.load(expert_ptr + row) * size + lanes
             x += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
@@ -275,6 +282,7 @@ def weighted_sum(
     experts: torch.Tensor,
     top_k: int,
     added: torch.Tensor | None = None,
+    num_experts: int | None = None,
 ) -> torch.Tensor:
     """`sum(weights * (rows + bias[experts])) + added` over the `top_k` rows of each token, [tokens, size].
 
@@ -283,6 +291,7 @@ def weighted_sum(
         weights: float32 [tokens, top_k]; None: 1.
         bias: [experts, size].
         added: [tokens, size].
+        num_experts: rows of experts from that on are not computed here; None: all are.
     """
     size, tokens = rows.shape[1], rows.shape[0] // top_k
     out = rows.new_empty(tokens, size)
@@ -300,6 +309,7 @@ def weighted_sum(
             HAS_WEIGHTS=weights is not None,
             HAS_BIAS=bias is not None,
             HAS_ADDED=added is not None,
+            EXPERTS=num_experts or 0,
             BLOCK=COLUMNS,
             num_warps=4,
         )

@@ -19,6 +19,7 @@ from ....quant.base.errors import BadInput, first_line
 from ....quant.model.checkpoint import Checkpoint
 from ...config.compatibility import refuse
 from ...kernels.attention.batch import AttentionBatch, SequenceSpan
+from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery, reads_in_place
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.lora import AdapterBank
 from ..layers.parallel import Shard
@@ -52,9 +53,7 @@ class TransformersModel:
     """Sliding windows are internal to the modules, so no blocks are evicted."""
     hidden_size: int | None = None
     """With None `forward` returns logits."""
-    is_capturable = False
     captures_any_step = False
-    """False: the modules may have data-dependent control flow."""
 
     def __init__(
         self,
@@ -89,6 +88,20 @@ class TransformersModel:
             self.lora_bank = self._add_loras(options.loras)
         if self.lora_bank is not None and may_add:
             self.lora_bank.prepare()
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether decode steps are captured, where nothing in the modules waits for the device, which the
+        capture itself tells: on a GPU, of a model that runs over the tokens of all sequences at once."""
+        packed = type(self._forward) in (PackedForward, LatentForward) and self._shard is None
+        return packed and self._device.type == "cuda" and self._reads_in_place()
+
+    def _reads_in_place(self) -> bool:
+        queries = (
+            AttentionKernelQuery("cuda", self._dtype, layout.key_dim, layout.value_dim)
+            for layout in self.kv_layouts
+        )
+        return all(reads_in_place(PAGED_ATTENTION.select(query).run) for query in queries)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:

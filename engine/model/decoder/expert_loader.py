@@ -93,8 +93,8 @@ def _choice(
     """The kernel of the routed experts; on a GPU it is tried on them."""
     experts = spec.shape.experts
     assert experts is not None
-    rows, is_whole = reader.rows(experts.width), len(routed) == experts.count
-    kind = is_whole, spec.shape.gated_mlp, _is_block_fp8(routed)
+    rows = reader.rows(experts.width)
+    kind = spec.shape.gated_mlp, _is_block_fp8(routed)
     query = ExpertsKernelQuery(rows.device, rows.dtype, *kind)
     inputs = spec.expert_latent or spec.shape.hidden_size
     trial = partial(

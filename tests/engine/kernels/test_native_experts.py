@@ -135,7 +135,7 @@ def test_the_experts_of_a_rank_are_its_part_of_the_sum(path: str) -> None:
     scheme, dtype = IntScheme(4, 32, True), torch.float32
     experts = [expert(number, scheme, dtype) for number in range(COUNT)]
     given = routing(30, 3, dtype)
-    candidate = EXPERTS.select(ExpertsKernelQuery("cpu", dtype, is_whole=False))
+    candidate = EXPERTS.select(ExpertsKernelQuery("cpu", dtype))
     for ids in (range(2), range(2, 5), range(5, 6)):
         local = [experts[number] for number in ids]
         kernel = candidate.run(local, ids, COUNT, False)

@@ -12,7 +12,7 @@ from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
 from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
-from llmopt.engine.model.layers.mlp import GatedMlp, gating
+from llmopt.engine.model.layers.mlp import ACTIVATIONS, GatedMlp, PlainMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
@@ -95,9 +95,61 @@ def test_experts_of_different_kinds_are_run_one_by_one() -> None:
     kernel_query = ExpertsKernelQuery(DEVICE, torch.float32)
     kernel = EXPERTS.select(kernel_query).run(experts, range(3), 3, False)
     assert isinstance(kernel, LoopedExperts)
-    some = EXPERTS.explain(ExpertsKernelQuery(DEVICE, torch.float32, is_whole=False))
-    assert some.chosen in ("loop", "native-grouped")
-    assert dict(some.reasons)["triton-grouped"] == "it needs all experts in one process"
+
+
+def without_gate(number: int, bias: bool) -> PlainMlp:
+    """An expert of Nemotron-H: squared ReLU, no gate."""
+    gated = expert(number, None, bias, "silu")
+    return PlainMlp(gated.gate_up, wide_down(number, bias), ACTIVATIONS["relu2"])
+
+
+def wide_down(number: int, bias: bool) -> Projection:
+    g = torch.Generator().manual_seed(100 + number)
+    weight = torch.randn(HIDDEN, 2 * INNER, generator=g) * (2 * INNER) ** -0.5
+    add = torch.randn(HIDDEN, generator=g).to(DEVICE) if bias else None
+    return Projection([weight.to(DEVICE)], add, torch.float32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_without_gates_are_grouped(bias: bool) -> None:
+    experts = [without_gate(number, bias) for number in range(COUNT)]
+    query = ExpertsKernelQuery(DEVICE, torch.float32, is_gated=False)
+    kernel = EXPERTS.select(query).run(experts, range(COUNT), COUNT, False)
+    assert type(kernel).__name__ == "GroupedExperts" and kernel.is_capturable
+    reference = LoopedExperts(experts, range(COUNT), COUNT, False)
+    given = routing(9, 3)
+    torch.testing.assert_close(kernel(*given), reference(*given), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("ids", [range(2), range(2, 5), range(1, 3)], ids=str)
+@pytest.mark.parametrize("kind", ["gated", "with biases", "without gates", "one by one"])
+def test_the_experts_of_a_rank_are_grouped_and_add_up(kind: str, ids: range) -> None:
+    """Each rank sums what its own experts do; rows of all others are neither computed nor read."""
+    if kind == "without gates":
+        experts: list[Any] = [without_gate(number, True) for number in range(COUNT)]
+    else:
+        experts = [expert(number, None, kind == "with biases", "silu") for number in range(COUNT)]
+    on_inputs = kind == "one by one"
+    query = ExpertsKernelQuery(DEVICE, torch.float32, is_gated=kind != "without gates")
+    kernel = EXPERTS.select(query).run(experts[ids.start : ids.stop], ids, COUNT, on_inputs)
+    reference = LoopedExperts(experts[ids.start : ids.stop], ids, COUNT, on_inputs)
+    assert type(kernel).__name__ == "GroupedExperts" and kernel.is_capturable
+    for given in (routing(1, 1), routing(9, 3)):
+        torch.testing.assert_close(kernel(*given), reference(*given), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("total", [40, 1500])
+def test_rows_of_other_ranks_experts_are_in_no_tile(total: int) -> None:
+    from llmopt.engine.kernels.moe.triton_token_permutation import MAX_COUNTED, permute_tokens
+
+    assert 40 < MAX_COUNTED < 1500
+    count = 16  # a power of two, which leaves no lane for the others
+    experts = torch.randint(0, count + 1, (total,), generator=torch.Generator().manual_seed(1))
+    parts = permute_tokens(experts.to(DEVICE), count, 1, has_others=True)
+    order = parts.order.tolist()
+    assert order == experts.argsort(stable=True).tolist()
+    met = [place for _, begin, end in parts.tiles.tolist() for place in range(begin, end)]
+    assert sorted(met) == list(range(int((experts < count).sum())))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's launches are looked at")

@@ -89,6 +89,17 @@ def test_norms_of_sharded_heads_are_captured(tmp_path: Path) -> None:
     assert card.captures == other.captures == GRAPHS
 
 
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3-moe"])
+def test_the_experts_of_each_rank_are_captured(family: str, tmp_path: Path) -> None:
+    """Where a rank's rows lie is found on the device: nothing waits for how many tokens an expert has."""
+    save_model(tmp_path, *FAMILIES[family])
+    card, other, _, _ = served(tmp_path)
+    assert card.faults() == other.faults() == []
+    assert card.captures == other.captures == GRAPHS
+    assert "_weighted_sum" in card.launches("load", captured=True)
+
+
 def test_a_capture_refused_by_rank_1_leaves_both_eager_and_in_step(
     llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
