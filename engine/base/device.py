@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from ...quant.base.device import cuda_problem, has_nvidia_gpu
 from ...quant.base.errors import BadInput
+from ...quant.model.checkpoint import Checkpoint
 
+CheckpointT = TypeVar("CheckpointT", bound=Checkpoint)
 _log = logging.getLogger(__name__)
 
 
@@ -85,6 +88,43 @@ def packed(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.T
             values.append(0)
     whole = to_device(np.array(values, dtype=np.int64), device)
     return [whole[begin:end] for begin, end in bounds]
+
+
+class PinnedStaging:
+    """Copies of host memory to a GPU through two pinned buffers: one is filled while the other is sent.
+
+    A copy from pageable memory is staged by the driver, a part at a time, with the host waiting for each.
+    """
+
+    BUFFER_BYTES = 32 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._turn = device, 0
+        self._buffers = [
+            torch.empty(self.BUFFER_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for _ in range(2)
+        ]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor on the GPU, in its own dtype; kernels that are launched next read what it holds."""
+        out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, out))
+        parts = (each.split(self.BUFFER_BYTES) for each in (source, target))
+        for part, place in zip(*parts, strict=True):
+            buffer, sent = self._buffers[self._turn][: len(part)], self._sent[self._turn]
+            if sent is not None:
+                sent.synchronize()
+            place.copy_(buffer.copy_(part), non_blocking=True)
+            sent = self._sent[self._turn] = torch.cuda.Event()
+            sent.record()
+            self._turn = 1 - self._turn
+        return out
+
+
+def placed_on(device: torch.device, checkpoint: CheckpointT) -> CheckpointT:
+    """The checkpoint, of which a GPU unpacks what it is sent as it is stored; itself on another device."""
+    return checkpoint.placed(PinnedStaging(device)) if device.type == "cuda" else checkpoint
 
 
 class HostCopy:

@@ -62,7 +62,7 @@ def load_encoder(
     if checkpoint.quantization_config is None:
         model = from_pretrained(kind, checkpoint, config, dtype, checkpoint.folder)
     else:
-        weights = QuantizedWeights(checkpoint, dtype)
+        weights = QuantizedWeights(checkpoint, dtype, device)
         model = from_pretrained(kind, checkpoint, config, dtype, None, weights.state_dict())
         weights.place(model, device, input_bits, CurrentAdapters())
     if config.get_text_config(decoder=True) is config:

@@ -97,14 +97,16 @@ class GgufCheckpoint(Checkpoint):
         if name not in self._infos:
             raise BadInput(f"{self.path} has no tensor {name!r}")
         info = self._infos[name]
+        mapped = _in_place(self._file.bytes_of(info))
+        data = self._place(mapped)
         if info.type in _DTYPES:
             # A copy, so that the mapped file's pages are never written.
-            data = torch.from_numpy(self._file.bytes_of(info).copy())
+            data = data.clone() if data is mapped else data
             tensor = data.view(_DTYPES[info.type]).view(info.shape)
         else:
-            tensor = _in_place(self._file.bytes_of(info)).view(info.shape[0], -1)
+            tensor = data.view(info.shape[0], -1)
             if not name.endswith(BLOCKS_SUFFIX):
-                tensor = dequantize_blocks(tensor, info.type)
+                tensor = _dequantized(tensor, info.type)
         if self._norm_offset and name.endswith("norm.weight"):
             tensor = tensor - self._norm_offset
         for linear, heads in self._heads.items():
@@ -170,6 +172,20 @@ class DequantizedGguf(GgufCheckpoint):
         return _STORED_AS.get(
             str(self.config.get("dtype") or self.config.get("torch_dtype")), "BF16"
         )
+
+
+_AT_ONCE = 2**20
+"""Bytes of blocks that are dequantized at once: intermediate values take tens of times as many."""
+
+
+def _dequantized(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Blocks [rows, row bytes] as float32 [rows, width], some rows at a time."""
+    width, size = GGUF_BLOCKS[type_name]
+    whole = blocks.new_empty(len(blocks), blocks.shape[1] // size * width, dtype=torch.float32)
+    rows = max(1, _AT_ONCE // blocks.shape[1])
+    for part, out in zip(blocks.split(rows), whole.split(rows), strict=True):
+        out.copy_(dequantize_blocks(part, type_name))
+    return whole
 
 
 def _in_place(data: npt.NDArray[np.uint8]) -> torch.Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from ..base.errors import BadInput
 
@@ -108,6 +109,7 @@ class Checkpoint:
     source_type: str | None = None
     source_tokenizer: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
+    _place: Callable[[torch.Tensor], torch.Tensor] = staticmethod(lambda tensor: tensor)
 
     def __init__(self, folder: Path | str, *, trust_remote_code: bool = False):
         self.folder = self.path = Path(folder)
@@ -216,11 +218,17 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.shard_of
 
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """The same checkpoint, whose tensors `place` moves to a device before they are unpacked."""
+        other = copy(self)
+        other._place = place
+        return other
+
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, read from its shard onto the CPU."""
+        """One tensor, read from its shard onto the CPU, or to where it is placed."""
         if name not in self.shard_of:
             raise BadInput(f"{self.folder} has no tensor {name!r}")
-        return self._open(self.shard_of[name]).get_tensor(name)
+        return self._place(self._open(self.shard_of[name]).get_tensor(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, from the header alone."""

@@ -252,7 +252,7 @@ def _weighted_sum(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum of a token's rows in float32, with `EXPERTS` of those below it alone. Grid: tokens, blocks of a row."""
+    """Sum of a token's rows in float32, with `EXPERTS` of those below it. Grid: tokens, blocks of a row."""
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = lanes < size

@@ -18,6 +18,7 @@ from ....quant.model.auto import auto_class, read_config
 from ....quant.model.checkpoint import Checkpoint
 from ....quant.model.experts import LEAVES, experts_of, fused
 from ....quant.model.parameters import ModelParameters
+from ...base.device import placed_on
 from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection, SlotMask
 from ..layers.spec import LoadingOptions
 from .packed import latent_projections
@@ -94,10 +95,11 @@ class QuantizedWeights:
         BadInput: as `read_quantized`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint, self._dtype = checkpoint, dtype
+        self._placed = placed_on(device, checkpoint)
         self._placeholders = {
-            module: torch.zeros((), dtype=dtype).expand(read_quantized(checkpoint, module).shape)
+            module: torch.zeros((), dtype=dtype).expand(read_quantized(self._placed, module).shape)
             for module in sorted(quantized_modules(checkpoint))
         }
         packed = {
@@ -126,7 +128,7 @@ class QuantizedWeights:
     def _dense(self, module: str) -> torch.Tensor:
         """A weight in the model's dtype, dequantized if it is quantized."""
         if module in self._placeholders:
-            return read_quantized(self._checkpoint, module).dequantize(self._dtype)
+            return read_quantized(self._placed, module).dequantize(self._dtype).cpu()
         return self._checkpoint.tensor(f"{module}.weight").to(self._dtype)
 
     def _experts_apart(self) -> dict[str, tuple[Any, str]]:
@@ -176,7 +178,7 @@ class QuantizedWeights:
         for module, name in self.sites(model).items():
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
-            read = partial(read_quantized, self._checkpoint, module)
+            read = partial(read_quantized, self._placed, module)
             bias = None if linear.bias is None else linear.bias.detach().to(device, self._dtype)
             projection = Projection([read().to(device)], bias, self._dtype, input_bits)
             site = _whole(linear, projection)
@@ -259,7 +261,7 @@ def load_model(
     if checkpoint.quantization_config is None:
         model = from_pretrained(kind, checkpoint, config, dtype, checkpoint.folder)
         return model.to(device).eval()
-    weights = QuantizedWeights(checkpoint, dtype)
+    weights = QuantizedWeights(checkpoint, dtype, device)
     model = from_pretrained(kind, checkpoint, config, dtype, None, weights.state_dict())
     if merged := weights.not_placed(model):
         state_dict = weights.state_dict(merged)

@@ -23,6 +23,7 @@ from ....quant.gguf.checkpoint import GgufCheckpoint
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.formats import METHOD, mxfp4_names, read_mxfp4
 from ....quant.model.checkpoint import Checkpoint
+from ...base.device import placed_on
 from ...kernels.elementwise.dispatch import RowKernelQuery
 from ...kernels.linear.native_linear import LooksUpRows, native_lookup
 from ..layers.mlp import ACTIVATIONS
@@ -53,7 +54,7 @@ class CheckpointReader:
         self, checkpoint: Checkpoint, options: LoadingOptions, shard: Shard | None = None
     ) -> None:
         self._shard = shard
-        self._checkpoint = checkpoint
+        self._checkpoint = placed_on(options.device, checkpoint)
         self._device, self._dtype = options.device, options.dtype
         self._input_bits = options.input_bits
         # MXFP4 checkpoints quantize fused expert tensors, not modules.
@@ -81,7 +82,8 @@ class CheckpointReader:
         self._unread.discard(name)
         moved = tensor.to(self._device, dtype or self._dtype)
         # A tensor that still aliases the mapped file would keep all of the file in memory.
-        return moved.clone() if moved.data_ptr() == tensor.data_ptr() else moved
+        is_mapped = moved.device.type == "cpu" and moved.data_ptr() == tensor.data_ptr()
+        return moved.clone() if is_mapped else moved
 
     def packed_table(self, name: str, rows: int, width: int) -> Projection | None:
         """An embedding [rows, width] in ggml's blocks, packed for a kernel that looks up its rows.
@@ -101,12 +103,12 @@ class CheckpointReader:
 
     def vector(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A float vector [size], which may be stored as a row [1, size]."""
-        is_row = name in self._checkpoint and self._checkpoint.tensor(name).dim() == 2
+        is_row = name in self._checkpoint and len(self._checkpoint.shape(name)) == 2
         return self.tensor(name, *((1, size) if is_row else (size,)), dtype=dtype).view(size)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor; None: the file has no such tensor."""
-        return tuple(self._checkpoint.tensor(name).shape) if name in self else None
+        return self._checkpoint.shape(name) if name in self else None
 
     def same(self, first: str, second: str) -> bool:
         """Whether two tensors hold the same values."""

@@ -111,7 +111,7 @@ class CodebookCodes(BitsAndBytesCodes):
             scheme,
             nested_absmax=nested_absmax,
             nested_map=nested_map,
-            nested_offset=torch.tensor([state["nested_offset"]], dtype=torch.float32),
+            nested_offset=nested_map.new_tensor([state["nested_offset"]]),
         )
 
     def read_raw(self, entries: Entries, module: str) -> Raw:
@@ -150,7 +150,7 @@ def _read_state(stored: Stored, ending: str) -> dict[str, Any]:
 
 
 def _expect_table(stored: Stored, kind: str) -> None:
-    table = stored.tensor("weight.quant_map", shape=(16,)).to(torch.float32)
+    table = stored.tensor("weight.quant_map", shape=(16,)).cpu().to(torch.float32)
     if not torch.allclose(table, codebook(kind), rtol=0, atol=1e-6):
         name = f"{stored.module}.weight.quant_map"
         raise BadInput(f"{name} is not the table of {kind}: its codes would be read wrong")

@@ -326,7 +326,7 @@ def gguf_to_int(tensor: GgufTensor, *, name: str = "weight") -> IntTensor:
     return IntTensor(
         codes=codes.reshape(out_features, in_features),
         scales=scales,
-        zeros=torch.full(scales.shape, scheme.middle, dtype=torch.uint8),
+        zeros=torch.full_like(scales, scheme.middle, dtype=torch.uint8),
         scheme=scheme,
     )
 

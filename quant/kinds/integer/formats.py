@@ -107,7 +107,7 @@ def unpack_codes(stored: Stored, scheme: IntScheme) -> IntTensor:
     groups = scheme.num_groups(in_features)
     words = stored.matrix("weight_packed", torch.int32)
     if scheme.symmetric:
-        zeros = torch.full((out_features, groups), scheme.middle, dtype=torch.uint8)
+        zeros = words.new_full((out_features, groups), scheme.middle, dtype=torch.uint8)
     else:
         packed = stored.matrix("weight_zero_point", torch.int32).t()
         name = f"{stored.module}.weight_zero_point"
@@ -156,7 +156,7 @@ def unpack_int8(stored: Stored, scheme: IntScheme) -> IntTensor:
     scheme.check_groups(stored.module, in_features)
     shape = (out_features, scheme.num_groups(in_features))
     if scheme.symmetric:
-        zeros = torch.full(shape, _INT8_MIDDLE, dtype=torch.uint8)
+        zeros = signed.new_full(shape, _INT8_MIDDLE, dtype=torch.uint8)
     else:
         zeros = _unsigned(spread_over_rows(stored, "weight_zero_point", torch.int8, shape=shape))
     return IntTensor(

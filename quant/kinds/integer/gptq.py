@@ -104,7 +104,8 @@ class GptqFormat(WeightFormat):
         if "g_idx" not in stored:
             return None
         index = stored.group_index("g_idx", in_features, groups)
-        in_order = (torch.arange(in_features) // (in_features // groups)).to(torch.int32)
+        channels = torch.arange(in_features, device=index.device)
+        in_order = (channels // (in_features // groups)).to(torch.int32)
         return None if torch.equal(index, in_order) else index
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import threading
 import traceback
 import weakref
@@ -19,7 +20,7 @@ LAYERS = ("engine", "quant", "bench", "tools")
 """The folders whose lines are named as the place of a fault."""
 
 Kind = Literal[
-    "kernel", "triton", "copy", "replay", "sync", "pageable copy", "wrong device", "stale"
+    "kernel", "triton", "copy", "replay", "sync", "pageable copy", "wrong device", "stale", "host"
 ]
 FAULTS: tuple[Kind, ...] = ("sync", "pageable copy", "wrong device", "stale")
 """What no step may do; loading may, where nothing is captured."""
@@ -59,6 +60,7 @@ class Card:
     Attributes:
         shared_bytes: shared memory of a program; 0: Hopper's.
         log: what was done, in order.
+        host_bytes: a computation of the host whose result is larger is told.
         captures: graphs that were captured.
         waits: how often the host waited for an event, which is no fault.
     """
@@ -68,6 +70,7 @@ class Card:
     memory_bytes: int = 80 << 30
     shared_bytes: int = 227 << 10
     count: int = 1
+    host_bytes: float = math.inf
     log: list[Entry] = field(default_factory=list)
     waits: int = 0
     captures: int = 0

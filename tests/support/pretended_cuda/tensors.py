@@ -6,6 +6,7 @@ that nobody has written is zero, as are the results of Triton's kernels, which a
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -132,7 +133,22 @@ class Dispatch(TorchDispatchMode):
         if is_pinned:
             kwargs = {**kwargs, "pin_memory": False}
         result = func(*args, **kwargs)
+        if self._card.host_bytes < math.inf and not is_pinned:
+            self._note_computed(func, args, kwargs, result)
         return self.pinned.add(result) if is_pinned else result
+
+    def _note_computed(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Tell of a large result that the host made: not of pinned memory, which is sent, or a mapped file's."""
+        if func is torch.ops.aten.set_.source_Storage:
+            return
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+        for made in tree_leaves(result):
+            if not isinstance(made, torch.Tensor) or made.nbytes <= self._card.host_bytes:
+                continue
+            is_new = func._schema.is_mutable or made.untyped_storage().data_ptr() not in known
+            if is_new and made not in self.pinned:
+                self._card.add("host", f"{func} makes {made.nbytes} bytes")
 
     def _place(
         self,
