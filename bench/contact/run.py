@@ -10,6 +10,7 @@ What was found is written after every stage, and the same command goes on where 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -18,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -48,6 +49,7 @@ LOST, REFUSED = 3, 2
 """Exit codes of a process whose card answers no more, and of one that refuses the machine."""
 LOG_CHARACTERS = 4000
 KEPT_CHECKPOINT_BYTES = 40 << 30
+FOLDER, MEMORY = "llmopt-contact-", "/dev/shm"
 Line = dict[str, Any]
 
 
@@ -159,8 +161,8 @@ def contact(
     if request.output is not None and request.output.exists():
         read_record(request.output)  # before the first stage: a file of something else is kept
     first, *others = stages
-    with tempfile.TemporaryDirectory(prefix="llmopt-contact-", dir=roomy()) as folder:
-        watched = Watched(request, Path(folder))
+    with work_folder() as folder:
+        watched = Watched(request, folder)
         part, environment = watched.run(first, first.seconds)
         path = request.output or _default_output(environment)
         record = _begun(path, environment, request)
@@ -346,9 +348,30 @@ def read(lines_file: Path) -> list[Line]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
+@contextmanager
+def work_folder() -> Iterator[Path]:
+    """A folder for checkpoints, locked while this process lives; those of killed runs are removed."""
+    for parent in {*map(Path, (MEMORY, tempfile.gettempdir(), roomy())), Path.cwd()}:
+        for left in parent.glob(f"{FOLDER}*"):
+            with suppress(OSError), _locked(left):  # which fails where the run that has it goes on
+                shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=FOLDER, dir=roomy()) as name, _locked(Path(name)):
+        yield Path(name)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def roomy() -> str:
     """Folder for checkpoints: in memory where there is enough of it, else the one with the most room."""
-    shared = Path("/dev/shm")
+    shared = Path(MEMORY)
     if shared.is_dir() and room(shared) > KEPT_CHECKPOINT_BYTES:
         return str(shared)
     return str(max((Path(tempfile.gettempdir()), Path.cwd()), key=room))

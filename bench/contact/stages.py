@@ -26,7 +26,7 @@ from ...engine.kernels.common.devices import refuses_triton
 from ...engine.kernels.common.verdicts import driver_version
 from ...engine.kernels.elementwise.dispatch import NORM, RowKernelQuery
 from ...engine.scheduling.outputs import TokenLogprobs
-from ...quant.base.device import LEAST_CAPABILITY
+from ...quant.base.device import cuda_problem
 from ...quant.base.scheme import Activations
 from ...quant.kinds.fp8.scheme import FloatScheme
 from ...quant.kinds.integer.scheme import IntScheme
@@ -51,7 +51,7 @@ from .models import (
     write_checkpoint,
 )
 from .record import VLLM, Finding
-from .run import LOST, Case, Refused, lines_of, room, run_cases, told
+from .run import LOST, Case, Refused, lines_of, room, run_cases
 
 FREE = 0.8
 """The least free share of the card's memory: with less, others use it."""
@@ -88,35 +88,18 @@ def refuse_machine(world: World) -> None:
                 f"--device {world.device}: the real shapes need a GPU; add --small to try the command here"
             )
         return
-    if not torch.cuda.is_available():
+    if (problem := cuda_problem()) is not None:
         raise Refused(
-            f"torch sees no CUDA device ({_no_cuda()}): `--device cpu --small` tries the command here"
+            f"{problem}: take another card, by CUDA_VISIBLE_DEVICES where there are several; "
+            "`--device cpu --small` tries the command here"
         )
-    device = torch.device(world.device)
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        had, needed = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
-        raise Refused(
-            f"{name} has compute capability {had}, and the kernels need {needed} (Ampere): take another "
-            "card, by CUDA_VISIBLE_DEVICES where there are several"
-        )
-    free, whole = torch.cuda.mem_get_info(device)
+    free, whole = torch.cuda.mem_get_info(torch.device(world.device))
     if free < FREE * whole:
         raise Refused(
-            f"{name} is in use: {free / 2**30:.1f} of {whole / 2**30:.1f} GiB are free, and at least "
-            f"{FREE:.0%} are needed: end what nvidia-smi shows, or name an idle card in CUDA_VISIBLE_DEVICES"
+            f"{torch.cuda.get_device_name()} is in use: {free / 2**30:.1f} of {whole / 2**30:.1f} GiB are "
+            f"free, and at least {FREE:.0%} are needed: end what nvidia-smi shows, or name an idle card in "
+            "CUDA_VISIBLE_DEVICES"
         )
-
-
-def _no_cuda() -> str:
-    """Why torch has no CUDA device: how it was built, the driver, what is visible."""
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA"
-    try:
-        torch.cuda.init()
-    except Exception as error:  # of torch, or of the driver
-        return told(error).partition(": ")[2]
-    return "none is visible"
 
 
 def _torch_adds(world: World) -> Finding:

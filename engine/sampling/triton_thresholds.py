@@ -246,6 +246,64 @@ def _search(
 
 
 @triton.jit
+def _cut_by_mass(
+    row_ptr,
+    size,
+    temperature,
+    top,
+    at,
+    quota,
+    top_p,
+    total,
+    is_cut,
+    PIVOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Top-p of the tokens above key `at`, and `quota` of its equals: the key and quota of what stays.
+
+    `total`: the mass of the row; `is_cut`: it is not the mass of these tokens, which is summed first.
+    """
+    if is_cut:
+        # The mass above the threshold, and the mass at or above it.
+        ways = tl.arange(0, PIVOTS)
+        both = _above(row_ptr, size, temperature, top, at - ways, True, PIVOTS, BLOCK)
+        above = tl.sum(tl.where(ways == 0, both, 0.0), 0)
+        with_it = tl.sum(tl.where(ways == 1, both, 0.0), 0)
+        mass = tl.exp(_value(at.to(tl.int32)) - top)
+        total = tl.minimum(above + quota * mass, with_it)
+    target = top_p * total
+    key, above = _search(row_ptr, size, temperature, top, at, target, True, PIVOTS, BLOCK)
+    mass = tl.exp(_value(key.to(tl.int32)) - top)
+    left = tl.where(mass > 0.0, tl.ceil((target - above) / mass), 1.0 * _ALL)
+    left = tl.maximum(left, 1.0)
+    return key, tl.where(key > at, left, tl.minimum(quota, left))
+
+
+@triton.jit
+def _last_of_equals(
+    row_ptr, token_ptr, size, temperature, at, quota, last, is_compact, BLOCK: tl.constexpr
+):
+    """The token id of number `quota` of those with key `at`; `last`: there are no more than that.
+
+    `is_compact`: tokens are candidates, whose ids `token_ptr` has.
+    """
+    seen = last * 0
+    beyond = last
+    for begin in range(0, size, BLOCK):
+        lanes = begin + tl.arange(0, BLOCK)
+        x = scaled_scores(row_ptr, lanes, size, temperature)
+        is_equal = (_key(x).to(tl.int64) == at) & (lanes < size)
+        rank = seen + tl.cumsum(is_equal.to(tl.int32), 0)
+        is_last = is_equal & (rank.to(tl.float32) == quota)
+        tokens = lanes
+        if is_compact:
+            tokens = tl.load(token_ptr + lanes, mask=is_last, other=0)
+        last = tl.minimum(last, tl.min(tl.where(is_last, tokens, beyond), 0))
+        seen += tl.sum(is_equal.to(tl.int32), 0)
+    return last
+
+
+@triton.jit
 def _narrow(
     score_ptr,
     float_ptr,
@@ -301,35 +359,14 @@ def _narrow(
                 quota = tl.where(key > at, target - above, tl.minimum(quota, target - above))
                 at = key
             if by_p:
-                if by_k | by_min_p:
-                    # The mass above the threshold, and the mass at or above it.
-                    ways = tl.arange(0, PIVOTS)
-                    both = _above(row_ptr, count, temperature, top, at - ways, True, PIVOTS, BLOCK)
-                    above = tl.sum(tl.where(ways == 0, both, 0.0), 0)
-                    with_it = tl.sum(tl.where(ways == 1, both, 0.0), 0)
-                    mass = tl.exp(_value(at.to(tl.int32)) - top)
-                    total = tl.minimum(above + quota * mass, with_it)
-                target = top_p * total
-                key, above = _search(
-                    row_ptr, count, temperature, top, at, target, True, PIVOTS, BLOCK
+                cut = by_k | by_min_p
+                at, quota = _cut_by_mass(
+                    row_ptr, count, temperature, top, at, quota, top_p, total, cut, PIVOTS, BLOCK
                 )
-                mass = tl.exp(_value(key.to(tl.int32)) - top)
-                left = tl.where(mass > 0.0, tl.ceil((target - above) / mass), 1.0 * _ALL)
-                left = tl.maximum(left, 1.0)
-                quota = tl.where(key > at, left, tl.minimum(quota, left))
-                at = key
-            seen = row * 0
-            for begin in range(0, count, BLOCK):
-                lanes = begin + tl.arange(0, BLOCK)
-                x = scaled_scores(row_ptr, lanes, count, temperature)
-                is_equal = (_key(x).to(tl.int64) == at) & (lanes < count)
-                rank = seen + tl.cumsum(is_equal.to(tl.int32), 0)
-                is_last = is_equal & (rank.to(tl.float32) == quota)
-                tokens = lanes
-                if is_compact:
-                    tokens = tl.load(token_ptr + row * MOST + lanes, mask=is_last, other=0)
-                last = tl.minimum(last, tl.min(tl.where(is_last, tokens, size), 0))
-                seen += tl.sum(is_equal.to(tl.int32), 0)
+            tokens_ptr = token_ptr + row * MOST
+            last = _last_of_equals(
+                row_ptr, tokens_ptr, count, temperature, at, quota, last, is_compact, BLOCK
+            )
     tl.store(threshold_ptr + row, _value(at.to(tl.int32)))
     tl.store(last_ptr + row, last)
 

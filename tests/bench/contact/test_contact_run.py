@@ -170,7 +170,9 @@ def test_a_machine_that_is_refused_and_an_unknown_stage_are_one_line(tmp_path: P
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a parent's death is told on Linux alone")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stage_ends_with_the_command(sent: signal.Signals, tmp_path: Path) -> None:
+def test_a_stage_ends_with_the_command(
+    sent: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that went on would hold the card; the folder of checkpoints may lie in memory."""
     command = f"""
 import sys
@@ -192,6 +194,15 @@ sys.exit(run.main())
     if sent == signal.SIGTERM:
         assert (parent.returncode, said) == (130, "interrupted: the same command goes on\n")
         assert not lines.parent.exists()
+        return
+    assert lines.parent.exists()
+    monkeypatch.setattr(run, "roomy", lambda: str(tmp_path))
+    monkeypatch.setattr(run, "MEMORY", str(tmp_path))
+    monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path))
+    with run.work_folder() as other:
+        assert not lines.parent.exists(), "the next run removes it"
+        with run.work_folder():
+            assert other.exists(), "one that is at work is left alone"
 
 
 def children(parent: int) -> list[str]:
