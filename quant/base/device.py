@@ -160,6 +160,16 @@ def hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
             handle.remove()
 
 
+_VALUES_ON_DEVICE = 2**24
+"""Temporaries of as many floats take some GiB where several candidates are tried at once."""
+
+
+def rows_at_once(device: torch.device, values: int, per_row: int) -> int:
+    """Rows of `per_row` values to compute at once: on the host `values` in all, which stay in a core's cache;
+    on a device, where every operation is a launch, as many as its memory holds with ease."""
+    return max(1, (values if device == HOST else max(values, _VALUES_ON_DEVICE)) // per_row)
+
+
 class PeakMemory:
     """Peak resident set size since construction, beyond what was resident then."""
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.device import temporaries_kept
+from ..base.device import rows_at_once, temporaries_kept
 from ..kinds.base.grid import Grid
 from ..kinds.base.incoherence import TransformedTensor
 from ..kinds.base.kind import kind_of
@@ -115,7 +115,7 @@ class IntRounding(TunedRounding):
         )
 
     def _chunks(self) -> list[slice]:
-        at_once = max(1, _VALUES // self._groups.shape[1])
+        at_once = rows_at_once(self._groups.device, _VALUES, self._groups.shape[1])
         return [slice(start, start + at_once) for start in range(0, self._groups.shape[0], at_once)]
 
     def _range(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..base.device import rows_at_once
 from ..kinds.base.grid import where
 from ..kinds.integer.kind import range_grid
 from ..kinds.integer.scheme import IntScheme
@@ -83,7 +84,7 @@ def clip_groups(
     size = in_features // scheme.num_groups(in_features)
     clipped = torch.empty_like(weight)
     num_clipped = torch.zeros(out_features)
-    at_once = max(_MIN_ROWS, _VALUES // size)
+    at_once = max(_MIN_ROWS, rows_at_once(weight.device, _VALUES, size))
     for start in range(0, in_features, size):
         group = slice(start, start + size)
         block = gram[group, group] / columns[group] / columns[group, None]

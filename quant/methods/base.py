@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -116,16 +116,18 @@ class InputStatistics:
 
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """bfloat16 GEMMs with float32 accumulation for float32 matrices that hold bfloat16 values."""
-    backend: Any = torch.backends.mkldnn
-    matmul = backend.matmul
-    before = matmul.fp32_precision
+    """Matrix instructions, with float32 sums, for float32 matrices of 16-bit values: bfloat16's on a CPU;
+    on a GPU TF32's, whose ten bits of mantissa hold float16's too, so that no input is rounded."""
+    cpu, gpu = (cast(Any, each).matmul for each in (torch.backends.mkldnn, torch.backends.cuda))
+    before = cpu.fp32_precision, gpu.fp32_precision
     if dtype == torch.bfloat16:
-        matmul.fp32_precision = "bf16"
+        cpu.fp32_precision = "bf16"
+    if dtype in (torch.bfloat16, torch.float16):
+        gpu.fp32_precision = "tf32"
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        cpu.fp32_precision, gpu.fp32_precision = before
 
 
 def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

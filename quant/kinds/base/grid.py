@@ -24,6 +24,7 @@ from typing import Protocol
 
 import torch
 
+from ...base.device import HOST, rows_at_once
 from .tensor import QuantizedTensor
 
 Parameters = tuple[torch.Tensor, ...]
@@ -178,13 +179,16 @@ class ScalarGrid(Grid):
         return self.coded(self.levels(grouped, parameters).flatten(1), parameters)
 
     def lost(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """The errors of rounding, `values - round(values)`, in fewer passes over them."""
+        """The errors of rounding, `values - round(values)`, in fewer passes over them.
+
+        Of several parameters, `[tries, out, groups, ...]` each, they are `[tries, out, groups, group]`.
+        """
         affine, runs = self._by_run(values, parameters)
         levels = self.scaled_levels(runs, affine)
         errors = torch.addcmul(runs, levels, affine.step, value=-1, out=levels)
         if affine.offset is not None:
             errors.sub_(affine.offset)
-        return errors.view(values.shape)
+        return errors.view(*errors.shape[:-4], *values.shape)
 
     def columns(self, parameters: Parameters) -> ScalarColumns:
         return ScalarColumns(self, self.affine(parameters))
@@ -208,7 +212,7 @@ class ScalarGrid(Grid):
     def _by_run(self, values: torch.Tensor, parameters: Parameters) -> tuple[Affine, torch.Tensor]:
         """The affine `[out, groups, runs, 1]`, and the values `[out, groups, runs, length]`."""
         affine = _mapped(self.affine(parameters), lambda part: part.unsqueeze(-1))
-        return affine, values.reshape(values.shape[0], *affine.step.shape[1:3], -1)
+        return affine, values.reshape(values.shape[0], *affine.step.shape[-3:-1], -1)
 
 
 class ScalarColumns:
@@ -296,7 +300,7 @@ class RangedGrid(ScalarGrid):
 
     def searched(self, values: torch.Tensor, importance: torch.Tensor) -> Parameters:
         """Parameters of least weighted squared error of those that are tried; arguments as for `fit`."""
-        at_once = max(1, _VALUES // values[0].numel())
+        at_once = rows_at_once(values.device, _VALUES, values[0].numel())
         fitted = [_Search(self, rows, importance).run() for rows in values.split(at_once)]
         return tuple(torch.cat(parts) for parts in zip(*fitted, strict=True))
 
@@ -332,8 +336,7 @@ class _Search:
             part.expand(-1, *self.low.shape) for part in torch.broadcast_tensors(low, high)
         )
         tried = self.grid.ranges(self.low * low, self.high * high)
-        errors = [self.error(parts) for parts in zip(*tried, strict=True)]
-        error, index = torch.stack(errors).min(dim=0)
+        error, index = self.errors(tried).min(dim=0)
         better, index = error < self.least, index.unsqueeze(0)
         self.least = torch.where(better, error, self.least)
         best = tuple(part.gather(0, index).squeeze(0) for part in tried)
@@ -348,6 +351,14 @@ class _Search:
         better = error < self.least
         self.least = torch.where(better, error, self.least)
         self.best = where(better, candidate, self.best)
+
+    def errors(self, tried: Parameters) -> torch.Tensor:
+        """`error` of several parameters `[tries, ...]`: one after the other on the host, in whose cache
+        rows stay; on a device, where each would be a launch, at once."""
+        if self.values.device == HOST:
+            return torch.stack([self.error(parts) for parts in zip(*tried, strict=True)])
+        lost = self.grid.lost(self.values, tried)
+        return lost.mul_(lost).mul_(self.importance).sum(dim=-1)
 
     def error(self, parameters: Parameters) -> torch.Tensor:
         """Weighted squared error of each group `[rows, groups]`."""

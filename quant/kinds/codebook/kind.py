@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.nn import functional
 
-from ...base.device import HOST
+from ...base.device import HOST, rows_at_once
 from ..base.grid import Affine, Parameters, RangedGrid, Table, fitted_steps
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
@@ -202,7 +202,8 @@ def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     ordered, codes = ordered[first], codes[first].to(torch.uint8)  # fp4 has two zeros
     chosen = torch.empty(values.numel(), dtype=torch.uint8)
     # In chunks, because the intermediate indices take several times the memory of the values.
-    for piece, out in zip(values.flatten().split(_PIECE), chosen.split(_PIECE), strict=True):
+    at_once = rows_at_once(values.device, _PIECE, 1)
+    for piece, out in zip(values.flatten().split(at_once), chosen.split(at_once), strict=True):
         above = torch.searchsorted(ordered, piece).clamp_(1, ordered.numel() - 1)
         below = above - 1
         to_above, to_below = (ordered[above] - piece).abs_(), (piece - ordered[below]).abs_()

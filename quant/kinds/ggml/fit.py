@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...base.device import rows_at_once
 from ..base.grid import where
 
 # Rounds multiples of a step to the values of a grid.
@@ -102,8 +103,8 @@ def in_chunks(
     x: torch.Tensor,
     weights: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Search blocks `[n, runs, width]`, as many at a time as a core's cache holds."""
-    at_once = max(1, _VALUES // x[0].numel())
+    """Search blocks `[n, runs, width]`, as many at a time as a core's cache holds, or a device with ease."""
+    at_once = rows_at_once(x.device, _VALUES, x[0].numel())
     chunks = zip(x.split(at_once), weights.split(at_once), strict=True)
     parts = [search(*chunk) for chunk in chunks]
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))

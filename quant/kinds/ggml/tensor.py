@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from ...base.build import beside, fields
+from ...base.device import rows_at_once
 from ...base.errors import BadInput
 from ..base.tensor import QuantizedTensor, require_finite
 from ..fp4.kind import Fp4Tensor
@@ -78,17 +79,17 @@ def quantize_blocks(
     width, block_bytes = GGUF_BLOCKS[type_name]
     if in_features % width:
         raise BadInput(f"{name}: {type_name} has blocks of {width}, which {in_features} is not in")
-    rows_at_once = max(1, _CHUNK_WEIGHTS // in_features)
+    at_once = rows_at_once(weight.device, _CHUNK_WEIGHTS, in_features)
     per_row = None if importance is None else _usable_importance(importance)
     packed = torch.empty(
         out_features, in_features // width * block_bytes, dtype=torch.uint8, device=weight.device
     )
-    for begin in range(0, out_features, rows_at_once):
-        rows = weight[begin : begin + rows_at_once].to(torch.float32).contiguous()
+    for begin in range(0, out_features, at_once):
+        rows = weight[begin : begin + at_once].to(torch.float32).contiguous()
         check_values(rows, type_name, name)
         spread = None if per_row is None else per_row.expand_as(rows).reshape(-1, width)
         blocks = _quantize(rows.view(-1, width), type_name, spread)
-        packed[begin : begin + rows_at_once] = blocks.view(rows.shape[0], -1)
+        packed[begin : begin + at_once] = blocks.view(rows.shape[0], -1)
     return packed
 
 

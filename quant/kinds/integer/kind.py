@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from ...base.device import rows_at_once
 from ..base.grid import (
     Affine,
     Parameters,
@@ -245,7 +246,7 @@ def search_ranges(
     Arguments and results are those of `group_ranges`.
     """
     shape, flat = grouped.shape[:-1], grouped.reshape(-1, grouped.shape[-1])
-    at_once = max(1, _SEARCH_VALUES // flat.shape[1])
+    at_once = rows_at_once(flat.device, _SEARCH_VALUES, flat.shape[1])
     parts = [_search(part, scheme, dtype) for part in flat.split(at_once)]
     scales, zeros = (torch.cat(column) for column in zip(*parts, strict=True))
     return scales.view(shape), zeros.view(shape)

@@ -13,17 +13,24 @@ from llmopt.cli.output.quantize_tables import _remarks
 from llmopt.quant.base import option
 from llmopt.quant.base.device import HOST
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.ggml.scheme import GgufScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.trellis import viterbi
-from llmopt.quant.methods.base import LayerResult
+from llmopt.quant.methods.base import InputStatistics, LayerResult
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.pipeline import quantized_layer
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...support.model_families import FAMILIES, save_model
 from ...support.pretend_device import NAME, pretended_device
+from ...support.pretended_cuda.card import Card
+from ...support.pretended_cuda.runtime import pretended_cuda
 
 TINY: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": 8}
 
@@ -92,6 +99,86 @@ def test_everything_is_computed_on_the_device(
     # tokens than inputs, as here, many are about as good.
     near = 0.1 if method in ("awq", "quip") else 0.02
     assert errors[1] == pytest.approx(errors[0], rel=near)
+
+
+WIDE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 512, "intermediate_size": 512}
+"""Linears of several chunks of the host's, of which a device makes one."""
+LINEARS = 7
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_an_iteration_of_autoround_takes_few_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, symmetric: bool
+) -> None:
+    """Its layer, its gradients and the step of each rounding, whatever the linears' size; views count too."""
+    monkeypatch.setattr(option, "KINDS", ("cpu", NAME))
+    save_model(tmp_path / "model", "LlamaConfig", WIDE)
+    operations = []
+    for iters in (2, 4):
+        options = MethodOptions(iters=iters, batch_size=1)
+        given = {"group_size": 128, "symmetric": symmetric, "num_samples": 1, "seq_len": 8}
+        with pretended_device() as mode:
+            output = tmp_path / str(iters)
+            asked = request(output, "autoround", device=NAME, options=options, **given)
+            quantize(replace(asked, format="compressed-tensors"))
+        operations.append(mode.operations)
+    assert (operations[1] - operations[0]) / 2 / LINEARS <= 140
+
+
+MOST_LAUNCHES = {
+    IntScheme(4, 128, True): 190, IntScheme(4, 128, False): 373, GgufScheme("Q4_0"): 331, GgufScheme("Q4_K"): 1664,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scheme", MOST_LAUNCHES, ids=lambda scheme: scheme.label)
+def test_a_search_of_ranges_takes_few_launches_and_finds_the_same(scheme: Scheme) -> None:
+    """All of a linear is searched at once on a card, and all tries of a step; on the host rows go by themselves."""
+    random = torch.Generator().manual_seed(1)
+    weight, importance = (
+        torch.randn(512, 1024, generator=random),
+        torch.rand(1024, generator=random),
+    )
+    here = kind_of(scheme).round(weight, torch.float16, name="it", importance=importance)
+    card = Card()
+    with pretended_cuda(card), torch.device("cuda", 0):
+        given = weight.to("cuda"), importance.to("cuda")
+        with card.during("search"):
+            there = kind_of(scheme).round(given[0], torch.float16, name="it", importance=given[1])
+        moved = there.to("cpu")
+    assert card.launches("search").total() <= MOST_LAUNCHES[scheme]
+    errors = [
+        float(((each.dequantize() - weight).square() * importance).sum()) for each in (here, moved)
+    ]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gram_matrix_of_16_bit_inputs_takes_tensor_cores_that_round_nothing(
+    dtype: torch.dtype,
+) -> None:
+    """TF32 has the sign, exponent and first ten bits of the mantissa of float32: 13 bits are dropped."""
+    settings: Any = torch.backends.cuda.matmul
+    before, seen = settings.fp32_precision, []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "addmm" in str(func):
+                seen.append((settings.fp32_precision, args[2].contiguous().view(torch.int32)))
+            return func(*args, **(kwargs or {}))
+
+    inputs = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    statistics = InputStatistics(32)
+    with Watch():
+        statistics.add(inputs)
+    ((precision, bits),) = seen
+    assert precision == ("tf32" if dtype.itemsize == 2 else before)
+    assert bool((bits & 0x1FFF == 0).all()) is (dtype.itemsize == 2)
+    assert settings.fp32_precision == before
+    exact = inputs.double().T @ inputs.double()
+    torch.testing.assert_close(statistics.gram.double(), exact, rtol=1e-5, atol=1e-4)
 
 
 def _searched_on_the_host(
