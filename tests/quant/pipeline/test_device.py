@@ -22,6 +22,7 @@ from llmopt.quant.kinds.trellis import viterbi
 from llmopt.quant.methods.base import InputStatistics, LayerResult
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.methods.registry import METHODS
+from llmopt.quant.methods.tuned_roundings import IntRounding
 from llmopt.quant.pipeline import quantized_layer
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
@@ -106,7 +107,19 @@ WIDE: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 512, "intermediat
 LINEARS = 7
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_step_of_a_tuned_rounding_takes_few_launches(symmetric: bool) -> None:
+    card, shape = Card(), (512, 1024)
+    with pretended_cuda(card), torch.device("cuda", 0):
+        rounding = IntRounding(torch.ones(shape), IntScheme(4, 128, symmetric), torch.float16)
+        into, gradient = torch.empty(shape), torch.ones(shape)
+        with card.during("step"):
+            rounding.descend(gradient, 0.1)
+            rounding.write(into)
+    assert card.launches("step").total() <= 72
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_an_iteration_of_autoround_takes_few_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, symmetric: bool
