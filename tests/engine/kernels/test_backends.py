@@ -5,6 +5,7 @@ None of the libraries has run here: a stand-in checks shapes, dtypes and layouts
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,18 @@ from llmopt.engine.kernels.attention.batch import (
     DecodeGroup,
     SequenceSpan,
 )
+from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION
 from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.devices import Backend
+from llmopt.engine.kernels.common.dispatch import Operation
+from llmopt.engine.kernels.elementwise.dispatch import DELTA_RULE
 from llmopt.engine.kernels.linear import library_linear
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
     QuantizedLinearKernelQuery,
 )
+from llmopt.engine.kernels.moe.dispatch import EXPERTS
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
@@ -33,7 +38,7 @@ from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ...support.triton_world import DEVICE
 
-CPU = torch.device("cpu")
+CPU, ROOT = torch.device("cpu"), Path(__file__).parents[3]
 
 
 def flash_attn_with_kvcache(
@@ -206,3 +211,16 @@ def test_without_the_extra_ours_serve() -> None:
     query = QuantizedLinearKernelQuery("cuda", torch.bfloat16, 128, 256, IntScheme(4, 64, True))
     reasons = dict(QUANTIZED_LINEAR.explain(query).reasons)
     assert reasons["marlin"] and reasons["deep-gemm"]
+
+
+OURS = ("triton", "native", "torch", "tiled", "trellis", "e8p", "loop")
+"""How the names of our own kernels begin, and of torch's."""
+
+
+def test_the_page_names_every_library_among_the_candidates() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    table = page.partition("| candidate | from | what for |")[2].partition("\n\n")[0]
+    told = {row.split("|")[1].strip() for row in table.splitlines()[2:]}
+    operations: list[Operation[Any, Any]] = [PAGED_ATTENTION, QUANTIZED_LINEAR, EXPERTS, DELTA_RULE]
+    named = {each.name for operation in operations for each in operation.candidates}
+    assert told == {name for name in named if not name.startswith(OURS)}
