@@ -21,7 +21,7 @@ from ..kernels.attention.paged_tensor import (
     TorchBlockCopies,
     vector_bytes,
 )
-from ..kernels.common.devices import refuses_fp8
+from ..kernels.common.devices import refuses_fp8, refuses_triton
 from ..model.layers.attention import LayerCache
 from ..model.layers.spec import KvLayout
 from ..model.layers.state import StateCache
@@ -34,6 +34,7 @@ _STORED = {
     "float32": torch.float32,
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
+    "fp8_e5m2": torch.float8_e5m2,
 }
 
 _MOST_EMPTY_BLOCKS = 2**16
@@ -54,10 +55,12 @@ def check_stored_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Raise where a device cannot hold keys and values in a dtype.
 
     Raises:
-        BadInput: fp8 on a GPU without FP8 instructions.
+        BadInput: fp8 on a GPU without FP8 instructions; e5m2 where no kernel of Triton's reads it.
     """
     if dtype is torch.float8_e4m3fn and (reason := refuses_fp8(device.type)) is not None:
         raise BadInput(f"kv_cache_dtype fp8: {reason}; take int8")
+    if dtype is torch.float8_e5m2 and (reason := refuses_triton(device.type)) is not None:
+        raise BadInput(f"kv_cache_dtype fp8_e5m2 is for GPUs: {reason}; take fp8 or int8")
 
 
 def stored_name(dtype: torch.dtype) -> str:

@@ -164,9 +164,15 @@ VLLM_NAMES = {
 }
 """vLLM's names of dtypes that have another name here; a name that both share is not listed."""
 
-OF_ENGINE = {"bfloat16": "bf16", "float32": "float32", "fp8": "fp8_per_token_head", "int8": "int8"}
+OF_ENGINE = {
+    "bfloat16": "bf16",
+    "float32": "float32",
+    "fp8": "fp8_per_token_head",
+    "int8": "int8",
+    "fp8_e5m2": "fp8",
+}
 """KV dtypes by the names of llmopt's engine. Its fp8 has a scale per token and head; other engines' fp8
-has one per layer."""
+has one per layer, and e5m2 none."""
 
 
 def kv_dtype(name: str) -> KvDtype:

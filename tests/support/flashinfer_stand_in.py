@@ -112,7 +112,7 @@ class _Wrapper:
             pages = torch.tensor(indices[indptr[place] : indptr[place + 1]])
             assert 0 < length <= len(pages) * keys.shape[1]
             held, mixed = (
-                each[pages].flatten(0, 1)[:length].repeat_interleave(group, dim=1)
+                each[pages].to(query.dtype).flatten(0, 1)[:length].repeat_interleave(group, dim=1)
                 for each in (keys, values)
             )
             scores = torch.einsum("qhd,khd->hqk", query, held) * self._rule["sm_scale"]
@@ -139,13 +139,14 @@ class _Grouped(_Wrapper):
         self, heads: tuple[int, int, int, int], q_data_type: Any, kv_data_type: Any, **rule: Any
     ) -> None:
         self._heads, self._dtype = heads, q_data_type
-        assert q_data_type is kv_data_type and heads[0] % heads[1] == 0
-        self._rule = rule
+        assert kv_data_type in (q_data_type, torch.float8_e5m2) and heads[0] % heads[1] == 0
+        self._stored, self._rule = kv_data_type, rule
 
     def _check(self, q: torch.Tensor, paged_kv_cache: Any) -> None:
         keys, values = paged_kv_cache
         heads, kv_heads, dim, page_size = self._heads
-        assert q.shape[1:] == (heads, dim) and q.dtype is keys.dtype is values.dtype is self._dtype
+        assert q.shape[1:] == (heads, dim) and q.dtype is self._dtype
+        assert keys.dtype is values.dtype is self._stored
         assert keys.shape[1:] == values.shape[1:] == (page_size, kv_heads, dim)
         assert q.stride(-1) == keys.stride(-1) == 1 and keys.stride() == values.stride()
         self._log.runs.append(self.kind)
@@ -203,8 +204,11 @@ class BatchPrefill(_Grouped):
 
     kind = "prefill"
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto"
+    ) -> None:
         assert kv_layout == "NHD"
+        self._backend = backend
         self._init(float_workspace_buffer, None)
 
     def plan(
@@ -214,7 +218,7 @@ class BatchPrefill(_Grouped):
         sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
         q_data_type: Any = "float16", kv_data_type: Any = None, seq_lens: Any = None,
     ) -> None:  # fmt: skip
-        assert causal
+        assert causal and (self._backend == "fa2" or kv_data_type is q_data_type)
         heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
         rule = {"window_left": window_left, "logits_soft_cap": logits_soft_cap}
         self._plan_heads(heads, q_data_type, kv_data_type, sm_scale=sm_scale, **rule)

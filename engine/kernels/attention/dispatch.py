@@ -236,7 +236,7 @@ class _TrialWorld:
     def cached(self, *shape: int) -> PagedTensor:
         values = self.random(*shape)
         if self._stored not in LARGEST_CODE:
-            return PagedTensor(values)
+            return PagedTensor(values.to(self._stored or values.dtype))
         return PagedTensor(*quantize(values, self._stored))
 
     def queries(self, tokens: int) -> torch.Tensor:
@@ -311,6 +311,7 @@ def attention_trial(query: AttentionKernelQuery) -> Trial[AttentionKernel] | Non
     return Trial(compute, tolerance(query.dtype), calls)
 
 
+_NO_E5M2 = "it reads no e5m2"
 _ONLY_CAUSAL = "it does not support tree attention, nor bidirectional attention within an image"
 
 
@@ -321,6 +322,8 @@ def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
         return f"it is for heads of multiples of {HEAD_CHANNELS}"
     if kernel_query.mask == "image":
         return "it does not support bidirectional attention within an image"
+    if kernel_query.stored is torch.float8_e5m2:
+        return _NO_E5M2
     return None
 
 
@@ -349,15 +352,19 @@ def _refuses_library(refuses: Refusal, kernel_query: AttentionKernelQuery) -> st
     return refuses(query.device, query.dtype, query.key_dim, query.value_dim)
 
 
+def _refuses_flash(kernel_query: AttentionKernelQuery) -> str | None:
+    if kernel_query.stored is torch.float8_e5m2:
+        return _NO_E5M2
+    return _refuses_library(refuses_flash_attention, kernel_query)
+
+
 _attend_flash = attend_flash(_attend_triton)
 _attend_flashinfer = attend_flashinfer(_attend_triton)
 
 PAGED_ATTENTION: Operation[AttentionKernelQuery, AttentionKernel] = Operation(
     "paged attention",
     [
-        Candidate(
-            "flash-attention-3", partial(_refuses_library, refuses_flash_attention), _attend_flash
-        ),
+        Candidate("flash-attention-3", _refuses_flash, _attend_flash),
         Candidate("flashinfer", partial(_refuses_library, refuses_flashinfer), _attend_flashinfer),
         Candidate("triton-paged", _refuses_triton, _attend_triton),
         Candidate("native-paged", _refuses_native, attend_native),

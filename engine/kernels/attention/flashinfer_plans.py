@@ -30,7 +30,8 @@ PLAN_BYTES = 1 << 20
 class Shape(NamedTuple):
     """The facts that a plan depends on beside the sequences: heads, block size, and a layer's rule.
 
-    With other values than keys they are the keys' first elements (MLA): `key_dim - value_dim` are rotated.
+    `dtype` is that of the queries, `stored` that of the cache. With other values than keys they are the
+    keys' first elements (MLA): `key_dim - value_dim` are rotated.
     """
 
     heads: int
@@ -39,6 +40,7 @@ class Shape(NamedTuple):
     value_dim: int
     block_size: int
     dtype: torch.dtype
+    stored: torch.dtype
     scale: float
     window: int | None
     softcap: float | None
@@ -164,7 +166,7 @@ class _Grouped(_Wrapper):
             "logits_soft_cap": shape.softcap,
             "sm_scale": shape.scale,
             "q_data_type": shape.dtype,
-            "kv_data_type": shape.dtype,
+            "kv_data_type": shape.stored,
         }
 
     def run(self, queries: torch.Tensor, keys: PagedTensor, values: PagedTensor) -> torch.Tensor:
@@ -207,7 +209,11 @@ class _Mixed(_Grouped):
         super().__init__(shape)
         assert fixed is None
         self._partial = workspace.partial_for(shape, 0, is_decode=False)
-        self._wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(self._partial, "NHD")
+        # Of 16-bit queries and an 8-bit cache no other backend has a kernel.
+        given = {"backend": "fa2"} if shape.stored.itemsize == 1 else {}
+        self._wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
+            self._partial, "NHD", **given
+        )
 
     def _plan(self, pages: Pages) -> None:
         shape = self.shape

@@ -1,10 +1,11 @@
 """Paged attention by libraries: FlashAttention-3 (Shah et al., 2024) and FlashInfer (Ye et al., 2025).
 
 Both read our blocks as they are: keys and values [blocks, block_size, kv_heads, head_dim] of 16 bits;
-FlashInfer (its layout NHD) also latents [blocks, block_size, 1, latent + rotated] (MLA). What they do not
-have stays with our kernel: 8-bit caches, sinks, chunks, token trees, images, evicted spans behind sink
-tokens; of FlashInfer also captured steps of several tokens, and latents with windows, soft caps or heads that
-do not divide 128. How a library splits the keys of a sequence depends on the batch, so its logits do too.
+FlashInfer (its layout NHD) also those in e5m2, which have no scales, and latents [blocks, block_size, 1,
+latent + rotated] (MLA). What they do not have stays with our kernel: 8-bit caches with scales, latents in 8
+bits, sinks, chunks, token trees, images, evicted spans behind sink tokens; of FlashInfer also captured steps
+of several tokens, and latents with windows, soft caps or heads that do not divide 128. How a library splits
+the keys of a sequence depends on the batch, so its logits do too.
 """
 
 from __future__ import annotations
@@ -104,6 +105,8 @@ def _has_flashinfer_heads(call: AttentionCall) -> bool:
     shared = keys.codes.data_ptr() == values.codes.data_ptr() and keys.num_heads == 1
     if not shared or rule.window is not None or rule.softcap is not None:
         return False
+    if keys.codes.dtype is not queries.dtype:
+        return False
     heads = queries.shape[1]
     if WIDEST_LATENT_TILE % heads:
         return False
@@ -122,6 +125,7 @@ def _by_flashinfer(call: AttentionCall) -> torch.Tensor:
         values.dim,
         batch.block_size,
         queries.dtype,
+        keys.codes.dtype,
         rule.scale,
         rule.window,
         rule.softcap,

@@ -1,8 +1,9 @@
 """Paged KV cache of a layer: blocks of keys or values, unquantized or int8 / fp8 with per-token-head scales.
 
-An element is `code * scale`, so a token's dequantized vectors depend on that token alone: not on the batch,
-the chunk or the block in which it was written. Blocks are copied within the cache, and to and from the host,
-by one launch for all layers or by torch's copies.
+e5m2 has the range of 16-bit floats, and so no scales: the layout of 8 bits that libraries read. An element
+is else `code * scale`, so a token's dequantized vectors depend on that token alone: not on the batch, the
+chunk or the block in which it was written. Blocks are copied within the cache, and to and from the host, by
+one launch for all layers or by torch's copies.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .triton_block_copies import TritonBlockCopies
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The 8-bit dtypes, and the largest magnitude of each."""
+"""The 8-bit dtypes with scales, and the largest magnitude of each."""
 
 SCALE_BYTES = 4
 _LEAST = torch.finfo(torch.float32).tiny
@@ -96,7 +97,7 @@ class PagedTensor:
         null block.
         """
         if self.scales is None:
-            self.codes.flatten(0, 1).index_copy_(0, slots, x.to(self.codes.dtype))
+            self.parts[0].flatten(0, 1).index_copy_(0, slots, _bytes_of(x, self.codes.dtype))
             return
         if static is not None and self.takes(static):
             codes, scales = quantize_static(x, self.codes.dtype, static)
@@ -108,11 +109,19 @@ class PagedTensor:
 
     def read(self, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The blocks of `block_ids`, dequantized to `dtype`, [ids, block_size, kv_heads, head_dim]."""
-        if self.scales is None:
-            return self.codes.index_select(0, block_ids).to(dtype)
         codes = self.parts[0].index_select(0, block_ids).view(self.codes.dtype)
+        if self.scales is None:
+            return codes.to(dtype)
         scales = self.scales.index_select(0, block_ids)
         return (codes.float() * scales[..., None]).to(dtype)
+
+
+def _bytes_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` in a dtype without scales, as `PagedTensor.parts` has it: e5m2's bytes, without infinities."""
+    if dtype is not torch.float8_e5m2:
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype).view(torch.uint8)
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

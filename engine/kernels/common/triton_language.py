@@ -23,7 +23,7 @@ def await_predecessor(PDL: tl.constexpr):
 
 
 def patch_interpreter() -> bool:
-    """Patch ranges with loaded bounds, `tl.dot` and subtraction of bfloat16, and casts to bfloat16 and e4m3.
+    """Patch ranges with loaded bounds, `tl.dot` and subtraction of bfloat16, casts to bfloat16 and 8 bits.
 
     Returns whether Triton interprets at all, which is fixed when it is first imported.
     """
@@ -54,8 +54,8 @@ def patch_interpreter() -> bool:
         return cast(self, source, to)
 
     def create_fp_to_fp(self: Any, source: Any, to: Any, mode: Any) -> Any:
-        if source.dtype.scalar == tl.float32 and to.scalar == tl.float8e4nv:
-            return interpreter.TensorHandle(_as_e4m3(source.data), tl.float8e4nv)
+        if source.dtype.scalar == tl.float32 and to.scalar in _FLOAT8:
+            return interpreter.TensorHandle(_as_float8(source.data, to.scalar), to.scalar)
         return to_float(self, source, to, mode)
 
     interpreter._patch_lang_tensor = patch_tensor
@@ -81,7 +81,10 @@ def _rounded(data: Any) -> Any:
     return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
 
 
-def _as_e4m3(data: Any) -> Any:
-    """The bits of the nearest e4m3 float, as torch rounds; the interpreter drops the carry."""
-    nearest = torch.from_numpy(np.array(data)).to(torch.float8_e4m3fn)
+_FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+
+
+def _as_float8(data: Any, to: Any) -> Any:
+    """The bits of the nearest float of 8 bits, as torch rounds; the interpreter drops the carry."""
+    nearest = torch.from_numpy(np.array(data)).to(_FLOAT8[to])
     return nearest.view(torch.uint8).numpy()

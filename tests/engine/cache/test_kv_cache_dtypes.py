@@ -270,6 +270,12 @@ def test_an_unknown_type_is_refused():
         EngineConfig(MODEL, kv_cache_dtype="int4")
 
 
+def test_a_cache_in_e5m2_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLMOPT_TRITON", "off")
+    with pytest.raises(BadInput, match=r"kv_cache_dtype fp8_e5m2 is for GPUs: .*; take fp8 or"):
+        Engine(EngineConfig(MODEL, kv_cache_dtype="fp8_e5m2", device="cpu"))
+
+
 def test_a_cache_beyond_the_free_memory_is_refused():
     with pytest.raises(
         BadInput, match=r"a KV cache of 1,048,576.*: .* is free; lower kv_cache_mem"

@@ -17,7 +17,7 @@ from llmopt.engine.kernels.attention.batch import AttentionRule
 from llmopt.engine.kernels.attention.flashinfer_plans import Shape
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.kernels.common.devices import Backend
+from llmopt.engine.kernels.common.devices import VARIABLE, Backend
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
 
 from ...support import flashinfer_stand_in
@@ -26,6 +26,7 @@ from ...support.flashinfer_stand_in import Log, Replayed, stand_in
 from ...support.model_families import FAMILIES, save_model
 from ...support.pretended_cuda.card import Card
 from ...support.pretended_cuda.world import GREEDY, SAMPLED, serve
+from ...support.triton_world import DEVICE
 
 PROMPTS = [[1] + [5 + (7 * i + 3 * j) % 60 for i in range(3 + 2 * j)] for j in range(5)]
 
@@ -75,9 +76,45 @@ def test_mixed_batches(rule: AttentionRule, log: Log) -> None:
         log.runs.clear()
 
 
+@pytest.mark.parametrize("news", [[1, 1, 1], [1, 7, 2]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("rule", RULES, ids=["full", "window", "softcap"])
+def test_a_cache_in_e5m2_is_read_as_it_is(
+    news: list[int], rule: AttentionRule, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight bits without scales: the layout of both, so ours and theirs agree on the very same blocks."""
+    monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
+    world = World([21, 9, 33], news, kv_heads=2)
+    keys, values = (
+        PagedTensor(each.codes.to(torch.float8_e5m2)) for each in (world.keys, world.values)
+    )
+    _, batch = world.batch()
+    given = world.queries, keys, values, batch, rule
+    theirs = library_attention.attend_flashinfer(never)(*given)
+    assert log.runs == ["prefill" if batch.spans else "decode"]
+    torch.testing.assert_close(theirs, attend_reference(*given), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(theirs, dispatch._attend_triton(*given), atol=2e-5, rtol=1e-4)
+    exact = attend_reference(world.queries, world.keys, world.values, batch, rule)
+    assert (theirs - exact).norm() < 0.1 * exact.norm()
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16])
+def test_who_reads_which_cache(
+    stored: torch.dtype, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for refuses in ("refuses_flash_attention", "refuses_flashinfer", "refuses_rows"):
+        monkeypatch.setattr(dispatch, refuses, lambda *_: None)
+    query = dispatch.AttentionKernelQuery("cuda", torch.bfloat16, 128, 128, stored=stored)
+    flash, flashinfer = (
+        dispatch._refuses_flash(query),
+        dispatch._refuses_library(dispatch.refuses_flashinfer, query),
+    )
+    assert (flash is None) is (stored is torch.bfloat16)
+    assert (flashinfer is None) is (stored is not torch.float8_e4m3fn)
+
+
 def test_the_workspace_has_room_for_a_captured_step(log: Log) -> None:
     """Of 64 heads at 256 sequences, more than the workspace has; the graph before keeps what it reads."""
-    shape = Shape(64, 64, 128, 128, 16, torch.float32, 1.0, None, None)
+    shape = Shape(64, 64, 128, 128, 16, torch.float32, torch.float32, 1.0, None, None)
     workspace = flashinfer_plans.Workspace(torch.device("cpu"))
     least = workspace.partial
     wrappers = []
@@ -206,15 +243,17 @@ def test_greedy_tokens(
     assert set(log.runs) == kinds
 
 
+@pytest.mark.parametrize("stored", ["auto", "fp8_e5m2"])
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
 def test_it_serves_without_a_fault(
-    eager: bool, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    eager: bool, stored: str, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the pretended card no plan waits for the device, copies pageable memory or is captured."""
     monkeypatch.setattr(library_attention, "HEAD_DIMS", (8, 16, 32, 64))
     save_model(tmp_path, *FAMILIES["gemma-2"])
     log.computes = False
     options: dict[str, Any] = {"num_blocks": 24, "block_size": 16, "enforce_eager": eager}
+    options["kv_cache_dtype"] = stored
     served = serve(Card(), tmp_path, (SAMPLED, GREEDY), async_scheduling=True, **options)
     assert served.faults == []
     assert served.num_tokens == {"0": 5, "1": 5} and bool(served.graphs) is not eager
