@@ -22,7 +22,8 @@ from ..model.layers.embedding import EmbeddedRows
 from ..model.layers.state import StateBatch
 from ..multimodal.encoder import EncoderCache
 from ..scheduling.block_pool import NULL_BLOCK, evicted_places
-from ..scheduling.request import NULL_SLOT, Axes, RopePositions, Tree
+from ..scheduling.draft_length import Tree
+from ..scheduling.request import NULL_SLOT, Axes, RopePositions
 
 
 class Run(NamedTuple):

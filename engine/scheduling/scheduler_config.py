@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from ...quant.base.errors import BadInput
 from .block_pool import Window
+from .draft_length import DraftLength
 from .kv_eviction import KvEviction
-from .request import DraftLength, Rank, Request, RequestStatus
+from .request import Rank, Request, RequestStatus
 from .step_plan import ScheduledRow
 
 

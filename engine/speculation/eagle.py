@@ -26,7 +26,7 @@ from ..model.layers.mlp import FeedForward
 from ..model.layers.norm import Norm
 from ..model.layers.projection import Projection, Weights
 from ..model.layers.spec import KvLayout, LoadingOptions, ModelSpec
-from ..scheduling.request import Tree
+from ..scheduling.draft_length import Tree
 from ..scheduling.step_plan import ScheduledRow
 from .proposer import (
     CachedProposer,

@@ -23,7 +23,7 @@ from ..config.config import SpeculationConfig
 from ..model.adapter.open import CausalModel, open_model
 from ..model.decoder.decoder import Decoder
 from ..model.layers.spec import LoadingOptions
-from ..scheduling.request import DraftLength, Tree
+from ..scheduling.draft_length import DraftLength, Tree
 from ..scheduling.step_plan import ScheduledRow
 from .eagle import EagleHead, EagleProposer
 from .heads import HeadsCheckpoint, MedusaHeads, MedusaProposer, load_eagle, load_medusa

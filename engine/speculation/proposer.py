@@ -14,7 +14,7 @@ from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run, step_inputs
 from ..sampling.rowwise import SamplingRow
 from ..sampling.sampler import Sampler
-from ..scheduling.request import Tree
+from ..scheduling.draft_length import Tree
 from ..scheduling.step_plan import ScheduledRow
 
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2

@@ -30,7 +30,7 @@ OPTIONAL = {
     "speculation": (
         "engine/speculation/",
         "engine/execution/speculative_step.py",
-        "engine/scheduling/request.py",
+        "engine/scheduling/draft_length.py",
     ),
 }
 """Files, or folders, of what a plain prompt does not ask for."""

@@ -8,9 +8,10 @@ from typing import Literal
 
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.scheduling.block_pool import BlockPool, PrefixCache, Window
+from llmopt.engine.scheduling.draft_length import DraftLength, Tree
 from llmopt.engine.scheduling.extensions import SwapSpace
 from llmopt.engine.scheduling.kv_eviction import KvEviction
-from llmopt.engine.scheduling.request import DraftLength, Request, RequestTimes, Token, Tree
+from llmopt.engine.scheduling.request import Request, RequestTimes, Token
 from llmopt.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from llmopt.engine.scheduling.state_pool import StatePool
 from llmopt.engine.scheduling.step_plan import Compaction, Copies, ScheduledRow, StepPlan

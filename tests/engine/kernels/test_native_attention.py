@@ -17,7 +17,7 @@ from llmopt.engine.kernels.attention.dispatch import (
     native_attention,
 )
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
-from llmopt.engine.scheduling.request import Tree
+from llmopt.engine.scheduling.draft_length import Tree
 from llmopt.quant.base.processor import VARIABLE
 
 from ...support.attention_world import STORED, World, rules

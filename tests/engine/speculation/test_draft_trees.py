@@ -23,7 +23,8 @@ from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
 from llmopt.engine.scheduling.block_pool import Window
-from llmopt.engine.scheduling.request import TokenView, Tree
+from llmopt.engine.scheduling.draft_length import Tree
+from llmopt.engine.scheduling.request import TokenView
 from llmopt.engine.scheduling.step_plan import ScheduledRow
 from llmopt.engine.speculation.proposer import (
     DraftTokens,

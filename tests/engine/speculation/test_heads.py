@@ -14,7 +14,7 @@ from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.kernels.attention.dispatch import attention_kernels
-from llmopt.engine.scheduling.request import DraftLength
+from llmopt.engine.scheduling.draft_length import DraftLength
 from llmopt.engine.scheduling.step_plan import ScheduledRow
 from llmopt.engine.speculation.proposer import DraftTokens, SamplingRowOf
 from llmopt.quant.base.errors import BadInput

@@ -14,7 +14,7 @@ from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.speculative_step import DraftChain, accepted_tokens
 from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
-from llmopt.engine.scheduling.request import Acceptance, DraftLength, Tree
+from llmopt.engine.scheduling.draft_length import Acceptance, DraftLength, Tree
 from llmopt.engine.speculation.proposer import DRAFT_STREAM, DraftTokens
 from llmopt.quant.base.errors import BadInput
 
