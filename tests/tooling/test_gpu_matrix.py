@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from llmopt.engine.kernels.common.devices import split_runs
 
-from tools.gpu_matrix import ARCHITECTURES, SMOKE, faults, invariance, may_spill
+from tools.gpu_matrix import ARCHITECTURES, SMOKE, WIDE, faults, invariance, may_spill
 from tools.triton_code import Compiled, Pipeline, read_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,8 +125,10 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path, capability:
         is_decode = variant.get("IN_PARTS") or (row["name"] == "_gemm" and variant["ROWS"] == 16)
         assert row["programs"] >= (2 if is_decode else 1)
         if is_decode:
-            # Nothing waits for scales: they are loaded a turn ahead.
-            assert pipeline["depth"] >= 2 and pipeline["exposed_loads"] == 0
+            # Nothing waits for scales: they are loaded a turn ahead. Of a latent the 512 elements that are
+            # keys and, transposed, values get no ring of buffers from Triton: one load is waited for.
+            waited = int(variant.get("KEY_DIM", 0) > WIDE)
+            assert pipeline["depth"] >= 2 and pipeline["exposed_loads"] == waited
             assert row["matrix"] and row["stack"] == row["spills"] == 0
         if row["name"] == "_gemm":
             # Codes are decoded where the tensor core reads them.
