@@ -352,9 +352,10 @@ def read(lines_file: Path) -> list[Line]:
 def work_folder() -> Iterator[Path]:
     """A folder for checkpoints, locked while this process lives; those of killed runs are removed."""
     for parent in {*map(Path, (MEMORY, tempfile.gettempdir(), roomy())), Path.cwd()}:
-        for left in parent.glob(f"{FOLDER}*"):
+        for left in parent.glob(f"{FOLDER}????????"):  # as tempfile names them
             with suppress(OSError), _locked(left):  # which fails where the run that has it goes on
-                shutil.rmtree(left)
+                if time.time() - left.stat().st_mtime > 60:  # a younger one may not be locked yet
+                    shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=FOLDER, dir=roomy()) as name, _locked(Path(name)):
         yield Path(name)
 

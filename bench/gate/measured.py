@@ -339,7 +339,12 @@ def judge_in_runs(
         (value_of_run(measured, base), value_of_run(measured, new)),
         (change.log_ratio, *bounds),
         pairs_to_settle=pairs_to_settle(excess, effect.standard_error, 1, (level, FALSE_PASS)),
-        visible=visible if is_share else math.expm1(visible),
+        # A bound on the value itself has no change that could be seen, nor has a demanded gain.
+        visible=None
+        if not limit.relative or limit.allowed(is_share=is_share) < 0
+        else visible
+        if is_share
+        else math.expm1(visible),
     )
 
 

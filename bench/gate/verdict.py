@@ -428,14 +428,12 @@ def settle_words(undecided: Sequence[MeasuredVerdict], *, by_starts: bool) -> st
         for one in undecided:
             if one.visible is not None:
                 labels.setdefault(f"{one.visible:.0%}", []).append(one.label)
-        seen = names(f"{size} in {names(each)}" for size, each in labels.items())
+        seen = labels and names(f"{size} in {names(each)}" for size, each in labels.items())
         said = f"the smallest worsening that these runs could show is {seen}; "
         more = (
             f"about {max(known)} more runs of each side" if known and not near else "paired starts"
         )
-        return (
-            f"{said if seen else ''}{more} would settle it: llmopt compare --run base=… --run new=…"
-        )
+        return f"{said if labels else ''}{more} would settle it: llmopt compare --run base=… --run new=…"
     if any(one.num_pairs < MIN_PAIRS for one in near):
         return f"fewer than {MIN_PAIRS} pairs of starts do not say how many would settle it"
     if near:

@@ -20,8 +20,8 @@ Row = Mapping[str, Any]
 Scaled = tuple[str, float]
 """A dotted path, and our unit as a multiple of the file's."""
 
-SECONDS, NANOSECONDS = 1000.0, 1e-6
-"""Milliseconds in another unit of time."""
+SECONDS = 1000.0
+"""Milliseconds in a second."""
 SAME = {name: name for name in ("mean", "median", "std", "p50", "p90", "p95", "p99")}
 LEVELS = ("p90", "p95", "p99")
 FLAT = "{statistic}_{metric}_ms"
@@ -312,7 +312,7 @@ FORMATS: tuple[Format, ...] = (
             "load.strategy": "config.strategy",
             "load.constraints": "config.constraints",
             "engine.backend": "config.backend.request_format",
-            "shape.requests": "config.requests",
+            "shape.prompt_tokens": "metrics.prompt_token_count.successful.median",
         },
         date="start_time",
         points=guidellm_points,

@@ -38,6 +38,7 @@ ASKED = {
     "load.seed": "sampling and seeds",
 }
 SUFFIXES = (".json", ".jsonl")
+TOTAL_TOKENS = "shape.total_input_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +63,21 @@ def read_imported(path: Path) -> ImportedRun | None:
         return _in_folder(file)
     if not file.is_file() or not (rows := _rows(file)):
         return None
-    for marks, read in EVALUATIONS:
-        if all(at(rows[0], path_) is not None for path_ in marks):
-            return read(rows[0], file)
+    evaluation = next(
+        (read for marks, read in EVALUATIONS if all(at(rows[0], m) is not None for m in marks)),
+        None,
+    )
     found = next((one for one in FORMATS if _is_of(one, rows)), None)
-    if found is None:
+    if evaluation is None and found is None:
         return None
     try:
+        if evaluation is not None:
+            return evaluation(rows[0], file)
+        assert found is not None
         return _chosen(found, [*found.points(rows)], file, number)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadInput(f"{file} is of {found.tool}, but cannot be read: {error!r}") from error
+        tool = "an evaluation" if found is None else found.tool
+        raise BadInput(f"{file} is of {tool}, but cannot be read: {error!r}") from error
 
 
 def _is_of(one: Format, rows: Sequence[Row]) -> bool:
@@ -79,10 +85,12 @@ def _is_of(one: Format, rows: Sequence[Row]) -> bool:
 
 
 def _rows(file: Path) -> list[Row]:
+    """The rows of a file of another tool; none of one of ours, which has all that vLLM's have."""
     try:
-        return read_rows(file)
+        rows = read_rows(file)
     except (ValueError, RecursionError):
         return []
+    return [] if rows and at(rows[0], "llmopt") is not None else rows
 
 
 def _in_folder(folder: Path) -> ImportedRun | None:
@@ -105,7 +113,9 @@ def _chosen(one: Format, points: Sequence[Row], file: Path, number: str) -> Impo
     """The run of the settings that `number` names, from 1; the only one without."""
     groups: dict[str, list[Row]] = {}
     for row in points:
-        groups.setdefault(json.dumps(_said(one, row), sort_keys=True, default=str), []).append(row)
+        # A pass with failures does not say the tokens of all its prompts, and is a pass all the same.
+        said = {key: value for key, value in _said(one, row).items() if key != TOTAL_TOKENS}
+        groups.setdefault(json.dumps(said, sort_keys=True, default=str), []).append(row)
     runs = [*groups.values()]
     if not runs:
         raise BadInput(f"{file} is of {one.tool} and holds no measurement")
@@ -128,7 +138,7 @@ def _said(one: Format, row: Row) -> dict[str, Any]:
     if isinstance(said.get("shape.input_lens"), list):
         said["shape.input_lens"] = _hash(said["shape.input_lens"])
     if at(row, one.values.get("failed", ("", 1.0))[0]):
-        said.pop("shape.total_input_tokens", None)  # it lacks those of the failed requests
+        said.pop(TOTAL_TOKENS, None)  # it lacks those of the failed requests
     known = {name: _plain(value) for name, value in said.items()}
     return {name: value for name, value in known.items() if value not in (None, "", UNKNOWN)}
 

@@ -334,7 +334,7 @@ def value_of_pass(run: Mapping[str, Any], key: str) -> float | None:
     are compared as ratios.
     """
     value = run.get(key)
-    if value == 0 and key == "request_goodput":
+    if value == 0 and key == "request_goodput" and run["duration"]:
         return 0.5 / run["duration"]
     if value == 0 and key == "slo_share":
         return 0.5 / max(1, run["completed"] + run["failed"])

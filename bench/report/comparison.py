@@ -307,7 +307,14 @@ def summary(comparison: Comparison) -> str:
 def plot_lines(deltas: Sequence[MeasuredVerdict]) -> list[str]:
     """A line of text for each change with its interval and limit, on one scale."""
     shown = [one for one in deltas if one.allowed is not None]
-    ends = [abs(end) for one in shown for end in (one.low, one.high, one.allowed or 0.0)]
+    slowdowns = [
+        (one.low, one.high)
+        if one.limit.startswith("≤")
+        else (1 / (1 + one.high) - 1, 1 / (1 + one.low) - 1)
+        for one in shown
+    ]
+    ends = [abs(end) for sides in slowdowns for end in sides]
+    ends += [abs(one.allowed or 0.0) for one in shown]
     reach = min(max((end for end in ends if math.isfinite(end)), default=1.0) * 1.1 or 1.0, 1.0)
 
     def column(value: float) -> int:
@@ -315,8 +322,7 @@ def plot_lines(deltas: Sequence[MeasuredVerdict]) -> list[str]:
         return round((inside / reach + 1) / 2 * (PLOT_WIDTH - 1))
 
     lines = []
-    for one in shown:
-        sides = (one.low, one.high) if one.limit.startswith("≤") else (-one.high, -one.low)
+    for one, sides in zip(shown, slowdowns, strict=True):
         low, high = map(column, sides)
         row = ["─" if low <= place <= high else " " for place in range(PLOT_WIDTH)]
         marks = {column(0.0): "┊", column(one.allowed or 0.0): "┃", column(one.worse): "●"}

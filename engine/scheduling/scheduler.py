@@ -121,9 +121,10 @@ class Scheduler:
                 return StepPlan(decoded)
             rows = (*decoded, *admitted)
         else:
-            self._decode, scheduled = None, self._schedule_running()
+            budget = self.config.budget(self.pace, self.running)
+            self._decode, scheduled = None, self._schedule_running(budget)
             num_tokens = sum(row.num_tokens + row.num_draft_tokens for row in scheduled)
-            rows = self._begin_decode((*scheduled, *self._admit_waiting(num_tokens, now)))
+            rows = self._begin_decode((*scheduled, *self._admit_waiting(num_tokens, now, budget)))
         within = tuple((source, destination) for destination, source in self._copies.items())
         self._copies.clear()
         plan = StepPlan(rows, BlockCopies(within))
@@ -133,9 +134,8 @@ class Scheduler:
             plan = extension.complete(plan)
         return plan
 
-    def _schedule_running(self) -> tuple[ScheduledRow, ...]:
+    def _schedule_running(self, budget: int) -> tuple[ScheduledRow, ...]:
         """The rows of the running sequences, of which some may be preempted."""
-        budget = self.config.budget(self.pace, self.running)
         scheduled: dict[str, tuple[Request, int]] = {}
         drafts: dict[str, int] = {}
         active = [request for request in self.running if not request.is_complete]
@@ -164,11 +164,11 @@ class Scheduler:
             for sequence_id, (request, num_new) in scheduled.items()
         )
 
-    def _admit_waiting(self, num_tokens: int, now: float) -> Iterator[ScheduledRow]:
-        """The rows of waiting sequences that are admitted beside the `num_tokens` of the running ones."""
+    def _admit_waiting(self, used: int, now: float, budget: int = 0) -> Iterator[ScheduledRow]:
+        """The rows of waiting sequences that are admitted beside the `used` tokens of the running ones."""
         if self.waiting.head is None:
             return
-        budget = self.config.budget(self.pace, self.running) - num_tokens
+        budget = (budget or self.config.budget(self.pace, self.running)) - used
         while budget > 0 and len(self.running) < self.config.max_num_seqs:
             if (request := self.waiting.head) is None or not self._admit(request, now):
                 return

@@ -304,13 +304,17 @@ class StepPace:
         return STEPS_PER_DECODE * statistics.median(self._decode_seconds)
 
     def note(self, rows: Sequence[ScheduledRow], seconds: float) -> None:
-        """A step of these rows has taken `seconds`."""
+        """Count a step of these rows, which has taken `seconds`."""
         num_prefill = sum(row.num_tokens for row in rows if row.num_tokens > 1)
-        if not num_prefill:
+        is_mixed = any(row.num_tokens == 1 for row in rows)
+        # Where prompts never cease, a step with the least of them stands for one that decodes.
+        if not num_prefill or (
+            is_mixed and not self._decode_seconds and num_prefill <= self._least
+        ):
             self._decode_seconds.append(seconds)
+        if not num_prefill:
             return
         limit = self.limit_seconds
-        is_mixed = any(row.num_tokens == 1 for row in rows)
         if limit is not None and is_mixed and 2 * num_prefill >= self.num_tokens:
             ratio = min(2.0, max(0.5, limit / max(seconds, 1e-9)))
             blocks = int(num_prefill * ratio) // self._least

@@ -293,15 +293,19 @@ class _Loading(BaseHTTPRequestHandler):
     """Seconds that a connection has for its request."""
 
     def do_GET(self) -> None:
+        length = self.headers.get("Content-Length", "0")
+        # What is not read of a body resets the connection before the answer is there.
+        self.rfile.read(min(int(length) if length.isdecimal() else 0, 2**20))
         body = json.dumps(error_body(503, "the model is loading", code="loading_model")).encode()
         self.send_response(503)
         self.send_header("Retry-After", "1")
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
-    do_POST = do_DELETE = do_GET
+    do_HEAD = do_OPTIONS = do_PUT = do_PATCH = do_POST = do_DELETE = do_GET
 
     def log_message(self, format: str, *args: object) -> None:
         """Write nothing: it is a server's first seconds."""

@@ -30,6 +30,8 @@ def write_heads(codes_ptr, scales_ptr, at, scale_at, x, is_head, mask, LARGEST: 
         if LARGEST == 127.0:
             # Adding 1.5 * 2**23 leaves a float32 no fraction bits: rounds half to even, as torch does.
             x = (x + 12582912.0) - 12582912.0
+    elif codes_ptr.dtype.element_ty == tl.float8e5:
+        x = tl.minimum(tl.maximum(x, -57344.0), 57344.0)
     tl.store(codes_ptr + at, x.to(codes_ptr.dtype.element_ty), mask=mask)
 
 

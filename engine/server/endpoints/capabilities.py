@@ -190,17 +190,23 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def default_sampling(folder: Path) -> dict[str, float]:
-    """The sampling that a checkpoint's generation_config.json asks for.
+    """Read the sampling that a checkpoint's generation_config.json asks for.
 
     Raises:
-        BadInput: values out of range.
+        BadInput: it is no JSON object, or has values out of range.
     """
     path = folder / "generation_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
-    found = {name: config.get(name) for name in _SAMPLING if config.get(name) is not None}
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise BadInput(f"{path} holds no JSON object")
+    found: dict[str, Any] = {
+        name: config[name] for name in _SAMPLING if config.get(name) is not None
+    }
     try:
         SamplingParams(**found)
     except (BadInput, TypeError) as error:

@@ -304,14 +304,18 @@ class FairPool:
         self._places = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(per_key))
 
     async def run(self, key: int, work: Callable[[], T], seconds: float | None = None) -> T:
-        """The result of `work`, which came with the API key of that index.
+        """Return the result of `work`, which came with the API key of that index.
 
         Raises:
             TimeoutError: it has begun, or could have, and is not done after `seconds`.
         """
         loop, places = asyncio.get_running_loop(), self._places[key]
         await places.acquire()
-        working: Future[T] = self._threads.submit(work)
+        try:
+            working: Future[T] = self._threads.submit(work)
+        except RuntimeError:  # the server stops
+            places.release()
+            raise
 
         def leave(_: object) -> None:
             with suppress(RuntimeError):  # the event loop is closed: the server was forced to stop

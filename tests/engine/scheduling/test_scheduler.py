@@ -291,8 +291,7 @@ DECODE_SECONDS, TOKEN_SECONDS, FIXED_SECONDS = 0.01, 0.001, 0.005
 @pytest.mark.parametrize("cost_growth", [0.0, 1e-7])
 def test_a_prompt_leaves_running_streams_their_pace(prompt_len: int, cost_growth: float) -> None:
     """Gaps of a stream by the tokens of its steps: at most three times the median, whatever comes beside it."""
-    limits = {"max_num_batched_tokens": 2048, "max_model_len": 8000}
-    world = World(num_blocks=4000, block_size=4, **limits)
+    world = World(num_blocks=4000, block_size=4, max_num_batched_tokens=2048, max_model_len=8000)
     scheduler = world.scheduler
     pace = scheduler.pace = StepPace(None, 4, 2048)
     world.add("stream", [1] * 4, 2000, ignore_eos=True)
@@ -313,6 +312,19 @@ def test_a_prompt_leaves_running_streams_their_pace(prompt_len: int, cost_growth
     assert beside[-1] <= 2 * 4 * DECODE_SECONDS
     if prompt_len > 30:  # it settles where a step takes the limit: four decode steps
         assert 0.7 * 4 * DECODE_SECONDS <= beside[len(beside) // 2] <= 4.1 * DECODE_SECONDS
+
+
+def test_a_burst_on_a_fresh_server_is_not_computed_a_block_a_step() -> None:
+    """No step decodes alone before the last prompt: the least ones stand for such a step."""
+    world = World(num_blocks=4000, block_size=4, max_num_batched_tokens=64, max_model_len=200)
+    pace = world.scheduler.pace = StepPace(None, 4, 64)
+    for number in range(20):
+        world.add(f"prompt{number}", [2] * 60, 100, ignore_eos=True, salt=str(number).encode())
+    for _ in range(40):
+        plan, _ = world.step()
+        prompts = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        pace.note(plan.rows, DECODE_SECONDS + TOKEN_SECONDS * prompts)
+    assert pace.num_tokens > 4
 
 
 def test_seconds_of_a_step_and_a_block_at_least() -> None:

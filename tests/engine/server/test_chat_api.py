@@ -164,7 +164,7 @@ def test_special_tokens_in_names_and_tools_are_text(templated: Tokenization) -> 
         "description": "a</s>b",
         "parameters": {"type": "object", "properties": {"x</s>": {"enum": ["<s>", {"a": "</s>"}]}}},
     }
-    body = {"messages": [{"role": "user", "content": "hi", "name": "n</s>"}]}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi", "name": "n</s>"}]}
     body["tools"] = [{"type": "function", "function": function}]
     request = ChatRequest.model_validate(body)
     token_ids = asyncio.run(templated.encode_chat(request.messages, request.tools or ()))
