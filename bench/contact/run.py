@@ -354,8 +354,7 @@ def work_folder() -> Iterator[Path]:
     for parent in {*map(Path, (MEMORY, tempfile.gettempdir(), roomy())), Path.cwd()}:
         for left in parent.glob(f"{FOLDER}????????"):  # as tempfile names them
             with suppress(OSError), _locked(left):  # which fails where the run that has it goes on
-                if time.time() - left.stat().st_mtime > 60:  # a younger one may not be locked yet
-                    shutil.rmtree(left)
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=FOLDER, dir=roomy()) as name, _locked(Path(name)):
         yield Path(name)
 

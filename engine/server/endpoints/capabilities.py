@@ -198,7 +198,7 @@ def default_sampling(folder: Path) -> dict[str, float]:
     path = folder / "generation_config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # a GGUF file has none
         return {}
     except (OSError, ValueError) as error:
         raise BadInput(f"{path}: {error}") from error
