@@ -106,8 +106,8 @@ def check_point(asked: Record, point: Record, band: tuple[float, float] | None) 
 
 
 def choose(asked: Record, searched: Record, count: int) -> list[str]:
-    """The finalists in the order of bytes: points of the front around the one that is expected to be the
-    answer, and fewer usual quantizations that may keep the promises; the nearest of both."""
+    """Choose the finalists: points of the front around the one that is expected to be the answer, by bytes,
+    then fewer usual quantizations that may keep the promises, the nearest in bytes first."""
     points = [one for one in undominated(searched["front"]) if _may(asked, one)]
     most = next((one["limit"] for one in asked["promises"] if one["metric"] == "kl"), None)
     at = len(points) - 1
@@ -124,10 +124,11 @@ def choose(asked: Record, searched: Record, count: int) -> list[str]:
 
 
 def gap_words(front: Sequence[Record]) -> str:
-    """How far the solved points of a front are from the optimum at most."""
+    """Say how far the solved points of a front are from the optimum at most."""
     gaps = [one["gap"] for one in front if one.get("gap") is not None]
-    most = max(gaps, default=0.0)
-    return f"expected KL of each of {len(gaps)} mixtures at most {most:.2%} above the least in its bytes"
+    if not gaps:
+        return "no mixture was solved for"
+    return f"expected KL of each of {len(gaps)} mixtures at most {max(gaps):.2%} above the least in its bytes"
 
 
 def _may(asked: Record, point: Record) -> bool:

@@ -353,8 +353,10 @@ def work_folder() -> Iterator[Path]:
     """A folder for checkpoints, locked while this process lives; those of killed runs are removed."""
     for parent in {*map(Path, (MEMORY, tempfile.gettempdir(), roomy())), Path.cwd()}:
         for left in parent.glob(f"{FOLDER}????????"):  # as tempfile names them
+            # One that another run has made and not locked yet is empty.
             with suppress(OSError), _locked(left):  # which fails where the run that has it goes on
-                shutil.rmtree(left)
+                if any(left.iterdir()):
+                    shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=FOLDER, dir=roomy()) as name, _locked(Path(name)):
         yield Path(name)
 

@@ -33,6 +33,7 @@ from .limits import MEASURED, GateOutcome, Limit, Measured
 from .verdict import (
     FALSE_PASS,
     FALSE_REGRESSION,
+    FIRST_LOOK,
     POWER,
     Evidence,
     Excess,
@@ -332,13 +333,15 @@ def judge_in_runs(
     level = FALSE_REGRESSION / num_limits
     told = effect.half_width(1 - level) + effect.half_width(POWER)
     visible = limit.allowed(is_share=is_share) + told
+    more = pairs_to_settle(excess, effect.standard_error, 1, (level, FALSE_PASS))
     return _verdict(
         limit,
         Excess(excess - effect.half_width(1 - level), excess + reach),
         f" ± {shown:.1%}: too noisy to tell the limit {limit.text}",
         (value_of_run(measured, base), value_of_run(measured, new)),
         (change.log_ratio, *bounds),
-        pairs_to_settle=pairs_to_settle(excess, effect.standard_error, 1, (level, FALSE_PASS)),
+        # Pairs of starts are a test of their own, which begins anew.
+        pairs_to_settle=more and max(more, FIRST_LOOK),
         # A bound on the value itself has no change that could be seen, nor has a demanded gain.
         visible=None
         if not limit.relative or limit.allowed(is_share=is_share) < 0

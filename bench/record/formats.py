@@ -346,7 +346,6 @@ FORMATS: tuple[Format, ...] = (
             "load.seed": "run_info.random_seed",
             "engine.backend": "input_config.endpoint.type",
             "shape.datasets": "input_config.datasets",
-            "shape.total_input_tokens": "total_isl.avg",
         },
         date="start_time",
         has_units=True,
@@ -375,7 +374,6 @@ FORMATS: tuple[Format, ...] = (
             "load.num_prompts": "load_summary.count",
             "load.request_rate": "load_summary.requested_rate",
             "load.max_concurrency": "load_summary.concurrency",
-            "shape.total_input_tokens": "successes.prompt_tokens.total",
         },
     ),
     Format(

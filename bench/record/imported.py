@@ -39,6 +39,8 @@ ASKED = {
 }
 SUFFIXES = (".json", ".jsonl")
 TOTAL_TOKENS = "shape.total_input_tokens"
+NO_LOAD = {"load.num_prompts"}
+"""How many requests there are, but not how they arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ def _record(
     unknown = [
         words
         for name, words in ASKED.items()
-        if not any(key == name or key.startswith(f"{name}.") for key in said)
+        if not any(key == name or key.startswith(f"{name}.") for key in said.keys() - NO_LOAD)
     ]
     name = f"{file.parent.name}/{file.stem}".lstrip("/") + (f"#{number}" if number else "")
     digest = hashlib.sha256(file.read_bytes() + number.encode()).hexdigest()
@@ -288,7 +290,9 @@ def _stamp(value: Any) -> str:
     try:
         if isinstance(value, int | float):
             return datetime.fromtimestamp(value, UTC).strftime("%Y%m%d-%H%M%S")
-        return datetime.fromisoformat(str(value).replace("Z", "+00:00")).strftime("%Y%m%d-%H%M%S")
+        moment = datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+        moment = moment.astimezone(UTC) if moment.tzinfo else moment
+        return moment.strftime("%Y%m%d-%H%M%S")
     except (ValueError, OverflowError, OSError):
         return str(value) if value else UNKNOWN
 

@@ -187,12 +187,13 @@ class RunningStart:
     def check(self) -> None:
         """Raises `Crash` if it wrote no run; else its log is removed.
 
-        All requests of a run may have failed: that is a result, which the gate judges.
+        All requests of a run may have failed: that is a result, which the gate judges. What another tool
+        leaves that fails is none.
         """
-        if has_result(self._start.folder):
+        code = self._process.returncode
+        if has_result(self._start.folder) and (not code or not self._start.makes_folder):
             self._log.unlink()
             return
-        code = self._process.returncode
         ending = f"signal {-code}" if code < 0 else f"exit code {code}"
         words = f"{ending}: {last_line(self._log) or 'it said nothing'}"
         raise Crash(self._start.name, f"start {self._start.folder.name} ended with {words}")

@@ -27,7 +27,7 @@ MIXES = {3.5: "IQ3_S", 4.25: "IQ4_XS", 5.0: "Q4_K_M"}
 """Bits per weight, and the mix of llama.cpp that comes next to them from below."""
 WIDTHS = (2, 3, 4, 5, 6, 8)
 GPTQ_WIDTHS = (2, 3, 4, 8)
-"""What the file format of auto-round's integers holds."""
+"""Bits per weight that the file formats of AutoScheme's and of gptq's integers have."""
 OURS: Mapping[str, Mapping[str, Any]] = {
     "int": {"format": "compressed-tensors", "candidates": [f"int{width}" for width in WIDTHS]},
     "gguf": {"format": "gguf", "tables": True},

@@ -89,10 +89,10 @@ _ACTION = re.compile(r"\{\{(-?)\s*(.*?)\s*(-?)\}\}", re.DOTALL)
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
-    """A template of Ollama up to the response: variables, and `if` with `else` around them.
+    """Fill a template of Ollama up to the response: variables, and `if` with `else` around them.
 
     Raises:
-        ApiError: it has more of Go's language in it.
+        ApiError: it has more of Go's language in it, or an `if` without its end.
     """
     parts: list[str] = []
     conditions: list[bool] = []
@@ -106,8 +106,9 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
             parts.append(text.rstrip() if trims else text)
         words = action.split()
         match words:
-            case [str(name)] if name == ".Response":
-                return "".join(parts)
+            case [".Response"]:
+                if all(conditions):
+                    return "".join(parts)
             case [str(name)] if name[1:] in fields and name[0] == ".":
                 parts += [fields[name[1:]]] if all(conditions) else []
             case ["if", str(name)] if name[1:] in (*fields, "Response"):
@@ -118,6 +119,8 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
                 conditions.pop()
             case _:
                 raise bad_field("template", f"{{{{ {action} }}}} is not supported here")
+    if conditions:
+        raise bad_field("template", "an if has no end")
     return "".join([*parts, template[at:].lstrip() if is_trimmed else template[at:]])
 
 

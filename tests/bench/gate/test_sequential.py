@@ -98,7 +98,7 @@ def test_the_operating_curve_rises_from_pass_to_regression() -> None:
 
 
 def test_more_noise_and_smaller_changes_need_more_pairs() -> None:
-    """As many as the plan says: an equal build passes, and one worse by twice the limit is found."""
+    """Take as many as the plan says: an equal build passes, and one worse by twice the limit is found."""
     pairs = planned_pairs(0.015, 0.03)
     assert (
         pairs is not None and planned_pairs(0.005, 0.03) == 8 and planned_pairs(0.3, 0.03) is None

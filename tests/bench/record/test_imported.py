@@ -163,6 +163,43 @@ def test_what_is_no_result_says_so(text: str, tmp_path: Path) -> None:
         RunData.read(tmp_path / "x.json")
 
 
+def test_a_run_of_ours_is_none_of_another_tool(tmp_path: Path) -> None:
+    """Its result has every field of `vllm bench serve`; it lies below the folder, or on one line."""
+    ours = json.loads((RESULTS / "vllm/serve_base.json").read_text()) | {"llmopt": {"name": "a"}}
+    nested = tmp_path / "runs" / "a"
+    nested.mkdir(parents=True)
+    (nested / "result.json").write_text(json.dumps(ours, separators=(",", ":")))
+    assert read_imported(tmp_path / "runs") is None
+    assert read_imported(nested / "result.json") is None
+
+
+def test_a_pass_with_failures_is_a_pass_of_the_same_run(tmp_path: Path) -> None:
+    row = json.loads((RESULTS / "vllm/serve_base.json").read_text())
+    rows = [row, row | {"failed": 1, "completed": 15, "total_input_tokens": 450}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = RunData.read(tmp_path / "a.jsonl").result
+    assert (found["llmopt"]["num_runs"], found["failed"]) == (2, 1)
+
+
+def test_a_time_is_that_of_utc(tmp_path: Path) -> None:
+    row = {
+        "aiperf_version": "0.13.0",
+        "request_throughput": {"unit": "requests/sec", "avg": 2.0},
+        "request_latency": {"unit": "sec", "avg": 0.5},
+        "start_time": "2026-11-26T01:00:00+02:00",
+    }
+    (tmp_path / "a.json").write_text(json.dumps(row))
+    assert RunData.read(tmp_path / "a.json").result["date"] == "20261125-230000"
+
+
+def test_a_damaged_evaluation_is_one_line(tmp_path: Path) -> None:
+    (source,) = (RESULTS / "lighteval" / "base").rglob("results_*.json")
+    content = json.loads(source.read_text())
+    (tmp_path / source.name).write_text(json.dumps(content | {"results": [1]}))
+    with pytest.raises(BadInput, match="is of an evaluation, but cannot be read"):
+        RunData.read(tmp_path / source.name)
+
+
 def test_a_damaged_result_names_its_tool(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"avg_latency": 1, "latencies": 3, "percentiles": {}}')
     with pytest.raises(BadInput, match="is of vllm bench latency, but cannot be read"):

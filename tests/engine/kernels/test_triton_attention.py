@@ -174,7 +174,7 @@ def test_programs_of_the_longest_prompts_start_first() -> None:
 
 
 def test_latents_of_prompts_fill_a_matrix_instruction_of_hopper() -> None:
-    """Of a shard with 16 heads too; on 10.0 their sums leave tensor memory no room for scores."""
+    """Cover a shard with 16 heads too; on 10.0 their sums leave tensor memory no room for scores."""
     from llmopt.engine.kernels.attention.triton_attention import HeadShape, tiling
     from llmopt.engine.kernels.common.devices import HOPPER
 

@@ -159,7 +159,7 @@ def test_rows_of_other_ranks_experts_are_in_no_tile(total: int) -> None:
 def test_splits_count_the_experts_that_a_token_meets(
     outputs: int, inputs: int, each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Qwen3-30B, whose tokens meet 8 experts: rounds of programs cost 18 runs in place of 24, and 8 in
+    """Divide Qwen3-30B's, whose tokens meet 8 experts: rounds of programs cost 18 runs in place of 24, and 8 in
     place of 12; the same for any batch of up to 64 tokens, since a token's sums follow the split."""
     from llmopt.engine.kernels.common.devices import HOPPER, SPLIT_RUNS, split_runs
     from llmopt.engine.kernels.linear.triton_gemm import OUTPUTS, gemm

@@ -59,7 +59,7 @@ KINDS: dict[str, tuple[str, Any]] = {
 
 
 def assert_loads_on_the_card(folder: Path) -> None:
-    """Its model is loaded without a large computation of the host."""
+    """Load the model without a large computation of the host."""
     card = Card(host_bytes=MOST_BYTES)
     with pretended_cuda(card), pytest.MonkeyPatch.context() as patched:
         patched.setenv(VARIABLE, "off")
@@ -96,7 +96,7 @@ def test_packed_weights_are_unpacked_on_the_card(kind: str, tmp_path: Path) -> N
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("type_name", ["Q4_K_M", "Q4_0", "Q6_K", "IQ4_XS"])
 def test_blocks_of_a_gguf_file_are_unpacked_on_the_card(type_name: str, tmp_path: Path) -> None:
-    """Its embedding, and rows of queries and keys in another order, too."""
+    """Load the embedding, and rows of queries and keys in another order, too."""
     file = write_model(gguf_model(tmp_path / "plain", "llama"), tmp_path, type_name)
     assert_loads_on_the_card(file)
     assert_same_weights(open_checkpoint(file))

@@ -308,7 +308,7 @@ def test_log_probabilities_of_prompts_leave_as_they_come_and_are_bounded(
 
 
 def test_an_unread_stream_holds_its_sequences_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens are not computed, its blocks are free, others go on, and it goes on where it is read."""
+    """Hold the request: its tokens are not computed, its blocks are free, others go on, and it goes on where it is read."""
     monkeypatch.setattr(request_record, "UNREAD", 30)
     made = launch._BoundedConnection.connection_made
 

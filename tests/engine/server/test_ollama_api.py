@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.server.endpoints.tokenization import Tokenization
+from llmopt.engine.server.protocol.errors import ApiError
 from llmopt.engine.server.protocol.ollama_protocol import filled
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
@@ -237,6 +238,10 @@ def test_a_template_of_the_request(served: RunningServer) -> None:
     )
     assert filled(template, {"System": "be", "Prompt": "Lily"}) == "<be>\nLily so"
     assert filled(template, {"System": "", "Prompt": "Lily"}) == "noneLily so"
+    branch = "{{ if .System }}{{ .Response }}{{ else }}{{ .Prompt }}!{{ end }}"
+    assert filled(branch, {"System": "", "Prompt": "Lily"}) == "Lily!"
+    with pytest.raises(ApiError, match="an if has no end"):
+        filled("{{ if .System }}a", {"System": "", "Prompt": "Lily"})
     asked: Any = {"options": GREEDY, "prompt": "Lily"}
     shown = whole(served, "/api/generate", template="{{ .Prompt }} and", **asked)
     raw = whole(served, "/api/generate", raw=True, **{**asked, "prompt": "Lily and"})

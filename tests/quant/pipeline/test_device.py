@@ -124,7 +124,7 @@ def test_a_step_of_a_tuned_rounding_takes_few_launches(symmetric: bool) -> None:
 def test_an_iteration_of_autoround_takes_few_launches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, symmetric: bool
 ) -> None:
-    """Its layer, its gradients and the step of each rounding, whatever the linears' size; views count too."""
+    """Count the layer, its gradients and the step of each rounding, whatever the linears' size; views count too."""
     monkeypatch.setattr(option, "KINDS", ("cpu", NAME))
     save_model(tmp_path / "model", "LlamaConfig", WIDE)
     operations = []

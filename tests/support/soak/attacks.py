@@ -190,7 +190,7 @@ class Attacks:
         await asyncio.gather(*asked)
 
     async def logprobs(self, session: aiohttp.ClientSession) -> None:
-        """As many log-probabilities of prompts as a request may have, several at a time."""
+        """Ask for as many log-probabilities of prompts as a request may have, several at a time."""
         prompts = [[self._random.randrange(3, 400) for _ in range(380)] for _ in range(16)]
         body = {"prompt": prompts, "max_tokens": 1, "prompt_logprobs": 100}
         asked = (self._post(session, "logprobs", "/v1/completions", json=body) for _ in range(3))
