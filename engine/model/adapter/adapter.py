@@ -71,7 +71,7 @@ class TransformersModel:
         whole = replace(options, device=self._device)
         self._model = load_model(checkpoint, config, whole, self._adapters)
         self._decoder = text_decoder(self._model)
-        self._dtype = options.dtype
+        self._dtype, self._cache_dtype = options.dtype, options.cache_dtype
         self._forward: PackedForward | SequentialForward
         self._forward, self.kv_layouts, self.state_layouts = self._choose()
         self._shard: ModelShard | None = None
@@ -98,7 +98,13 @@ class TransformersModel:
 
     def _reads_in_place(self) -> bool:
         queries = (
-            AttentionKernelQuery("cuda", self._dtype, layout.key_dim, layout.value_dim)
+            AttentionKernelQuery(
+                "cuda",
+                self._dtype,
+                layout.key_dim,
+                layout.value_dim,
+                stored=self._cache_dtype,
+            )
             for layout in self.kv_layouts
         )
         return all(reads_in_place(PAGED_ATTENTION.select(query).run) for query in queries)

@@ -16,6 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ....quant.base.errors import BadInput
+from ....quant.model.checkpoint import read_json
 from ...base.image_input import MediaLimits
 from ...base.logits import TokenMask
 from ...base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
@@ -196,17 +197,8 @@ def default_sampling(folder: Path) -> dict[str, float]:
         BadInput: it is no JSON object, or has values out of range.
     """
     path = folder / "generation_config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):  # a GGUF file has none
-        return {}
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise BadInput(f"{path} holds no JSON object")
-    found: dict[str, Any] = {
-        name: config[name] for name in _SAMPLING if config.get(name) is not None
-    }
+    config = read_json(path) if path.is_file() else {}
+    found = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     try:
         SamplingParams(**found)
     except (BadInput, TypeError) as error:

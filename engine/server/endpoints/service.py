@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -70,12 +71,12 @@ CLIENT_GONE = 499
 
 
 FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-MAX_IGNORED = 32
+MAX_IGNORED, MOST_LOOKED_AT = 32, 1024
 
 
 def note_ignored(request: Request, names: Iterable[str]) -> None:
     """Name fields without an effect in a header of the response, those whose names a header can carry."""
-    shown = [name for name in names if FIELD_NAME.fullmatch(name)]
+    shown = [name for name in islice(names, MOST_LOOKED_AT) if FIELD_NAME.fullmatch(name)]
     record_of(request).ignored = tuple(sorted(shown)[:MAX_IGNORED])
 
 

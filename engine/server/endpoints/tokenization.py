@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -96,7 +97,7 @@ class Tokenization:
             return "file"
         return "model" if self._tokenizer.chat_template else "plain"
 
-    @property
+    @cached_property
     def fill_markers(self) -> tuple[str, str, str] | None:
         """Tokens around a prefix and a suffix, and before the text between them; None: the model has none."""
         vocabulary = self._tokenizer.get_vocab()
@@ -319,9 +320,11 @@ class SpecialTexts:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         added = {} if backend is None else backend.get_added_tokens_decoder()
         special = (token.content for token in added.values() if token.special)
-        several = {re.escape(text) for text in special if len(text) > 1}
-        # Where one begins, not the whole of it: another may begin within.
-        pattern = f"(?=(?:{'|'.join(sorted(several))}))(.)"
+        several = sorted(text for text in special if len(text) > 1)
+        # Where one begins, not the whole of it: another may begin within. Most places have none of the first
+        # characters, which one look tells.
+        first = "".join(re.escape(text) for text in sorted({text[0] for text in several}))
+        pattern = f"(?=[{first}])(?=(?:{'|'.join(map(re.escape, several))}))(.)"
         self._pattern = re.compile(pattern, re.DOTALL) if several else None
 
     def broken(self, value: Any) -> Any:

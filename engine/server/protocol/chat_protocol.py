@@ -236,9 +236,11 @@ class ChatRequest(GenerationRequest):
     @classmethod
     def _functions_are_tools(cls, value: Any) -> Any:
         """OpenAI's older form of tools and of their choice."""
-        if not isinstance(value, dict) or not isinstance(value.get("functions"), list):
+        if not isinstance(value, dict):
             return value
-        fields = dict(value)
+        fields = {key: each for key, each in value.items() if key != "has_functions"}
+        if not isinstance(fields.get("functions"), list):
+            return fields
         functions, choice = fields.pop("functions"), fields.pop("function_call", None)
         if functions and not fields.get("tools"):
             fields["tools"] = [{"type": "function", "function": each} for each in functions]

@@ -194,7 +194,7 @@ def _triton_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
 
 def search_operations(bits: int) -> float:
     """The cost of the searches for one weight of a tile, in multiplications and additions of a large GEMM."""
-    steps = LENGTH + 2 * min(_SEAM // bits, LENGTH // 2)
+    steps = LENGTH + 2 * _side(LENGTH, bits)
     return _TRANSITION * STATES * steps / LENGTH
 
 
@@ -275,6 +275,7 @@ def _rounded(values: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     return values.to(torch.float32).clamp(-clipped, clipped).mul_(factor).round_().to(torch.int16)
 
 
+@lru_cache
 def _scaling(name: str) -> tuple[float, float]:
     """Return the bound of targets, and the factor that makes them 16-bit integers."""
     largest = float(abs(codebook(name)).max())

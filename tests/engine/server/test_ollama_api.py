@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.server.endpoints.tokenization import Tokenization
 from llmopt.engine.server.protocol.errors import ApiError
 from llmopt.engine.server.protocol.ollama_protocol import filled
 from llmopt.engine.server.protocol.server_options import ServerOptions
@@ -251,7 +250,8 @@ def test_a_template_of_the_request(served: RunningServer) -> None:
 def test_a_suffix_goes_behind_the_tokens_that_the_model_has_for_it(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tokenization, "fill_markers", ("<P>", "<S>", "<M>"))
+    text = served.app.state.service.text
+    monkeypatch.setattr(text, "fill_markers", ("<P>", "<S>", "<M>"))
     asked: Any = {"options": GREEDY}
     filled_in = whole(served, "/api/generate", prompt="a", suffix="b", **asked)
     raw = whole(served, "/api/generate", raw=True, prompt="<P>a<S>b<M>", **asked)
