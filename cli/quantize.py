@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from ..quant.base.option import keywords_of_words, option
+import typer
+
+from ..quant.base.option import keywords_of_words, option, within
 from ..quant.plan.request import QuantizeRequest
 from .options.command import From, Words, output_to, with_options
 from .options.shared import ModelOptions, json_option
@@ -24,6 +27,13 @@ class RunOptions:
         False,
         "Only predict sizes, time, memory and compatible loaders; write nothing.",
         flag="--dry-run",
+        common=True,
+    )
+    nproc: int | None = option(
+        None,
+        "Processes of this machine that share the work, started by torchrun; any number writes the same "
+        "bytes. `torchrun -m llmopt quantize` starts them on several machines.",
+        limit=within(ge=1),
         common=True,
     )
     as_json: bool = json_option()
@@ -60,9 +70,14 @@ def quantize(
         request = replace(request, output=Path(default))
     # Nothing before imports torch.
     if chosen.dry_run:
-        _dry_run(request, chosen.as_json)
+        _dry_run(request, chosen)
         return
     check_output(request.output, "--output", folder=True)
+    if chosen.nproc is not None:
+        from ..quant.base import workers
+
+        if not workers.is_worker():
+            raise typer.Exit(workers.launch(chosen.nproc, "llmopt", sys.argv[1:]))
     _run(request, chosen.as_json)
 
 
@@ -77,7 +92,7 @@ def _default_output(label: str, method: str, bits: int | None, kind: str | None)
     return f"{label}-{method}-{bits or 4}bit"
 
 
-def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
+def _dry_run(request: QuantizeRequest, chosen: RunOptions) -> None:
     from ..quant.pipeline.pipeline import prepare
     from ..quant.pipeline.preflight import preflight
     from .output.console import TerminalProgress, emit_json, people, result_console
@@ -87,16 +102,17 @@ def _dry_run(request: QuantizeRequest, as_json: bool) -> None:
         session = prepare(request, progress)
         for note in session.notes:
             people.print(note, soft_wrap=True)
-        answer = preflight(session, progress)
-    if as_json:
+        answer = preflight(session, progress, chosen.nproc)
+    if chosen.as_json:
         emit_json(answer.as_dict())
     else:
-        show_preflight(answer, result_console(as_json))
+        show_preflight(answer, result_console(chosen.as_json))
 
 
 def _run(request: QuantizeRequest, as_json: bool) -> None:
     import time
 
+    from ..quant.base.workers import is_first
     from ..quant.pipeline.pipeline import quantize as run
     from ..quant.plan.journal import work_folder
     from .output.console import TerminalProgress, result_console
@@ -113,6 +129,8 @@ def _run(request: QuantizeRequest, as_json: bool) -> None:
     began = time.monotonic()
     with TerminalProgress(kept) as progress:
         result = run(request, progress)
+    if not is_first():
+        return
     seconds = time.monotonic() - began
     record = {
         "output": str(result.output),

@@ -28,7 +28,7 @@ from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor, sequential_groups
 from ..kinds.integer.scheme import IntScheme
-from .base import LayerProblem, LayerResult, ModuleReport, solving
+from .base import LayerProblem, LayerResult, ModuleReport, each_linear, solving
 from .rounding import linear_grid, round_weight
 from .sign_descent import TunableBlock, TunedRounding, tune
 
@@ -293,7 +293,7 @@ _NO_BLOCK = "its layer is not run"
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
     """Tune every linear of a layer; what cannot be tuned is rounded to nearest, which its report says."""
-    plain = {name: round_weight(problem, name, weight) for name, weight in problem.weights.items()}
+    plain = each_linear(problem, lambda name: round_weight(problem, name, problem.weights[name]))
     tuned, reason = _tuned(problem, plain)
     weights: dict[str, QuantizedTensor] = {}
     reports: list[ModuleReport] = []

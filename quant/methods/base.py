@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
+from ..base import workers
 from ..base.errors import BadInput, first_line
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.tensor import QuantizedTensor
 from .options import MethodOptions
 from .sign_descent import TunableBlock
+
+Answer = TypeVar("Answer")
+Batch = TypeVar("Batch")
 
 _GRAM_ROWS = 512  # rows of the symmetric matrix per GEMM, without the mirrored half
 _ERROR_COLUMNS, _ERROR_ROWS = 256, 1024  # keeps a GEMM's operands in the cache
@@ -37,6 +41,7 @@ class InputStatistics:
     """
 
     cross: torch.Tensor | None = None
+    lanes: workers.LaneSums | None = None
 
     def __init__(self, in_features: int, device: torch.device | None = None):
         self.gram = torch.zeros(in_features, in_features, device=device)
@@ -67,6 +72,13 @@ class InputStatistics:
         if self.cross is None:
             self.cross = torch.zeros(width, width, device=tokens.device)
         self.cross.addmm_((others - tokens).T, tokens)
+
+    def end_lane(self, lane: int) -> None:
+        """Put the sums by as those of a lane of samples, and begin again."""
+        self.lanes = self.lanes or workers.LaneSums()
+        self.lanes.add(lane, [self.gram, self.abs_sum, self.cross])
+        self.gram, self.abs_sum = torch.zeros_like(self.gram), torch.zeros_like(self.abs_sum)
+        self.cross = None
 
     @property
     def mean_abs(self) -> torch.Tensor:
@@ -112,6 +124,38 @@ class InputStatistics:
         energy = float(self.row_errors(weight[rows]).sum())
         deltas = (weight[rows] - other[rows] for other in effective)
         return [relative(float(self.row_errors(delta).sum()), energy) for delta in deltas]
+
+
+def in_lanes(
+    batches: Iterable[tuple[slice, Batch]],
+    records: Collection[InputStatistics],
+    share: workers.Share | None,
+) -> Iterator[tuple[slice, Batch]]:
+    """Pass batches on whose inputs are added to records, which hold the sums over all workers' in the end.
+
+    Args:
+        share: the samples of this worker; None: it is alone.
+    """
+    for rows, batch in batches:
+        yield rows, batch
+        if share is not None and (lane := share.ended(rows.stop)) is not None:
+            for record in records:
+                record.end_lane(lane)
+    if share is not None:
+        _add_workers([*records])
+
+
+def _add_workers(records: list[InputStatistics]) -> None:
+    """Make the records those of all workers."""
+    sums = [record.lanes or workers.LaneSums() for record in records]
+    shapes = [[record.gram, record.abs_sum, record.gram] for record in records]
+    for record, (gram, abs_sum, cross) in zip(records, workers.totals(sums, shapes), strict=True):
+        if gram is not None and abs_sum is not None:
+            record.gram, record.abs_sum, record.cross, record.lanes = gram, abs_sum, cross, None
+    counts = workers.gathered([record.num_tokens for record in records])
+    for record, numbers in zip(records, zip(*counts, strict=True), strict=True):
+        record.num_tokens = sum(numbers)
+    workers.largest([record.abs_max for record in records])
 
 
 @contextmanager
@@ -311,10 +355,14 @@ class Unsolved(RuntimeError):
     """A solver raised; the message names the linears that it was about, `reason` is what it raised."""
 
     def __init__(self, modules: Collection[str], error: BaseException) -> None:
+        self.modules, self.error = modules, error
         first, *others = modules
         more = f" (and {len(others)} with it)" if others else ""
         self.reason = f"{type(error).__name__}: {first_line(error)}"
         super().__init__(f"{first}{more}: {self.reason}")
+
+    def __reduce__(self) -> tuple[type[Unsolved], tuple[list[str], BaseException]]:
+        return Unsolved, ([*self.modules], self.error)
 
 
 @contextmanager
@@ -333,6 +381,22 @@ def solving(problem: LayerProblem, linears: Collection[str]) -> Iterator[None]:
         raise Unsolved(names, error) from error
 
 
+def each_linear(problem: LayerProblem, solve: Callable[[str], Answer]) -> dict[str, Answer]:
+    """Solve every linear of a layer, shared out among the workers.
+
+    Raises:
+        Unsolved: anything but bad input was raised in it.
+    """
+
+    def solved(name: str) -> Answer:
+        with solving(problem, [name]):
+            return solve(name)
+
+    costs = [float(weight.numel()) for weight in problem.weights.values()]
+    names = list(problem.weights)
+    return dict(zip(names, workers.shared_out(names, costs, solved), strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerResult:
     """A quantized layer.
@@ -349,3 +413,9 @@ class LayerResult:
     reports: list[ModuleReport]
     routers: dict[str, torch.Tensor] = field(default_factory=dict)
     norm_biases: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, solved: Mapping[str, tuple[QuantizedTensor, ModuleReport]]) -> LayerResult:
+        """Join linears that were solved one by one."""
+        codes = {name: one for name, (one, _) in solved.items()}
+        return cls(codes, {}, [report for _, report in solved.values()])

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Self
 
 import torch
 
+from ..base import workers
 from ..base.device import spread
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
@@ -102,21 +102,34 @@ class StageWork:
     def quantize_all(self, groups: list[tuple[str, ...]]) -> None:
         """Quantize independent groups of linears, over the devices where there are several."""
         devices = self.problem.devices
-        if len(devices) < 2 or len(groups) < 2:
+        if workers.count() > 1:
+            costs = [self._cost(linears) for linears in groups]
+            device = self.problem.weights[groups[0][0]].device
+            parts = workers.shared_out(groups, costs, lambda each: self._apart(each, device))
+        elif len(devices) < 2 or len(groups) < 2:
             for linears in groups:
                 with solving(self.problem, linears):
                     self.quantize(linears)
             return
-        for work in spread(groups, devices, self._apart):
-            self.codes |= {name: codes.to(devices[0]) for name, codes in work.codes.items()}
-            self.reports |= work.reports
+        else:
+            device, parts = devices[0], spread(groups, devices, self._apart)
+        for found, reports in parts:
+            self.codes |= {name: codes.to(device) for name, codes in found.items()}
+            self.reports |= reports
 
-    def _apart(self, linears: tuple[str, ...], device: torch.device) -> Self:
-        """The work of one group on a device."""
+    def _cost(self, linears: tuple[str, ...]) -> float:
+        """Operations of a factorisation and of the feedback, up to a factor."""
+        shapes = [self.problem.weights[name].shape for name in linears]
+        return float(shapes[0][1] ** 2 * (shapes[0][1] + sum(rows for rows, _ in shapes)))
+
+    def _apart(
+        self, linears: tuple[str, ...], device: torch.device
+    ) -> tuple[dict[str, QuantizedTensor], dict[str, ModuleReport]]:
+        """Codes and reports of one group, solved on a device."""
         work = type(self)(self.problem.part(linears, device))
         with solving(work.problem, linears):
             work.quantize(linears)
-        return work
+        return work.codes, work.reports
 
     def quantize(self, linears: tuple[str, ...]) -> None:
         """Quantize linears that share their input, with one Cholesky factorisation."""

@@ -14,7 +14,7 @@ from ..kinds.base.grid import where
 from ..kinds.base.tensor import QuantizedTensor, require_finite
 from ..kinds.integer.kind import IntTensor, round_to_nearest
 from ..kinds.integer.scheme import IntScheme
-from .base import LayerProblem, LayerResult, solving
+from .base import LayerProblem, LayerResult, ModuleReport, each_linear
 from .rounding import module_name, round_plain
 
 ITERATIONS = 20
@@ -26,19 +26,17 @@ _ROWS = 256  # rows per chunk: the steps below hold about ten copies of them
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
     """Fit the grids of every linear of a layer."""
-    weights: dict[str, QuantizedTensor] = {}
-    reports = []
-    for linear, weight in problem.weights.items():
-        scheme = problem.schemes[linear]
+
+    def fitted(linear: str) -> tuple[QuantizedTensor, ModuleReport]:
+        weight, scheme = problem.weights[linear], problem.schemes[linear]
         assert isinstance(scheme, IntScheme)
         module = module_name(problem, linear)
         require_finite(weight, module)
-        with solving(problem, [linear]):
-            codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
-        weights[linear] = codes
+        codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
         rounded = round_plain(problem, linear, weight).dequantize()
-        reports.append(problem.report(linear, codes.dequantize(), rounded))
-    return LayerResult(weights=weights, norms={}, reports=reports)
+        return codes, problem.report(linear, codes.dequantize(), rounded)
+
+    return LayerResult.of(each_linear(problem, fitted))
 
 
 def fit_grid(

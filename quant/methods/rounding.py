@@ -21,7 +21,7 @@ from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor, require_finite, require_scales
 from ..kinds.fp4.kind import global_scale_of
 from ..kinds.fp8.kind import E4M3_MAX
-from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, solving
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, each_linear
 
 # Share of the layer's tokens below which an expert is rounded plainly, as in GPTQModel.
 LEAST_SHARE = 0.005
@@ -238,20 +238,19 @@ def fused_largest(problem: LayerProblem, linear: str, weight: torch.Tensor) -> t
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
     """Round every linear of a layer to its scheme."""
-    weights: dict[str, QuantizedTensor] = {}
-    reports = []
-    for linear, weight in problem.weights.items():
-        with solving(problem, [linear]):
-            weights[linear] = round_weight(problem, linear, weight)
-        effective = rounded = weights[linear].dequantize()
-        if linear not in problem.statistics or problem.options.ranges != "weighted":
-            reports.append(problem.report(linear, effective, rounded))
-            continue
-        plain = round_plain(problem, linear, weight)
-        rounded = plain.dequantize()
-        report = problem.report(linear, effective, rounded)
-        if worse_expert(problem, linear, report):
-            weights[linear] = plain
-            report = problem.report(linear, rounded, rounded, fallback=WORSE_EXPERT)
-        reports.append(report)
-    return LayerResult(weights=weights, norms={}, reports=reports)
+    return LayerResult.of(each_linear(problem, lambda linear: _rounded(problem, linear)))
+
+
+def _rounded(problem: LayerProblem, linear: str) -> tuple[QuantizedTensor, ModuleReport]:
+    """A linear rounded to its scheme; an expert that is better without ranges of its own, in plain ones."""
+    weight = problem.weights[linear]
+    codes = round_weight(problem, linear, weight)
+    effective = codes.dequantize()
+    if linear not in problem.statistics or problem.options.ranges != "weighted":
+        return codes, problem.report(linear, effective, effective)
+    plain = round_plain(problem, linear, weight)
+    rounded = plain.dequantize()
+    report = problem.report(linear, effective, rounded)
+    if worse_expert(problem, linear, report):
+        return plain, problem.report(linear, rounded, rounded, fallback=WORSE_EXPERT)
+    return codes, report

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..base import workers
 from ..base.device import HOST
 
 _STATUS_SECONDS = 1.0
@@ -35,8 +36,11 @@ class TunableBlock(Protocol):
         """A context in which the layer has these weights of its linears, parameters that take gradients."""
         ...
 
-    def batches(self, samples: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The samples, by their numbers, in as many at a time as the layer is run on."""
+    def batches(self, samples: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Places among these samples and their numbers, in as many at a time as the layer is run on.
+
+        Of several workers each has its own samples, one at a time.
+        """
         ...
 
     def losses(self, samples: torch.Tensor) -> torch.Tensor:
@@ -113,7 +117,7 @@ def tune(
         for iteration, samples in zip(
             range(iters), _batches(block.num_samples, batch_size, generator), strict=False
         ):
-            loss = _backward(block, samples, float(plain[samples].sum()))
+            loss = _backward(block, samples, float(plain[samples].sum()), weights)
             if loss < best:
                 best = loss
                 for rounding in roundings.values():
@@ -151,18 +155,33 @@ def _batches(
 def _plain_losses(block: TunableBlock) -> torch.Tensor:
     """The loss of each sample at the beginning `[samples]`, on the host."""
     samples = torch.arange(block.num_samples, device=HOST)
-    return torch.cat([block.losses(part).to(HOST) for part in block.batches(samples)])
+    own = [block.losses(part).to(HOST) for _, part in block.batches(samples)]
+    return torch.cat([part for worker in workers.gathered(own) for part in worker])
 
 
-def _backward(block: TunableBlock, samples: torch.Tensor, plain: float) -> float:
+def _backward(
+    block: TunableBlock,
+    samples: torch.Tensor,
+    plain: float,
+    weights: Mapping[str, nn.Parameter],
+) -> float:
     """Gradients of a batch's loss, over that of the beginning, which is returned."""
-    total = 0.0
+    losses: list[float] = []
     scale = 1 / plain if plain else 1.0
-    for part in block.batches(samples):
+    sums = workers.LaneSums()
+    for place, part in block.batches(samples):
         loss = block.losses(part).sum() * scale
         loss.backward()
-        total += float(loss.detach())
-    return total
+        losses.append(float(loss.detach()))
+        if workers.together():
+            sums.add(place, [weight.grad for weight in weights.values()])
+            for weight in weights.values():
+                weight.grad = None
+    if workers.together():
+        (found,) = workers.totals([sums], [[weight.data for weight in weights.values()]])
+        for weight, gradient in zip(weights.values(), found, strict=True):
+            weight.grad = gradient
+    return sum((each for worker in workers.gathered(losses) for each in worker), 0.0)
 
 
 @torch.no_grad()

@@ -19,7 +19,15 @@ from ..base.errors import BadInput
 from ..families.layer_map import Fold
 from ..kinds.base.tensor import QuantizedTensor
 from . import gptq
-from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, relative, solving
+from .base import (
+    InputStatistics,
+    LayerProblem,
+    LayerResult,
+    ModuleReport,
+    each_linear,
+    relative,
+    solving,
+)
 from .folding import can_fold, column_scales, divided_bias, fold_into_norm, tied_scales
 from .rounding import module_name, round_weight
 
@@ -46,10 +54,12 @@ class _Rounded:
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
     """Smooth and round every linear of a layer, norm by norm."""
-    chosen = {
-        name: _round(problem, name, torch.ones(weight.shape[1]), smoothed=False)
-        for name, weight in problem.weights.items()
-    }
+    chosen = each_linear(
+        problem,
+        lambda name: _round(
+            problem, name, torch.ones(problem.weights[name].shape[1]), smoothed=False
+        ),
+    )
     plain = {name: one.errors for name, one in chosen.items()}
     norms: dict[str, torch.Tensor] = {}
     norm_biases: dict[str, torch.Tensor] = {}

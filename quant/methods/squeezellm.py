@@ -21,7 +21,7 @@ from ..kinds.lookup.kind import (
     uniform_tables,
 )
 from ..kinds.lookup.scheme import LookupScheme
-from .base import InputStatistics, LayerProblem, LayerResult, solving
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, each_linear
 from .rounding import module_name
 
 _SENSITIVE_SHARE = 1 / 9
@@ -31,19 +31,16 @@ _PIECE = 2**18  # weights per chunk, because the prefix sums are float64
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
     """Fit the tables of every linear of a layer."""
-    weights: dict[str, QuantizedTensor] = {}
-    reports = []
-    for linear, weight in problem.weights.items():
-        scheme = problem.schemes[linear]
+
+    def fitted(linear: str) -> tuple[QuantizedTensor, ModuleReport]:
+        weight, scheme = problem.weights[linear], problem.schemes[linear]
         assert isinstance(scheme, LookupScheme)
         module = module_name(problem, linear)
         require_finite(weight, module)
-        statistics = problem.statistics[linear]
-        with solving(problem, [linear]):
-            codes, rounded = fit_lookup(weight, statistics, scheme, name=module)
-        weights[linear] = codes
-        reports.append(problem.report(linear, codes.dequantize(), rounded.dequantize()))
-    return LayerResult(weights=weights, norms={}, reports=reports)
+        codes, rounded = fit_lookup(weight, problem.statistics[linear], scheme, name=module)
+        return codes, problem.report(linear, codes.dequantize(), rounded.dequantize())
+
+    return LayerResult.of(each_linear(problem, fitted))
 
 
 def fit_lookup(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from ..base import workers
 from ..base.atomic_io import layout_of, make_folder, write_atomically, write_tensors
 from ..base.device import HOST, give_back
 from ..base.errors import BadInput
@@ -30,14 +32,14 @@ from ..model.checkpoint import read_json
 from ..plan.journal import sha256_of
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
-from ..stream.calls import States
+from ..stream.calls import Shares, States, write_states
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
 from .online_calibration import NoCalibration, head_statistics
 from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
 
 _FACTS, _BEGUN = "statistics.json", "begun.json"
-_HIDDEN = re.compile(r"hidden-(\d{5})\.safetensors")
+_HIDDEN = re.compile(r"hidden-(\d{5}).*\.safetensors")
 _SPLITS: tuple[str, ...] = ("calibration", "held_out")
 _PARTS = ("gram", "abs_sum", "abs_max")
 
@@ -95,56 +97,72 @@ class StatisticsFolder:
         """
         make_folder(self.folder, "--stats")
         header = json.dumps({"signature": self._signature}).encode()
-        write_atomically(self.folder / _BEGUN, header)
+        if workers.is_first():
+            write_atomically(self.folder / _BEGUN, header)
         stream.prepare(*calibration.samples)
-        found = [int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.fullmatch(p.name))]
-        first = max(found, default=0)
-        ids = calibration.samples, calibration.held_out_samples
-        if first:
-            stored = load_file(self._hidden(first))
-            splits = zip(_SPLITS, ids, strict=True)
-            states = [States.restored(name, samples, stored) for name, samples in splits]
-        else:
-            states = [stream.embed(*samples) for samples in ids]
+        samples = calibration.samples, calibration.held_out_samples
+        splits = dict(zip(_SPLITS, samples, strict=True))
+        shares = stream.shares(splits)
+        files = sum(share.count for share in shares.values() if share) or 1
+        found = Counter(int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.match(p.name)))
+        first = max((index for index, number in found.items() if number == files), default=0)
+        states = stream.begin(splits, shares, self._hidden(first) if first else None)
         progress.start("measuring", stream.num_layers, "layers")
         progress.advance(first)
         for index in range(first, stream.num_layers):
-            states = self._measure_layer(stream, index, states, kv, replaced)
-            state = states[0].stored(_SPLITS[0]) | states[1].stored(_SPLITS[1])
-            write_tensors(self._hidden(index + 1), state, layout_of(state))
-            self._hidden(index).unlink(missing_ok=True)
+            states = self._measure_layer(stream, index, states, shares, kv, replaced)
+            write_states(self._hidden(index + 1), states, shares)
+            workers.meet()
+            self._forget_hidden(f"hidden-{index:05d}*")
             stream.checkpoint.release()
             give_back()
             progress.advance()
         if head:
-            records = [{HEAD: head_statistics(stream, part)} for part in states]
+            records = [
+                {HEAD: head_statistics(stream, part, shares[name])} for name, part in states.items()
+            ]
             self._write("head", HEAD_FAMILY, records, None)
         progress.finish()
-        write_atomically(self.folder / _FACTS, header)
-        for path in (*self.folder.glob("hidden-*"), self.folder / _BEGUN):
+        if workers.is_first():
+            write_atomically(self.folder / _FACTS, header)
+        workers.meet()
+        self._forget_hidden("hidden-*")
+        self._forget_hidden(_BEGUN)
+
+    def _forget_hidden(self, pattern: str) -> None:
+        for path in self.folder.glob(pattern) if workers.is_first() else ():
             path.unlink(missing_ok=True)
 
     def _measure_layer(
         self,
         stream: LayerStream,
         index: int,
-        states: Sequence[States],
+        states: Mapping[str, States],
+        shares: Shares,
         kv: bool,
         replaced: Replaced | None,
-    ) -> list[States]:
+    ) -> dict[str, States]:
         """Write what enters the linears of a layer; returns the states behind it."""
         stream.load(index, stream.tensors(index))
-        records = [stream.measure(index, part) if len(part) else {} for part in states]
+        records = [
+            stream.measure(index, part, share=share)
+            if (len(part) if share is None else share.samples)
+            else {}
+            for part, share in zip(states.values(), shares.values(), strict=True)
+        ]
         if replaced is not None:
             weights = stream.weights(index, stream.family(index).linears)
             stream.substitute(index, replaced(stream.prefix(index), weights))
         ranges = KvRanges(stream.is_latent) if kv else None
         cache: dict[str, Any] = {"past_key_values": ranges} if kv else {}
-        following = [stream.run(index, part, in_place=True, **cache) for part in states]
-        if not all(part.finite() for part in following):
+        following = {
+            name: stream.run(index, part, in_place=True, **cache) for name, part in states.items()
+        }
+        if not all(workers.gathered(all(part.finite() for part in following.values()))):
             raise BadInput(
                 f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
             )
+        ranges = None if ranges is None else ranges.of_all_workers()
         self._write(f"layer-{index:05d}", stream.family(index), records, ranges)
         stream.unload(index)
         return following
@@ -156,6 +174,8 @@ class StatisticsFolder:
         records: Sequence[Mapping[str, InputStatistics]],
         ranges: KvRanges | None,
     ) -> None:
+        if not workers.is_first():
+            return
         tensors: dict[str, torch.Tensor] = {}
         for split, statistics in zip(_SPLITS, records, strict=True):
             for group in _groups(family):

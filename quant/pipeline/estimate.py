@@ -8,6 +8,7 @@ from operator import add
 
 from ..base.atomic_io import entry_bytes
 from ..base.device import HOST
+from ..base.workers import LANES
 from ..families.layer_map import LayerMap
 from ..gguf.assemble import ROWS_AT_ONCE
 from ..kinds.base.kind import kind_of
@@ -70,15 +71,20 @@ def estimate_memory(
     *,
     held_out: bool,
     measured_now: bool,
+    workers: int | None = None,
 ) -> MemoryEstimate:
-    """Peak memory of a run: the maximum over layers and moments.
+    """Peak memory of a run, or of one of its workers: the maximum over layers and moments.
 
     Args:
+        workers: among which samples are shared out; None: one process, which sums over them in order.
         tokens: of calibration and held-out samples.
         held_out: whether there are held-out samples.
         measured_now: whether statistics are measured while layers are quantized, and not cached.
     """
-    blockwise = plan.blockwise
+    blockwise, sums = plan.blockwise, 1
+    if workers is not None:
+        lanes = -(-LANES // workers)
+        tokens, sums = -(-tokens * lanes // LANES), lanes.bit_length()
     # The float model's states are carried too where they are compared, and those behind the layer where it is
     # tuned towards them.
     hidden = (1 + bool(plan.options.asymmetric) + blockwise) * tokens * hidden_size * _FLOAT
@@ -93,7 +99,7 @@ def estimate_memory(
         cross = layer.cross if plan.options.asymmetric else 0
         kept = _kept(plan, layer, hidden_size, tokens) if staged else 0
         activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
-        for grams, codes, work, running in moments_of(layer, plan, held_out):
+        for grams, codes, work, running in moments_of(layer, plan, held_out, sums):
             moments.append(
                 MemoryEstimate(
                     libraries=_LIBRARY_BYTES,
@@ -115,7 +121,9 @@ def estimate_memory(
                     layer=layer.bytes,
                     grams=layer.grams * (1 + held_out),
                     codes=layer.weights(layer.chosen),
-                    work=layer.weights(layer.chosen) * _tuned_bytes(plan) + cross,
+                    work=layer.weights(layer.chosen) * _tuned_bytes(plan)
+                    + cross
+                    + (workers is not None) * _gradient_bytes(plan, layer),
                     activations=int(graph),
                     kept=kept,
                 )
@@ -166,6 +174,12 @@ def _kept(plan: QuantizePlan, layer: _Layer, hidden_size: int, tokens: int) -> i
     width = max(map(add, beside, inputs), default=0)
     most = max(KEPT_BYTES, tokens * hidden_size * _FLOAT)
     return min(most, tokens * width * plan.compute.itemsize) * (1 + bool(plan.options.asymmetric))
+
+
+def _gradient_bytes(plan: QuantizePlan, layer: _Layer) -> int:
+    """Bytes of the gradients' sums over the samples of a batch that a worker holds."""
+    depth = plan.options.batch_size.bit_length()
+    return depth * layer.weights(layer.chosen) * plan.compute.itemsize
 
 
 def _tuned_bytes(plan: QuantizePlan) -> int:
@@ -252,10 +266,14 @@ _Moment = tuple[int, int, float, bool]
 """Bytes of grams, codes and work, and whether the layer's forward is running."""
 
 
-def _moments(layer: _Layer, plan: QuantizePlan, held_out: bool) -> Iterator[_Moment]:
-    """Candidate peaks, where everything is measured before quantizing."""
+def _moments(layer: _Layer, plan: QuantizePlan, held_out: bool, sums: int) -> Iterator[_Moment]:
+    """Candidate peaks, where everything is measured before quantizing.
+
+    Args:
+        sums: of lanes that a worker holds while it measures.
+    """
     grams = layer.grams * (1 + held_out)
-    yield grams, 0, 0, True
+    yield layer.grams * (sums + held_out), 0, 0, True
     method, solver = plan.method, plan.options.solver
     codes = layer.weights(layer.chosen)
     if method.module == "gptq":
@@ -275,14 +293,18 @@ def _moments(layer: _Layer, plan: QuantizePlan, held_out: bool) -> Iterator[_Mom
     yield grams, kept, method.copies * largest * _FLOAT, False
 
 
-def _sequential_moments(layer: _Layer, plan: QuantizePlan, held_out: bool) -> Iterator[_Moment]:
+def _sequential_moments(
+    layer: _Layer, plan: QuantizePlan, held_out: bool, sums: int
+) -> Iterator[_Moment]:
     """Candidate peaks of GPTQ that measures each stage behind the quantized ones."""
     grams = layer.grams * held_out
-    yield grams, 0, 0, True
+    yield grams * sums, 0, 0, True
     done = 0
     for stage in execution_stages(layer.family, layer.chosen):
-        grams += sum(layer.square(group[0]) for group in stage)
-        yield grams, done, done * _FLOAT, True  # the layer runs with dequantized weights
+        measured = sum(layer.square(group[0]) for group in stage)
+        grams += measured
+        # The layer runs with dequantized weights.
+        yield grams + (sums - 1) * measured, done, done * _FLOAT, True
         done += sum(layer.weights(group) for group in stage)
         yield grams, done, max(_solving(layer, group) for group in stage), False
 
@@ -309,21 +331,32 @@ def _distinct_layers(plan: QuantizePlan) -> list[int]:
     return list(seen.values())
 
 
-def estimate_operations(plan: QuantizePlan, tokens: int) -> float:
-    """Multiplications and additions of the whole run, at the rate of large GEMMs."""
+def solvers_of(plan: QuantizePlan, workers: int) -> int:
+    """Workers that solve linears of a layer at a time: groups with one input, stage by stage."""
+    layer = _decoder_layer(plan, 0)
+    if not plan.feeds_back:
+        return min(workers, max(1, len(layer.chosen)))
+    stages = execution_stages(layer.family, layer.chosen)
+    return min(workers, max(map(len, stages), default=1))
+
+
+def estimate_operations(plan: QuantizePlan, tokens: int, workers: int = 1) -> float:
+    """Multiplications and additions of a run, or of its busiest worker, at the rate of large GEMMs."""
+    solvers, per_worker = solvers_of(plan, workers), tokens / workers
     # Stages behind quantized linears share what is final; GPTAQ runs the float model's layers beside them.
     passes = 2.0 + bool(plan.options.asymmetric)
     total = searches = 0.0
     for module, (out_features, in_features) in plan.modules.items():
         square = in_features**2
-        searches += kind_of(plan.schemes[module]).search_operations * out_features * in_features
-        total += passes * 2 * tokens * out_features * in_features  # the layer itself
-        total += passes / 2 * 2 * tokens * square / 2  # Gram matrices, shared by two or three
-        total += 4 * out_features * square  # the errors in the report
+        kind = kind_of(plan.schemes[module])
+        searches += kind.search_operations * out_features * in_features / solvers
+        total += passes * 2 * per_worker * out_features * in_features  # the layer itself
+        total += passes / 2 * 2 * per_worker * square / 2  # Gram matrices, shared by two or three
+        total += 4 * out_features * square / solvers  # the errors in the report
         if plan.feeds_back:
-            total += 2 * out_features * square + 2 * square * in_features
+            total += (2 * out_features * square + 2 * square * in_features) / solvers
         if plan.blockwise:
-            seen = min(plan.options.batch_size * plan.seq_len, tokens)
+            seen = min(plan.options.batch_size * plan.seq_len / workers, per_worker)
             steps = plan.options.finetune_steps or plan.options.iters
             total += 3 * steps * 2 * seen * out_features * in_features
         if plan.method.searches_scales:

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
-from ..base.atomic_io import layout_of, write_tensors
+from ..base import workers
 from ..base.errors import BadInput
-from ..methods.base import InputStatistics, LayerResult
+from ..methods.base import InputStatistics, LayerResult, in_lanes
 from ..methods.sign_descent import TunableBlock
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
-from ..stream.calls import States
+from ..stream.calls import States, write_states
 from ..stream.final_submodules import Finals, FinalSubmodules
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
@@ -111,16 +110,14 @@ class OnlineCalibration:
         self._stream = stream
         samples, held_out = calibration.samples, calibration.held_out_samples
         stream.prepare(*samples)
-        if saved is None:
-            self._states = stream.embed(*samples)
-            self._held_out = stream.embed(*held_out)
-            self._floats = stream.embed(*samples) if carries_floats else None
-        else:
-            stored = load_file(saved)
-            self._states = States.restored(_CALIBRATION, samples, stored)
-            self._held_out = States.restored(_HELD_OUT, held_out, stored)
-            floats = States.restored(_FLOAT, samples, stored)
-            self._floats = floats if carries_floats else None
+        splits = {_CALIBRATION: samples, _HELD_OUT: held_out}
+        splits |= {_FLOAT: samples} if carries_floats else {}
+        self._shares = stream.shares(splits)
+        states = stream.begin(splits, self._shares, saved)
+        self._states, self._held_out = states[_CALIBRATION], states[_HELD_OUT]
+        self._floats = states.get(_FLOAT)
+        self._share, self._held_out_share = self._shares[_CALIBRATION], self._shares[_HELD_OUT]
+        self._has_held_out = bool(len(held_out[0]))
         self._finals = Finals()
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
@@ -129,20 +126,30 @@ class OnlineCalibration:
         floats = self._floats if self._asymmetric else None
         stream.load(index, tensors)
         return LayerStatistics(
-            statistics={} if self._sequential else stream.measure(index, states),
-            held_out=stream.measure(index, self._held_out) if len(self._held_out) else {},
+            statistics={} if self._sequential else stream.measure(index, states, share=self._share),
+            held_out=stream.measure(index, self._held_out, share=self._held_out_share)
+            if self._has_held_out
+            else {},
             remeasure=lambda replaced, only: stream.remeasure(
-                index, states, replaced, only, floats, self._kept(index)
+                index, states, replaced, only, floats, self._kept(index), self._share
             ),
             block=self._block(index),
-            layer_error=self._layer_error(index) if len(states) and stream.called(index) else None,
+            layer_error=self._layer_error(index)
+            if self._num_samples and stream.called(index)
+            else None,
         )
+
+    @property
+    def _num_samples(self) -> int:
+        """Calibration samples of all workers."""
+        return len(self._states) if self._share is None else self._share.samples
 
     def _layer_error(self, index: int) -> Callable[[Mapping[str, torch.Tensor]], float]:
         """Squared error of the loaded layer's output on some samples with some weights replaced."""
         stream, states = self._stream, self._states
-        samples = torch.arange(min(_JUDGED_SAMPLES, len(states)))
-        batches = samples.split(stream.rows(states.token_ids))
+        own = slice(0, len(states)) if self._share is None else self._share.own
+        samples = torch.arange(max(0, min(_JUDGED_SAMPLES, own.stop) - own.start))
+        batches = samples.split(stream.rows(states.token_ids)) if len(samples) else ()
         wanted: list[dict[str, torch.Tensor]] = []
 
         def outputs() -> list[dict[str, torch.Tensor]]:
@@ -156,12 +163,13 @@ class OnlineCalibration:
                 given = outputs()
             finally:
                 stream.substitute(index, before)
-            return sum(
+            errors = [
                 float((part.to(torch.float32) - other[name]).square().sum())
                 for each, other in zip(given, wanted, strict=True)
                 for name, part in each.items()
                 if part.is_floating_point()
-            )
+            ]
+            return sum(each for worker in workers.gathered(errors) for each in worker)
 
         return error
 
@@ -186,7 +194,9 @@ class OnlineCalibration:
         if not self._asymmetric:
             self._floats = targets
         seed = self._tuning.seed * _LAYERS + index
-        return StreamedBlock(self._stream, index, self._states, targets, seed, self._tuning.status)
+        return StreamedBlock(
+            self._stream, index, self._states, targets, seed, self._tuning.status, self._share
+        )
 
     def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
         return self._stream.weights(index, linears)
@@ -216,7 +226,9 @@ class OnlineCalibration:
                 f"--kv-cache: {work.prefix} keeps another kind of cache: {error}"
             ) from error
         self._stream.unload(index)
-        if not (self._states.finite() and self._held_out.finite()):
+        if ranges is not None:
+            ranges = ranges.of_all_workers()
+        if not all(workers.gathered(self._states.finite() and self._held_out.finite())):
             raise BadInput(
                 f"{work.prefix} gives NaN or infinite outputs: the checkpoint is damaged"
             )
@@ -233,23 +245,25 @@ class OnlineCalibration:
         return finals if finals.holds_for(weights) else None
 
     def measure_head(self) -> LayerStatistics:
-        held_out = {HEAD: head_statistics(self._stream, self._held_out)}
+        held_out = {HEAD: head_statistics(self._stream, self._held_out, self._held_out_share)}
         return LayerStatistics(
-            statistics={HEAD: head_statistics(self._stream, self._states)},
-            held_out=held_out if len(self._held_out) else {},
+            statistics={HEAD: head_statistics(self._stream, self._states, self._share)},
+            held_out=held_out if self._has_held_out else {},
         )
 
     def save(self, path: Path) -> None:
-        state = self._states.stored(_CALIBRATION) | self._held_out.stored(_HELD_OUT)
-        if self._floats is not None:
-            state |= self._floats.stored(_FLOAT)
-        write_tensors(path, state, layout_of(state))
+        states = {_CALIBRATION: self._states, _HELD_OUT: self._held_out}
+        states |= {} if self._floats is None else {_FLOAT: self._floats}
+        write_states(path, states, self._shares)
 
 
-def head_statistics(stream: LayerStream, states: States) -> InputStatistics:
+def head_statistics(
+    stream: LayerStream, states: States, share: workers.Share | None
+) -> InputStatistics:
     """Input statistics of the output projection, from the states behind the last layer."""
     record = InputStatistics(stream.hidden_size, stream.device)
-    for inputs in stream.head_inputs(states):
+    batches = zip(stream.batches(states), stream.head_inputs(states), strict=True)
+    for _, inputs in in_lanes(batches, [record], share):
         record.add(inputs)
     return record
 
@@ -271,20 +285,32 @@ class StreamedBlock:
         targets: States,
         seed: int,
         status: Callable[[str], None],
+        share: workers.Share | None = None,
     ):
-        self.num_samples = len(inputs)
+        self._share = share
+        self.num_samples = len(inputs) if share is None else share.samples
         self.seed = seed
         self.compute = stream.compute
         self.status = status
         self._stream, self._index = stream, index
         self._inputs, self._targets = inputs, targets
-        self._weights: dict[str, float] = {}
+        self._weights = {
+            name: self._weight(target)
+            for name, target in targets.tensors.items()
+            if target.is_floating_point()
+        }
 
     def tuned(self, weights: Mapping[str, nn.Parameter]) -> AbstractContextManager[None]:
         return self._stream.replaced(self._index, weights)
 
-    def batches(self, samples: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield from samples.split(self._stream.rows(self._inputs.token_ids))
+    def batches(self, samples: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        if self._share is None:
+            yield from enumerate(samples.split(self._stream.rows(self._inputs.token_ids)))
+            return
+        own = self._share.own
+        for place, sample in enumerate(samples.split(1)):
+            if own.start <= int(sample) < own.stop:
+                yield place, sample - own.start
 
     def losses(self, samples: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(samples), device=self._stream.device)
@@ -292,14 +318,17 @@ class StreamedBlock:
             if output.is_floating_point():
                 target = self._targets.tensors[name][samples].to(output.device)
                 error = (output.to(torch.float32) - target).square().flatten(1).sum(dim=1)
-                total = total + error * self._weight(name)
+                total = total + error * self._weights[name]
         return total
 
-    def _weight(self, name: str) -> float:
+    def _weight(self, target: torch.Tensor) -> float:
         """1 for the only output; of several, each is measured by its mean square."""
-        if name not in self._weights:
-            target = self._targets.tensors[name]
-            alone = len(self._targets.tensors) == 1
-            square = 1.0 if alone else float(target.to(torch.float32).square().mean())
-            self._weights[name] = 1 / square if square else 0.0
-        return self._weights[name]
+        if len(self._targets.tensors) == 1:
+            return 1.0
+        if self._share is None:
+            square = float(target.to(torch.float32).square().mean())
+        else:
+            own = [float(sample.to(torch.float32).square().mean()) for sample in target]
+            every = [each for part in workers.gathered(own) for each in part]
+            square = sum(every) / len(every)
+        return 1 / square if square else 0.0

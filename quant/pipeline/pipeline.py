@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from ..base import workers
 from ..base.atomic_io import layout_of, write_tensors
 from ..base.device import PeakMemory, give_back
 from ..base.errors import BadInput
-from ..base.progress import Progress, ProgressUpdate, as_progress
+from ..base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..gguf.architecture import architecture_of, expert_of, to_gguf
 from ..gguf.imatrix import ImportanceMatrix, write_imatrix
 from ..methods.base import InputStatistics
@@ -79,46 +80,56 @@ def quantize(
         BadInput: the request cannot be done as asked, or the disk is full. Finished layers
             stay in the work folder; without any, it is removed.
     """
-    progress = as_progress(progress)
+    with workers.one_of_many():
+        return _quantize(request, as_progress(progress) if workers.is_first() else Silent())
+
+
+def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
     output = request.output
     if output.exists() and not work_folder(output).exists():
         raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
     session = prepare(request, progress)
     if request.imatrix is not None and not request.imatrix.exists():
-        matrix = measure_importance(session.stream, session.calibration, progress)
-        write_imatrix(request.imatrix, matrix)
-        progress.note(f"note: importance of {len(matrix.means)} tensors is in {request.imatrix}")
+        path, stream, calibration = request.imatrix, session.stream, session.calibration
+        matrix = workers.first_alone(lambda: measure_importance(stream, calibration, progress))
+        if workers.is_first():
+            write_imatrix(path, matrix)
+        workers.meet()
+        progress.note(f"note: importance of {len(matrix.means)} tensors is in {path}")
         session = prepare(request, progress)
     for note in session.notes:
         progress.note(note)
-    expected = preflight(session, progress)
+    number = workers.count() if workers.together() else None
+    expected = workers.first_alone(lambda: preflight(session, progress, number))
     progress.note(expected.line())
     give_back()
     memory = PeakMemory()
     resumed, seconds = 0, ()
     if output.exists():
         _require_same_work(session)
-        remove_work(work_folder(output))
-    else:
-        if request.restart:
+        if workers.is_first():
             remove_work(work_folder(output))
-        journal = Journal(work_folder(output), session.signature, torch.get_num_threads())
+    else:
+        journal = _journal(session)
         resumed = len(journal.layers)
         try:
-            _check_space(session, journal)
+            if workers.is_first():
+                _check_space(session, journal)
             with _threads(journal.threads):
                 _quantize_layers(session, journal, progress, memory)
-            write_final_files(journal, session)
             seconds = tuple(record["seconds"] for record in journal.layers)
-            journal.publish(output)
-            if request.stats is None and (left := statistics_path(request)) is not None:
-                shutil.rmtree(left, ignore_errors=True)
+            if workers.is_first():
+                write_final_files(journal, session)
+                journal.publish(output)
+                if request.stats is None and (left := statistics_path(request)) is not None:
+                    shutil.rmtree(left, ignore_errors=True)
         except BadInput:
-            if not journal.layers:
+            if not journal.layers and workers.is_first():
                 journal.discard()
             raise
         finally:
             journal.close()
+    workers.meet()
     plan = session.plan
     return QuantizeResult(
         output=output,
@@ -130,6 +141,18 @@ def quantize(
         preflight=expected,
         peak_bytes=memory.bytes,
     )
+
+
+def _journal(session: Session) -> Journal:
+    """The journal, which the first worker opens and the others follow."""
+    folder, journal = work_folder(session.request.output), None
+    if workers.is_first():
+        if session.request.restart:
+            remove_work(folder)
+        journal = Journal(folder, session.signature, torch.get_num_threads())
+    followed = workers.given(journal and journal.followed(), 0)
+    assert followed is not None
+    return journal or followed
 
 
 def _check_space(session: Session, journal: Journal) -> None:
@@ -197,8 +220,9 @@ def _quantize_layers(
         record = _write_layer(plan, journal, index, work)
         if index + 1 < total and (index + 1 != stage.end or stage is stages[-1]):
             source.save(journal.hidden_path(index + 1))
+        workers.meet()  # with all states behind the layer on disk
         journal.append(record)
-        journal.hidden_path(index).unlink(missing_ok=True)
+        journal.forget_hidden(index)
         del work  # its references would keep the layer's pages mapped
         plan.checkpoint.release()
         give_back()
@@ -274,7 +298,10 @@ def _shard_name(plan: QuantizePlan, index: int, work: QuantizedLayer) -> str:
 def _write_layer(
     plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer
 ) -> dict[str, Any]:
-    """Write the shards of a layer, one for each format; the record for the journal."""
+    """Write the shards of a layer, one for each format; the record for the journal. Workers take turns."""
+    writer = index % workers.count()
+    if workers.rank() != writer:
+        return workers.given({}, writer)
     name = _shard_name(plan, index, work)
     began = time.perf_counter()
     shards = {}
@@ -289,11 +316,8 @@ def _write_layer(
             "tensors": {name: tensor.nbytes for name, tensor in sorted(stored.items())},
             "modules": modules,
         }
-    return {
-        "layer": index,
-        "seconds": work.seconds + time.perf_counter() - began,
-        "shards": shards,
-    }
+    seconds = work.seconds + time.perf_counter() - began
+    return workers.given({"layer": index, "seconds": seconds, "shards": shards}, writer)
 
 
 # Means and tokens of each tensor's matrices, by their number.

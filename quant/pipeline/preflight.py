@@ -26,7 +26,7 @@ from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.calibration import Calibration
 from ..stream.kv_scales import kv_heads
 from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
-from .estimate import MemoryEstimate, estimate_memory, estimate_operations
+from .estimate import MemoryEstimate, estimate_memory, estimate_operations, solvers_of
 from .stages import Session, stages_of
 from .timed_layer import quick_tokens, time_layer, weights_of
 
@@ -70,6 +70,7 @@ class Preflight:
         quick_seconds: with `CPU_SAMPLES` samples of `CPU_SEQ_LEN` tokens; None: there are no more, or it is
             not known.
         loaders: which loaders support the result.
+        workers: among which it is shared out, as memory and time are of one of them; None: one process.
     """
 
     kinds: tuple[ModuleKind, ...]
@@ -80,6 +81,7 @@ class Preflight:
     seconds: float
     loaders: tuple[Loader, ...]
     quick_seconds: float | None = None
+    workers: int | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -104,10 +106,11 @@ class Preflight:
         """One-line summary."""
         chosen = [kind for kind in self.kinds if kind.scheme]
         size = next(iter(self.file_bytes.values()))
+        of_each = "" if self.workers is None else f" of each of {self.workers} workers"
         return (
             f"{sum(kind.count for kind in chosen)} linears at {self.bits_per_weight:.2f} bits per weight, "
             f"{size / 2**20:.2f} MiB to write from {self.source_bytes / 2**20:.2f}; "
-            f"{self.memory.bytes / 2**20:.0f} MiB of memory beyond the start; {self.time}; "
+            f"{self.memory.bytes / 2**20:.0f} MiB of memory beyond the start{of_each}; {self.time}; "
             f"loads in {self.loads_in}"
         )
 
@@ -125,17 +128,21 @@ TIMED_FROM = 60.0
 """Seconds of a predicted run from which a layer is timed."""
 
 
-def preflight(session: Session, progress: Progress | None = None) -> Preflight:
-    """Predict the run of a prepared session; writes nothing."""
+def preflight(
+    session: Session, progress: Progress | None = None, workers: int | None = None
+) -> Preflight:
+    """Predict the run of a prepared session, in one process or by workers; writes nothing."""
+    number = workers or 1
     plan, calibration = session.plan, session.calibration
     tokens = calibration.num_tokens
     packed = [packed_entries(plan, weight_format) for weight_format in plan.formats]
     sizes = [_sizes(entries) for entries in packed]
-    seconds, quick = estimate_operations(plan, tokens) / _operations_per_second(), None
+    seconds, quick = estimate_operations(plan, tokens, number) / _operations_per_second(), None
     if seconds > TIMED_FROM and (timed := time_layer(session, progress or Silent())) is not None:
-        weights = weights_of(plan)
-        seconds = timed.seconds(weights, tokens)
-        quick = timed.seconds(weights, quick_tokens()) if tokens > quick_tokens() else None
+        weights, solvers = weights_of(plan), solvers_of(plan, number)
+        seconds = timed.seconds(weights, tokens / number, solvers)
+        if tokens > quick_tokens():
+            quick = timed.seconds(weights, quick_tokens() / number, solvers)
     return Preflight(
         kinds=_kinds(plan, sizes[0]),
         tensor_bytes={
@@ -156,11 +163,13 @@ def preflight(session: Session, progress: Progress | None = None) -> Preflight:
                 tokens,
                 held_out=bool(len(calibration.held_out)),
                 measured_now=session.statistics is None,
+                workers=workers,
             ),
             images=_image_bytes(plan, calibration),
         ),
         seconds=seconds,
         quick_seconds=quick,
+        workers=workers,
         loaders=tuple(
             loader
             for weight_format in plan.formats

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 import torch
 
 from ...recipes import DATA
+from ..base import workers
 from ..base.device import HOST
 from ..base.errors import BadInput
 from ..base.option import INT8_CACHE
@@ -76,7 +77,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     begun = _begin(request)
     plan, imatrix = begun.plan, request.imatrix
     if searches(request):
-        plan = _searched(begun, progress or Silent())
+        plan = workers.one_by_one(lambda: _searched(begun, progress or Silent()))
     facts = begun.facts | {
         "errors": request.errors,
         "model_name": request.model_name,
@@ -112,6 +113,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
 def _begin(request: QuantizeRequest) -> _Begun:
     """Check a request and read its calibration data."""
     plan = make_plan(_planned(request))
+    workers.join(request.device)
     if not request.errors:
         _check_data_free(plan)
     staged = plan.feeds_back and plan.options.true_sequential
@@ -126,6 +128,8 @@ def _begin(request: QuantizeRequest) -> _Begun:
         raise BadInput(
             f"--stats: {plan.method.name} runs the layers themselves: leave the option out"
         )
+    if workers.is_worker() and request.vision:
+        raise BadInput("--quantize-vision is for one process: leave --nproc out")
     notes: list[str] = []
     if request.kv_cache == INT8_CACHE:
         notes.append(
@@ -141,7 +145,7 @@ def _begin(request: QuantizeRequest) -> _Begun:
     ids = calibration.token_ids
     if ids.numel() and int(ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
-    source_hashes = _source_hashes(plan.checkpoint)
+    source_hashes = workers.first_alone(lambda: _source_hashes(plan.checkpoint))
     facts = {
         "source": source_hashes,
         "calibration": calibration.sha256,
@@ -150,6 +154,8 @@ def _begin(request: QuantizeRequest) -> _Begun:
         "rotated": [*plan.rotations, request.seed] if plan.rotations else [],
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
+    if workers.together():
+        facts["lanes"] = workers.LANES
     statistics = None
     if request.stats is not None:
         statistics = StatisticsFolder(request.stats, _digest(facts))

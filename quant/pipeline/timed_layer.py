@@ -41,9 +41,13 @@ class LayerTime:
     tokens: int
     weights: int
 
-    def seconds(self, weights: int, tokens: int) -> float:
-        """The time of a run over linears with so many weights, calibrated on so many tokens."""
-        per_layer = self.solving + self.passes * tokens / max(1, self.tokens)
+    def seconds(self, weights: int, tokens: float, solvers: int = 1) -> float:
+        """The time of a run over linears with so many weights, calibrated on so many tokens a worker.
+
+        Args:
+            solvers: workers among which choosing the codes is shared out.
+        """
+        per_layer = self.solving / solvers + self.passes * tokens / max(1, self.tokens)
         return per_layer * weights / self.weights
 
 

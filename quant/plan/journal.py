@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..base.atomic_io import flush, make_folder, no_space_or, write_atomically
 from ..base.errors import BadInput
@@ -56,6 +56,8 @@ class Journal:
         layers: records of the finished layers, in order.
     """
 
+    _file: BinaryIO | None = None
+
     def __init__(self, folder: Path, signature: str, threads: int):
         """Start the work in `folder`, or resume an earlier run's.
 
@@ -74,9 +76,9 @@ class Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            self._file.close()
+            self.close()
             raise BadInput(f"another process is at work in {folder}: let it finish") from error
-        records = self._read()
+        records = self._read(self._file)
         if records[0].get("signature") != signature:
             self.close()
             raise BadInput(
@@ -87,12 +89,19 @@ class Journal:
         self.threads = int(records[0]["threads"])
         self.layers = records[1:]
 
-    def _read(self) -> list[dict[str, Any]]:
+    def followed(self) -> Journal:
+        """A copy for a worker that does not keep the journal."""
+        copy = Journal.__new__(Journal)
+        copy.folder, copy.checkpoint, copy.signature = self.folder, self.checkpoint, self.signature
+        copy.threads, copy.layers = self.threads, self.layers
+        return copy
+
+    def _read(self, file: BinaryIO) -> list[dict[str, Any]]:
         """The complete lines; a partial last line, left by a kill, is truncated."""
-        data = self._file.read()
+        data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
-        self._file.seek(len(whole))
+        file.truncate(len(whole))
+        file.seek(len(whole))
         try:
             records = [json.loads(line) for line in whole.splitlines()]
         except ValueError:
@@ -106,9 +115,10 @@ class Journal:
         """Record a finished layer (write and fsync)."""
         line = _line(record)
         try:
-            self._file.write(line)
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            if self._file is not None:
+                self._file.write(line)
+                self._file.flush()
+                os.fsync(self._file.fileno())
         except OSError as error:
             raise no_space_or(error, self.folder / _JOURNAL) from error
         # Re-read as a resumed run would, so that both continue from the same record to the same bytes.
@@ -118,9 +128,16 @@ class Journal:
         """The file of the hidden states that enter layer `index`."""
         return self.folder / f"hidden-{index:05d}.safetensors"
 
+    def forget_hidden(self, index: int) -> None:
+        """Remove the hidden states that enter layer `index`."""
+        path = self.hidden_path(index)
+        for file in self.folder.glob(f"{path.stem}*") if self._file is not None else ():
+            file.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Release the lock; the folder stays."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def discard(self) -> None:
         """Remove the work folder."""

@@ -12,6 +12,7 @@ from ..base.device import HOST, devices_of
 from ..base.errors import BadInput
 from ..base.option import INT8_CACHE, KvStrategy
 from ..base.scheme import PER_CHANNEL, Scheme
+from ..base.workers import own_device
 from ..formats.registry import FORMATS
 from ..gguf.architecture import architecture_of as gguf_architecture
 from ..gguf.assemble import check_source
@@ -222,7 +223,7 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
         options=request.options,
         rotations=source.rotations,
         seq_len=_seq_len(request, source.checkpoint),
-        devices=devices_of(request.device),
+        devices=devices_of(own_device(request.device)),
         compute=_compute(request, source.checkpoint, modules),
         gguf_type=made.gguf_type,
         # Those of int8 are measured by the server.

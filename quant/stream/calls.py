@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
+from ..base.atomic_io import layout_of, write_tensors
 from ..base.device import hooks
+from ..base.workers import Share
 from ..model.meta_model import MetaModel
 from .calibration import Images
 
@@ -292,6 +296,11 @@ class States:
         tensors = {key.removeprefix(start): tensor for key, tensor in held.items()}
         return cls(token_ids, tensors, images)
 
+    def part(self, rows: slice) -> States:
+        """The states of some samples, in the same memory."""
+        tensors = {name: tensor[rows] for name, tensor in self.tensors.items()}
+        return States(self.token_ids[rows], tensors, self.images[rows])
+
     def put(self, rows: slice | torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write what is carried for some samples, by name, samples first."""
         for name, tensor in tensors.items():
@@ -304,6 +313,45 @@ class States:
             for tensor in self.tensors.values()
             if tensor.numel() and tensor.is_floating_point()
         )
+
+
+Splits = Mapping[str, tuple[torch.Tensor, Images]]
+"""Token ids and images of samples, by the name of the states that come of them."""
+Shares = Mapping[str, Share | None]
+"""This worker's of each; None: the process is alone."""
+
+
+def write_states(path: Path, states: Mapping[str, States], shares: Shares) -> None:
+    """Write states of several names to a file, or those of this worker's lanes to one for each lane."""
+    files: dict[Path, dict[str, torch.Tensor]] = {}
+    for name, each in states.items():
+        if (share := shares[name]) is None:
+            files.setdefault(path, {}).update(each.stored(name))
+            continue
+        for lane in share.lanes:
+            part = each.part(share.rows(lane))
+            files.setdefault(_of_lane(path, name, lane), {}).update(part.stored(name))
+    for file, tensors in files.items():
+        write_tensors(file, tensors, layout_of(tensors))
+
+
+def read_states(path: Path, splits: Splits, shares: Shares) -> dict[str, States]:
+    """The states that `write_states` wrote, of any number of workers."""
+    found: dict[str, States] = {}
+    for name, (token_ids, images) in splits.items():
+        if (share := shares[name]) is None:
+            found[name] = States.restored(name, (token_ids, images), load_file(path))
+            continue
+        lanes = share.lanes or range(1)  # of which a worker without samples reads the shapes
+        stored = [load_file(_of_lane(path, name, lane)) for lane in lanes]
+        whole = {key: torch.cat([part[key] for part in stored]) for key in stored[0]}
+        states = States.restored(name, (token_ids[share.own], images[share.own]), whole)
+        found[name] = states if share.lanes else states.part(slice(0))
+    return found
+
+
+def _of_lane(path: Path, name: str, lane: int) -> Path:
+    return path.with_name(f"{path.stem}-{name}-{lane:02d}{path.suffix}")
 
 
 class InputRows(NamedTuple):

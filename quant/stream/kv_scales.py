@@ -9,6 +9,7 @@ import torch
 
 from ..base.errors import BadInput
 from ..base.option import LARGEST, KvStrategy
+from ..base.workers import gathered
 
 
 @dataclass(slots=True)
@@ -56,6 +57,14 @@ class KvRanges:
             whole = step.amax().view(1) if strategy == "tensor" else step.view(-1, 1, 1).clone()
             steps[f"self_attn.{letter}_scale"] = whole
         return steps
+
+    def of_all_workers(self) -> KvRanges:
+        """The ranges over the tokens of all workers, which meet."""
+        seen = [pair for pair in gathered((self.key, self.value)) if pair[0].numel()]
+        if not seen:
+            return self
+        keys, values = (torch.stack(parts).amax(dim=0) for parts in zip(*seen, strict=True))
+        return KvRanges(self.latent, keys, values)
 
     def checked(self, prefix: str) -> KvRanges:
         """The ranges themselves.

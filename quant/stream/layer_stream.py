@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,13 +18,24 @@ from torch import nn
 
 from ..base.device import HOST, hooks, temporaries_kept
 from ..base.errors import BadInput, first_line
+from ..base.workers import Share, share_of
 from ..families.layer_map import LayerMap
-from ..methods.base import InputStatistics
+from ..methods.base import InputStatistics, in_lanes
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.experts import routed_tokens
 from .calibration import Images, first_with_images
-from .calls import Call, InputRows, States, outcome_of, paired, with_tensors
+from .calls import (
+    Call,
+    InputRows,
+    Shares,
+    Splits,
+    States,
+    outcome_of,
+    paired,
+    read_states,
+    with_tensors,
+)
 from .chain import Chain, Walk, chain_of
 from .final_submodules import Finals, FinalSubmodules
 from .replay import Replay, SampleReplay, VisionReplay
@@ -120,11 +132,25 @@ class LayerStream:
         with self._around(), torch.no_grad():
             return replace(self._walk.enter(token_ids, self.rows(token_ids)), images=images)
 
+    def shares(self, splits: Splits) -> Shares:
+        """This worker's share of each of several sets of samples."""
+        return {name: share_of(len(ids), self.rows(ids)) for name, (ids, _) in splits.items()}
+
+    def begin(self, splits: Splits, shares: Shares, saved: Path | None) -> dict[str, States]:
+        """The states of this worker's samples: that enter the first layer, or that were saved."""
+        if saved is not None:
+            return read_states(saved, splits, shares)
+        owns = {name: share.own if share else slice(None) for name, share in shares.items()}
+        return {
+            name: self.embed(ids[owns[name]], images[owns[name]])
+            for name, (ids, images) in splits.items()
+        }
+
     def head_inputs(self, states: States) -> Iterator[torch.Tensor]:
         """Inputs `[samples, length, hidden]` of the output projection, batch by batch, from the states behind
         the last layer; with gradients where these have them."""
         with self._around():
-            for rows in self._batches(states):
+            for rows in self.batches(states):
                 yield self._walk.head_input(states, rows)
 
     def read_instead(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -139,7 +165,8 @@ class LayerStream:
         """Batch size: samples `[samples, length]` per forward."""
         return self._walk.max_rows or max(1, TOKENS_PER_BATCH // max(1, token_ids.shape[1]))
 
-    def _batches(self, states: States) -> Iterator[slice]:
+    def batches(self, states: States) -> Iterator[slice]:
+        """Cut samples into as many at a time as the layers are run on."""
         batch = self.rows(states.token_ids)
         for start in range(0, len(states), batch):
             yield slice(start, start + batch)
@@ -241,7 +268,7 @@ class LayerStream:
     def _calls(self, index: int, states: States) -> Iterator[tuple[slice, Call]]:
         """A layer's calls, batch by batch."""
         with self._around():
-            for rows in self._batches(states):
+            for rows in self.batches(states):
                 yield rows, self._moved(self._walk.call(index, states, rows))
 
     def _moved(self, call: Call) -> Call:
@@ -257,6 +284,7 @@ class LayerStream:
         states: States,
         only: Collection[str] | None = None,
         kept: Callable[[slice], AbstractContextManager[Any]] = nullcontext,
+        share: Share | None = None,
     ) -> dict[str, InputStatistics]:
         """Run a loaded layer and collect input statistics of its linears and routers.
 
@@ -266,6 +294,7 @@ class LayerStream:
         Args:
             only: names to collect for; None: all. All of a layer with many experts takes much memory.
             kept: a context for the pass of each batch, by its rows.
+            share: of the samples, where the statistics are those of all workers.
         """
         family = self.family(index)
         groups = [*family.shared_inputs, *((router,) for router in family.routers)]
@@ -284,11 +313,12 @@ class LayerStream:
                     _recording_inputs(record, unseen, self.compute), with_kwargs=True
                 )
             )
-        records = set(statistics.values())
+        records = dict.fromkeys(statistics.values())
         layer = self._layers[index]
+        calls = self._calls(index, states) if self._walk.called(index) else ()
         with hooks(handles), temporaries_kept(), torch.no_grad():
-            for rows, call in self._calls(index, states) if self._walk.called(index) else ():
-                unseen |= records
+            for rows, call in in_lanes(calls, records, share):
+                unseen.update(records)
                 with suppress(_EarlyExit), kept(rows), self._precision():
                     layer(*call.arguments, **call.named)
         return statistics
@@ -301,6 +331,7 @@ class LayerStream:
         replaced: Mapping[str, torch.Tensor],
         only: Collection[str] | None,
         finals: Finals,
+        share: Share | None,
     ) -> dict[str, InputStatistics]:
         """`remeasure` beside the float model, batch by batch: only one batch's inputs are held.
 
@@ -314,8 +345,9 @@ class LayerStream:
             name: InputStatistics(self._module(index, name).weight.shape[1], self.device)
             for name in first
         }
-        for rows in self._batches(states) if self._walk.called(index) else ():
-            num_tokens = states.token_ids[rows].numel()
+        batches = self.batches(states) if self._walk.called(index) else ()
+        tokens = ((rows, states.token_ids[rows].numel()) for rows in batches)
+        for rows, num_tokens in in_lanes(tokens, records.values(), share):
             with finals.pass_floats(rows, family.linears, first):
                 wanted = self._inputs(index, floats, rows, records)
             self.substitute(index, replaced)
@@ -363,6 +395,7 @@ class LayerStream:
         only: Collection[str] | None = None,
         floats: States | None = None,
         finals: Finals = Finals(),
+        share: Share | None = None,
     ) -> dict[str, InputStatistics]:
         """`measure` with some weights `[out, in]` replaced, and restored afterwards.
 
@@ -373,12 +406,16 @@ class LayerStream:
         if finals.behind is not None:
             finals.behind.replaced(replaced)
         if floats is not None:
-            return self._measure_pairs(index, states, floats, replaced, only, finals)
+            return self._measure_pairs(index, states, floats, replaced, only, finals, share)
         before = self.weights(index, replaced)
         self.substitute(index, replaced)
         try:
             return self.measure(
-                index, states, only, lambda rows: finals.pass_behind(rows, replaced, only or ())
+                index,
+                states,
+                only,
+                lambda rows: finals.pass_behind(rows, replaced, only or ()),
+                share,
             )
         finally:
             self.substitute(index, before)

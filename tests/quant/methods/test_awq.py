@@ -9,7 +9,7 @@ import torch
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods import awq
-from llmopt.quant.methods.awq_search import Clipped, clip_groups, scale_candidates
+from llmopt.quant.methods.awq import Clipped, clip_groups, scale_candidates
 from llmopt.quant.methods.base import InputStatistics, LayerProblem, LayerResult
 from llmopt.quant.methods.folding import fold_into_norm
 from llmopt.quant.methods.options import MethodOptions
