@@ -80,7 +80,11 @@ class Format:
 
 FORMATS = {
     "compressed-tensors": Format(
-        "auto", "gptq", "ct", ("int2", "int3", "int4", "int6", "int8"), ("fp8", "nvfp4", "mxfp4")
+        "auto",
+        "gptq",
+        "ct",
+        ("int2", "int3", "int4", "int6", "int8", "int2-asym", "int3-asym", "int4-asym"),
+        ("fp8", "nvfp4", "mxfp4"),
     ),
     "gguf": Format("auto", "gptq", "gguf"),
     "exl3": Format("trellis", "trellis", "exl3", gpu_only=True),
@@ -336,12 +340,13 @@ def _lanes(
 def _taken(
     target: Target, name: str, base: str, kinds: Sequence[str]
 ) -> tuple[tuple[str, ...], str | None]:
-    """The kinds that the loader takes everywhere in the model, and why there is none within the size."""
+    """The kinds that the loader takes in a mixture, and why there is none within the size."""
     try:
         plan = make_plan(QuantizeRequest.of(target.model, Path(), method=base, format=name))
     except BadInput as error:
         return (), str(error)
-    taken, refused, least = [], None, []
+    layer = plan.architecture.layer_prefix(plan.num_layers - 1)
+    taken, refused, least, last = [], None, [], {}
     for names in [(kind,) for kind in kinds] or [()]:
         try:
             found = search_of(plan, None, None, names)
@@ -350,10 +355,13 @@ def _taken(
             continue
         pairs = zip(found.schemes, found.sizes, strict=True)
         uniform = [(schemes, sum(sizes.values())) for schemes, sizes in pairs if schemes]
-        reasons = [_refusal(target, with_schemes(plan, schemes)) for schemes, _ in uniform]
+        # With another kind in the last layer: what some loaders take alone they do not mix.
+        reasons = [_refusal(target, with_schemes(plan, schemes | last)) for schemes, _ in uniform]
         refused = next(filter(None, reasons), None)
         if refused is None:
             least += [size for _, size in uniform]
+            kept = uniform[-1][0].items() if names else ()
+            last = {one: scheme for one, scheme in kept if one.startswith(layer)}
             taken += names or sorted({one.label for kind, _ in uniform for one in kind.values()})
     if not taken:
         return (), refused

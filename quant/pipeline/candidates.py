@@ -41,6 +41,7 @@ from .sensitivity import LayerSensitivity, Sensitivities
 
 GROUP_SIZES = (128, 64, 32)
 _INTEGERS = {f"int{bits}": bits for bits in SUPPORTED_BITS}
+_ASYMMETRIC = "-asym"
 _FLOATS = ("fp8", "nvfp4", "mxfp4")  # methods whose schemes go beside integers into one file
 
 
@@ -250,7 +251,7 @@ def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
 
 
 def _named(plan: QuantizePlan, name: str) -> Iterator[Schemes]:
-    """The schemes of all modules that `--candidates` means by a name, such as `int4`, `fp8` or `Q4_K`.
+    """The schemes of all modules that `--candidates` means by a name, such as `int4-asym` or `Q4_K`.
 
     Raises:
         BadInput: no such kind.
@@ -270,15 +271,17 @@ def _named(plan: QuantizePlan, name: str) -> Iterator[Schemes]:
         scheme = METHODS[name].scheme(SchemeOptions(activations="none"))
         block = scheme.scale_group or 1
         yield {each: scheme for each, (_, columns) in plan.modules.items() if not columns % block}
-    elif name in _INTEGERS:
+    elif (width := name.removesuffix(_ASYMMETRIC)) in _INTEGERS:
+        grid = base if width == name else replace(base, symmetric=False)
         for size in GROUP_SIZES:
             yield {
-                each: base.at_width(_INTEGERS[name], size if not columns % size else PER_CHANNEL)
+                each: grid.at_width(_INTEGERS[width], size if not columns % size else PER_CHANNEL)
                 for each, (_, columns) in plan.modules.items()
                 if not columns % size or columns % GROUP_SIZES[-1]
             }
     else:
-        raise _unknown(name, base, (*_INTEGERS, *_FLOATS))
+        known = (*_INTEGERS, *(f"{width}{_ASYMMETRIC}" for width in _INTEGERS), *_FLOATS)
+        raise _unknown(name, base, known)
 
 
 def _unknown(name: str, base: Scheme, known: Iterable[str]) -> BadInput:

@@ -130,8 +130,8 @@ class QuantizeRequest:
     )
     candidates: tuple[str, ...] = option(
         (),
-        "auto, trellis: kinds that linears may have beside 16 bits: int2 to int8, fp8, nvfp4, mxfp4 "
-        "(compressed-tensors), Q4_K and such (gguf), trellis1 to trellis8. Default: those that servers "
+        "auto, trellis: kinds that linears may have beside 16 bits: int2 to int8, int4-asym, fp8, nvfp4, "
+        "mxfp4 (compressed-tensors), Q4_K and such (gguf), trellis1 to trellis8. Default: those that servers "
         "are fast with, and where the target is small all integers or types.",
         panel=_METHOD,
         word=str,

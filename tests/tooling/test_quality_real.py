@@ -169,14 +169,13 @@ def test_a_cell_from_worker_to_row(session: real.Session) -> None:
 
 def test_our_mixes_have_the_bytes_of_theirs(session: real.Session) -> None:
     def row_of(cell: Cell, size: int, kl: float) -> dict[str, Any]:
-        fields = {
-            name: getattr(cell, name) for name in ("name", "package", "grid", "bits", "options")
-        }
+        names = ("name", "package", "method", "grid", "bits", "options")
+        fields = {name: getattr(cell, name) for name in names}
         return fields | {"file_bytes": size, "kl_nats": kl, "kl_interval": (kl, kl), "seconds": 60}
 
     theirs = [cell for cell in mixes.peers(50) if cell.bits == 4.25]
     rows = [row_of(cell, 2**20 + at, 0.2) for at, cell in enumerate(theirs)]
-    rows.append({key: rows[1][key] for key in ("package", "grid", "bits", "options")})
+    rows.append({key: rows[1][key] for key in ("package", "method", "grid", "bits", "options")})
     rows[-1] |= {"error": "it refused", "bits": 3.5}
     own = list(mixes.ours(rows))
     assert [(cell.grid, cell.options["target_bytes"] - 2**20) for cell in own] == [
@@ -189,6 +188,26 @@ def test_our_mixes_have_the_bytes_of_theirs(session: real.Session) -> None:
     table = mixes.markdown(real.record_of(session, rows))
     assert table.count("| 0.50 |") == 3
     assert "Not run: llm-compressor's HIGGS, gptq at 3.5 bits: it refused" in table
+
+
+def test_our_mixtures_stand_beside_uniform_widths_of_their_bytes() -> None:
+    """Between two widths the KL of a uniform one is linear in its logarithm; those that others beat do not count."""
+
+    def row_of(cell: Cell, size: int, kl: float) -> dict[str, Any]:
+        names = ("package", "method", "grid", "bits", "options")
+        return {name: getattr(cell, name) for name in names} | {"file_bytes": size, "kl_nats": kl}
+
+    widths = zip(mixes.uniform(), (1.0, 0.4, 0.1, 0.05, 1.1, 0.45, 0.2), strict=True)
+    rows = [
+        row_of(cell, int(100 * cell.bits) + 10 * (not cell.options["symmetric"]), kl)
+        for cell, kl in widths
+    ]
+    found = list(mixes.mixtures(rows))
+    assert [cell.options["target_bytes"] for cell in found] == [300, 325, 400]
+    assert {"int4", "int4-asym"} < set(found[0].options["candidates"])
+    rows += [row_of(cell, size, 0.1) for cell, size in zip(found, (300, 350, 400), strict=True)]
+    held = mixes.beside_uniform(rows)
+    assert [kl for _, kl in held] == pytest.approx([0.4, 0.2, 0.1])
 
 
 def test_the_tables_of_a_gguf_file_count_where_they_are_wanted(tmp_path: Path) -> None:

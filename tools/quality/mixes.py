@@ -8,14 +8,18 @@ At 3.5, 4.25 and 5 bits per weight each package makes its own mix of the models 
 from the same calibration tokens: auto-round's AutoScheme and llm-compressor's HIGGS of integers in groups of
 64, llama.cpp, with an importance matrix, of GGUF types. Then `--method auto` makes ours, of no more bytes
 than the smaller file of integers, or than that of llama.cpp. Whole files count and are scored, with the
-embeddings in GGUF files. Rows are kept as there. Ends with 1 where a mix of ours has the larger KL
-divergence, with 3 where none is beside another.
+embeddings in GGUF files. Mixtures of integers with and without zero points stand beside the uniform ones of
+their bytes, all by gptq, interpolated in the logarithm of KL. Rows are kept as there. Ends with 1 where a mix
+of ours has the larger KL divergence, with 3 where none is beside another.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from tools.document_part import write_part
 from tools.environments import install
@@ -33,6 +37,11 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "gguf": {"format": "gguf", "tables": True},
 }
 """Kinds of files, with the options of our own."""
+UNIFORM = {True: (2, 3, 4, 5), False: (2, 3, 4)}
+"""Bits of our uniform widths without and with zero points."""
+ANY = "int sym asym"
+"""The grid of our mixes of them."""
+ANY_BITS = (3.25, 3.5, 4.25)
 NAMES = {
     "autoround": "auto-round's AutoScheme",
     "llmcompressor": "llm-compressor's HIGGS, gptq",
@@ -54,6 +63,29 @@ def peers(iters: int) -> Iterator[Cell]:
         yield Cell("llmcompressor", "gptq", "int", bits, {**target, "widths": WIDTHS})
         tuned = {**target, "widths": GPTQ_WIDTHS, "iters": iters}
         yield Cell("autoround", "autoround", "int", bits, tuned)
+
+
+def uniform() -> Iterator[Cell]:
+    """One width for all layers, by gptq."""
+    for symmetric, widths in UNIFORM.items():
+        for bits in widths:
+            yield Cell("llmopt", "gptq", f"int{bits}", bits, {"symmetric": symmetric})
+
+
+def mixtures(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
+    """Our mixes of those, of bytes between those of the symmetric int3 and int4."""
+    sizes = {
+        row["bits"]: row["file_bytes"]
+        for row in rows
+        if row["method"] == "gptq" and row["options"] == {"symmetric": True} and "kl_nats" in row
+    }
+    if not {3, 4} <= sizes.keys():
+        return
+    kinds = [f"int{bits}{'' if same else '-asym'}" for same in UNIFORM for bits in UNIFORM[same]]
+    for bits in ANY_BITS:
+        size = sizes[3] + int((bits - 3.25) * (sizes[4] - sizes[3]))
+        options = {"format": "compressed-tensors", "candidates": kinds, "target_bytes": size}
+        yield Cell("llmopt", "auto", ANY, bits, options)
 
 
 def ours(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
@@ -79,7 +111,25 @@ def beside(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping
     """Our mix that another package's is held against; None: it was not made."""
     own = [one for one in rows if one["package"] == "llmopt" and "kl_nats" in one]
     wanted = row["bits"], kind_of(row)
-    return next((one for one in own if (one["bits"], kind_of(one)) == wanted), None)
+    return next((one for one in own if (one["bits"], one["grid"]) == wanted), None)
+
+
+def beside_uniform(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
+    """Our mixtures, by bits, each with the KL divergence in nats of a uniform width of its bytes.
+
+    Between two widths that no other beats it is linear in its logarithm.
+    """
+    own = [r for r in rows if (r["package"], r["method"]) == ("llmopt", "gptq") and "kl_nats" in r]
+    widths: list[tuple[int, float]] = []
+    for row in sorted(own, key=lambda row: row["file_bytes"]):
+        if not widths or math.log(row["kl_nats"]) < widths[-1][1]:
+            widths.append((row["file_bytes"], math.log(row["kl_nats"])))
+    mixes = [row for row in rows if row["grid"] == ANY and "kl_nats" in row]
+    sizes, logs = [size for size, _ in widths], [log for _, log in widths]
+    return [
+        (row, math.exp(np.interp(row["file_bytes"], sizes, logs)))
+        for row in sorted(mixes, key=lambda row: row["bits"])
+    ]
 
 
 def markdown(record: Mapping[str, Any]) -> str:
@@ -100,6 +150,16 @@ def markdown(record: Mapping[str, Any]) -> str:
         ratio = f"{mine['kl_nats'] / row['kl_nats']:.2f}" if mine else ""
         cells = [*_cells(row), *(_cells(mine) if mine else ("", "", "")), ratio]
         lines.append(f"| {row['bits']:g} | {label(row)} | {' | '.join(cells)} |")
+    if held := beside_uniform(rows):
+        lines += [
+            "",
+            "| bits | llmopt auto of int, KL | uniform, KL | ratio |",
+            "|---:|---:|---:|---:|",
+        ]
+        lines += [
+            f"| {row['bits']:g} | {row['kl_nats']:.3g} | {kl:.3g} | {row['kl_nats'] / kl:.2f} |"
+            for row, kl in held
+        ]
     for row in record["rows"]:
         if "error" in row:
             lines += ["", f"Not run: {label(row)} at {row['bits']:g} bits: {row['error']}"]
@@ -127,11 +187,13 @@ def main(words: Sequence[str]) -> int:
         for name in NAMES.keys() & PACKAGES.keys():
             install(given.environments / name, PACKAGES[name])
     session = prepare(given)
-    rows = fill(session, peers(given.iters))
-    rows = fill(session, ours(rows))
+    fill(session, peers(given.iters))
+    rows = fill(session, uniform())
+    rows = fill(session, [*ours(rows), *mixtures(rows)])
     if given.docs:
         part = given.part or "quality_table.py mixes"
         write_part(given.docs, part, markdown(record_of(session, rows)))
     pairs = [(row, mine) for row in measured(rows) if (mine := beside(row, rows))]
     worse = any(mine["kl_nats"] > row["kl_nats"] for row, mine in pairs)
+    worse |= any(mine["kl_nats"] > kl for mine, kl in beside_uniform(rows))
     return int(worse) if pairs else 3

@@ -113,8 +113,15 @@ def test_vllm_on_a_cpu_gets_what_it_was_seen_to_load(tmp_path: Path) -> None:
         lanes, (request,) = search._lanes(target, tmp_path, "auto")
         assert {each["name"] for each in lanes if each["refused"] is None} == {"compressed-tensors"}
         kinds[gpu] = set(request.candidates)
-    assert kinds["cpu"] == {"int4"}  # there are no kernels for 8 bits of weights alone
-    assert kinds["h100"] >= {"int4", "int8", "fp8", "nvfp4"}
+    assert kinds["cpu"] == {"int4", "int4-asym"}  # there are no kernels for 8 bits of weights alone
+    assert kinds["h100"] >= {"int4", "int4-asym", "int8", "fp8", "nvfp4"}
+
+
+def test_transformers_gets_no_zero_points_which_it_does_not_mix(tmp_path: Path) -> None:
+    target = Target.of(BestRequest(loads_in="transformers"), "stories3M")
+    lanes, (request, *_) = search._lanes(target, tmp_path, "auto")
+    assert lanes[0]["name"] == "compressed-tensors"
+    assert set(request.candidates) == {"int2", "int3", "int4", "int6", "int8"}
 
 
 def test_a_gpu_that_the_table_lacks_is_named_with_what_helps() -> None:

@@ -246,11 +246,11 @@ def test_the_embedding_of_a_gguf_file_is_a_choice(tmp_path: Path) -> None:
 
 
 def test_floats_and_integers_are_mixed_in_one_file(tmp_path: Path) -> None:
-    kinds = ("int2", "int5", "fp8", "nvfp4", "mxfp4")
+    kinds = ("int2", "int3-asym", "int5", "fp8", "nvfp4", "mxfp4")
     asked = auto(tmp_path, "out", candidates=kinds)
     (lane,) = search_fronts([asked])
     labels = {lane.search.label(number) for number in range(len(lane.search.schemes))}
-    assert labels >= {"fp8 channel", "nvfp4", "mxfp4", "16 bits"}
+    assert labels >= {"int3 g128 asym", "fp8 channel", "nvfp4", "mxfp4", "16 bits"}
     ends = [sum(each.bytes[place] for each in lane.choices) for place in (0, -1)]
     bound = lane.search.rest_bytes + (3 * ends[0] + ends[1]) // 4
     result = quantize(replace(asked, target_bytes=bound))
