@@ -52,7 +52,7 @@ def session(tmp_path: Path, tokenizer: Any) -> real.Session:
         threads=1,
         text=Path("evaluation.txt"),
     )
-    return real.Session(given, PLAIN, PLAIN, calibration, passage)
+    return real.Session(given, PLAIN, PLAIN, calibration, calibration, passage)
 
 
 def test_a_model_beside_itself_and_beside_a_worse_one(

@@ -40,8 +40,6 @@ from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float
 from tools.quality.scoring import Scorer, key_of
 from tools.real_model import fetch_gguf
 
-HELD_OUT = 0
-
 
 @dataclass(slots=True)
 class Session:
@@ -51,6 +49,8 @@ class Session:
     continuous: Path
     twin: Path
     calibration: Calibration
+    searched: Calibration
+    """The same, with as many held-out samples, which searches measure errors on."""
     passage: Passage
     _scorers: dict[Path, Scorer] = field(default_factory=dict, init=False)
 
@@ -80,7 +80,8 @@ class Session:
             **cell.options,
         }
         if "target_bytes" in cell.options:  # what a search measured serves the next one
-            key = f"{key_of(self.plain(cell))}-{self.calibration.sha256[:16]}"
+            task["held_out"] = len(self.searched.held_out)
+            key = f"{key_of(self.plain(cell))}-{self.searched.sha256[:16]}"
             task["stats"] = str((self.given.models / f"statistics-{key}").resolve())
         if cell.package == "llamacpp":
             task |= {"float_gguf": str(self._float_gguf()), "output": f"{output}.gguf"}
@@ -134,7 +135,8 @@ def measure(cell: Cell, session: Session, python: Path) -> dict[str, Any]:
         if "error" in answer:
             return row | answer
         # Ours reads the text itself.
-        if answer.get("calibration_sha256", digest := session.calibration.sha256) != digest:
+        given = session.searched if "target_bytes" in cell.options else session.calibration
+        if answer.get("calibration_sha256", given.sha256) != given.sha256:
             return row | {"error": "it calibrated on other tokens than the packages were given"}
         try:
             if answer.get("wrote") == "plain":
@@ -176,13 +178,16 @@ def prepare(given: argparse.Namespace) -> Session:
 
     continuous, twin = (given.plain, given.plain) if given.plain else make(given.models, 0)
     tokenizer = transformers.AutoTokenizer.from_pretrained(continuous, trust_remote_code=False)
-    calibration = load_calibration(
-        str(given.calibration),
-        tokenizer,
-        num_samples=given.num_samples,
-        seq_len=given.seq_len,
-        seed=given.seed,
-        held_out=HELD_OUT,
+    calibration, searched = (
+        load_calibration(
+            str(given.calibration),
+            tokenizer,
+            num_samples=given.num_samples,
+            seq_len=given.seq_len,
+            seed=given.seed,
+            held_out=held_out,
+        )
+        for held_out in (0, given.num_samples)
     )
     passage = read_passage(
         tokenizer,
@@ -191,7 +196,7 @@ def prepare(given: argparse.Namespace) -> Session:
         path=given.text,
         options=ProtocolOptions("gptq", given.window),
     )
-    return Session(given, continuous, twin, calibration, passage)
+    return Session(given, continuous, twin, calibration, searched, passage)
 
 
 def record_of(session: Session, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

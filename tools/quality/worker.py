@@ -40,7 +40,7 @@ def llmopt(task: Task) -> Answer:
         calibration=task.get("calibration"),
         num_samples=len(task["tokens"]),
         seq_len=len(task["tokens"][0]),
-        held_out=0,
+        held_out=task.get("held_out", 0),
         seed=task.get("seed", 0),
         options=MethodOptions(**options),
         **_own_grid(task),
