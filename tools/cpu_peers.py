@@ -10,14 +10,14 @@ Takes real GGUF files and checkpoints (`--files`), or a shape with random weight
 made in `--models` where they are missing (with `--only-make` that is all). Every engine that reads one is a
 row: ours with its defaults, and "fastest" where an option that costs quality is faster. Each is loaded in a
 process of its own (`tools/peers`; a package's interpreter is `DIR/NAME/bin/python`). `--beside` adds
-our engine as another checkout has it, by its own script and `.venv`. Of GGUF files, each is
-first started `--rounds` times alone, for its loading and its first token. Then a case at a time is
-measured, every engine once a round. Rates are tokens per second, of decoding from the moment at which all
-sequences have a token, of a prefill until its first; ratios are taken within a round. Printed are medians,
-the lowest and highest round, and the share of the roof: the bytes that a step reads at the highest bandwidth,
-or its operations at the highest rate of 8-bit ones, whichever takes
-longer, as measured in the same rounds. Engines whose threads wait for each other collapse when anything
-else runs: `--pause` waits for Enter once all are loaded, so that the machine can be made quiet.
+our engine as another checkout has it, by its own script and `.venv`. Engines that have a peer on the same
+files are first started `--rounds` times alone, for loading and first token, beside a process that imports
+torch. Then a case at a time is measured, every engine once a round. Rates are tokens per second, of decoding
+from the moment at which all sequences have a token, of a prefill until its first; ratios are taken within a
+round. Printed are medians, the lowest and highest round, and the share of the roof: the bytes that a step
+reads at the highest bandwidth, or its operations at the highest rate of 8-bit ones, whichever takes longer,
+as measured in the same rounds. Engines whose threads wait for each other collapse when anything else runs:
+`--pause` waits for Enter once all are loaded, so that the machine can be made quiet.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.environments import install
 from tools.peers.models import KINDS, SHAPES, checkpoint
 from tools.peers.plan import BESIDE, CASES, LONG, Row, ratios_of, rows_of
-from tools.peers.record import COLUMNS, over, rates, seconds, show
+from tools.peers.record import COLUMNS, RESIDENT, TORCH, over, rates, seconds, show
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"
 PACKAGES = {
@@ -112,8 +112,12 @@ def measure_loads(starts: Mapping[str, Callable[[], Worker]], rounds: int) -> li
     """Start every engine once a round, in turns, alone; each from the page cache from the second round on."""
     measured: list[dict[str, Any]] = []
     names = list(starts)
-    for number in range(rounds):
-        rotation = number % max(1, len(names))
+    for number in range(rounds if names else 0):
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        seen = {"process_seconds": time.perf_counter() - begin}
+        measured.append({"round": number, "row": TORCH, **seen})
+        rotation = number % len(names)
         for name in [*names[rotation:], *names[:rotation]]:
             worker = starts[name]()
             worker.close()
@@ -126,7 +130,7 @@ def load_of(name: str, number: int, about: Mapping[str, Any]) -> list[dict[str, 
     """The seconds of one start; nothing of one that failed."""
     if "error" in about:
         return []
-    return [{"round": number, "row": name, **{column: about[column] for column in COLUMNS}}]
+    return [{"round": number, "row": name, **{each: about[each] for each in (*COLUMNS, RESIDENT)}}]
 
 
 def measure(
@@ -158,13 +162,14 @@ def measure(
 
 
 def load_ratios(rows: Sequence[Row], loads: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Seconds of ours over llama.cpp's on the same file."""
+    """Seconds of ours over those of llama.cpp and transformers on the same files, and of importing torch."""
     found = []
     for name in dict.fromkeys(row.checkpoint for row in rows):
-        ours, theirs = f"llmopt {name}", f"llamacpp {name}"
-        for column in COLUMNS:
-            if ratio := over(seconds(loads, ours, column), seconds(loads, theirs, column)):
-                found.append({"ours": ours, "theirs": theirs, "column": column, **ratio})
+        ours = f"llmopt {name}"
+        for theirs in (f"llamacpp {name}", f"transformers {name}", TORCH):
+            for column in COLUMNS:
+                if ratio := over(seconds(loads, ours, column), seconds(loads, theirs, column)):
+                    found.append({"ours": ours, "theirs": theirs, "column": column, **ratio})
     return found
 
 
@@ -305,7 +310,8 @@ def main() -> None:
     if given.only_make:
         return
     starts = {row.name: partial(start, given, cases, row) for row in rows}
-    alone = {row.name for row in rows if row.path.suffix == ".gguf" and not row.label}
+    beside = {row.checkpoint for row in rows if row.package in ("llamacpp", "transformers")}
+    alone = {row.name for row in rows if row.checkpoint in beside and not row.label}
     load_rounds = given.rounds if given.load_rounds is None else given.load_rounds
     loads = measure_loads({name: starts[name] for name in starts if name in alone}, load_rounds)
     workers: list[Worker] = []

@@ -19,6 +19,9 @@ COLUMNS = {
     "process_seconds": "process to first token",
 }
 """Figures of an engine's start-up."""
+RESIDENT = "started_rss"
+TORCH = "import torch"
+"""The row of a process that does nothing else."""
 
 
 def rates(found: Sequence[Mapping[str, Any]], row: str, case: str) -> dict[int, float]:
@@ -103,20 +106,27 @@ def spread(one: Mapping[str, Any]) -> str:
 
 def seconds(measured: Sequence[Mapping[str, Any]], row: str, column: str) -> dict[int, float]:
     """By round."""
-    return {entry["round"]: entry[column] for entry in measured if entry["row"] == row}
+    mine = (entry for entry in measured if entry["row"] == row and column in entry)
+    return {entry["round"]: entry[column] for entry in mine}
 
 
 def loads_table(
     measured: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Start-up: the medians with the lowest and highest round, and ours over theirs."""
-    lines = ["| start, seconds | " + " | ".join(COLUMNS.values()) + " |"]
-    lines.append("|---|" + "---|" * len(COLUMNS))
-    for name in dict.fromkeys(entry["row"] for entry in measured):
+    names = dict.fromkeys(entry["row"] for entry in measured)
+    held = any(RESIDENT in entry for entry in measured)
+    head = [*COLUMNS.values(), *(["resident"] if held else [])]
+    lines = ["| start, seconds | " + " | ".join(head) + " |", "|---|" + "---|" * len(head)]
+    for name in names:
         cells = []
         for column in COLUMNS:
             seen = list(seconds(measured, name, column).values())
-            cells.append(f"{statistics.median(seen):.2f} ({min(seen):.2f}-{max(seen):.2f})")
+            shown = seen and f"{statistics.median(seen):.2f} ({min(seen):.2f}-{max(seen):.2f})"
+            cells.append(shown or "")
+        if held:
+            seen = list(seconds(measured, name, RESIDENT).values())
+            cells.append(f"{statistics.median(seen) / MIB:,.0f} MiB" if seen else "")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if ratios:
         lines += ["", "| seconds, ours / theirs | | ratio |", "|---|---|---|"]

@@ -19,11 +19,8 @@ from llmopt.engine.planner.weights import UNQUANTIZED_BYTES
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.families.shapes import ModelShape
 from llmopt.quant.models import open_checkpoint
-from transformers import PreTrainedTokenizerFast
 from worker import Run, serve
 
-IMPORTED = (PreTrainedTokenizerFast,)
-"""Else imported while loading; all other packages are imported before."""
 BLOCK, SPARE_BLOCKS = 32, 8
 
 

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Run = Callable[[list[list[int]], int], list[list[float]]]
@@ -39,6 +40,7 @@ def serve(opened: Open) -> None:
         seconds = {
             "load_seconds": loaded - begin,
             "first_token_seconds": time.perf_counter() - begin,
+            "started_rss": _resident_bytes(),
         }
         answer({**about, **seconds})
         is_cold = True
@@ -49,6 +51,10 @@ def serve(opened: Open) -> None:
             answer(_answer(run, json.loads(line)))
     except Exception as error:  # whatever a package raises is its answer
         answer({"error": f"{type(error).__name__}: {error}"[:300]})
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _prompts(count: int, length: int, seed: int) -> list[list[int]]:
