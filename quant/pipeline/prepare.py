@@ -21,7 +21,7 @@ from ..base.option import INT8_CACHE
 from ..base.progress import Progress, Silent
 from ..kinds.registry import scheme_record
 from ..load_processor import has_processor, load_processor, load_tokenizer
-from ..methods.registry import AUTO, AUTO_METHOD
+from ..methods.registry import AUTO, AUTO_METHOD, METHODS
 from ..model.checkpoint import Checkpoint
 from ..plan.journal import sha256_of, sha256_of_file, weight_digests
 from ..plan.plan import QuantizePlan, make_plan
@@ -78,6 +78,9 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     plan, imatrix = begun.plan, request.imatrix
     if searches(request):
         plan = workers.one_by_one(lambda: _searched(begun, progress or Silent()))
+    statistics = begun.statistics
+    if request.method == AUTO:
+        plan, statistics = _solved_anew(plan, request), None
     facts = begun.facts | {
         "errors": request.errors,
         "model_name": request.model_name,
@@ -86,7 +89,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "method": plan.method.name,
         "options": asdict(plan.options),
         "revert_worse": request.revert_worse,
-        "stored_statistics": begun.statistics is not None,
+        "stored_statistics": statistics is not None,
         "formats": [weight_format.name for weight_format in plan.formats],
         "gguf_type": plan.gguf_type,
         "gguf_tables": dict(plan.gguf_tables),
@@ -104,7 +107,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         stream=begun.stream,
         source_hashes=begun.source_hashes,
         signature=_digest(facts),
-        statistics=begun.statistics,
+        statistics=statistics,
         notes=(*plan.notes, *begun.notes),
         vision=begun.vision,
     )
@@ -178,6 +181,16 @@ def _searched(begun: _Begun, progress: Progress) -> QuantizePlan:
         replaced = search.round_uniform
     _measure(begun, folder, progress, replaced=replaced)
     return mixed_plan(_lane(begun, search, folder, progress), progress)
+
+
+def _solved_anew(plan: QuantizePlan, request: QuantizeRequest) -> QuantizePlan:
+    """The plan whose schemes were searched, made as AWQ makes its own: scales are folded, and the codes aim
+    at the float model's outputs behind the quantized layers, which are run. Both lower every linear's error;
+    the search, which compares kinds, does without."""
+    options = replace(plan.options, solver=AUTO_METHOD)
+    if request.options.asymmetric is None:
+        options = replace(options, asymmetric=options.true_sequential and not request.vision)
+    return replace(plan, method=METHODS["awq"].with_solver(AUTO_METHOD), options=options)
 
 
 def search_fronts(

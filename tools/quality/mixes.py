@@ -9,7 +9,7 @@ from the same calibration tokens: auto-round's AutoScheme and llm-compressor's H
 64, llama.cpp, with an importance matrix, of GGUF types. Then `--method auto` makes ours, of no more bytes
 than the smaller file of integers, or than that of llama.cpp. Whole files count and are scored, with the
 embeddings in GGUF files. Mixtures of integers with and without zero points stand beside the uniform ones of
-their bytes, all by gptq, interpolated in the logarithm of KL. Rows are kept as there. Ends with 1 where a mix
+their bytes, by the same solver, interpolated in the logarithm of KL. Rows are kept as there. Ends with 1 where a mix
 of ours has the larger KL divergence, with 3 where none is beside another.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from tools.document_part import write_part
 from tools.environments import install
-from tools.quality.cells import Cell
+from tools.quality.cells import GPTAQ, Cell
 from tools.quality.environments import PACKAGES
 from tools.quality.real import fill, parse, prepare, record_of
 
@@ -66,10 +66,10 @@ def peers(iters: int) -> Iterator[Cell]:
 
 
 def uniform() -> Iterator[Cell]:
-    """One width for all layers, by gptq."""
+    """One width for all layers, made as mixtures are."""
     for symmetric, widths in UNIFORM.items():
         for bits in widths:
-            yield Cell("llmopt", "gptq", f"int{bits}", bits, {"symmetric": symmetric})
+            yield Cell("llmopt", "awq", f"int{bits}", bits, {"symmetric": symmetric} | GPTAQ)
 
 
 def mixtures(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
@@ -77,7 +77,7 @@ def mixtures(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
     sizes = {
         row["bits"]: row["file_bytes"]
         for row in rows
-        if row["method"] == "gptq" and row["options"] == {"symmetric": True} and "kl_nats" in row
+        if row["method"] == "awq" and row["options"]["symmetric"] and "kl_nats" in row
     }
     if not {3, 4} <= sizes.keys():
         return
@@ -119,7 +119,7 @@ def beside_uniform(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str,
 
     Between two widths that no other beats it is linear in its logarithm.
     """
-    own = [r for r in rows if (r["package"], r["method"]) == ("llmopt", "gptq") and "kl_nats" in r]
+    own = [r for r in rows if (r["package"], r["method"]) == ("llmopt", "awq") and "kl_nats" in r]
     widths: list[tuple[int, float]] = []
     for row in sorted(own, key=lambda row: row["file_bytes"]):
         if not widths or math.log(row["kl_nats"]) < widths[-1][1]:
