@@ -258,6 +258,20 @@ def test_floats_and_integers_are_mixed_in_one_file(tmp_path: Path) -> None:
     assert len(grids) > 1 and verify(result.output).status == PROVEN
 
 
+def test_what_is_chosen_is_made_as_awq_makes_its_own(tmp_path: Path) -> None:
+    """With one kind to choose: scales are folded, and layers run with GPTAQ, `--stats` or not."""
+    target = quantize(auto(tmp_path, "auto", candidates=("int4-asym",), target_bpw=4.16))
+    (scheme,) = {module["scheme"]["group_size"] for module in target.manifest["modules"]}
+    own = quantize(
+        auto(
+            tmp_path, "awq", method="awq", bits=4, group_size=scheme, stats=None, rotations=(),
+            symmetric=False, format="compressed-tensors",
+        )
+    )  # fmt: skip
+    auto_files, awq_files = (sorted(one.output.glob("*.safetensors")) for one in (target, own))
+    assert [file.read_bytes() for file in auto_files] == [file.read_bytes() for file in awq_files]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
