@@ -9,8 +9,8 @@ from the same calibration tokens: auto-round's AutoScheme and llm-compressor's H
 64, llama.cpp, with an importance matrix, of GGUF types. Then `--method auto` makes ours, of no more bytes
 than the smaller file of integers, or than that of llama.cpp. Whole files count and are scored, with the
 embeddings in GGUF files. Mixtures of integers with and without zero points stand beside the uniform ones of
-their bytes, by the same solver, interpolated in the logarithm of KL. Rows are kept as there. Ends with 1 where
-a mix of ours has the larger KL divergence, with 3 where none is beside another.
+their bytes, by the same solver, interpolated in the logarithm of KL. Rows are kept as there. Ends with 1
+where a mix of ours has the larger KL divergence, with 3 where none is beside another.
 """
 
 from __future__ import annotations

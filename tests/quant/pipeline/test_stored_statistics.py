@@ -160,7 +160,7 @@ def test_mixed_precision_leaves_no_statistics_behind(tmp_path: Path) -> None:
     # No scheme alone is of this size, and bits that can be spent help.
     assert search["taken"] == "mixed"
     assert search["uniform"]["bits_per_weight"] < 4.6 < search["mixed"]["bits_per_weight"] <= 5.5
-    assert "behind the quantized linears" in result.manifest["error"]
+    assert "behind the quantized layers" in result.manifest["error"]
 
 
 def test_a_choice_that_is_worse_by_kl_gives_way_to_one_scheme(
