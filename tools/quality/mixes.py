@@ -5,12 +5,12 @@
         --docs docs/commands/best.md
 
 At 3.5, 4.25 and 5 bits per weight each package makes its own mix of the models of `quality_table.py real`,
-from the same calibration tokens: auto-round's AutoScheme and llm-compressor's HIGGS of integers in groups of
-64, llama.cpp, with an importance matrix, of GGUF types. Then `--method auto` makes ours, of no more bytes
-than the smaller file of integers, or than that of llama.cpp. Whole files count and are scored, with the
-embeddings in GGUF files. Mixtures of integers with and without zero points stand beside the uniform ones of
-their bytes, by the same solver, interpolated in the logarithm of KL. Rows are kept as there. Ends with 1
-where a mix of ours has the larger KL divergence, with 3 where none is beside another.
+from the same calibration tokens: auto-round's AutoScheme and llm-compressor's HIGGS of integers with zero
+points in groups of 64, llama.cpp, with an importance matrix, of GGUF types. Then `--method auto` makes ours,
+of no more bytes than the smaller file of integers, or than that of llama.cpp. Whole files count and are scored,
+with the embeddings in GGUF files. Our mixes of integers stand beside one width for all layers, too, made as
+they are and interpolated in the logarithm of KL. Rows are kept as there. Ends with 1 where a mix of ours has
+the larger KL divergence, with 3 where none is beside another.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ WIDTHS = (2, 3, 4, 5, 6, 8)
 GPTQ_WIDTHS = (2, 3, 4, 8)
 """Bits per weight that the file formats of AutoScheme's and of gptq's integers have."""
 OURS: Mapping[str, Mapping[str, Any]] = {
-    "int": {"format": "compressed-tensors", "candidates": [f"int{width}" for width in WIDTHS]},
+    "int": {
+        "format": "compressed-tensors",
+        "candidates": [*(f"int{b}" for b in WIDTHS), *(f"int{b}-asym" for b in GPTQ_WIDTHS[:3])],
+    },
     "gguf": {"format": "gguf", "tables": True},
 }
 """Kinds of files, with the options of our own."""
-UNIFORM = {True: (2, 3, 4, 5), False: (2, 3, 4)}
-"""Bits of our uniform widths without and with zero points."""
-ANY = "int sym asym"
-"""The grid of our mixes of them."""
-ANY_BITS = (3.25, 3.5, 4.25)
+UNIFORM, LEAN = (2, 3, 4, 5), 3
+"""Our uniform widths, and that of them whose bytes one more mix has."""
 NAMES = {
     "autoround": "auto-round's AutoScheme",
     "llmcompressor": "llm-compressor's HIGGS, gptq",
@@ -59,41 +59,26 @@ def peers(iters: int) -> Iterator[Cell]:
     for bits, mix in MIXES.items():
         gguf = {"gguf_type": mix, "imatrix": True, "tables": True}
         yield Cell("llamacpp", "quantize", mix, bits, gguf)
-        target = {"symmetric": True, "target_bpw": bits}
+        target = {"symmetric": False, "target_bpw": bits}
         yield Cell("llmcompressor", "gptq", "int", bits, {**target, "widths": WIDTHS})
         tuned = {**target, "widths": GPTQ_WIDTHS, "iters": iters}
         yield Cell("autoround", "autoround", "int", bits, tuned)
 
 
 def uniform() -> Iterator[Cell]:
-    """One width for all layers, made as mixtures are."""
-    for symmetric, widths in UNIFORM.items():
-        for bits in widths:
-            yield Cell("llmopt", "awq", f"int{bits}", bits, {"symmetric": symmetric} | GPTAQ)
-
-
-def mixtures(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
-    """Our mixes of those, of bytes between those of the symmetric int3 and int4."""
-    sizes = {
-        row["bits"]: row["file_bytes"]
-        for row in rows
-        if row["method"] == "awq" and row["options"]["symmetric"] and "kl_nats" in row
-    }
-    if not {3, 4} <= sizes.keys():
-        return
-    kinds = [f"int{bits}{'' if same else '-asym'}" for same in UNIFORM for bits in UNIFORM[same]]
-    for bits in ANY_BITS:
-        size = sizes[3] + int((bits - 3.25) * (sizes[4] - sizes[3]))
-        options = {"format": "compressed-tensors", "candidates": kinds, "target_bytes": size}
-        yield Cell("llmopt", "auto", ANY, bits, options)
+    """One width for all layers, made as our mixes are."""
+    for bits in UNIFORM:
+        yield Cell("llmopt", "awq", f"int{bits}", bits, {"symmetric": False} | GPTAQ)
 
 
 def ours(rows: Sequence[Mapping[str, Any]]) -> Iterator[Cell]:
-    """Our mixes, of no more bytes than theirs."""
-    for bits in MIXES:
+    """Our mixes, of no more bytes than theirs, and one of those of uniform int3."""
+    lean = [row for row in rows if (row["method"], row["bits"]) == ("awq", LEAN)]
+    held = [*measured(rows), *(row for row in lean if "kl_nats" in row)]
+    for bits in (*MIXES, LEAN):
         for kind, options in OURS.items():
-            theirs = (row for row in measured(rows) if (row["bits"], kind_of(row)) == (bits, kind))
-            if sizes := [row["file_bytes"] for row in theirs]:
+            beside = (row for row in held if (row["bits"], kind_of(row)) == (bits, kind))
+            if sizes := [row["file_bytes"] for row in beside]:
                 yield Cell("llmopt", "auto", kind, bits, {**options, "target_bytes": min(sizes)})
 
 
@@ -104,31 +89,32 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def kind_of(row: Mapping[str, Any]) -> str:
     """The kind of a row's file."""
-    return row["grid"] if row["grid"] in OURS else "gguf"
+    return "int" if row["grid"].startswith("int") else "gguf"
 
 
 def beside(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Our mix that another package's is held against; None: it was not made."""
-    own = [one for one in rows if one["package"] == "llmopt" and "kl_nats" in one]
+    own = [one for one in rows if one["method"] == "auto" and "kl_nats" in one]
     wanted = row["bits"], kind_of(row)
-    return next((one for one in own if (one["bits"], one["grid"]) == wanted), None)
+    return next((one for one in own if (one["bits"], kind_of(one)) == wanted), None)
 
 
 def beside_uniform(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
-    """Our mixtures, by bits, each with the KL divergence in nats of a uniform width of its bytes.
+    """Our mixes of integers, by bits, each with the KL divergence in nats of a uniform width of its bytes.
 
-    Between two widths that no other beats it is linear in its logarithm.
+    Between two widths it is linear in its logarithm; mixes outside of them are left out.
     """
-    own = [r for r in rows if (r["package"], r["method"]) == ("llmopt", "awq") and "kl_nats" in r]
-    widths: list[tuple[int, float]] = []
-    for row in sorted(own, key=lambda row: row["file_bytes"]):
-        if not widths or math.log(row["kl_nats"]) < widths[-1][1]:
-            widths.append((row["file_bytes"], math.log(row["kl_nats"])))
-    mixes = [row for row in rows if row["grid"] == ANY and "kl_nats" in row]
-    sizes, logs = [size for size, _ in widths], [log for _, log in widths]
+    own = sorted(
+        (row["file_bytes"], math.log(row["kl_nats"]))
+        for row in rows
+        if (row["package"], row["method"]) == ("llmopt", "awq") and "kl_nats" in row
+    )
+    sizes, logs = [size for size, _ in own], [log for _, log in own]
     return [
         (row, math.exp(np.interp(row["file_bytes"], sizes, logs)))
-        for row in sorted(mixes, key=lambda row: row["bits"])
+        for row in sorted(rows, key=lambda row: row["bits"])
+        if (row["method"], row["grid"]) == ("auto", "int") and "kl_nats" in row
+        if sizes and sizes[0] <= row["file_bytes"] <= sizes[-1]
     ]
 
 
@@ -189,7 +175,7 @@ def main(words: Sequence[str]) -> int:
     session = prepare(given)
     fill(session, peers(given.iters))
     rows = fill(session, uniform())
-    rows = fill(session, [*ours(rows), *mixtures(rows)])
+    rows = fill(session, ours(rows))
     if given.docs:
         part = given.part or "quality_table.py mixes"
         write_part(given.docs, part, markdown(record_of(session, rows)))
