@@ -7,10 +7,10 @@
 At 3.5, 4.25 and 5 bits per weight each package makes its own mix of the models of `quality_table.py real`,
 from the same calibration tokens: auto-round's AutoScheme and llm-compressor's HIGGS of integers with zero
 points in groups of 64, llama.cpp, with an importance matrix, of GGUF types. Then `--method auto` makes ours,
-of no more bytes than the smaller file of integers, or than that of llama.cpp. Whole files count and are scored,
-with the embeddings in GGUF files. Our mixes of integers stand beside one width for all layers, too, made as
-they are and interpolated in the logarithm of KL. Rows are kept as there. Ends with 1 where a mix of ours has
-the larger KL divergence, with 3 where none is beside another.
+of no more bytes than the smaller file of integers, or than that of llama.cpp. Whole files count and are
+scored, with the embeddings in GGUF files. Our mixes of integers stand beside one width for all layers, too,
+made as they are and interpolated in the logarithm of KL. Rows are kept as there. Ends with 1 where a mix of
+ours has the larger KL divergence, with 3 where none is beside another.
 """
 
 from __future__ import annotations
