@@ -155,7 +155,8 @@ class ModelRunner:
             _, logits, result = self._compute(layout, timer, sampled)
             if checkpoints := plan.checkpoints:
                 self._save_states(checkpoints)
-            rows = layout.sampled_rows
+            if rows is None:
+                rows = layout.sampled_rows
         else:
             result = StepResult(replayed=True)
             with timer("forward"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, overload
@@ -253,9 +253,16 @@ class DecodeRows(Sequence[ScheduledRow]):
     @overload
     def __getitem__(self, index: slice) -> tuple[ScheduledRow, ...]: ...
     def __getitem__(self, index: int | slice) -> ScheduledRow | tuple[ScheduledRow, ...]:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[ScheduledRow]:
+        return iter(self._all)
+
+    @property
+    def _all(self) -> tuple[ScheduledRow, ...]:
         if self._made is None:
             self._made = tuple(self._row(place) for place in range(len(self)))
-        return self._made[index]
+        return self._made
 
     def _row(self, place: int) -> ScheduledRow:
         row = self.batch.rows[place]

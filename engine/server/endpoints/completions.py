@@ -127,22 +127,24 @@ class ChoicesResponse(ABC):
         """One event per output, none before the first token; `[DONE]` only after success."""
         started: set[int] = set()
         wants_usage = options.include_usage or options.continuous_usage_stats
+        # Of every event but its choice the same bytes: they are written once.
+        begin = server_sent(self._envelope(self.chunk_name, [])).removesuffix(b"]}\n\n")
+        end = b'],"usage":null}\n\n' if wants_usage else b"]}\n\n"
         try:
             async for output in self._context.stream:
                 choice, job = self._take(output)
                 delta = Completion.part(choice, output)
-                first = choice not in started
-                scores = self._prompt_scores.get(job, ()) if first else ()
-                num_logprobs = sum(1 + len(token.top) for token in scores if token)
-                write = partial(self.part, choice, job, delta, first=first)
-                part = await self.run(num_logprobs, write)
+                if options.continuous_usage_stats:
+                    end = b'],"usage":%b}\n\n' % compact_json(self._usage.so_far())
+                if choice in started:
+                    yield begin + compact_json(self.part(choice, job, delta, first=False)) + end
+                    continue
                 started.add(choice)
-                event = self._envelope(self.chunk_name, [part])
-                if wants_usage:
-                    event["usage"] = (
-                        self._usage.so_far() if options.continuous_usage_stats else None
-                    )
-                yield await self.run(num_logprobs, partial(server_sent, event))
+                scores = self._prompt_scores.get(job, ())
+                num_logprobs = sum(1 + len(token.top) for token in scores if token)
+                write = partial(self.part, choice, job, delta, first=True)
+                part = await self.run(num_logprobs, lambda write=write: compact_json(write()))
+                yield begin + part + end
             if options.include_usage:
                 last = self._envelope(self.chunk_name, []) | {"usage": self._usage.whole()}
                 yield server_sent(last)

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -25,7 +26,15 @@ from ..protocol.generation_protocol import GenerationRequest, PoolingRequest, St
 from ..protocol.server_options import ScriptedText
 from ..requests.limits import FairPool
 from ..requests.loop import EngineLoop
-from ..requests.request_record import Job, OutputStream, Phases, cache_salt, record_of
+from ..requests.request_record import (
+    WRITE_KEY,
+    Job,
+    OutputStream,
+    Phases,
+    WriteChunk,
+    cache_salt,
+    record_of,
+)
 from .capabilities import Constrainer, PoolingTasks, PromptImages
 from .tokenization import Tokenization
 
@@ -266,7 +275,8 @@ class Service:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events. `on_close` always runs, even if the first event is never requested."""
+    """A stream of events, each a chunk of its own. `on_close` always runs, even if the first event is never
+    requested."""
 
     def __init__(
         self, events: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str
@@ -281,11 +291,22 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The server's `send` does nothing once the client has left: all outputs would still be written.
         try:
-            await unless_disconnected(
-                Request(scope, receive), super().__call__(scope, receive, send)
-            )
+            await unless_disconnected(Request(scope, receive), self._send(scope, send))
         finally:
             self._on_close()
+
+    async def _send(self, scope: Scope, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        write: WriteChunk = scope.get(WRITE_KEY) or partial(_send_chunk, send)
+        async for data in self.body_iterator:
+            assert isinstance(data, bytes)
+            await write(data)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_chunk(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
@@ -294,8 +315,11 @@ def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:
     return event_line + b"data: " + compact_json(payload) + b"\n\n"
 
 
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def compact_json(payload: Any) -> bytes:
-    return json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
+    return _compact(payload).encode()
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

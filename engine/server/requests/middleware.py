@@ -22,7 +22,7 @@ from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .keys import KeyRing, Principal
 from .observe import LogEvent, body_text
-from .request_record import RequestRecord, record_of
+from .request_record import WRITE_KEY, RequestRecord, record_of
 
 _log = logging.getLogger(__name__)
 
@@ -321,7 +321,9 @@ class HeadMiddleware:
                 await send(message)
                 started.set_result(None)
 
-        getting = asyncio.ensure_future(self._app({**scope, "method": "GET"}, receive, start))
+        getting = asyncio.ensure_future(
+            self._app({**scope, "method": "GET", WRITE_KEY: None}, receive, start)
+        )
         try:
             await asyncio.wait({getting, started}, return_when=asyncio.FIRST_COMPLETED)
             if not started.done():

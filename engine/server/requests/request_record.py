@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
@@ -143,6 +143,8 @@ class OutputStream:
 
 def _weight(output: RequestOutput) -> int:
     """Tokens and log-probabilities of an output."""
+    if output.logprobs is None and output.prompt_logprobs is None:
+        return len(output.new_token_ids)
     scored = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
     return len(output.new_token_ids) + sum(1 + len(token.top) for token in scored if token)
 
@@ -155,6 +157,11 @@ def cache_salt(tenant: int, salt: str | None) -> bytes:
     """
     return b"" if tenant == 0 and salt is None else f"{tenant}/{salt or ''}".encode()
 
+
+WriteChunk = Callable[[bytes], Awaitable[None]]
+WRITE_KEY = "llmopt.write"
+"""In an ASGI scope: writes a chunk of the body of a response that has begun; None or nothing where it must go
+through `send`."""
 
 RECORD_KEY = "llmopt.request"
 CURRENT: ContextVar[RequestRecord | None] = ContextVar("llmopt_request", default=None)
