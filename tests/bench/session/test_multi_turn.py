@@ -38,9 +38,13 @@ TALKS: dict[str, Any] = {
 }
 
 
+def small_engine() -> Engine:
+    return Engine(EngineConfig(model="stories260K", num_threads=1, block_size=SIZE))
+
+
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine(EngineConfig(model="stories260K", num_threads=1, block_size=SIZE))
+    return small_engine()
 
 
 @pytest.fixture(scope="module")
@@ -188,27 +192,30 @@ def metric(server: RunningServer, name: str) -> float:
 
 
 def test_served_conversations_hit_what_their_blocks_say(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen = watched(server.engine, monkeypatch)
     names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
-    before = [metric(server, name) for name in names]
-    options = BenchOptions(
-        base_url=server.url,
-        backend="openai-chat",
-        tokenizer="stories260K",
-        check_client=False,
-        multi_turn=True,
-        num_prompts=3,
-        output_len=8,
-        num_runs=1,
-        num_warmups=0,
-        max_concurrency=1,
-        think_time="0.01",
-        quality=False,
-    )
-    run = run_bench(options)
-    queries, hits = (metric(server, name) - old for name, old in zip(names, before, strict=True))
+    # Nobody else takes steps of this engine: the server's counters would know only with its next one.
+    with running(small_engine()) as server:
+        seen = watched(server.engine, monkeypatch)
+        before = [metric(server, name) for name in names]
+        options = BenchOptions(
+            base_url=server.url,
+            backend="openai-chat",
+            tokenizer="stories260K",
+            check_client=False,
+            multi_turn=True,
+            num_prompts=3,
+            output_len=8,
+            num_runs=1,
+            num_warmups=0,
+            max_concurrency=1,
+            think_time="0.01",
+            quality=False,
+        )
+        run = run_bench(options)
+        after = [metric(server, name) for name in names]
+    queries, hits = (new - old for new, old in zip(after, before, strict=True))
     (load,) = run.passes
     assert all(trace.success for trace in load.traces) and max(t.turn for t in load.traces) >= 1
     sent = list(seen.values())
