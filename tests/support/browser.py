@@ -93,7 +93,7 @@ class Page:
             mobile=False,
         )
 
-    async def press(self, key: str) -> None:
+    async def press(self, key: str, *, shift: bool = False) -> None:
         text = {"Enter": "\r", "Tab": ""}.get(key, "")
         code = {"Enter": 13, "Escape": 27, "Tab": 9}[key]
         for kind in ("keyDown", "keyUp"):
@@ -102,6 +102,7 @@ class Page:
                 type=kind,
                 key=key,
                 windowsVirtualKeyCode=code,
+                modifiers=8 if shift else 0,
                 **({"text": text} if kind == "keyDown" and text else {}),
             )
 

@@ -92,6 +92,7 @@ def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
         "root": engine.folder.name,
         "max_model_len": service.max_model_len,
         "dtype": str(engine.dtype).removeprefix("torch."),
+        "input_modalities": ["text", "image"] if service.images.are_taken else ["text"],
         "chat_template": {"source": source}
         | ({"template": PLAIN_TEMPLATE} if source == "plain" else {}),
     }

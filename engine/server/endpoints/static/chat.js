@@ -1,104 +1,133 @@
-// The chat: sends the conversation, streams the completions, and aborts them.
+// The chat: sends the conversation, streams the completions, aborts them, and makes them again.
 
 import { events, refusal, request } from "./api.js";
-import { collectPictures, thumbnail } from "./pictures.js";
+import { lastChat, listChats, newChat, rememberOpen, save } from "./chats.js";
+import { button, byId } from "./dom.js";
+import { collectPictures } from "./pictures.js";
 import { decimal, seconds } from "./text.js";
+import { ResponseView, showMessage, whyLimited } from "./turns.js";
 
 const SAMPLES = ["Once upon a time there was a fox", "Tell me a story about a big red ball", "Why was Lily happy?"];
-const byId = (id) => document.getElementById(id);
+const log = byId("log");
 
 /** Set up the chat; `mine` collects the ids of its requests for the engine view. */
 export function startChat(mine) {
-  const messages = [];
+  let chat = newChat();
   let running = null;
   const pictures = collectPictures(byId("form"), byId("message"), byId("chooser"), byId("tray"), (problem) => {
     byId("picture-problem").textContent = problem;
   });
-
-  for (const text of SAMPLES) {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = text;
-    button.onclick = () => send(text);
-    byId("samples").append(button);
-  }
-  byId("form").onsubmit = (event) => {
-    event.preventDefault();
-    const text = byId("message").value.trim();
-    if ((text || pictures.count) && !running) {
-      byId("message").value = "";
-      send(text, pictures.take());
-    }
+  const list = listChats((other) => open(other), () => chat);
+  byId("samples").append(...SAMPLES.map((text) => button("", text, () => send(text))));
+  listen();
+  open(lastChat());
+  return {
+    allowPictures() {
+      pictures.allow();
+      byId("choose").hidden = byId("picture-hint").hidden = false;
+    },
   };
-  byId("message").onkeydown = (event) => {
-    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+
+  function listen() {
+    byId("form").onsubmit = (event) => {
       event.preventDefault();
-      byId("form").requestSubmit();
-    }
-  };
-  document.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") running?.abort();
-  });
-  byId("stop").onclick = () => running?.abort();
-  byId("clear").onclick = () => {
-    running?.abort();
-    messages.length = 0;
-    for (const turn of byId("log").querySelectorAll(".turn")) turn.remove();
-    byId("empty").hidden = false;
-    byId("message").focus();
-  };
-
-  async function send(text, urls = []) {
-    if (running) return;
-    running = new AbortController();
-    setBusy(true);
-    messages.push({ role: "user", content: content(text, urls) });
-    addTurn("user", "You").append(...shown(text, urls));
-    const turn = addTurn("assistant", byId("model").value || "Model");
-    const reply = { texts: [], began: performance.now(), first: null, tokens: 0, usage: null, ended: "" };
-    const meta = document.createElement("p");
-    meta.className = "meta";
-    try {
-      await stream(turn, reply, running.signal);
-    } catch (error) {
-      if (error.name === "AbortError") reply.ended = "stopped";
-      else {
-        const problem = paragraph(error.message, "p");
-        problem.className = "problem";
-        turn.append(problem);
-        reply.ended = "failed";
+      const text = byId("message").value.trim();
+      if ((!text && !pictures.count) || running) return;
+      byId("message").value = "";
+      send(text, pictures.empty());
+    };
+    byId("message").onkeydown = (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        byId("form").requestSubmit();
       }
-    }
-    for (const part of turn.querySelectorAll(".live")) part.classList.remove("live");
-    meta.textContent = summary(reply);
-    turn.append(meta);
-    // A message that was refused is no part of the conversation: it would be refused again with the next.
-    if (reply.ended === "failed" && !reply.texts.length) messages.pop();
-    else messages.push({ role: "assistant", content: reply.texts[0] ?? "" });
-    byId("announce").textContent = `Response ${reply.ended || "complete"}: ${reply.texts[0] ?? ""}`;
+    };
+    document.addEventListener("keydown", (event) => {
+      // The list of conversations and the dialog take their Escape themselves.
+      if (event.key === "Escape" && !event.defaultPrevented) running?.abort();
+    });
+    byId("stop").onclick = () => running?.abort();
+    byId("clear").onclick = () => open(newChat());
+    addEventListener("pagehide", () => running && save(chat));
+  }
+
+  /** Show a conversation; what is still generated in another ends there. */
+  function open(other) {
+    running?.abort();
     running = null;
     setBusy(false);
-    scroll();
+    chat = other;
+    rememberOpen(chat);
+    list.close();
+    for (const turn of log.querySelectorAll(".turn")) turn.remove();
+    for (const turn of chat.turns) {
+      if (turn.role === "user") log.append(showMessage(turn));
+      else addResponse(turn).show(false);
+    }
+    byId("empty").hidden = chat.turns.length > 0;
+    log.scrollTop = log.scrollHeight;
+    byId("message").focus();
   }
 
-  async function stream(turn, reply, signal) {
-    const system = byId("system").value.trim();
-    const response = await request("/v1/chat/completions", {
-      method: "POST",
-      signal,
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({
-        model: byId("model").value || undefined,
-        messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
-        temperature: byId("temperature").valueAsNumber,
-        max_tokens: byId("max-tokens").valueAsNumber,
-        n: byId("copies").valueAsNumber,
-        stream: true,
-        stream_options: { include_usage: true },
-      }),
+  function addResponse(turn) {
+    const view = new ResponseView(turn, () => {
+      if (running) return;
+      chat.turns.pop();
+      view.element.remove();
+      byId("message").focus();
+      respond();
     });
+    log.append(view.element);
+    return view;
+  }
+
+  function send(text, urls = []) {
+    if (running) return;
+    const turn = { role: "user", text, pictures: urls };
+    chat.turns.push(turn);
+    byId("empty").hidden = true;
+    log.append(showMessage(turn));
+    respond();
+  }
+
+  /** Generate the response to the conversation as it stands. */
+  async function respond() {
+    const [talk, controller] = [chat, new AbortController()];
+    const limit = byId("max-tokens").valueAsNumber || null;
+    const turn = { role: "assistant", model: byId("model").value, parts: [], limit };
+    const body = requestBody(talk.turns, limit);
+    const view = addResponse(turn);
+    const reply = { began: performance.now(), first: null, tokens: 0, usage: null, ended: "" };
+    running = controller;
+    setBusy(true);
+    talk.turns.push(turn);
+    view.show(true);
+    keep(talk);
+    log.scrollTop = log.scrollHeight;
+    try {
+      await stream(body, turn, view, reply, controller.signal);
+    } catch (error) {
+      reply.ended = error.name === "AbortError" ? "stopped" : "failed";
+      if (reply.ended === "failed") turn.problem = error.message;
+    }
+    turn.meta = summary(reply);
+    keep(talk);
+    following(() => view.show(false));
+    if (running !== controller) return;
+    running = null;
+    setBusy(false);
+    byId("announce").textContent = announcement(turn, reply);
+  }
+
+  function keep(talk) {
+    const isKept = save(talk);
+    byId("kept-problem").textContent = isKept ? "" : "This conversation is too large for the browser: it is not kept.";
+  }
+
+  async function stream(body, turn, view, reply, signal) {
+    const headers = { "Content-Type": "application/json" };
+    const response = await request("/v1/chat/completions", { method: "POST", signal, headers, body: JSON.stringify(body) });
     if (!response.ok) throw new Error(await refusal(response));
-    const parts = [];
     for await (const data of events(response)) {
       if (data === "[DONE]") return;
       const event = JSON.parse(data);
@@ -109,36 +138,43 @@ export function startChat(mine) {
         reply.first ??= performance.now();
         reply.tokens += 1;
         reply.last = performance.now();
-        if (!parts[choice.index]) {
-          parts[choice.index] = paragraph("");
-          parts[choice.index].classList.add("live");
-          turn.append(parts[choice.index]);
-          reply.texts[choice.index] = "";
-        }
-        const text = choice.delta.content ?? "";
-        // A model without a chat template begins with the space between two words.
-        parts[choice.index].append(reply.texts[choice.index] ? text : text.trimStart());
-        reply.texts[choice.index] += text;
-        if (choice.finish_reason) parts[choice.index].classList.remove("live");
+        for (let i = turn.parts.length; i <= choice.index; i++) turn.parts.push({ text: "", reasoning: "", end: "" });
+        const part = turn.parts[choice.index];
+        part.text += choice.delta.content ?? "";
+        part.reasoning += choice.delta.reasoning_content ?? "";
+        part.end = choice.finish_reason ?? part.end;
       }
-      scroll();
+      const isBelow = isAtEnd();
+      view.changed(() => isBelow && (log.scrollTop = log.scrollHeight));
     }
     throw new Error("the connection closed before the response was complete");
   }
 }
 
-function content(text, urls) {
-  if (!urls.length) return text;
-  const images = urls.map((url) => ({ type: "image_url", image_url: { url } }));
-  return [...images, { type: "text", text }];
+/** The body of a request; what is left empty is the server's and the model's choice. */
+function requestBody(turns, limit) {
+  const system = byId("system").value.trim();
+  const temperature = byId("temperature").valueAsNumber;
+  return {
+    model: byId("model").value || undefined,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messagesOf(turns)],
+    temperature: Number.isNaN(temperature) ? undefined : temperature,
+    max_tokens: limit ?? undefined,
+    n: byId("copies").valueAsNumber || 1,
+    stream: true,
+    stream_options: { include_usage: true },
+  };
 }
 
-function shown(text, urls) {
-  if (!urls.length) return [paragraph(text)];
-  const row = document.createElement("div");
-  row.className = "pictures";
-  row.append(...urls.map(thumbnail));
-  return text ? [row, paragraph(text)] : [row];
+/** The messages of turns, but for those that were refused: they would be refused again with the next. */
+function messagesOf(turns) {
+  return turns.flatMap((turn, index) => {
+    const response = turn.role === "user" ? turns[index + 1] : turn;
+    if (response?.problem && !response.parts.length) return [];
+    if (turn.role === "assistant") return [{ role: "assistant", content: turn.parts[0]?.text ?? "" }];
+    const images = turn.pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+    return [{ role: "user", content: images.length ? [...images, { type: "text", text: turn.text }] : turn.text }];
+  });
 }
 
 function summary(reply) {
@@ -155,31 +191,24 @@ function summary(reply) {
   ].filter(Boolean).join(" · ");
 }
 
-function addTurn(role, name) {
-  byId("empty").hidden = true;
-  const turn = document.createElement("div");
-  turn.className = `turn ${role}`;
-  const who = paragraph(name, "p");
-  who.className = "who";
-  turn.append(who);
-  byId("log").append(turn);
-  scroll();
-  return turn;
+/** The response for those who hear the page, once it is whole. */
+function announcement({ parts, problem, limit }, reply) {
+  const [first] = parts;
+  const why = first?.end === "length" ? ` ${whyLimited(limit)}` : "";
+  return `Response ${reply.ended || "complete"}: ${first?.text ?? problem ?? ""}${why}`;
 }
 
-function paragraph(text, kind = "div") {
-  const element = document.createElement(kind);
-  element.className = "text";
-  element.textContent = text;
-  return element;
-}
+const isAtEnd = () => log.scrollHeight - log.scrollTop - log.clientHeight < 60;
 
-function scroll() {
-  const log = byId("log");
-  log.scrollTop = log.scrollHeight;
+/** Make a change, and stay at the end of the conversation if it was in view. */
+function following(change) {
+  const isBelow = isAtEnd();
+  change();
+  if (isBelow) log.scrollTop = log.scrollHeight;
 }
 
 function setBusy(busy) {
   byId("send").disabled = busy;
   byId("stop").hidden = !busy;
+  log.classList.toggle("busy", busy);
 }

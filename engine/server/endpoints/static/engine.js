@@ -3,9 +3,9 @@
 import { events, refusal, request } from "./api.js";
 import { BlockMap } from "./blocks.js";
 import { drawColumns, drawLine, quantiles } from "./charts.js";
+import { byId } from "./dom.js";
 import { decimal, percent, seconds, shortName } from "./text.js";
 
-const byId = (id) => document.getElementById(id);
 const PARTS = { schedule: "schedule", model: "model and sampler", output: "output processing" };
 const RATE_SECONDS = 120;
 const WINDOW_SECONDS = 10;

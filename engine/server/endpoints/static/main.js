@@ -22,18 +22,20 @@ function useScheme(name) {
   };
 }
 
-async function listModels() {
+async function listModels(chat) {
   const response = await request("/v1/models");
   const select = document.getElementById("model");
-  for (const card of (await response.json()).data) {
+  const cards = (await response.json()).data;
+  for (const card of cards) {
     const option = new Option(card.parent ? `${card.id} (adapter)` : card.id, card.id);
     select.append(option);
   }
+  if (cards.some((card) => card.input_modalities.includes("image"))) chat.allowPictures();
   document.title = `${select.value} · llmopt`;
 }
 
 const saved = localStorage.getItem("llmopt-scheme");
 useScheme(saved in SCHEMES ? saved : "auto");
-startChat(mine);
+const chat = startChat(mine);
 startEngine(mine);
-listModels();
+listModels(chat);

@@ -3,11 +3,17 @@
 const MAX_SIDE = 2048;
 const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
 
-/** Collect pictures for the message box; `take()` returns their data URLs and empties the tray. */
+/** Collect pictures for the message box, once `allow()` has said that the model reads them; `empty()` returns
+ * their data URLs and empties the tray. */
 export function collectPictures(form, field, chooser, tray, tell) {
   const urls = [];
+  let areRead = false;
 
   async function add(files) {
+    if (!areRead) {
+      if (files.length) tell("This model reads text alone, no pictures.");
+      return;
+    }
     for (const file of files) {
       if (!file.type.startsWith("image/")) continue;
       try {
@@ -46,7 +52,7 @@ export function collectPictures(form, field, chooser, tray, tell) {
   // On the whole page, because a picture that misses the box would replace the page.
   document.addEventListener("dragover", (event) => {
     event.preventDefault();
-    form.classList.add("dropping");
+    if (areRead) form.classList.add("dropping");
   });
   for (const name of ["dragleave", "drop"]) {
     document.addEventListener(name, () => form.classList.remove("dropping"));
@@ -61,7 +67,10 @@ export function collectPictures(form, field, chooser, tray, tell) {
   };
 
   return {
-    take() {
+    allow() {
+      areRead = true;
+    },
+    empty() {
       const taken = urls.splice(0);
       show();
       return taken;
