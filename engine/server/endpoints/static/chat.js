@@ -17,7 +17,7 @@ export function startChat(mine) {
   const pictures = collectPictures(byId("form"), byId("message"), byId("chooser"), byId("tray"), (problem) => {
     byId("picture-problem").textContent = problem;
   });
-  const list = listChats((other) => open(other), () => chat);
+  const list = listChats(turnTo, () => chat);
   byId("samples").append(...SAMPLES.map((text) => button("", text, () => send(text))));
   listen();
   open(lastChat());
@@ -47,7 +47,7 @@ export function startChat(mine) {
       if (event.key === "Escape" && !event.defaultPrevented) running?.abort();
     });
     byId("stop").onclick = () => running?.abort();
-    byId("clear").onclick = () => open(newChat());
+    byId("clear").onclick = () => turnTo(newChat());
     addEventListener("pagehide", () => running && save(chat));
   }
 
@@ -66,6 +66,10 @@ export function startChat(mine) {
     }
     byId("empty").hidden = chat.turns.length > 0;
     log.scrollTop = log.scrollHeight;
+  }
+
+  function turnTo(other) {
+    open(other);
     byId("message").focus();
   }
 
