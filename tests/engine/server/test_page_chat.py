@@ -246,6 +246,7 @@ def test_markdown_is_shown_and_never_becomes_a_script(scripted: RunningServer) -
     asyncio.run(visit())
 
 
+@pytest.mark.whole
 def test_phone_and_dark_show_everything_readably(scripted: RunningServer) -> None:
     async def visit() -> None:
         async with opened_page() as page:
