@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
+from ..quant.base.option import option
 from .options.command import with_options
-from .options.shared import FolderOptions, Json
+from .options.shared import FolderOptions, JobOptions, Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,6 +19,41 @@ if TYPE_CHECKING:
     from ..bench.studies.recipe import Recipe
     from ..bench.studies.recipe_files import Stages
     from ..quant.base.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class RunJobOptions(JobOptions):
+    """Who does the jobs of a recipe, and what each of them is."""
+
+    PANEL: ClassVar = "Jobs"
+
+    job: str | None = option(None, "With --resume: do this job of --status alone.")
+    status: bool = option(False, "With --resume: list the jobs; do nothing.", flag="--status")
+    print_jobs: Literal["slurm"] | None = option(
+        None, "Make the run folder and print a script that submits its jobs; run nothing."
+    )
+
+    def check(self, resume: Path | None) -> None:
+        """Check them against each other.
+
+        Raises:
+            BadInput: several ask for different things, or one is of a run that began, or of a new one.
+        """
+        from ..quant.base.errors import BadInput
+
+        asked = {
+            "--on": self.on is not None,
+            "--job": self.job is not None,
+            "--status": self.status,
+            "--print-jobs": self.print_jobs is not None,
+        }
+        given = [flag for flag, is_given in asked.items() if is_given]
+        if len(given) > 1:
+            raise BadInput(f"{given[0]} and {given[1]} ask for different things: give one")
+        if resume is None and (self.job is not None or self.status):
+            raise BadInput(f"{given[0]} is of a run that began: give its folder with --resume")
+        if resume is not None and self.score_shares is not None:
+            raise BadInput("--score-shares is of a new run: omit it with --resume")
 
 
 @with_options
@@ -54,6 +90,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
     ] = False,
+    jobs: RunJobOptions,
     as_json: Json = False,
 ) -> None:
     """Run a recipe: bench, quantize, verify, bench again, compare, report."""
@@ -66,26 +103,58 @@ def run(
         raise BadInput("--output names the folder of a new run: omit it with --resume")
     if resume is not None and (model is not None or changes):
         raise BadInput("--model and --set are of a new run: omit them with --resume")
-    if not dry_run:
+    jobs.check(resume)
+    if not (dry_run or jobs.status):
         _check_writable(folder, resume)
     stages, steps = _wanted(recipe, resume, model, changes or ())
     if dry_run:
         _show_steps(steps, as_json)
         return
+    if jobs.status and stages is not None:
+        _show_status(stages, as_json)
+        return
     _check_models(steps)  # before torch is imported
 
+    from ..bench.studies.jobs import check_jobs, slurm_script
     from ..bench.studies.recipe_files import Stages
 
-    _run(stages or Stages.begin(folder.folder(steps.name), steps), as_json)
+    on_ray = jobs.is_on_ray
+    if on_ray or jobs.print_jobs or jobs.score_shares:
+        check_jobs(steps)
+    stages = stages or Stages.begin(folder.folder(steps.name), steps, jobs.score_shares or 1)
+    if jobs.print_jobs is not None:
+        typer.echo(slurm_script(stages))
+    elif jobs.job is not None:
+        _do_job(stages, jobs.job)
+    else:
+        _run(stages, as_json, on_ray=on_ray)
 
 
-def _run(stages: Stages, as_json: bool) -> None:
+def _do_job(stages: Stages, job: str) -> None:
+    from ..bench.studies.recipe_run import do_named_job
+    from .output.console import TerminalProgress
+
+    again = f"interrupted: go on with `llmopt run --resume {stages.folder} --job '{job}'`"
+    with TerminalProgress(lambda: again) as progress:
+        do_named_job(stages, job, progress)
+
+
+def _show_status(stages: Stages, as_json: bool) -> None:
+    from ..bench.studies.jobs import job_states
+    from .output.console import result_console
+
+    rows = job_states(stages)
+    out = result_console(as_json, {"folder": str(stages.folder), "jobs": rows})
+    out.print(_table(stages.recipe.name, list(rows[0]), [list(row.values()) for row in rows]))
+
+
+def _run(stages: Stages, as_json: bool, *, on_ray: bool) -> None:
     """Carry out what is left of a recipe, and end with its exit code."""
     from .output.console import TerminalProgress, result_console, say
 
     resumes = f"interrupted: resume with `llmopt run --resume {stages.folder}`"
     with TerminalProgress(lambda: resumes) as progress:
-        done = _carry_out(stages, progress)
+        done = _carry_out(stages, progress, on_ray=on_ray)
     out = result_console(as_json, {"folder": str(stages.folder), **done.record})
     out.print(done.table)
     for line in done.lines:
@@ -160,13 +229,13 @@ class _Done:
     lines: tuple[str, ...]
 
 
-def _carry_out(stages: Stages, progress: Progress) -> _Done:
+def _carry_out(stages: Stages, progress: Progress, *, on_ray: bool) -> _Done:
     if stages.recipe.capacity is not None:
         return _capacity(stages, progress)
     from ..bench.studies.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
     from ..bench.studies.recipe_run import run_recipe
 
-    run = run_recipe(stages, progress)
+    run = run_recipe(stages, progress, on_ray=on_ray)
     # The report has all columns; 80 columns fit only these.
     shown = [number for number, heading in enumerate(HEADER) if heading not in ("TTFT", "overall")]
     rows = [[row[number] for number in shown] for row in verdict_rows(run)]

@@ -26,8 +26,9 @@ from ..load.presets import preset
 from ..quality.summary import DOMAINS, score_of
 from ..record.result import plain
 from ..studies.grid_plan import server_words
+from ..studies.jobs import jobs_of
 from ..studies.recipe import Recipe
-from ..studies.recipe_files import JOURNAL_NAME, Stages, VariantRun
+from ..studies.recipe_files import Stages, VariantRun
 from ..studies.recipe_run import run_recipe
 from .best_page import best_page
 from .decision import choose, decide
@@ -117,12 +118,16 @@ def find_best(
     progress: Progress | Callable[[ProgressUpdate], None] | None = None,
     *,
     dry_run: bool = False,
+    on_ray: bool = False,
+    score_shares: int = 1,
 ) -> dict[str, Any]:
     """The decision, also in `decision.json` of the folder; the same call resumes an interrupted one.
 
     Args:
         progress: a sink, or a function that is called with each update.
         dry_run: only search; the finalists that would be made are marked, and no decision is written.
+        on_ray: whether Ray makes, scores and measures the finalists.
+        score_shares: how many jobs share the scoring of a finalist, where they are begun.
 
     Raises:
         BadInput: there is no such model or GPU, the loader takes nothing of it, the size is impossible, or
@@ -157,8 +162,9 @@ def find_best(
         pairs = zip(decision["usual"], searched["usual"], strict=True)
         usual = [shown for shown, one in pairs if one["id"] not in chosen]
         return {**head, **decision, "front": front, "usual": usual}
-    stages = begin(target, question, searched, folder / FINALISTS, progress)
-    decision = {**head, **decide(question, searched, results(target, stages, searched, progress))}
+    stages = begin(target, question, searched, folder / FINALISTS, progress, score_shares)
+    found = results(target, stages, searched, progress, on_ray=on_ray)
+    decision = {**head, **decide(question, searched, found)}
     write_atomically(folder / DECISION_NAME, json.dumps(decision, indent=1) + "\n")
     best_page(decision).write(folder / PAGE_NAME)
     return decision
@@ -170,9 +176,10 @@ def begin(
     searched: Mapping[str, Any],
     folder: Path,
     progress: Progress,
+    score_shares: int = 1,
 ) -> Stages | None:
     """The recipe of the finalists, begun or resumed; None: no point may keep the promises."""
-    if (folder / JOURNAL_NAME).is_file():
+    if Stages.is_at(folder):
         return Stages.resume(folder)
     chosen = choose(question, searched, target.asked.finalists)
     points = _points(searched)
@@ -183,16 +190,22 @@ def begin(
         return None
     shutil.rmtree(folder, ignore_errors=True)
     recipe = recipe_of(target, [points[name] for name in chosen], searched["kv_dtype"])
-    return Stages.begin(folder, recipe)
+    return Stages.begin(folder, recipe, score_shares)
 
 
 def results(
-    target: Target, stages: Stages | None, searched: Mapping[str, Any], progress: Progress
+    target: Target,
+    stages: Stages | None,
+    searched: Mapping[str, Any],
+    progress: Progress,
+    *,
+    on_ray: bool = False,
 ) -> list[dict[str, Any]]:
     """The results of the finalists, which are made and measured where they were not."""
     if stages is None:
         return []
-    run, points = run_recipe(stages, Steps(progress, stages)), _points(searched)
+    run = run_recipe(stages, Steps(progress, stages), on_ray=on_ray)
+    points = _points(searched)
     return [
         result_of(target, one, points[one.variant.name], stages.folder, searched["kv_dtype"])
         for one in run.variants
@@ -208,9 +221,7 @@ class Steps:
         self.advance, self.status, self.finish = inner.advance, inner.status, inner.finish
 
     def start(self, description: str, total: int, unit: str) -> None:
-        steps = (
-            2 * len(self._stages.recipe.variants) + 1
-        )  # each is made and measured, and the original
+        steps = len(jobs_of(self._stages))
         step = min(self._stages.num_done + 1, steps)
         self._inner.start(f"step {step} of {steps}, {description}", total, unit)
 

@@ -46,6 +46,7 @@ EXTRAS = {
     "hub": "data sets of the Hugging Face hub",
     "mlflow": "bench reports to MLflow",
     "otel": "serve-local exports traces",
+    "ray": "run --on ray, best --on ray",
     "silicon": "kv-plan --operators silicon",
     "wandb": "bench reports to Weights & Biases",
 }

@@ -70,6 +70,16 @@ TYPES = {
 SCORES = ("nll", "rank", "reference_nll", "reference_rank", "kl", "top1", "reference_top")
 
 
+def typed(scores: PositionScores) -> dict[str, np.ndarray]:
+    """The columns that are given, in the types of the file."""
+    given = {name: getattr(scores, name) for name in COLUMNS}
+    return {
+        name: np.asarray(column, dtype=TYPES[name])
+        for name, column in given.items()
+        if column is not None
+    }
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Raises `BadInput` where a Parquet file that is read within is damaged."""
@@ -157,13 +167,7 @@ class SeriesWriter:
 
     def add(self, scores: PositionScores) -> None:
         """Append positions. The columns that are None must be the same in every call."""
-        given = {name: getattr(scores, name) for name in COLUMNS}
-        part = {
-            name: np.asarray(column, dtype=TYPES[name])
-            for name, column in given.items()
-            if column is not None
-        }
-        self._kept.append(part)
+        self._kept.append(typed(scores))
         self._num_kept += len(scores)
         if self._num_kept >= ROW_GROUP:
             self._flush()

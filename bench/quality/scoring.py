@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,10 +23,11 @@ import torch
 
 from ...engine.execution.prompt_pass import PromptPass, Span, plan_steps
 from ...engine.sampling.sampler import SLICE_BYTES, rows_per_slice
+from ...quant.base.atomic_io import atomic_file
 from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress, Silent
 from .passage import Passage, PassageWindow
-from .positions import SCORES, PositionScores, QualitySeries, SeriesWriter
+from .positions import SCORES, PositionScores, QualitySeries, SeriesWriter, readable, typed
 
 # Logits of both models, a buffer as large, and what the LM head needs to make them.
 SCORING_BYTES = 4 * SLICE_BYTES
@@ -73,6 +75,83 @@ class ScoringSpeed:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class SharedScores:
+    """The scores of a passage in a folder, a file for each group of windows, which any process may score.
+
+    No step crosses the end of a group, and a file keeps the steps apart: the series that is joined from the
+    files has the bytes of one process's.
+    """
+
+    folder: Path
+
+    def holds(self, passage: Passage) -> bool:
+        """Whether every group of the passage was scored."""
+        return all(self._file(passage, first).is_file() for first, _ in _groups(passage.windows))
+
+    def series(self, passage: Passage) -> QualitySeries:
+        """The joined scores of a passage, all of which are there.
+
+        Raises:
+            BadInput: a file is damaged.
+        """
+        import pyarrow.parquet as pq
+
+        with SeriesWriter() as writer:
+            for first, _ in _groups(passage.windows):
+                path = self._file(passage, first)
+                with readable(path), pq.ParquetFile(path) as file:
+                    for step in range(file.num_row_groups):
+                        table = file.read_row_group(step)
+                        columns = {name: table[name].to_numpy() for name in table.column_names}
+                        writer.add(PositionScores(**columns))
+            return writer.finish()
+
+    def score(
+        self,
+        passage: Passage,
+        share: tuple[int, int],
+        model: PromptScorer,
+        reference: PromptScorer | None,
+        progress: Progress,
+    ) -> None:
+        """Score the groups of one share, `(number, count)` with numbers from 1, that are not there.
+
+        Raises:
+            BadInput: as `score_passage`.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        number, count = share
+        groups = list(_groups(passage.windows))[number - 1 :: count]
+        left = [group for group in groups if not self._file(passage, group[0]).is_file()]
+        with ExitStack() as stack:
+            passes = _passes(passage, model, reference, stack)
+            for first, windows in left:
+                with atomic_file(self._file(passage, first)) as file, ExitStack() as written:
+                    to = None
+                    for scores in _score_windows(first, windows, passes):
+                        step = pa.table(typed(scores))
+                        to = to or written.enter_context(pq.ParquetWriter(file, step.schema))
+                        to.write_table(step)
+                        progress.advance(len(scores))
+
+    def _file(self, passage: Passage, first: int) -> Path:
+        return self.folder / f"{passage.sha256[:16]}-{first}.parquet"
+
+
+def _passes(
+    passage: Passage, model: PromptScorer, reference: PromptScorer | None, stack: ExitStack
+) -> list[PromptPass]:
+    """The prompt passes of the model and of its reference, which the windows fit."""
+    scorers = [model] if reference is None else [model, reference]
+    passes = [stack.enter_context(scorer.prompt_pass()) for scorer in scorers]
+    for each in passes:
+        each.check_fits(passage.longest - 1)
+    return passes
+
+
 def score_passage(
     passage: Passage,
     model: PromptScorer,
@@ -87,13 +166,10 @@ def score_passage(
         BadInput: a window does not fit a model, the vocabularies differ, or logits are not numbers.
     """
     progress = progress or Silent()
-    scorers = [model] if reference is None else [model, reference]
     progress.start(f"quality of the {what}", passage.num_scored, "tokens")
     try:
         with ExitStack() as stack, SeriesWriter() as writer:
-            passes = [stack.enter_context(scorer.prompt_pass()) for scorer in scorers]
-            for each in passes:
-                each.check_fits(passage.longest - 1)
+            passes = _passes(passage, model, reference, stack)
             speed = _score_groups(passage, passes, writer, progress)
             return writer.finish(), speed
     finally:

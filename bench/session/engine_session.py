@@ -37,12 +37,16 @@ from .tasks import check_template, prepare_tasks
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
+    from ..quality.scoring import SharedScores
 
 
 class EngineSession(BenchSession):
     """A model loaded in this process and measured pass by pass.
 
     Consecutive sessions may share the `engine` of the first.
+
+    Args:
+        shared: scores that other processes made.
 
     Raises:
         BadInput: the model, the data set or an option is invalid.
@@ -55,7 +59,9 @@ class EngineSession(BenchSession):
         *,
         paired_runs: str | None = None,
         engine: Engine | None = None,
+        shared: SharedScores | None = None,
     ) -> None:
+        self._shared = shared
         self._model = resolve_model(options.model)
         self._model_facts = facts_of(self._model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
@@ -116,7 +122,9 @@ class EngineSession(BenchSession):
         options, engine = self._options, self.engine
         if self._passage is not None:
             self._progress.begin(QUALITY, "quality")
-            self._quality = score_quality(options, engine, self._passage, self._progress)
+            self._quality = score_quality(
+                options, engine, self._passage, self._progress, self._shared
+            )
         if options.report:
             self._progress.begin(REPORT, "where the time of a step goes")
             limit = options.concurrency

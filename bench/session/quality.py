@@ -34,6 +34,7 @@ from .tasks import encode_pair
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
+    from ..quality.scoring import SharedScores
 
 # Sequences per decode step of the reference, which makes none.
 SCORING_SEQUENCES = 1
@@ -71,34 +72,68 @@ def quality_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -
 
 
 def score_quality(
-    options: BenchOptions, engine: Engine, passage: Passage, progress: Progress
+    options: BenchOptions,
+    engine: Engine,
+    passage: Passage,
+    progress: Progress,
+    shared: SharedScores | None = None,
 ) -> ScoredQuality:
-    """Score the engine, beside the reference if there is one.
+    """Score the engine, beside the reference if there is one; nothing where all `shared` scores are there.
 
     Raises:
-        BadInput: the reference does not fit.
+        BadInput: the reference does not fit, or a file of scores is damaged.
     """
     from ..quality.scoring import score_passage
 
-    what = options.name or "model"
     full = full_passage(options, engine.tokenizer, engine.max_model_len)
     passages = [passage] if full is None else [passage, full.passage]
-    reference = None if options.reference is None else load_reference(options, passages)
-    scored = WithAdapter(engine, next(iter(options.loras), None))
-    series, speed = score_passage(passage, scored, reference, progress=progress, what=what)
+    if shared is not None and all(map(shared.holds, passages)):
+        (series, *others), speed = map(shared.series, passages), None
+    else:
+        model, reference = _scorers(options, engine, passages)
+        named: dict[str, Any] = {"progress": progress, "what": options.name or "model"}
+        pairs = [score_passage(each, model, reference, **named) for each in passages]
+        (series, *others), speed = (pair[0] for pair in pairs), pairs[0][1].as_dict()
     quality = summarize(
         passage,
         series,
         reference=options.reference,
-        speed=speed.as_dict(),
+        speed=speed,
         seed=options.seed,
         tokenizer=engine.tokenizer,
     )
     record = asdict(quality)
     if full is not None:
-        scores, _ = score_passage(full.passage, scored, reference, progress=progress, what=what)
-        record |= full.summary(scores, options.seed)
+        record |= full.summary(others[0], options.seed)
     return ScoredQuality(record, series)
+
+
+def score_share(
+    options: BenchOptions,
+    engine: Engine,
+    shared: SharedScores,
+    share: tuple[int, int],
+    progress: Progress,
+) -> None:
+    """Score one share, `(number, count)`, of what `score_quality` scores of the same options.
+
+    Raises:
+        BadInput: the text, the protocol or the reference does not fit.
+    """
+    passage = quality_passage(options, engine.tokenizer, engine.max_model_len)
+    full = full_passage(options, engine.tokenizer, engine.max_model_len)
+    passages = [passage] if full is None else [passage, full.passage]
+    model, reference = _scorers(options, engine, passages)
+    for each in passages:
+        shared.score(each, share, model, reference, progress)
+
+
+def _scorers(
+    options: BenchOptions, engine: Engine, passages: Sequence[Passage]
+) -> tuple[WithAdapter, Engine | None]:
+    """The engine with its first adapter, and the engine of the reference."""
+    reference = None if options.reference is None else load_reference(options, passages)
+    return WithAdapter(engine, next(iter(options.loras), None)), reference
 
 
 def full_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> FullPassage | None:

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...quant.base.atomic_io import interrupts_held
 from ...quant.base.errors import BadInput
@@ -42,6 +43,9 @@ from ..report.run_report import write_report
 from .engine_session import EngineSession
 from .http_session import HttpSession
 from .session import BenchSession, RunProgress
+
+if TYPE_CHECKING:
+    from ..quality.scoring import SharedScores
 
 VARIABLE = "LLMOPT_PASS_TURNS"
 
@@ -158,18 +162,24 @@ ENVIRONMENT_NAME = "environment.json"
 def run_bench(
     options: BenchOptions,
     progress: Progress | Callable[[ProgressUpdate], None] | None = None,
+    *,
+    shared: SharedScores | None = None,
 ) -> BenchRun:
     """Measure one model, or the server at `base_url`, under one load. Nothing is written.
 
     An interrupt during the load ends it: the record holds the finished requests and is marked `interrupted`.
     Passes wait for their turn where another process alternates with this one (`PassTurns`).
 
+    Args:
+        progress: a sink, or a function that is called with each update.
+        shared: scores of the model of this process that other processes made.
+
     Raises:
         BadInput: the model, the data set or an option is invalid, the server names no model, or there is no
             tokenizer for it.
     """
     turns = PassTurns.from_environment()
-    with open_session(options, as_progress(progress)) as session:
+    with open_session(options, as_progress(progress), shared=shared) as session:
         session.say_model()
         session.say_notes()
         for _ in range(options.num_runs):
@@ -208,11 +218,16 @@ def run_interleaved(
 
 
 def open_session(
-    options: BenchOptions, progress: Progress | None = None, paired_runs: str | None = None
+    options: BenchOptions,
+    progress: Progress | None = None,
+    paired_runs: str | None = None,
+    *,
+    shared: SharedScores | None = None,
 ) -> BenchSession:
     """The session for the model, or for the server at `base_url`."""
-    kind = EngineSession if options.base_url is None else HttpSession
-    return kind(options, progress, paired_runs=paired_runs)
+    if options.base_url is None:
+        return EngineSession(options, progress, paired_runs=paired_runs, shared=shared)
+    return HttpSession(options, progress, paired_runs=paired_runs)
 
 
 @dataclass(frozen=True, slots=True)

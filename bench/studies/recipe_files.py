@@ -6,9 +6,11 @@ run can be resumed; from it come the results of recipes.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +21,7 @@ from pydantic import ValidationError
 from ...quant.base.atomic_io import expanded, write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.option import offer
+from ...quant.base.progress import Progress
 from ...quant.model.checkpoint import read_json
 from ...recipes import ROOT
 from ..gate.compare import Comparison
@@ -189,23 +192,41 @@ def line_of(root: Node | None, path: Sequence[int | str]) -> int:
 
 
 JOURNAL_NAME = "journal.json"
+IN_TURNS = "in turns"
+"""The stage that measures all models at once is of none of them."""
+# No variant is named so.
+_LOCKS, _SCORES = ".locks", ".scores"
 
 
 class Stages:
-    """The journal of a recipe's folder: the recipe, and the names of finished stages."""
+    """The journal of a recipe's folder: the recipe, and the names of finished stages.
 
-    def __init__(self, folder: Path, recipe: Recipe, done: tuple[str, ...] = ()) -> None:
+    Several processes may do stages of one folder, on machines that share it.
+
+    Attributes:
+        score_shares: how many jobs share the scoring of a model.
+    """
+
+    def __init__(
+        self, folder: Path, recipe: Recipe, done: tuple[str, ...] = (), score_shares: int = 1
+    ) -> None:
         self.folder = folder
         self.recipe = recipe
+        self.score_shares = score_shares
         self._done = list(done)
 
     @classmethod
-    def begin(cls, folder: Path, recipe: Recipe) -> Stages:
+    def begin(cls, folder: Path, recipe: Recipe, score_shares: int = 1) -> Stages:
         """A new folder with nothing finished."""
         folder.mkdir(parents=True)
-        stages = cls(folder, recipe)
+        stages = cls(folder, recipe, score_shares=score_shares)
         stages._write()
         return stages
+
+    @staticmethod
+    def is_at(folder: Path) -> bool:
+        """Whether the folder has a journal."""
+        return (folder / JOURNAL_NAME).is_file()
 
     @classmethod
     def resume(cls, folder: Path) -> Stages:
@@ -215,11 +236,12 @@ class Stages:
             BadInput: there is none, or it is damaged.
         """
         path = folder / JOURNAL_NAME
-        if not path.is_file():
+        if not cls.is_at(folder):
             raise BadInput(f"{folder} holds no {JOURNAL_NAME}: give the folder of a `llmopt run`")
         journal = read_json(path)
         try:
-            return cls(folder, Recipe.model_validate(journal["recipe"]), tuple(journal["done"]))
+            recipe, done = Recipe.model_validate(journal["recipe"]), tuple(journal["done"])
+            return cls(folder, recipe, done, journal.get("score_shares", 1))
         except (KeyError, TypeError, ValidationError) as error:
             raise BadInput(f"{path} is damaged: run the recipe anew") from error
 
@@ -233,8 +255,61 @@ class Stages:
 
     def finish(self, name: str) -> None:
         """Record that a stage's outputs are complete."""
-        self._done.append(name)
-        self._write()
+        with self._locked(JOURNAL_NAME):
+            self.refresh()
+            if name not in self._done:
+                self._done.append(name)
+            self._write()
+
+    def refresh(self) -> None:
+        """Take over the stages that other processes have finished."""
+        done = read_json(self.folder / JOURNAL_NAME)["done"]
+        self._done += [name for name in done if name not in self._done]
+
+    @contextmanager
+    def hold(self, name: str, progress: Progress) -> Iterator[None]:
+        """Keep other processes from a stage, behind the one that does it now."""
+        if self.is_held(name):
+            progress.note(f"{name}: another process does it: waiting for its end")
+        with self._locked(name):
+            self.refresh()
+            yield
+
+    def is_held(self, name: str) -> bool:
+        """Whether a process does the stage."""
+        with suppress(OSError), self._lock_file(name).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def remove_locks(self) -> None:
+        """Leave nothing of the locks: all is done."""
+        shutil.rmtree(self.folder / _LOCKS, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        path = self._lock_file(name)
+        path.parent.mkdir(exist_ok=True)
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                reason = f"its storage has no file locks: {error.strerror}"
+                raise BadInput(f"{self.folder}: {reason}: name another --output") from error
+            yield
+
+    def _lock_file(self, name: str) -> Path:
+        return self.folder / _LOCKS / name.replace("/", " of ")
+
+    def checkpoint(self, variant: str) -> Path:
+        """The folder of the checkpoint that a variant is made into."""
+        return self.folder / "checkpoints" / variant
+
+    def scores(self, variant: str) -> Path:
+        """The folder of scores until the model's bench joins them."""
+        return self.folder / _SCORES / variant
 
     def clear(self, name: str) -> Path:
         """The output folder of an unfinished stage, with partial outputs removed."""
@@ -245,7 +320,9 @@ class Stages:
     def _write(self) -> None:
         # Unset options are not written: some defaults depend on which options are set.
         recipe = self.recipe.dump(exclude_unset=True)
-        journal = {"schema": 1, "recipe": recipe, "done": self._done}
+        journal: dict[str, Any] = {"schema": 1, "recipe": recipe, "done": self._done}
+        if self.score_shares > 1:
+            journal["score_shares"] = self.score_shares
         write_atomically(self.folder / JOURNAL_NAME, json.dumps(journal, indent=2) + "\n")
 
 

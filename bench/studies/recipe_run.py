@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ from ...engine.planner.plan_json import WrittenPlan, plan_as_dict, read_plan
 from ...engine.planner.plan_request import PlanRequest, plan_for
 from ...quant.base.atomic_io import expanded, write_atomically
 from ...quant.base.errors import BadInput
+from ...quant.base.option import offer
 from ...quant.base.progress import Progress, Silent
 from ...quant.convert.verify import VerifyReport, verify
 from ...quant.model.checkpoint import gguf_file_of, read_json
@@ -28,12 +30,16 @@ from ..gate.outputs import write_outputs
 from ..load.started_server import served
 from ..options.options import BenchOptions
 from ..options.values import parse_loads
+from ..quality.scoring import SharedScores
 from ..record.result import BenchRun, plain, to_json
 from ..record.tracking import log_run, of_result, of_sweep
 from ..report.parts import write_page
 from ..report.run_report import SWEEP_NAME, write_sweep
+from ..session.engine_session import load_engine
+from ..session.quality import score_share
 from ..session.run_sessions import run_bench, run_interleaved, write_run
 from ..session.sweep import SweepTarget, sweep_loads
+from .jobs import Job, jobs_of, run_on_ray
 from .recipe import BASE_NAME, Recipe, Variant, bench_of
 from .recipe_files import CapacityRun, RecipeRun, Stages, VariantRun
 from .recipe_page import recipe_page
@@ -41,10 +47,15 @@ from .recipe_page import recipe_page
 SINGLE, SWEEP, PLAN_NAME, JUNIT_NAME = "single", "sweep", "plan.json", "verdict.xml"
 
 
-def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
+def run_recipe(
+    stages: Stages, progress: Progress | None = None, *, on_ray: bool = False
+) -> RecipeRun:
     """Run a recipe with variants in its folder, skipping finished stages.
 
     Outputs are written atomically, so an interrupt keeps the finished stages.
+
+    Args:
+        on_ray: whether Ray does the jobs, before this process does what is left.
 
     Raises:
         BadInput: a step of the recipe is impossible.
@@ -53,31 +64,97 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
     _ = recipe.bench.trackers  # which may not be there, before anything is measured
-    if recipe.num_threads is not None:
-        torch.set_num_threads(recipe.num_threads)
-    runs, proofs = [bench_of(recipe, None)], []
+    if on_ray:
+        run_on_ray(stages, job_on_node, progress)
+    _set_threads(recipe)
+    proofs = []
     for variant in recipe.variants:
-        model = None
-        if variant.made is not None:
-            model = str(served_path(make_checkpoint(stages, variant, progress)))
-        runs.append(bench_of(recipe, variant, model))
-        proofs.append(verified_files(runs[-1], progress))
+        make_checkpoint(stages, variant, progress)
+        proofs.append(verified_files(bench_options(stages, variant), progress))
+    runs = [bench_options(stages, variant) for variant in (None, *recipe.variants)]
     for one in runs:
         if one.base_url is None and one.serve is None:
             resolve_model(one.model)
     progress.note(f"bench {', '.join(str(one.name) for one in runs)}")
-    base, *others = measure(stages, runs, progress)
+    for job in jobs_of(stages):
+        do_job(stages, job, progress)
+    base, *others = [RunData.read(folder / str(one.name)) for one in runs]
     variants = tuple(
         VariantRun(variant, manifest, verified, data, judge(recipe, base, data))
         for variant, (manifest, verified), data in zip(recipe.variants, proofs, others, strict=True)
     )
     run = RecipeRun(recipe, folder, base, variants)
-    write_atomically(folder / "result.json", to_json(run.record()))
-    for variant in variants:
-        verdict_file = folder / variant.variant.name / JUNIT_NAME
-        write_outputs(variant.data, variant.comparison, verdict_file, None)
-    write_page(recipe_page(run), folder)
+    with stages.hold("report", progress):
+        write_atomically(folder / "result.json", to_json(run.record()))
+        for variant in variants:
+            verdict_file = folder / variant.variant.name / JUNIT_NAME
+            write_outputs(variant.data, variant.comparison, verdict_file, None)
+        write_page(recipe_page(run), folder)
+    stages.remove_locks()
     return run
+
+
+def bench_options(stages: Stages, variant: Variant | None) -> BenchOptions:
+    """The benchmark of the original or a variant; where that is made, of its checkpoint."""
+    made = variant is not None and variant.made is not None
+    model = str(served_path(stages.checkpoint(variant.name))) if variant and made else None
+    return bench_of(stages.recipe, variant, model)
+
+
+def do_job(stages: Stages, job: Job, progress: Progress) -> None:
+    """Do a job whose checkpoint is made, unless it is done.
+
+    Raises:
+        BadInput: the job is impossible.
+        KeyboardInterrupt: interrupted.
+    """
+    variants = {variant.name: variant for variant in stages.recipe.variants}
+    if job.kind == "quantize":
+        make_checkpoint(stages, variants[job.of], progress)
+        return
+    with stages.hold(job.name, progress):
+        if job.is_whole(stages):
+            return
+        original = bench_options(stages, None)
+        if job.kind == "score":
+            one = with_reference(bench_options(stages, variants.get(job.of)), original)
+            score(stages, one, job, progress)
+        elif stages.recipe.interleave:
+            measure_in_turns(
+                stages,
+                [original, *(bench_options(stages, variants[name]) for name in variants)],
+                progress,
+            )
+        else:
+            measure(stages, bench_options(stages, variants.get(job.of)), original, progress)
+        stages.finish(job.name)
+
+
+def do_named_job(stages: Stages, name: str, progress: Progress) -> None:
+    """Do the job of that name, unless it is done.
+
+    Raises:
+        BadInput: there is none, it needs another that is left, or it is impossible.
+    """
+    jobs = jobs_of(stages)
+    named = {job.name: job for job in jobs}
+    if name not in named:
+        raise BadInput(f"--job {name}: {offer(name, list(named))}")
+    for before in named[name].after(jobs):
+        if not before.is_whole(stages):
+            raise BadInput(f"--job {name} needs another: do --job '{before.name}' first")
+    _set_threads(stages.recipe)
+    do_job(stages, named[name], progress)
+
+
+def job_on_node(folder: Path, name: str) -> None:
+    """Do a job of a recipe's folder in a process of its own."""
+    do_named_job(Stages.resume(folder), name, Silent())
+
+
+def _set_threads(recipe: Recipe) -> None:
+    if recipe.num_threads is not None:
+        torch.set_num_threads(recipe.num_threads)
 
 
 def verified_files(
@@ -100,24 +177,34 @@ def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
     return compare(base, new, threshold=recipe.compare.share, limits=limits, gate=quality)
 
 
-def measure(stages: Stages, runs: Sequence[BenchOptions], progress: Progress) -> list[RunData]:
-    """Carry out every benchmark, the first being of the original, into a folder of its name, skipping
-    finished stages. Servers are started and stopped. Interleaved benchmarks are one stage."""
-    if stages.recipe.interleave:
-        if not stages.is_done("bench in turns"):
-            with ExitStack() as stack:
-                ready = [stack.enter_context(served(one, progress)) for one in runs]
-                paired = [with_reference(one, ready[0]) for one in ready]
-                keep(run_interleaved(paired, progress), stages, progress)
-            stages.finish("bench in turns")
-    else:
-        for one in runs:
-            if not stages.is_done(f"bench {one.name}"):
-                with served(one, progress) as ready:
-                    run = run_bench(with_reference(ready, runs[0]), progress)
-                    keep([run], stages, progress)
-                stages.finish(f"bench {one.name}")
-    return [RunData.read(stages.folder / str(one.name)) for one in runs]
+def measure(stages: Stages, one: BenchOptions, original: BenchOptions, progress: Progress) -> None:
+    """Carry out a benchmark into a folder of its name, on a server that is started and stopped, if it asks
+    for one. Scores that jobs have shared out are joined."""
+    scores = stages.scores(str(one.name))
+    with served(one, progress) as ready:
+        options = with_reference(ready, original)
+        if scores.is_dir():
+            run = run_bench(options, progress, shared=SharedScores(scores))
+        else:
+            run = run_bench(options, progress)
+        keep([run], stages, progress)
+    shutil.rmtree(scores, ignore_errors=True)
+
+
+def measure_in_turns(stages: Stages, runs: Sequence[BenchOptions], progress: Progress) -> None:
+    """Carry out every benchmark, the first being of the original, with their passes interleaved."""
+    with ExitStack() as stack:
+        ready = [stack.enter_context(served(one, progress)) for one in runs]
+        paired = [with_reference(one, ready[0]) for one in ready]
+        keep(run_interleaved(paired, progress), stages, progress)
+
+
+def score(stages: Stages, one: BenchOptions, job: Job, progress: Progress) -> None:
+    """Score one share of the windows of a model of this process."""
+    assert job.share is not None
+    progress.note(job.name)
+    engine = load_engine(one, resolve_model(one.model))
+    score_share(one, engine, SharedScores(stages.scores(job.of)), job.share, progress)
 
 
 def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:
@@ -148,21 +235,22 @@ def keep(runs: Sequence[BenchRun], stages: Stages, progress: Progress) -> None:
         raise KeyboardInterrupt
 
 
-def make_checkpoint(stages: Stages, variant: Variant, progress: Progress) -> Path:
-    """Quantize the model of a variant into the recipe's folder, unless that is done."""
-    name = variant.model or stages.recipe.model_name
-    output = stages.folder / "checkpoints" / variant.name
-    # Checkpoints are written atomically: one that exists is complete, in the journal or not.
-    if variant.made is None or (output / MANIFEST_NAME).is_file():
-        return output
-    progress.note(f"quantize: {variant.name}")
-    output.parent.mkdir(exist_ok=True)
-    try:
-        quantize(variant.made.request(resolve_model(name), output, name), progress)
-    except BadInput as error:
-        raise BadInput(f"variant {variant.name}: {error}") from error
-    stages.finish(f"quantize {variant.name}")
-    return output
+def make_checkpoint(stages: Stages, variant: Variant, progress: Progress) -> None:
+    """Quantize the model of a variant into the recipe's folder, unless that is done or nothing to do."""
+    if variant.made is None:
+        return
+    job = Job("quantize", variant.name)
+    name, output = variant.model or stages.recipe.model_name, stages.checkpoint(variant.name)
+    with stages.hold(job.name, progress):
+        if not job.is_whole(stages):
+            progress.note(f"quantize: {variant.name}")
+            output.parent.mkdir(exist_ok=True)
+            try:
+                quantize(variant.made.request(resolve_model(name), output, name), progress)
+            except BadInput as error:
+                raise BadInput(f"variant {variant.name}: {error}") from error
+        if not stages.is_done(job.name):
+            stages.finish(job.name)
 
 
 def served_path(folder: Path) -> Path:
@@ -215,6 +303,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
         }
     )
     write_atomically(folder / "result.json", to_json(record))
+    stages.remove_locks()
     return CapacityRun(folder, sweep, record)
 
 

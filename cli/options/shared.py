@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
 from ...engine.config.plan_request import PlanRequest
-from ...quant.base.option import option, option_like
+from ...quant.base.option import check_limits, option, option_like, within
 
 if TYPE_CHECKING:
     from ...bench.gate.outputs import VerdictWanted
@@ -30,6 +30,39 @@ TrustRemoteCode = Annotated[
 def json_option() -> Any:
     """The field of `Json` in a group."""
     return option(False, "Print the result alone, as JSON, on stdout.", flag="--json", common=True)
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions:
+    """Who does the jobs of a recipe."""
+
+    PANEL: ClassVar = "Jobs"
+
+    on: Literal["ray"] | None = option(
+        None, "Do the jobs as tasks of a Ray cluster; the run folder is on storage that it shares."
+    )
+    score_shares: int | None = option(
+        None,
+        "Share the scoring of each model of a process out to so many jobs. Default: its bench scores it.",
+        limit=within(ge=1),
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self, by_flag=True)
+
+    @property
+    def is_on_ray(self) -> bool:
+        """Whether Ray does the jobs.
+
+        Raises:
+            BadInput: it is not installed.
+        """
+        if self.on is None:
+            return False
+        from ...bench.studies.jobs import require_ray
+
+        require_ray()
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,314 @@
+"""Jobs of a recipe: its stages as one list, for this process, for tasks of Ray, or for a Slurm array.
+
+A job is what one process does alone: it quantizes a variant, scores a share of the windows of a model, or
+measures one. Jobs of one model follow each other, all others are independent. Whoever does a job notes it in
+the journal of the recipe's folder, which all see.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from ...quant.base.errors import BadInput
+from ...quant.base.progress import Progress
+from ..record.result import RESULT_NAME, RunData
+from .recipe import BASE_NAME, Recipe, bench_of
+from .recipe_files import IN_TURNS, Stages
+
+Kind = Literal["quantize", "score", "bench"]
+KINDS: tuple[Kind, ...] = ("quantize", "score", "bench")
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One stage of a recipe.
+
+    Attributes:
+        of: the variant, or the original.
+        share: of the windows, `(number, count)` with numbers from 1, where their scoring is shared out.
+        device: as in the options of the stage.
+        gpus: GPUs that it computes on, where it does.
+        is_here: whether it is left to the process that ends the recipe: what is measured in turns is measured
+            by one process, and two that measure one running server disturb each other.
+    """
+
+    kind: Kind
+    of: str
+    share: tuple[int, int] | None = None
+    device: str = CPU
+    gpus: int = 1
+    is_here: bool = False
+
+    @property
+    def name(self) -> str:
+        """The job in the journal."""
+        share = "" if self.share is None else f" {self.share[0]}/{self.share[1]}"
+        return f"{self.kind} {self.of}{share}"
+
+    def after(self, jobs: Sequence[Job]) -> list[Job]:
+        """Those of `jobs` that must have ended before this one begins."""
+        earlier = KINDS[: KINDS.index(self.kind)]
+        return [job for job in jobs if job.of == self.of and job.kind in earlier]
+
+    def is_whole(self, stages: Stages) -> bool:
+        """Whether the job has ended and what it made is there."""
+        if self.kind == "quantize":  # written atomically: one that exists is complete
+            from ...quant.plan.manifest import MANIFEST_NAME  # torch
+
+            return (stages.checkpoint(self.of) / MANIFEST_NAME).is_file()
+        if not stages.is_done(self.name):
+            return False
+        has_run = self.kind == "bench" and self.of != IN_TURNS
+        return not has_run or (stages.folder / self.of / RESULT_NAME).is_file()
+
+
+def check_jobs(recipe: Recipe) -> None:
+    """Check that a recipe has jobs.
+
+    Raises:
+        BadInput: it finds a capacity, which is that of one machine.
+    """
+    if recipe.capacity is not None:
+        raise BadInput(f"recipe {recipe.name} finds the capacity of one machine: it has no jobs")
+
+
+def jobs_of(stages: Stages) -> list[Job]:
+    """The jobs of a recipe, in an order in which one process can do them.
+
+    Raises:
+        BadInput: it finds a capacity.
+    """
+    recipe, count = stages.recipe, stages.score_shares
+    check_jobs(recipe)
+    quantized, scored, measured = [], [], []
+    for variant in (None, *recipe.variants):
+        name, options = BASE_NAME if variant is None else variant.name, bench_of(recipe, variant)
+        if variant is not None and variant.made is not None:
+            quantized.append(Job("quantize", name, device=variant.made.device))
+        on: dict[str, Any] = {"device": options.device, "gpus": options.tensor_parallel_size}
+        is_in_process = options.base_url is None and options.serve is None
+        if count > 1 and options.quality and is_in_process and not recipe.interleave:
+            scored += [Job("score", name, (number, count), **on) for number in range(1, count + 1)]
+        measured.append(Job("bench", name, **on, is_here=options.base_url is not None))
+    if recipe.interleave:
+        measured = [Job("bench", IN_TURNS, is_here=True)]
+    return [*quantized, *scored, *measured]
+
+
+def job_states(stages: Stages) -> list[dict[str, str]]:
+    """A row for each job: its name, `done`, `running` or `left`, and the machine of a finished bench."""
+    rows = []
+    for job in jobs_of(stages):
+        is_whole, machine = job.is_whole(stages), ""
+        if is_whole and job.kind == "bench" and job.of != IN_TURNS:
+            result = RunData.read(stages.folder / job.of).result
+            machine = str(result["llmopt"]["identity"]["machine"])
+        state = "done" if is_whole else "running" if stages.is_held(job.name) else "left"
+        rows.append({"job": job.name, "state": state, "machine": machine})
+    return rows
+
+
+def slurm_script(stages: Stages) -> str:
+    """A script that submits what is left of the jobs: an array for each kind of job, each behind the one
+    before it, and a job that ends the recipe."""
+    jobs = [job for job in jobs_of(stages) if not (job.is_here or job.is_whole(stages))]
+    here, name = shlex.quote(str(Path.cwd())), shlex.quote(stages.recipe.name)
+    resume = shlex.join(["llmopt", "run", "--resume", str(stages.folder.resolve())])
+    submits, begin = [], 0
+    for kind in KINDS:
+        count = sum(job.kind == kind for job in jobs)
+        if count:
+            array = f'submit --array={begin}-{begin + count - 1} "$@" "$0"'
+            submits.append(f"last=$({array})  # {kind}")
+        begin += count
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "# bash THIS [options of sbatch, such as --partition=gpu --gres=gpu:8] submits the jobs.",
+            "# Each has a node of its own; choose one kind: speeds of several are not compared.",
+            f"jobs=({' '.join(shlex.quote(job.name) for job in jobs)})",
+            f"cd {here} || exit",
+            'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then',
+            f'  exec {resume} --job "${{jobs[$SLURM_ARRAY_TASK_ID]}}"',
+            "fi",
+            "submit() {",
+            f"  sbatch --parsable --job-name={name} --nodes=1 --exclusive --requeue \\",
+            '    ${last:+--dependency=afterok:$last --kill-on-invalid-dep=yes} "$@"',
+            "}",
+            "set -e",
+            *submits,
+            f'submit "$@" --wrap={shlex.quote(resume)}',
+        ]
+    )
+
+
+NODE_MARK = "llmopt"
+"""Custom resource of Ray by which nodes are marked for jobs (`ray start --resources='{"llmopt": 1}'`)."""
+_SHARED = "put --output on storage that all nodes share, under one path"
+_RETRIES = 3
+_SMALL = 0.001  # of a resource that only says which kind of node it is
+
+
+def require_ray() -> Any:
+    """The package `ray`.
+
+    Raises:
+        BadInput: it is not installed.
+    """
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise BadInput("--on ray needs Ray: pip install 'llmopt[ray]'") from error
+
+
+def run_on_ray(stages: Stages, work: Callable[[Path, str], None], progress: Progress) -> None:
+    """Do the jobs that are left as tasks of the Ray cluster, or of this machine where there is none.
+
+    A job that fails stops only those that need it. Ray tries one again whose node is gone.
+
+    Args:
+        work: does the job of a name in a recipe's folder; a function of a module.
+
+    Raises:
+        BadInput: Ray is not installed, there is no cluster at `RAY_ADDRESS`, or a job failed.
+        KeyboardInterrupt: interrupted; the tasks are cancelled.
+    """
+    ray = require_ray()
+    jobs = [job for job in jobs_of(stages) if not (job.is_here or job.is_whole(stages))]
+    if not jobs:
+        return
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        _connect(ray)
+    refs: dict[str, Any] = {}
+    try:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        node = node_kind(nodes, on_gpu=any(job.device != CPU for job in jobs))
+        progress.note(f"Ray: {len(nodes)} nodes; jobs on those with {_words_of(node)}")
+        place = (version("llmopt"), str(Path.cwd()), str(stages.folder.resolve()))
+        for job in jobs:
+            task = ray.remote(max_retries=_RETRIES, **job_resources(job, node))(_job_on_node)
+            needed = [refs[one.name] for one in job.after(jobs)]
+            refs[job.name] = task.remote(work, *place, job.name, *needed)
+        _collect(ray, stages, refs, progress)
+    except KeyboardInterrupt:
+        for ref in refs.values():
+            ray.cancel(ref, force=True)  # changes nothing of a task that has ended
+        raise
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+def _connect(ray: Any) -> None:
+    # Nothing that is started here reports to anybody; a cluster that runs has its own setting.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(log_to_driver=False, logging_level="error")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        address = os.environ.get("RAY_ADDRESS")
+        where = f"no cluster at RAY_ADDRESS={address}" if address else "Ray does not start"
+        raise BadInput(f"--on ray: {where}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def node_kind(nodes: Sequence[Mapping[str, float]], *, on_gpu: bool) -> dict[str, float]:
+    """The resources of the largest kind of node, by GPUs where jobs may use them, then by CPUs: what is
+    measured on several kinds is not compared. Nodes with the resource `NODE_MARK` go before all others."""
+    marked = [node for node in nodes if NODE_MARK in node]
+    sizes = ("GPU", "CPU") if on_gpu else ("CPU",)
+    largest = max(marked or nodes, key=lambda node: [node.get(name, 0) for name in sizes])
+    kept = ("CPU", NODE_MARK, *(["GPU"] if on_gpu else []))
+    return {
+        name: amount
+        for name, amount in largest.items()
+        if name in kept or (on_gpu and name.startswith("accelerator_type:"))
+    }
+
+
+def job_resources(job: Job, node: Mapping[str, float]) -> dict[str, Any]:
+    """Options of the task of a job: all of a node for what measures speed and for what computes on its CPUs;
+    for other jobs the GPUs that they use, with their share of the CPUs."""
+    gpus = 0 if job.device == CPU else int(node.get("GPU", 0))
+    share = 1.0
+    if gpus and job.kind != "bench":
+        share = min(job.gpus, gpus) / gpus
+    kinds = [name for name in node if name.startswith("accelerator_type:")] if gpus else []
+    marks = {NODE_MARK: node[NODE_MARK] * share} if NODE_MARK in node else {}
+    return {
+        "num_cpus": max(1, int(node.get("CPU", 1) * share)),
+        "num_gpus": round(gpus * share),
+        "resources": {**marks, **dict.fromkeys(kinds, _SMALL)},
+    }
+
+
+def _words_of(node: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {amount:g}" for name, amount in node.items())
+
+
+def _job_on_node(
+    work: Callable[[Path, str], None], llmopt: str, cwd: str, folder: str, name: str, *_: object
+) -> str:
+    """Do a job in a process of Ray's, behind those whose results are the last arguments; returns its node."""
+    node = socket.gethostname()
+    if version("llmopt") != llmopt:
+        raise BadInput(
+            f"node {node} has llmopt {version('llmopt')}, this command is {llmopt}: install one everywhere"
+        )
+    if not Stages.is_at(Path(folder)):
+        raise BadInput(f"node {node} does not see {folder}: {_SHARED}")
+    try:
+        os.chdir(cwd)  # from which a recipe's paths are taken
+    except OSError as error:
+        raise BadInput(
+            f"node {node} does not see {cwd}, from which the recipe's paths are taken: start the command "
+            "in a folder that all nodes share"
+        ) from error
+    work(Path(folder), name)
+    return node
+
+
+def _collect(ray: Any, stages: Stages, refs: Mapping[str, Any], progress: Progress) -> None:
+    """Wait for every task, and say how each ended.
+
+    Raises:
+        BadInput: a job failed, or what it made is not to be seen from here.
+    """
+    names, failures = {ref: name for name, ref in refs.items()}, list[BaseException]()
+    progress.start("jobs on Ray", len(names), "jobs")
+    while names:
+        (ended,), _ = ray.wait([*names], num_returns=1)
+        name = names.pop(ended)
+        try:
+            node = ray.get(ended)
+            stages.refresh()
+            if not stages.is_done(name):
+                raise BadInput(f"done on node {node}, but not seen here: {_SHARED}")
+            progress.note(f"{name}: done on node {node}")
+        except (BadInput, ray.exceptions.RayError) as error:
+            failures.append(_failure(name, error))
+            progress.note(f"failed: {_first_line(failures[-1])}")
+        progress.advance()
+    progress.finish()
+    if failures:
+        raise failures[0]
+
+
+def _failure(name: str, error: BaseException) -> BaseException:
+    """The error to end with: bad input in one line; a defect with the node's traceback."""
+    cause = getattr(error, "cause", None)  # where the job, or one that it needs, raised it
+    if cause is not None and not isinstance(cause, BadInput):
+        return error
+    return BadInput(f"{name}: {_first_line(cause or error)}")
