@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -394,6 +395,9 @@ class Server(uvicorn.Server):
         loop = self._app.state.loop
         await loop.wait_until_warm()
         if loop.is_ready:
+            # What a server loads stays: a full collection, which every thread waits for, need not look at it.
+            gc.collect()
+            gc.freeze()
             self._manager.notify("READY=1")
             self._on_ready()
         await loop.wait_until_failed()

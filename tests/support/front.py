@@ -5,7 +5,8 @@ reads so many streams at once from this process, whose time does not count. Coun
 time of all of the server's processes, from before the first request until after the last event, over the
 number of token events: so engine, detokenizing, HTTP and the requests themselves. The times between events
 are those that the client sees. Before that one stream at a time is asked for, whose time to the first token is
-compared with the engine's own, which the server says in its usage.
+compared with the engine's own, which the server says in its usage. Each model computes with one thread: those
+of a pool would wait for each other in a loop, and that counts.
 
 `--peer vllm=PYTHON` and `--peer llama.cpp=PYTHON` run their servers in the same way, with an interpreter that
 has `vllm` or `xllamacpp`.
@@ -272,7 +273,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """A row for each number of streams; the median of the rounds."""
     rows: list[dict[str, Any]] = []
-    with started(command, port, VLLM_CPU_KVCACHE_SPACE="1") as pid:
+    with started(command, port, OMP_NUM_THREADS="1", VLLM_CPU_KVCACHE_SPACE="1") as pid:
         client = Client(port)
         client.read(8, 32)
         first = first_tokens(client, 50) if name == "llmopt" else {}
