@@ -3,7 +3,7 @@
 It makes a model that costs next to nothing (one layer of width 64), starts `llmopt serve-local` with it, and
 reads so many streams at once from this process, whose time does not count. Counted is the user and system
 time of all of the server's processes, from before the first request until after the last event, over the
-number of token events: so engine, detokenizing, HTTP and the requests themselves. The times between events
+number of tokens: so engine, detokenizing, HTTP and the requests themselves. The times between events
 are those that the client sees. Before that one stream at a time is asked for, whose time to the first token is
 compared with the engine's own, which the server says in its usage. Each model computes with one thread: those
 of a pool would wait for each other in a loop, and that counts.
@@ -37,18 +37,19 @@ from llmopt.bench.machine.environment import commit, machine_name
 CONTEXT, PROMPT = 512, 16
 MAX_SEQS = 256
 KEPT = 8192
+WIDTH, VOCAB, FIRST_TEXT = 64, 512, 259
 START_SECONDS = 300.0
 TICK = os.sysconf("SC_CLK_TCK")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 64,
+    "hidden_size": WIDTH,
+    "intermediate_size": WIDTH,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "vocab_size": 512,
+    "vocab_size": VOCAB,
     "max_position_embeddings": CONTEXT,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
@@ -63,6 +64,7 @@ import sys, time, xllamacpp
 params = xllamacpp.CommonParams()
 params.model.path, params.port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 params.n_parallel, params.n_ctx, params.cpuparams.n_threads = count, count * int(sys.argv[4]), 1
+params.kv_unified = False
 server = xllamacpp.Server(params)
 print("ready", flush=True)
 time.sleep(1e6)
@@ -76,13 +78,15 @@ def save_trivial_model(folder: Path) -> None:
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(0)
-    width = CONFIG["hidden_size"]
+    width = WIDTH
     names = [f"self_attn.{name}_proj" for name in "qkvo"]
     names += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     layer = "model.layers.0"
     shapes = {f"{layer}.{name}.weight": (width, width) for name in names}
-    shapes["model.embed_tokens.weight"] = (CONFIG["vocab_size"], width)
+    shapes["model.embed_tokens.weight"] = (VOCAB, width)
     tensors = {name: torch.randn(shape, generator=generator) / 8 for name, shape in shapes.items()}
+    # With logits of zero no greedy choice falls on a control token or on a single byte: all are text.
+    tensors["model.embed_tokens.weight"][:FIRST_TEXT] = 0.0
     for name in (f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm", "model.norm"):
         tensors[f"{name}.weight"] = torch.ones(width)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -135,7 +139,13 @@ class Client:
             streams.append(Stream(connection))
             selector.register(connection, selectors.EVENT_READ, streams[-1])
             streams[-1].tail = json.dumps(
-                {**body, "prompt": [3 + (index * 7 + place) % 500 for place in range(PROMPT)]}
+                {
+                    **body,
+                    "prompt": [
+                        FIRST_TEXT + (index * 7 + place) % (VOCAB - FIRST_TEXT)
+                        for place in range(PROMPT)
+                    ],
+                }
             ).encode()
         for stream in streams:
             body_bytes, stream.tail = stream.tail, b""
@@ -181,11 +191,11 @@ def measure(pid: int, client: Client, count: int, num_tokens: int) -> dict[str, 
     before, began = processor_seconds(pid), time.perf_counter()
     streams = client.read(count, num_tokens)
     seconds, used = time.perf_counter() - began, processor_seconds(pid) - before
-    tokens = sum(len(stream.times) for stream in streams)
+    tokens = count * num_tokens
     gaps = [b - a for one in streams for a, b in zip(one.times, one.times[1:], strict=False)]
     return {
         "streams": count,
-        "events": tokens,
+        "events": sum(len(stream.times) for stream in streams),
         "processor_us_per_token": 1e6 * used / tokens,
         "tokens_per_second": tokens / seconds,
         "itl_p50_ms": 1e3 * percentile(gaps, 0.5),
@@ -256,9 +266,10 @@ def vllm_server(folder: Path, port: int, python: str) -> list[str]:
 
 
 def llamacpp_server(folder: Path, port: int, python: str) -> list[str]:
-    file = folder / "model.gguf"
-    convert = [sys.executable, "-m", "llmopt", "convert", str(folder), str(file)]
-    subprocess.run(convert, check=True, stdout=subprocess.DEVNULL)
+    words = [sys.executable, "-m", "llmopt", "quantize", str(folder), "--method", "rtn"]
+    words += ["--gguf-type", "Q8_0", "--output", str(folder / "gguf")]
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    (file,) = (folder / "gguf").glob("*.gguf")
     return [python, "-c", LLAMACPP, str(file), str(port), str(MAX_SEQS), str(CONTEXT)]
 
 
