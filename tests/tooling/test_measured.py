@@ -115,6 +115,17 @@ def test_the_soak_did_what_is_written() -> None:
     assert f"{found['resident_bytes_growth'] / 2**20:.1f} MiB between" in text
 
 
+def test_the_processor_time_of_a_streamed_token_is_recorded() -> None:
+    text = page("serving.md")
+    rows = [("before", each) for each in record("cpu/front-before.json")["rows"]]
+    for kind, row in [*rows, *(("", each) for each in record("cpu/front.json")["rows"])]:
+        server = f"{row['server']}, {kind}" if kind else row["server"]
+        assert (
+            f"| {server} | {row['streams']:.0f} | {row['processor_us_per_token']:.0f} | "
+            f"{row['tokens_per_second']:,.0f} | {row['itl_p50_ms']:.1f} / {row['itl_p99_ms']:.1f} |"
+        ) in text
+
+
 def test_a_mutation_that_nothing_finds_has_a_reason() -> None:
     rows = record("mutations.json")["mutations"]
     found, in_tier = (
