@@ -212,10 +212,13 @@ def run_on_ray(stages: Stages, work: Callable[[Path, str], None], progress: Prog
 def _connect(ray: Any) -> None:
     # Nothing that is started here reports to anybody; a cluster that runs has its own setting.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
+        if host and port.isdecimal():  # Ray itself tries for many minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(log_to_driver=False, logging_level="error")
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        address = os.environ.get("RAY_ADDRESS")
+    except (OSError, RuntimeError, ValueError) as error:
         where = f"no cluster at RAY_ADDRESS={address}" if address else "Ray does not start"
         raise BadInput(f"--on ray: {where}: {_first_line(error)}") from error
 
