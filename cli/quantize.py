@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from ..quant.base.option import keywords_of_words, option, within
+from ..quant.base.option import at_least, check_limits, keywords_of_words, option
 from ..quant.plan.request import QuantizeRequest
 from .options.command import From, Words, output_to, with_options
 from .options.shared import ModelOptions, json_option
@@ -33,10 +33,13 @@ class RunOptions:
         None,
         "Processes of this machine that share the work, started by torchrun; any number writes the same "
         "bytes. `torchrun -m llmopt quantize` starts them on several machines.",
-        limit=within(ge=1),
+        limit=at_least(1),
         common=True,
     )
     as_json: bool = json_option()
+
+    def __post_init__(self) -> None:
+        check_limits(self, by_flag=True)
 
 
 @with_options

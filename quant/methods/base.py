@@ -11,6 +11,7 @@ import torch
 
 from ..base import workers
 from ..base.errors import BadInput, first_line
+from ..base.lanes import LaneSums, Share, largest, totals
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.tensor import QuantizedTensor
@@ -41,7 +42,7 @@ class InputStatistics:
     """
 
     cross: torch.Tensor | None = None
-    lanes: workers.LaneSums | None = None
+    lanes: LaneSums | None = None
 
     def __init__(self, in_features: int, device: torch.device | None = None):
         self.gram = torch.zeros(in_features, in_features, device=device)
@@ -75,7 +76,7 @@ class InputStatistics:
 
     def end_lane(self, lane: int) -> None:
         """Put the sums by as those of a lane of samples, and begin again."""
-        self.lanes = self.lanes or workers.LaneSums()
+        self.lanes = self.lanes or LaneSums()
         self.lanes.add(lane, [self.gram, self.abs_sum, self.cross])
         self.gram, self.abs_sum = torch.zeros_like(self.gram), torch.zeros_like(self.abs_sum)
         self.cross = None
@@ -129,7 +130,7 @@ class InputStatistics:
 def in_lanes(
     batches: Iterable[tuple[slice, Batch]],
     records: Collection[InputStatistics],
-    share: workers.Share | None,
+    share: Share | None,
 ) -> Iterator[tuple[slice, Batch]]:
     """Pass batches on whose inputs are added to records, which hold the sums over all workers' in the end.
 
@@ -147,15 +148,15 @@ def in_lanes(
 
 def _add_workers(records: list[InputStatistics]) -> None:
     """Make the records those of all workers."""
-    sums = [record.lanes or workers.LaneSums() for record in records]
+    sums = [record.lanes or LaneSums() for record in records]
     shapes = [[record.gram, record.abs_sum, record.gram] for record in records]
-    for record, (gram, abs_sum, cross) in zip(records, workers.totals(sums, shapes), strict=True):
+    for record, (gram, abs_sum, cross) in zip(records, totals(sums, shapes), strict=True):
         if gram is not None and abs_sum is not None:
             record.gram, record.abs_sum, record.cross, record.lanes = gram, abs_sum, cross, None
     counts = workers.gathered([record.num_tokens for record in records])
     for record, numbers in zip(records, zip(*counts, strict=True), strict=True):
         record.num_tokens = sum(numbers)
-    workers.largest([record.abs_max for record in records])
+    largest([record.abs_max for record in records])
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..base import workers
 from ..base.device import HOST
+from ..base.lanes import LaneSums, totals
 
 _STATUS_SECONDS = 1.0
 
@@ -168,7 +169,7 @@ def _backward(
     """Gradients of a batch's loss, over that of the beginning, which is returned."""
     losses: list[float] = []
     scale = 1 / plain if plain else 1.0
-    sums = workers.LaneSums()
+    sums = LaneSums()
     for place, part in block.batches(samples):
         loss = block.losses(part).sum() * scale
         loss.backward()
@@ -178,7 +179,7 @@ def _backward(
             for weight in weights.values():
                 weight.grad = None
     if workers.together():
-        (found,) = workers.totals([sums], [[weight.data for weight in weights.values()]])
+        (found,) = totals([sums], [[weight.data for weight in weights.values()]])
         for weight, gradient in zip(weights.values(), found, strict=True):
             weight.grad = gradient
     return sum((each for worker in workers.gathered(losses) for each in worker), 0.0)

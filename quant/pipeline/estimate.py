@@ -8,8 +8,8 @@ from operator import add
 
 from ..base.atomic_io import entry_bytes
 from ..base.device import HOST
-from ..base.workers import LANES
 from ..families.layer_map import LayerMap
+from ..gguf.architecture import expert_of
 from ..gguf.assemble import ROWS_AT_ONCE
 from ..kinds.base.kind import kind_of
 from ..methods.gptq import execution_stages
@@ -71,20 +71,17 @@ def estimate_memory(
     *,
     held_out: bool,
     measured_now: bool,
-    workers: int | None = None,
+    lanes: int | None = None,
 ) -> MemoryEstimate:
     """Peak memory of a run, or of one of its workers: the maximum over layers and moments.
 
     Args:
-        workers: among which samples are shared out; None: one process, which sums over them in order.
-        tokens: of calibration and held-out samples.
+        tokens: of its calibration and held-out samples.
         held_out: whether there are held-out samples.
         measured_now: whether statistics are measured while layers are quantized, and not cached.
+        lanes: of the worker's calibration samples; None: one process, which sums over them in order.
     """
-    blockwise, sums = plan.blockwise, 1
-    if workers is not None:
-        lanes = -(-LANES // workers)
-        tokens, sums = -(-tokens * lanes // LANES), lanes.bit_length()
+    blockwise, sums = plan.blockwise, max(1, (lanes or 1).bit_length())
     # The float model's states are carried too where they are compared, and those behind the layer where it is
     # tuned towards them.
     hidden = (1 + bool(plan.options.asymmetric) + blockwise) * tokens * hidden_size * _FLOAT
@@ -123,7 +120,7 @@ def estimate_memory(
                     codes=layer.weights(layer.chosen),
                     work=layer.weights(layer.chosen) * _tuned_bytes(plan)
                     + cross
-                    + (workers is not None) * _gradient_bytes(plan, layer),
+                    + (lanes is not None) * _gradient_bytes(plan, layer),
                     activations=int(graph),
                     kept=kept,
                 )
@@ -331,34 +328,57 @@ def _distinct_layers(plan: QuantizePlan) -> list[int]:
     return list(seen.values())
 
 
-def solvers_of(plan: QuantizePlan, workers: int) -> int:
+def solvers_of(plan: QuantizePlan, index: int, workers: int) -> int:
     """Workers that solve linears of a layer at a time: groups with one input, stage by stage."""
-    layer = _decoder_layer(plan, 0)
+    chosen = _chosen(plan, index)
     if not plan.feeds_back:
-        return min(workers, max(1, len(layer.chosen)))
-    stages = execution_stages(layer.family, layer.chosen)
+        return min(workers, max(1, len(chosen)))
+    stages = execution_stages(plan.architecture.layers[index], chosen)
     return min(workers, max(map(len, stages), default=1))
 
 
+def _chosen(plan: QuantizePlan, index: int) -> list[str]:
+    """The linears of a layer that are quantized."""
+    start, family = plan.architecture.layer_prefix(index), plan.architecture.layers[index]
+    return [name for name in family.linears if f"{start}.{name}" in plan.modules]
+
+
+def _routed_share(plan: QuantizePlan, linears: Iterable[str]) -> float:
+    """Share of the tokens that each expert of a layer is given."""
+    experts = {expert_of(name) for name in linears} - {None}
+    each = plan.checkpoint.text_config.get("num_experts_per_tok")
+    return min(1.0, each / len(experts)) if isinstance(each, int) and experts else 1.0
+
+
 def estimate_operations(plan: QuantizePlan, tokens: int, workers: int = 1) -> float:
-    """Multiplications and additions of a run, or of its busiest worker, at the rate of large GEMMs."""
-    solvers, per_worker = solvers_of(plan, workers), tokens / workers
+    """Multiplications and additions of a run, or of its busiest worker, at the rate of large GEMMs.
+
+    Args:
+        tokens: that the worker passes through the layers.
+    """
+    solvers: dict[str, int] = {}
+    routed: dict[str, float] = {}
+    for index in range(plan.num_layers):
+        chosen, start = _chosen(plan, index), plan.architecture.layer_prefix(index)
+        number, share = solvers_of(plan, index, workers), _routed_share(plan, chosen)
+        solvers |= {f"{start}.{name}": number for name in chosen}
+        routed |= {f"{start}.{name}": share for name in chosen if expert_of(name) is not None}
     # Stages behind quantized linears share what is final; GPTAQ runs the float model's layers beside them.
     passes = 2.0 + bool(plan.options.asymmetric)
-    total = searches = 0.0
+    passed = solved = searches = 0.0
     for module, (out_features, in_features) in plan.modules.items():
-        square = in_features**2
+        square, share, number = in_features**2, routed.get(module, 1.0), solvers.get(module, 1)
         kind = kind_of(plan.schemes[module])
-        searches += kind.search_operations * out_features * in_features / solvers
-        total += passes * 2 * per_worker * out_features * in_features  # the layer itself
-        total += passes / 2 * 2 * per_worker * square / 2  # Gram matrices, shared by two or three
-        total += 4 * out_features * square / solvers  # the errors in the report
+        searches += kind.search_operations * out_features * in_features / number
+        passed += passes * 2 * share * tokens * out_features * in_features  # the layer itself
+        passed += passes / 2 * 2 * share * tokens * square / 2  # Grams, shared by two or three
+        solved += 4 * out_features * square / number  # the errors in the report
         if plan.feeds_back:
-            total += (2 * out_features * square + 2 * square * in_features) / solvers
+            solved += (2 * out_features * square + 2 * square * in_features) / number
         if plan.blockwise:
-            seen = min(plan.options.batch_size * plan.seq_len / workers, per_worker)
+            seen = min(plan.options.batch_size * plan.seq_len / workers, tokens) * share
             steps = plan.options.finetune_steps or plan.options.iters
-            total += 3 * steps * 2 * seen * out_features * in_features
+            passed += 3 * steps * 2 * seen * out_features * in_features
         if plan.method.searches_scales:
-            total += 30 * out_features * square
-    return searches + 2 * total  # everything else, and less efficient GEMM shapes
+            solved += 30 * out_features * square / workers  # scales are tried by all
+    return searches + 2 * (passed + solved)  # everything else, and less efficient GEMM shapes

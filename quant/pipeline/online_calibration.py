@@ -16,6 +16,7 @@ from torch import nn
 
 from ..base import workers
 from ..base.errors import BadInput
+from ..base.lanes import Share
 from ..methods.base import InputStatistics, LayerResult, in_lanes
 from ..methods.sign_descent import TunableBlock
 from ..plan.selection import HEAD
@@ -257,9 +258,7 @@ class OnlineCalibration:
         write_states(path, states, self._shares)
 
 
-def head_statistics(
-    stream: LayerStream, states: States, share: workers.Share | None
-) -> InputStatistics:
+def head_statistics(stream: LayerStream, states: States, share: Share | None) -> InputStatistics:
     """Input statistics of the output projection, from the states behind the last layer."""
     record = InputStatistics(stream.hidden_size, stream.device)
     batches = zip(stream.batches(states), stream.head_inputs(states), strict=True)
@@ -285,7 +284,7 @@ class StreamedBlock:
         targets: States,
         seed: int,
         status: Callable[[str], None],
-        share: workers.Share | None = None,
+        share: Share | None = None,
     ):
         self._share = share
         self.num_samples = len(inputs) if share is None else share.samples

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +218,14 @@ def _quantize_layers(
             work = _quantize_layer(session, source, index)
         else:
             work = _quantize_head(session, source)
-        record = _write_layer(plan, journal, index, work)
+        write = partial(_write_layer, plan, journal, index, work)
+        record = workers.done_by(index % workers.count(), write)  # they take turns
         if index + 1 < total and (index + 1 != stage.end or stage is stages[-1]):
             source.save(journal.hidden_path(index + 1))
         workers.meet()  # with all states behind the layer on disk
         journal.append(record)
         journal.forget_hidden(index)
-        del work  # its references would keep the layer's pages mapped
+        del work, write  # their references would keep the layer's pages mapped
         plan.checkpoint.release()
         give_back()
         error = _mean_error(journal)
@@ -298,10 +300,7 @@ def _shard_name(plan: QuantizePlan, index: int, work: QuantizedLayer) -> str:
 def _write_layer(
     plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer
 ) -> dict[str, Any]:
-    """Write the shards of a layer, one for each format; the record for the journal. Workers take turns."""
-    writer = index % workers.count()
-    if workers.rank() != writer:
-        return workers.given({}, writer)
+    """Write the shards of a layer, one for each format; the record for the journal."""
     name = _shard_name(plan, index, work)
     began = time.perf_counter()
     shards = {}
@@ -316,8 +315,11 @@ def _write_layer(
             "tensors": {name: tensor.nbytes for name, tensor in sorted(stored.items())},
             "modules": modules,
         }
-    seconds = work.seconds + time.perf_counter() - began
-    return workers.given({"layer": index, "seconds": seconds, "shards": shards}, writer)
+    return {
+        "layer": index,
+        "seconds": work.seconds + time.perf_counter() - began,
+        "shards": shards,
+    }
 
 
 # Means and tokens of each tensor's matrices, by their number.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..base.atomic_io import Entry, entry_bytes, file_bytes, layout_of
+from ..base.lanes import shares_of
 from ..base.progress import Progress, Silent, in_words
 from ..base.scheme import Scheme
 from ..gguf.assemble import gguf_name, planned_file
@@ -25,6 +26,7 @@ from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.calibration import Calibration
 from ..stream.kv_scales import kv_heads
+from ..stream.layer_stream import TOKENS_PER_BATCH
 from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations, solvers_of
 from .stages import Session, stages_of
@@ -134,14 +136,14 @@ def preflight(
     """Predict the run of a prepared session, in one process or by workers; writes nothing."""
     number = workers or 1
     plan, calibration = session.plan, session.calibration
-    tokens = calibration.num_tokens
+    tokens, lanes = busiest(calibration, workers)
     packed = [packed_entries(plan, weight_format) for weight_format in plan.formats]
     sizes = [_sizes(entries) for entries in packed]
     seconds, quick = estimate_operations(plan, tokens, number) / _operations_per_second(), None
     if seconds > TIMED_FROM and (timed := time_layer(session, progress or Silent())) is not None:
-        weights, solvers = weights_of(plan), solvers_of(plan, number)
-        seconds = timed.seconds(weights, tokens / number, solvers)
-        if tokens > quick_tokens():
+        weights, solvers = weights_of(plan), solvers_of(plan, 0, number)
+        seconds = timed.seconds(weights, tokens, solvers)
+        if calibration.num_tokens > quick_tokens():
             quick = timed.seconds(weights, quick_tokens() / number, solvers)
     return Preflight(
         kinds=_kinds(plan, sizes[0]),
@@ -163,7 +165,7 @@ def preflight(
                 tokens,
                 held_out=bool(len(calibration.held_out)),
                 measured_now=session.statistics is None,
-                workers=workers,
+                lanes=lanes,
             ),
             images=_image_bytes(plan, calibration),
         ),
@@ -176,6 +178,19 @@ def preflight(
             for loader in loaders(stored(plan), weight_format.name, session.request.tensor_parallel)
         ),
     )
+
+
+def busiest(calibration: Calibration, workers: int | None) -> tuple[int, int | None]:
+    """Tokens and lanes of calibration samples of the worker that has most; of one process all, and none."""
+    if workers is None:
+        return calibration.num_tokens, None
+    tokens, most = 0, []
+    for ids in (calibration.token_ids, calibration.held_out):
+        rows = max(1, TOKENS_PER_BATCH // max(1, ids.shape[1]))  # as of most layer streams
+        shares = shares_of(len(ids), rows, workers)
+        tokens += max(share.own.stop - share.own.start for share in shares) * ids.shape[1]
+        most.append(max(len(share.lanes) for share in shares))
+    return tokens, most[0]
 
 
 def _image_bytes(plan: QuantizePlan, calibration: Calibration) -> int:

@@ -17,6 +17,7 @@ from ...recipes import DATA
 from ..base import workers
 from ..base.device import HOST
 from ..base.errors import BadInput
+from ..base.lanes import LANES
 from ..base.option import INT8_CACHE
 from ..base.progress import Progress, Silent
 from ..kinds.registry import scheme_record
@@ -148,7 +149,7 @@ def _begin(request: QuantizeRequest) -> _Begun:
     ids = calibration.token_ids
     if ids.numel() and int(ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
-    source_hashes = workers.first_alone(lambda: _source_hashes(plan.checkpoint))
+    source_hashes = _source_hashes(plan.checkpoint)
     facts = {
         "source": source_hashes,
         "calibration": calibration.sha256,
@@ -158,7 +159,7 @@ def _begin(request: QuantizeRequest) -> _Begun:
         "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
     }
     if workers.together():
-        facts["lanes"] = workers.LANES
+        facts["lanes"] = LANES
     statistics = None
     if request.stats is not None:
         statistics = StatisticsFolder(request.stats, _digest(facts))

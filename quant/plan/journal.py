@@ -16,6 +16,7 @@ import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..base import workers
 from ..base.atomic_io import flush, make_folder, no_space_or, write_atomically
 from ..base.errors import BadInput
 from ..model.checkpoint import Checkpoint
@@ -36,9 +37,11 @@ def sha256_of_file(path: Path) -> str:
 
 
 def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """Hex digests of the weight files of a checkpoint, by name."""
+    """Hex digests of the weight files of a checkpoint, by name; each worker reads some."""
     shards = sorted(set(checkpoint.shard_of.values()))
-    return {name: sha256_of_file(checkpoint.folder / name) for name in shards}
+    files = [checkpoint.folder / shard for shard in shards]
+    sizes = [float(file.stat().st_size) for file in files]
+    return dict(zip(shards, workers.shared_out(files, sizes, sha256_of_file), strict=True))
 
 
 def work_folder(output: Path) -> Path:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from ..base.atomic_io import layout_of, write_tensors
 from ..base.device import hooks
-from ..base.workers import Share
+from ..base.lanes import Share
 from ..model.meta_model import MetaModel
 from .calibration import Images
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..base.device import HOST, hooks, temporaries_kept
 from ..base.errors import BadInput, first_line
-from ..base.workers import Share, share_of
+from ..base.lanes import Share, share_of
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics, in_lanes
 from ..model.architecture import Architecture

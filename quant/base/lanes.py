@@ -1,0 +1,174 @@
+"""Sums over samples that are the same for any number of workers.
+
+Samples are cut into at most `LANES` lanes, whatever the number of workers, and a worker has whole lanes. What
+is summed over samples is summed in order within a lane, and the lanes in a fixed tree of pairs, so that every
+number of workers makes the same bits. A process that is alone has no lanes, and sums everything in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import distributed as dist
+
+from . import workers
+
+LANES = 16
+"""More keep more workers busy, and take more memory for sums of lanes: of n lanes a worker holds log2(n)."""
+Part = torch.Tensor | None
+
+
+class LaneSums:
+    """Sums of tensors over lanes, added in a fixed tree of pairs: lanes 0 and 1, 2 and 3, then both pairs.
+
+    A worker that has lanes next to each other keeps a sum for each whole branch.
+    """
+
+    def __init__(self) -> None:
+        self.branches: list[tuple[int, int, list[Part]]] = []
+
+    def add(self, place: int, parts: Sequence[Part], level: int = 0) -> None:
+        """Add the sums of a lane, or of the branch at a place of a level; they are changed in place."""
+        parts = list(parts)
+        while place % 2 and self.branches and self.branches[-1][:2] == (level, place - 1):
+            parts = [_sum(*pair) for pair in zip(self.branches.pop()[2], parts, strict=True)]
+            level, place = level + 1, place // 2
+        self.branches.append((level, place, parts))
+
+    def total(self) -> list[Part]:
+        """The sum of all branches, the last two first."""
+        if not self.branches:
+            return []
+        *others, last = [parts for _, _, parts in self.branches]
+        for parts in reversed(others):
+            last = [_sum(*pair) for pair in zip(parts, last, strict=True)]
+        return last
+
+
+def _sum(left: Part, right: Part) -> Part:
+    """The sum in the memory of one of them; nothing counts as zeros, which turn -0 into 0."""
+    if left is None or right is None:
+        one = right if left is None else left
+        return None if one is None else one.add_(0.0)
+    return left.add_(right)
+
+
+def totals(sums: Sequence[LaneSums], like: Sequence[Sequence[torch.Tensor]]) -> list[list[Part]]:
+    """The sums over the lanes of all workers, which meet; None for a part that no lane has.
+
+    Args:
+        sums: in the same order in every worker; emptied.
+        like: tensors of the parts' shapes.
+    """
+    shapes = workers.gathered(
+        [
+            [
+                (level, place, [part is not None for part in parts])
+                for level, place, parts in one.branches
+            ]
+            for one in sums
+        ]
+    )
+    answers: list[list[Part]] = []
+    for number, (one, template) in enumerate(zip(sums, like, strict=True)):
+        home = number % workers.count()
+        whole = LaneSums()
+        for sender, branches in enumerate(shapes):
+            own = iter(one.branches)
+            for level, place, present in branches[number]:
+                parts = next(own)[2] if sender == workers.rank() else [None] * len(present)
+                if sender != home:
+                    parts = [
+                        _moved(part, tensor, sender, home) if there else None
+                        for part, tensor, there in zip(parts, template, present, strict=True)
+                    ]
+                whole.add(place, parts, level)
+        one.branches = []
+        total = (whole.total() if workers.rank() == home else []) or [None] * len(template)
+        for index, tensor in enumerate(template):
+            if any(present[index] for each in shapes for _, _, present in each[number]):
+                total[index] = _broadcast(total[index], tensor, home)
+        answers.append(total)
+    return answers
+
+
+def _moved(part: Part, like: torch.Tensor, sender: int, home: int) -> Part:
+    """A tensor at its home, which comes from another worker."""
+    if workers.rank() == sender and part is not None:
+        dist.send(_raw(part), home)
+    elif workers.rank() == home:
+        received = torch.empty_like(like)
+        dist.recv(_raw(received), sender)
+        return received
+    return None
+
+
+def _broadcast(total: Part, like: torch.Tensor, home: int) -> torch.Tensor:
+    total = torch.empty_like(like) if total is None else total.contiguous()
+    if workers.count() > 1:
+        dist.broadcast(_raw(total), home)
+    return total
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, which every backend can send."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def largest(tensors: Sequence[torch.Tensor]) -> None:
+    """Replace the values of tensors by the largest of all workers, which meet."""
+    for tensor in tensors:
+        if workers.count() > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Samples of one worker: whole lanes.
+
+    Attributes:
+        samples: how many there are in all.
+        size: samples of a lane; the last may have fewer.
+        lanes: those of the worker.
+    """
+
+    samples: int
+    size: int
+    lanes: range
+
+    @property
+    def count(self) -> int:
+        """Lanes of all workers; of no samples an empty one."""
+        return max(1, -(-self.samples // self.size))
+
+    @property
+    def own(self) -> slice:
+        """The worker's samples."""
+        return slice(self.lanes.start * self.size, min(self.samples, self.lanes.stop * self.size))
+
+    def rows(self, lane: int) -> slice:
+        """The samples of one of the worker's lanes, counted from its first."""
+        start = (lane - self.lanes.start) * self.size
+        return slice(start, min(start + self.size, self.own.stop - self.own.start))
+
+    def ended(self, stop: int) -> int | None:
+        """The lane that ends before this sample, counted from the worker's first; None: it goes on."""
+        lane, rest = divmod(min(stop, self.own.stop - self.own.start) - 1, self.size)
+        at_end = rest == self.size - 1 or stop >= self.own.stop - self.own.start
+        return self.lanes.start + lane if at_end else None
+
+
+def shares_of(samples: int, rows: int, number: int) -> list[Share]:
+    """The shares of so many workers of samples that are run so many at a time."""
+    batches = -(-samples // rows)
+    whole = Share(samples, max(1, -(-batches // LANES)) * rows, range(0))
+    ends = [whole.count * worker // number for worker in range(number + 1)]
+    return [replace(whole, lanes=range(*pair)) for pair in pairwise(ends)]
+
+
+def share_of(samples: int, rows: int) -> Share | None:
+    """This worker's share of samples; None for a process that is alone."""
+    return shares_of(samples, rows, workers.count())[workers.rank()] if workers.together() else None
