@@ -12,16 +12,17 @@ import sys
 import time
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import pytest
 import torch
 from llmopt.cli.main import main
 from llmopt.quant.base import workers
-from llmopt.quant.base.workers import LaneSums, share_of
+from llmopt.quant.base.lanes import LANES, LaneSums, share_of
 from llmopt.recipes import MODELS
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import DeepseekV3Config
 
+from ...support.hollow_models import write
 from ...support.quant_support import llmopt_environment
 
 STORIES, TINY = str(MODELS / "stories3M"), str(MODELS / "stories260K")
@@ -118,7 +119,7 @@ def test_lanes_are_whole_batches_and_end_where_they_say(
         assert [share.rows(lane).stop for lane in share.lanes] == [
             min(2 * place, own) for place, lane in enumerate(ended, 1) if lane is not None
         ]
-    assert lanes == list(range(*counts)) and len(lanes) <= workers.LANES
+    assert lanes == list(range(*counts)) and len(lanes) <= LANES
 
 
 def test_two_workers_write_the_bytes_of_one(
@@ -163,6 +164,68 @@ def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
         _, said = process.communicate(timeout=120)
     assert process.returncode == 2
     assert said.count("error:") == 1 and "Traceback" not in said
+
+
+def test_no_workers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["quantize", TINY, "--nproc", "0"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "--nproc" in said and said.count("\n") == 1
+
+
+FULL_DISK = """
+import errno, os
+from llmopt.cli.main import main
+from llmopt.quant.base import atomic_io
+from llmopt.quant.pipeline import pipeline
+
+def full(file):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+def write_shard(*arguments):
+    atomic_io.os.fsync = full
+    return write(*arguments)
+
+write = pipeline.write_tensors
+if os.environ["RANK"] == "1":
+    pipeline.write_tensors = write_shard
+main()
+"""
+
+
+@pytest.mark.whole
+def test_a_full_disk_of_one_worker_is_said_once_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = (STORIES, "--method", "smoothquant", *SMALL)
+    (tmp_path / "full_disk.py").write_text(FULL_DISK)
+    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    for name, value in {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    assert workers.launch(2, "full_disk", ["quantize", *words, "-o", "out"]) == 2
+    said = capfd.readouterr().err
+    assert said.count("error:") == 1 and "space" in said and "Traceback" not in said
+    with start(tmp_path, *words, "--nproc", "1") as process:
+        _, said = process.communicate(timeout=300)
+    assert process.returncode == 0 and "going on after layer 1" in said
+    assert digests(tmp_path / "out") == made(tmp_path / "other", 1, *words[1:])
+
+
+@pytest.mark.whole
+def test_ctrl_c_ends_all_workers_and_is_said_once(tmp_path: Path) -> None:
+    words = ("--method", "gptq", "--num-samples", "64", "--seq-len", "256")
+    with start(tmp_path, STORIES, "--nproc", "2", *words) as process:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("out*/hidden-00001-*")) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        found = children(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.count("interrupted") == 1 and "Traceback" not in said, said
+    assert found and not any(Path(f"/proc/{worker}").exists() for worker in found)
 
 
 def children(process: int) -> list[int]:
@@ -211,61 +274,29 @@ def test_workers_killed_at_random_are_resumed_by_any_number_to_the_same_bytes(
     assert digests(tmp_path / "killed" / "out") == expected
 
 
-def many_layers(folder: Path, layers: int = 61) -> Path:
-    """DeepSeek-V3 with its 61 layers and narrower ones: the first is random, the others are holes."""
-    config = DeepseekV3Config(
-        hidden_size=768,
-        intermediate_size=2048,
-        moe_intermediate_size=256,
-        num_hidden_layers=1,
-        first_k_dense_replace=0,
-        n_routed_experts=64,
-        num_experts_per_tok=8,
-        n_group=8,
-        topk_group=4,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        q_lora_rank=384,
-        kv_lora_rank=128,
-        qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
-        v_head_dim=64,
-        vocab_size=512,
-        dtype="bfloat16",
-    )
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((Path(TINY) / name).read_bytes())
-    first = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    save_file(first, folder / "first.safetensors", metadata={"format": "pt"})
-    homes = dict.fromkeys(first, "first.safetensors")
-    for layer in range(1, layers):
-        header, end = {}, 0
-        for name, tensor in first.items():
-            if name.startswith("model.layers.0."):
-                dtype = "F32" if tensor.dtype == torch.float32 else "BF16"
-                place = [end, end := end + tensor.nbytes]
-                other = name.replace(".0.", f".{layer}.", 1)
-                header[other] = {
-                    "dtype": dtype, "shape": list(tensor.shape), "data_offsets": place
-                }  # fmt: skip
-                homes[other] = f"{layer}.safetensors"
-        text = json.dumps(header).encode()
-        with (folder / f"{layer}.safetensors").open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
-    written = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": layers}
-    (folder / "config.json").write_text(json.dumps(written))
-    return folder
+NARROWER: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "vocab_size": 512,
+}
+"""DeepSeek-V3 with its 61 layers: one with experts is larger than a worker of these tests may be."""
 
 
 @pytest.mark.whole
 @pytest.mark.timeout(1800)
 def test_a_worker_has_the_memory_that_was_planned_for_one_layer_of_many(tmp_path: Path) -> None:
-    model = many_layers(tmp_path / "model")
-    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    model = tmp_path / "model"
+    size = write(model, DeepseekV3Config(**NARROWER, dtype="bfloat16"))
     script = Path(__file__).parents[2] / "support" / "one_layer.py"
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
