@@ -19,7 +19,7 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo best-demo test test-all test-rest test-random test-levels test-arm nightly real gpu-matrix gpu-check contact lint lint-deploy resolve lowest install owners clean
+.PHONY: demo best-demo test test-all test-rest test-random test-levels test-arm nightly real gpu-matrix gpu-check contact lint lint-deploy resolve lowest install owners agents clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -107,6 +107,11 @@ lint-deploy: $(INSTALLED)
 owners: $(INSTALLED)
 	$(VENV)/bin/python tools/owners.py --environments $(VENV)/owners --install
 	$(VENV)/bin/python tools/vllm_rules.py --python $(VENV)/owners/vllm/bin/python
+
+# The newest agents and clients with their defaults, a turn of every kind each, against a scripted model: installs
+# them into build/agents from PyPI and npm, then runs them where there is no network. Nightly, not in `make test`.
+agents: $(INSTALLED)
+	$(VENV)/bin/python -m tests.support.agents $(AGENTS)
 
 # What an install takes on Linux and macOS with each Python and build of torch, by metadata alone; asks the index.
 resolve: $(INSTALLED)
