@@ -3,6 +3,8 @@
 Prints the last answer. Settings are the client's defaults but for the address, the key and the model's name.
 """
 
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import base64
@@ -110,7 +112,7 @@ def openai_responses(client: str, kind: str, url: str) -> str:
     response = made.responses.create(model="agent", input=items, tools=tools)  # type: ignore[call-overload]
     for item in response.output:
         if item.type == "function_call":
-            result = {
+            result: Any = {
                 "type": "function_call_output",
                 "call_id": item.call_id,
                 "output": looked_up(""),

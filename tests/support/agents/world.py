@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def write_files(folder: Path) -> None:
         Image.new("RGB", (32, 32), "red").save(folder / name)
 
 
-def script(clients: Iterable[Client]) -> list[Mapping[str, str]]:
+def script(clients: Iterable[Client]) -> Sequence[Mapping[str, str]]:
     """The model's answers: a client's words choose its first one, what its tools return the next."""
     entries = [
         {"after": RESULT, "text": final("tool")},
