@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.agents import __main__ as agents
 from tools import calibration_table, quality_table
 from tools.document_part import part_of
 from tools.model_survey import read_results, row_line
@@ -75,6 +76,12 @@ def test_the_survey_has_the_recorded_verdicts() -> None:
     lines = set(part_of(DOCS / "model-survey.md", "model_survey.py").splitlines())
     results = read_results(MEASURED / "model-survey.json")
     assert not {row_line(name, row) for name, row in results.items()} - lines
+
+
+def test_the_table_of_agents_is_that_of_the_record() -> None:
+    made = agents.table(record("agents.json"))
+    assert made in page("api.md")
+    assert "failed" not in made
 
 
 def test_the_error_rates_of_the_gate_are_recorded() -> None:
