@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import signal
@@ -12,17 +11,15 @@ import sys
 import time
 from pathlib import Path
 from socket import socket
-from typing import Any
 
 import pytest
 import torch
 from llmopt.cli.main import main
 from llmopt.quant.base import workers
 from llmopt.quant.base.lanes import LANES, LaneSums, share_of
+from llmopt.quant.plan.journal import work_folder
 from llmopt.recipes import MODELS
-from transformers import DeepseekV3Config
 
-from ...support.hollow_models import write
 from ...support.quant_support import llmopt_environment
 
 STORIES, TINY = str(MODELS / "stories3M"), str(MODELS / "stories260K")
@@ -36,7 +33,7 @@ METHODS = {
     "awq-judged": ("--method", "awq", "--judge", "layer"),
     "quip": ("--finetune-steps", "4", "--ignore", "[qo]_proj|mlp"),
     "stored": ("--method", "gptq", "--stats", "stats"),
-    "cache": ("--method", "gptq", "--kv-cache", "fp8", "--quantize-lm-head"),
+    "cache": ("--method", "gptq", "--kv-cache", "fp8"),
     "auto": ("--target-bpw", "4.5"),
 }
 
@@ -265,51 +262,12 @@ def test_workers_killed_at_random_are_resumed_by_any_number_to_the_same_bytes(
     while kills < 20:
         killed = kill_a_worker(tmp_path / "killed", random.choice((1, 2, 4)), words, 8)
         kills += killed
-        if not killed:
-            assert digests(tmp_path / "killed" / "out") == expected
-            (tmp_path / "killed" / "out").rename(tmp_path / f"early-{time.monotonic_ns()}")
+        out = tmp_path / "killed" / "out"
+        assert killed or out.exists()
+        if out.exists() and not work_folder(out).exists():  # some are killed behind the last file
+            assert digests(out) == expected
+            out.rename(tmp_path / f"early-{time.monotonic_ns()}")
     with start(tmp_path / "killed", STORIES, "--nproc", "3", *words) as process:
         _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert digests(tmp_path / "killed" / "out") == expected
-
-
-NARROWER: dict[str, Any] = {
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "moe_intermediate_size": 256,
-    "first_k_dense_replace": 0,
-    "n_routed_experts": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "q_lora_rank": 384,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "vocab_size": 512,
-}
-"""DeepSeek-V3 with its 61 layers: one with experts is larger than a worker of these tests may be."""
-
-
-@pytest.mark.whole
-@pytest.mark.timeout(1800)
-def test_a_worker_has_the_memory_that_was_planned_for_one_layer_of_many(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    size = write(model, DeepseekV3Config(**NARROWER, dtype="bfloat16"))
-    script = Path(__file__).parents[2] / "support" / "one_layer.py"
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*run, str(script), str(model), str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        env=llmopt_environment(),
-        timeout=900,
-        check=False,
-    )
-    facts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(facts) == 2, done.stderr
-    (planned,) = {fact["planned"] for fact in facts if "planned" in fact}
-    for fact in facts:
-        assert 0.85 * planned < fact["used"] < 1.15 * planned
-        assert fact["used"] < size
