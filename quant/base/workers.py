@@ -100,18 +100,21 @@ def one_of_many() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether this worker waited in vain for another, which has ended."""
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return isinstance(error, dist.DistError) or is_gloo
+
+
 @contextmanager
 def _one_voice() -> Iterator[None]:
     """Leave it to the first worker to say what is wrong, which is mostly wrong with all."""
     try:
         yield
     except Exception as error:
-        is_lost = isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and "Connection closed" in str(error)
-        )
-        if is_lost or not is_first():
+        if is_lost(error) or not is_first():
             time.sleep(_GRACE_SECONDS)  # torchrun ends this one meanwhile
-        if is_lost:
+        if is_lost(error):
             raise Failure(f"another worker ended: {first_line(error)}") from error
         raise
 

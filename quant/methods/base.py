@@ -371,13 +371,15 @@ def solving(problem: LayerProblem, linears: Collection[str]) -> Iterator[None]:
     """A context in which these linears are solved together.
 
     Raises:
-        Unsolved: anything but bad input was raised in it.
+        Unsolved: anything but bad input and the end of another worker was raised in it.
     """
     try:
         yield
     except (BadInput, Unsolved):
         raise
     except Exception as error:
+        if workers.is_lost(error):
+            raise
         names = [f"{problem.prefix}.{name}".lstrip(".") for name in linears]
         raise Unsolved(names, error) from error
 

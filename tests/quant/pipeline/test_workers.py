@@ -33,7 +33,7 @@ METHODS = {
     "awq-judged": ("--method", "awq", "--judge", "layer"),
     "quip": ("--finetune-steps", "4", "--ignore", "[qo]_proj|mlp"),
     "stored": ("--method", "gptq", "--stats", "stats"),
-    "cache": ("--method", "gptq", "--kv-cache", "fp8"),
+    "cache": ("--method", "gptq", "--kv-cache", "fp8", "--format", "compressed-tensors"),
     "auto": ("--target-bpw", "4.5"),
 }
 
