@@ -78,7 +78,6 @@ class Client:
 
 
 def _python_client(name: str) -> Client:
-    tools = {"pydantic-ai": "looked_up", "langchain-openai": "looked_up", "ollama": "looked_up"}
     none: dict[str, str] = {}
     if name == "ollama":
         none = {
@@ -95,7 +94,7 @@ def _python_client(name: str) -> Client:
         name,
         PYTHON_PACKAGES.get(name, name),
         ("{python}", script, name, "{kind}", "{url}"),
-        calls={"tool": (tools.get(name, "lookup"), {"key": "a"})},
+        calls={"tool": ("lookup", {"key": "a"})},
         is_npm=False,
         none=none,
     )

@@ -38,7 +38,7 @@ def task(client: str, kind: str) -> str:
     return f"{filler}Do {client}-{kind} now."
 
 
-def looked_up(key: str) -> str:
+def lookup(key: str) -> str:
     """Look a key up."""
     return f"RESULT-{7000 + 731}"
 
@@ -75,7 +75,7 @@ def chat(create: Callable[..., Any], client: str, kind: str) -> str:
         options = {"web_search_options": {}}
     message = create(messages=messages, **options).choices[0].message
     for call in message.tool_calls or ():
-        result = looked_up(call.function.arguments)
+        result = lookup(call.function.arguments)
         messages += [
             message.model_dump(exclude_none=True),
             {"role": "tool", "tool_call_id": call.id, "content": result},
@@ -115,7 +115,7 @@ def openai_responses(client: str, kind: str, url: str) -> str:
             result: Any = {
                 "type": "function_call_output",
                 "call_id": item.call_id,
-                "output": looked_up(""),
+                "output": lookup(""),
             }
             response = made.responses.create(
                 model="agent", input=[result], previous_response_id=response.id, tools=tools
@@ -151,7 +151,7 @@ def anthropic_messages(client: str, kind: str, url: str) -> str:
     answer = made.messages.create(messages=messages, **fields)
     for block in answer.content:
         if block.type == "tool_use":
-            result = {"type": "tool_result", "tool_use_id": block.id, "content": looked_up("")}
+            result = {"type": "tool_result", "tool_use_id": block.id, "content": lookup("")}
             messages += [
                 {"role": "assistant", "content": answer.content},
                 {"role": "user", "content": [result]},
@@ -165,13 +165,13 @@ def langchain(client: str, kind: str, url: str) -> str:
     from langchain_openai import ChatOpenAI
 
     made = ChatOpenAI(model="agent", base_url=f"{url}/v1", api_key="none")  # type: ignore[arg-type]
-    bound = made.bind_tools([looked_up])
+    bound = made.bind_tools([lookup])
     messages: list[Any] = list(chat_messages(client, kind))
     if kind == "search":
         bound = made.bind_tools([{"type": "web_search"}])
     answer = bound.invoke(messages)
     for call in answer.tool_calls:
-        messages += [answer, ToolMessage(looked_up(""), tool_call_id=call["id"])]
+        messages += [answer, ToolMessage(lookup(""), tool_call_id=call["id"])]
         answer = bound.invoke(messages)
     return answer.text if isinstance(answer.text, str) else answer.text()
 
@@ -194,7 +194,7 @@ def pydantic_ai(client: str, kind: str, url: str) -> str:
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel("agent", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
-    agent = Agent(model, tools=[looked_up])
+    agent = Agent(model, tools=[lookup])
     prompt: list[Any] = [task(client, kind)]
     if kind == "image":
         prompt.append(BinaryContent(PICTURE.read_bytes(), media_type="image/png"))
@@ -202,11 +202,11 @@ def pydantic_ai(client: str, kind: str, url: str) -> str:
         prompt.append(BinaryContent(DOCUMENT.read_bytes(), media_type="application/pdf"))
     history: list[Any] = []
     if kind == "cut":
-        part = ToolCallPart("looked_up", CUT, tool_call_id="c1")
+        part = ToolCallPart("lookup", CUT, tool_call_id="c1")
         history = [ModelRequest([UserPromptPart("Look it up.")]), ModelResponse([part])]
         from pydantic_ai.messages import ToolReturnPart
 
-        history.append(ModelRequest([ToolReturnPart("looked_up", "Error", tool_call_id="c1")]))
+        history.append(ModelRequest([ToolReturnPart("lookup", "Error", tool_call_id="c1")]))
     return agent.run_sync(prompt, message_history=history).output
 
 
@@ -235,13 +235,13 @@ def ollama(client: str, kind: str, url: str) -> str:
     if kind == "image":
         message["images"] = [encoded(PICTURE)]
     messages: list[Any] = [message]
-    answer = made.chat("agent", messages, tools=[looked_up]).message
+    answer = made.chat("agent", messages, tools=[lookup]).message
     for call in answer.tool_calls or ():
         messages += [
             answer,
-            {"role": "tool", "tool_name": call.function.name, "content": looked_up("")},
+            {"role": "tool", "tool_name": call.function.name, "content": lookup("")},
         ]
-        answer = made.chat("agent", messages, tools=[looked_up]).message
+        answer = made.chat("agent", messages, tools=[lookup]).message
     return answer.content or ""
 
 
