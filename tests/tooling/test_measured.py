@@ -62,8 +62,9 @@ def test_the_quality_tables_are_those_of_the_records() -> None:
 
 
 def test_the_table_of_mixes_is_that_of_the_record() -> None:
-    made = mixes.markdown(record("cpu/mixes-stories.json"))
-    assert part_of(DOCS / "commands/best.md", "quality_table.py mixes") == made
+    for name, part in (("stories", ""), ("real", " real")):
+        made = mixes.markdown(record(f"cpu/mixes-{name}.json"))
+        assert part_of(DOCS / "commands/best.md", f"quality_table.py mixes{part}") == made
 
 
 def test_the_calibration_table_is_that_of_the_record() -> None:
