@@ -94,34 +94,44 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a recipe: bench, quantize, verify, bench again, compare, report."""
-    from ..quant.base.errors import BadInput
-
     if schema:
         _print_schema()
         return
-    if resume is not None and folder.output is not None:
-        raise BadInput("--output names the folder of a new run: omit it with --resume")
-    if resume is not None and (model is not None or changes):
-        raise BadInput("--model and --set are of a new run: omit them with --resume")
+    _check_of_new_runs(folder, resume, model, changes)
     jobs.check(resume)
     if not (dry_run or jobs.status):
         _check_writable(folder, resume)
     stages, steps = _wanted(recipe, resume, model, changes or ())
     if dry_run:
         _show_steps(steps, as_json)
-        return
-    if jobs.status and stages is not None:
+    elif jobs.status and stages is not None:
         _show_status(stages, as_json)
-        return
-    _check_models(steps)  # before torch is imported
+    else:
+        _check_models(steps)  # before torch is imported
+        _do_jobs(stages, steps, folder, jobs, as_json)
 
+
+def _check_of_new_runs(
+    folder: FolderOptions, resume: Path | None, model: str | None, changes: Sequence[str] | None
+) -> None:
+    from ..quant.base.errors import BadInput
+
+    if resume is not None and folder.output is not None:
+        raise BadInput("--output names the folder of a new run: omit it with --resume")
+    if resume is not None and (model is not None or changes):
+        raise BadInput("--model and --set are of a new run: omit them with --resume")
+
+
+def _do_jobs(
+    stages: Stages | None, recipe: Recipe, folder: FolderOptions, jobs: RunJobOptions, as_json: bool
+) -> None:
     from ..bench.studies.jobs import check_jobs, slurm_script
     from ..bench.studies.recipe_files import Stages
 
     on_ray = jobs.is_on_ray
     if on_ray or jobs.print_jobs or jobs.score_shares:
-        check_jobs(steps)
-    stages = stages or Stages.begin(folder.folder(steps.name), steps, jobs.score_shares or 1)
+        check_jobs(recipe)
+    stages = stages or Stages.begin(folder.folder(recipe.name), recipe, jobs.score_shares or 1)
     if jobs.print_jobs is not None:
         typer.echo(slurm_script(stages))
     elif jobs.job is not None:

@@ -113,6 +113,7 @@ def test_what_raises_hangs_or_crashes_is_a_row_and_the_others_go_on(tmp_path: Pa
     assert "| faults | crashes | ends | killed by SIGSEGV |" in failed and "good" not in failed
 
 
+@pytest.mark.whole
 def test_a_stage_that_cannot_begin_or_is_late_says_after_what(tmp_path: Path) -> None:
     # What one stage leaves of its time, the next may take.
     stages = Stage("unopened", 8), Stage("slow", 2)

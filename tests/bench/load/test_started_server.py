@@ -142,6 +142,7 @@ def test_a_missing_program_says_how_to_install_it(
             pass
 
 
+@pytest.mark.whole
 def test_an_interrupt_writes_what_finished_and_stops_the_server(tmp_path: Path) -> None:
     words = "--no-check-client --num-prompts 600 --num-runs 1 --output-len 8"
     rate = ("--request-rate", "100")  # a pass of six seconds, on any machine

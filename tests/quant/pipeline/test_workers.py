@@ -119,6 +119,7 @@ def test_lanes_are_whole_batches_and_end_where_they_say(
     assert lanes == list(range(*counts)) and len(lanes) <= LANES
 
 
+@pytest.mark.whole
 def test_two_workers_write_the_bytes_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
