@@ -92,10 +92,13 @@ def one_of_many() -> Iterator[None]:
     try:
         with _one_voice():
             yield
-    except KeyboardInterrupt:
-        if is_first():
-            raise
-        raise SystemExit(_INTERRUPTED) from None
+    except BaseException as error:
+        # A process that ends beside gloo's threads may abort; NCCL waits for what the others send no more.
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            dist.destroy_process_group()
+        if isinstance(error, KeyboardInterrupt) and not is_first():
+            raise SystemExit(_INTERRUPTED) from None
+        raise
     if dist.is_initialized():
         dist.destroy_process_group()
 
