@@ -25,10 +25,10 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 demo: $(INSTALLED)
 	$(VENV)/bin/llmopt run recipes/quickstart.yaml
 
-# The checkpoint of the bundled model for this machine: the search, six finalists, the decision and its page in build/best-demo.
+# The checkpoint of the bundled model for this machine: the search, five finalists, the decision and its page in build/best-demo.
 best-demo: $(INSTALLED)
 	rm -rf build/best-demo
-	$(VENV)/bin/llmopt best --max-kl 0.05 --finalists 6 --output build/best-demo
+	$(VENV)/bin/llmopt best --max-kl 0.05 --finalists 5 --output build/best-demo
 
 # The models of the tests are too small for a second thread to pay; a second process does.
 test test-rest test-random test-levels test-arm nightly gpu-check: export OMP_NUM_THREADS = 1
