@@ -14,6 +14,7 @@ from ..base.errors import BadInput
 from ..formats.registry import completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..methods.options import MethodOptions
+from ..methods.registry import AUTO
 from ..model.checkpoint import INDEX_NAME, Checkpoint
 from ..plan.journal import Journal, sha256_of_file
 from ..plan.manifest import (
@@ -173,7 +174,8 @@ def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
         "overrides": list(request.overrides),
         "revert_worse": request.revert_worse,
         "allow_fallback": request.allow_fallback,
-        "stored_statistics": request.stats is not None,
+        "stored_statistics": request.stats is not None
+        and request.method != AUTO,  # which runs layers
         "target_bpw": request.target_bpw,
         "target_bytes": request.target_bytes,
         "candidates": list(request.candidates),

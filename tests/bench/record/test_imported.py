@@ -164,7 +164,7 @@ def test_what_is_no_result_says_so(text: str, tmp_path: Path) -> None:
 
 
 def test_a_run_of_ours_is_none_of_another_tool(tmp_path: Path) -> None:
-    """Its result has every field of `vllm bench serve`; it lies below the folder, or on one line."""
+    """Read a result with every field of `vllm bench serve`, below the folder or on one line."""
     ours = json.loads((RESULTS / "vllm/serve_base.json").read_text()) | {"llmopt": {"name": "a"}}
     nested = tmp_path / "runs" / "a"
     nested.mkdir(parents=True)

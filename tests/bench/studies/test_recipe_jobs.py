@@ -243,7 +243,7 @@ def test_shared_scores_join_to_the_bytes_of_one_process(
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """What does not depend on time: checkpoints, and scores per position."""
+    """Digest what does not depend on time: checkpoints, and scores per position."""
     found = [*(folder / "checkpoints").rglob("*"), *folder.glob("*/quality.parquet")]
     return {
         str(path.relative_to(folder)): path.read_bytes()

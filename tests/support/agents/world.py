@@ -1,4 +1,4 @@
-"""What the clients meet: a tiny model with a long context, the script of its answers, a picture and a paper."""
+"""Make what the clients meet: a tiny model with a long context, the script of its answers, a picture and a paper."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 )
 CONTEXT = 262_144
 RESULT = "RESULT-7731"
-"""Of the tool round trip: no prompt has it before the client has run the call."""
+"""Marks the tool round trip: no prompt has it before the client has run the call."""
 
 
 def write_model(folder: Path, texts: Iterable[str]) -> None:
