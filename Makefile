@@ -40,11 +40,11 @@ ALONE = $(shell grep -rl --include='test_*.py' '^@pytest.mark.alone' tests)
 # Every feature once, in about eight minutes on two cores; what measures the machine comes first, alone.
 test: $(INSTALLED)
 	$(PYTEST) -m alone $(ALONE)
-	$(PYTEST) -m "not alone and not whole" -n 2 --dist worksteal --durations 20
+	$(PYTEST) -m "not alone and not whole" -n 3 --dist worksteal --durations 20
 
 # What `make test` leaves out: soaks, kills at many places, statistics of large samples, sweeps.
 test-rest: $(INSTALLED)
-	$(PYTEST) -m "not alone and whole" -n 2 --dist worksteal --durations 20
+	$(PYTEST) -m "not alone and whole" -n 3 --dist worksteal --durations 20
 
 test-all: test test-rest
 
@@ -60,7 +60,7 @@ test-levels: $(INSTALLED)
 # The C kernels' tests on aarch64 (NEON, DotProd, I8MM) in an emulator, by the Debian packages gcc-aarch64-linux-gnu,
 # libc6-dev-arm64-cross and qemu-user. Without them every test is skipped and says so.
 test-arm: $(INSTALLED)
-	$(PYTEST) -rs -p tests.support.aarch64_plugin -n 2 --dist worksteal --durations 5 $(ARM_TESTS)
+	$(PYTEST) -rs -p tests.support.aarch64_plugin -n 3 --dist worksteal --durations 5 $(ARM_TESTS)
 
 # The random walk over scheduler and block pool, of more than 20,000 steps, and the newest agents and clients.
 nightly: $(INSTALLED)

@@ -34,11 +34,11 @@ def test_a_closed_loop_is_simulated_where_lengths_are_given(
 def test_a_load_above_what_fits_says_how_many_are_served_at_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    load = (*EIGHT, *FIXED, "--concurrency", "5000")
+    load = ("--model", "llama-3.1-8b", "--gpu", "l4", *FIXED, "--concurrency", "300")
     places = answer(capsys, *load)["max_concurrent_sequences"]
     assert call(*load) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert f"not at once: {places:,} of 5,000 sequences" in said and "others wait" in said
+    assert f"not at once: {places:,} of 300 sequences" in said and "others wait" in said
 
 
 def test_a_thousand_requests_take_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
