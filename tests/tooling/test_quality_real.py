@@ -224,3 +224,8 @@ def test_the_tables_of_a_gguf_file_count_where_they_are_wanted(tmp_path: Path) -
     kept, rounded = Checkpoint(tmp_path / "linears"), Checkpoint(tmp_path / "whole")
     assert torch.equal(kept.tensor(name), plain.tensor(name).float())
     assert not torch.equal(rounded.tensor(name), plain.tensor(name).float())
+
+
+def test_the_names_of_the_mixes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mixes.main(["--list"]) == 0
+    assert "autoround autoround int asym 3.5 bits" in capsys.readouterr().out.splitlines()

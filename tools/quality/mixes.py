@@ -23,7 +23,7 @@ import numpy as np
 
 from tools.document_part import write_part
 from tools.environments import install
-from tools.quality.cells import GPTAQ, Cell
+from tools.quality.cells import GPTAQ, ITERS, Cell
 from tools.quality.environments import PACKAGES
 from tools.quality.real import fill, parse, prepare, record_of
 
@@ -168,6 +168,9 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def main(words: Sequence[str]) -> int:
+    if "--list" in words:
+        print("\n".join(cell.name for cell in (*peers(ITERS), *uniform())))
+        return 0
     given = parse(words)
     if given.install:
         for name in NAMES.keys() & PACKAGES.keys():
