@@ -196,7 +196,8 @@ class HeadAttention(Weights):
         if not self.gated:
             return self.output(self._heads(self.qkv(x, adapters), step, cache), adapters)
         qkv, gate = self._split_gate(self.qkv(x, adapters))
-        return self.output(self._heads(qkv, step, cache) * gate.sigmoid(), adapters)
+        heads = self._heads(qkv, step, cache).view_as(gate) * gate.sigmoid()
+        return self.output(heads.flatten(1), adapters)
 
     def _heads(self, qkv: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """Attend with the projections: [tokens, heads * head_dim]; fills the cache."""
@@ -247,11 +248,11 @@ class HeadAttention(Weights):
             add_key_scores(queries, cache.keys, self.rule, span, cache.index)
 
     def _split_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """QKV without its gate, and the gate [tokens, heads * head_dim]."""
-        width = self.num_heads * self.head_dim
-        pairs = qkv[:, : 2 * width].unflatten(-1, (self.num_heads, 2, self.head_dim))
-        queries, gate = pairs.unbind(2)
-        return torch.cat([queries.flatten(1), qkv[:, 2 * width :]], dim=-1), gate.flatten(1)
+        """QKV without its gate, and a view of the gate [tokens, heads, head_dim]."""
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        pairs, rest = heads[:, : 2 * self.num_heads], heads[:, 2 * self.num_heads :]
+        queries, gate = pairs.unflatten(1, (-1, 2)).unbind(2)
+        return torch.cat([queries, rest], dim=1).flatten(1), gate
 
     def _with_whole_norms(self, qkv: torch.Tensor) -> torch.Tensor:
         """QKV with queries and keys normed, each over all of its heads."""
