@@ -8,6 +8,7 @@ the model's own forward pass.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from ....quant.base.errors import BadInput, first_line
 from ....quant.model.checkpoint import Checkpoint
 from ...config.compatibility import refuse
-from ...kernels.attention.batch import AttentionBatch, SequenceSpan
+from ...kernels.attention.batch import AttentionBatch, DecodeGroup, SequenceSpan
 from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery, reads_in_place
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.lora import AdapterBank
@@ -37,6 +38,8 @@ from .packed import LatentForward, PackedForward, has_attention_alone, latent_la
 from .sequential import SequentialForward, TokenByTokenForward
 from .sharded import ModelShard
 from .text_model import own_pass, plain_tokens, run_and_drop_uncalled, text_decoder
+
+_log = logging.getLogger(__name__)
 
 _CHECKED_TOKENS = 7
 
@@ -92,9 +95,13 @@ class TransformersModel:
     @property
     def is_capturable(self) -> bool:
         """Whether decode steps are captured, where nothing in the modules waits for the device, which the
-        capture itself tells: on a GPU, of a model that runs over the tokens of all sequences at once."""
-        packed = type(self._forward) in (PackedForward, LatentForward) and self._shard is None
-        return packed and self._device.type == "cuda" and self._reads_in_place()
+        capture itself tells: on a GPU, of a model that decodes all sequences at once."""
+        forward = self._forward
+        if isinstance(forward, SequentialForward):
+            at_once = forward.batched is not None
+        else:
+            at_once = type(forward) in (PackedForward, LatentForward) and self._shard is None
+        return at_once and self._device.type == "cuda" and self._reads_in_place()
 
     def _reads_in_place(self) -> bool:
         queries = (
@@ -134,7 +141,9 @@ class TransformersModel:
         assert self._shard is not None
         self._shard.connect()
         tokens, expected = self._checked
-        if not self._agrees(self._forward, self.kv_layouts, (), tokens, expected):
+        if not self._agrees(
+            *self._two_chunks(self._forward, self.kv_layouts, (), tokens, expected)
+        ):
             raise BadInput(f"{self._name}: divided by transformers' plan, its results differ")
 
     @torch.inference_mode()
@@ -196,7 +205,9 @@ class TransformersModel:
             try:
                 forward = kind(self._model, own_attention)
                 layouts, states = forward.layouts(tokens)
-                if self._agrees(forward, layouts, states, tokens, expected):
+                if self._agrees(*self._two_chunks(forward, layouts, states, tokens, expected)):
+                    if isinstance(forward, SequentialForward):
+                        self._batch_decode(forward, layouts, states)
                     return forward, layouts, states
                 reasons.append("the results differ")
             except Exception as error:  # modules may fail in any way here
@@ -205,31 +216,65 @@ class TransformersModel:
             reasons = ["a token attends to the tokens after it"]
         raise BadInput(f"{self._name} does not run over a paged cache: {'; '.join(reasons)}")
 
-    def _agrees(
+    def _batch_decode(
+        self,
+        forward: SequentialForward,
+        layouts: Sequence[KvLayout],
+        states: Sequence[StateLayout],
+    ) -> None:
+        """Have decode steps computed in one pass, where their logits are those of the model's own."""
+        tokens, expected = self._checked
+        try:
+            forward.batch_decode()
+            caches, held = self._empty(layouts, states)
+            forward(self._step(tokens, [(0, 4, [2])], held), caches)
+            # A sequence that goes on beside one that begins.
+            decoded = [
+                forward(self._decode_step(tokens, [(at, [2, 1]), (at - 4, [3, 0])], held), caches)
+                for at in (4, 5)
+            ]
+            actual = torch.cat(decoded).float()
+            if self._agrees(actual, expected[[4, 0, 5, 1]]):
+                return
+            reason = "the results differ"
+        except Exception as error:  # modules may fail in any way here
+            reason = first_line(error)
+        forward.batched = None
+        _log.debug("%s decodes sequence by sequence: %s", self._name, reason)
+
+    def _two_chunks(
         self,
         forward: PackedForward | SequentialForward,
         layouts: Sequence[KvLayout],
         states: Sequence[StateLayout],
         tokens: torch.Tensor,
         expected: torch.Tensor,
-    ) -> bool:
-        """Whether two paged steps, the second with another sequence batched, give the `expected` logits."""
-        caches = [LayerCache.empty(layout, 4, 4, self._device, self._dtype) for layout in layouts]
-        if (
-            self._device.type != "cpu"
-        ):  # as in `KvCache`: libraries' kernels may weigh unwritten rows
-            for part in (part for cache in caches for part in cache.parts):
-                part.zero_()
-        held = tuple(state.empty(2, self._device) for state in states)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of two paged steps, the second with another sequence batched, and the `expected` ones."""
+        caches, held = self._empty(layouts, states)
         split = 4
         first = self._step(tokens, [(0, split, [2])], held)
         second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])], held)
         actual = torch.cat([forward(first, caches), forward(second, caches)]).float()
-        wanted = torch.cat([expected, expected[:2]])
+        return actual, torch.cat([expected, expected[:2]])
+
+    def _agrees(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether logits are the same but for rounding."""
         # Strict where rounding allows it: a state that is lost between steps may move the logits little.
         exact = self._dtype is torch.float32
         tolerance = 0.05 if not exact else 1e-5 if self._device.type == "cpu" else 1e-3
-        return bool((actual - wanted).abs().mean() <= tolerance * expected.std())
+        return bool((actual - expected).abs().mean() <= tolerance * expected.std())
+
+    def _empty(
+        self, layouts: Sequence[KvLayout], states: Sequence[StateLayout]
+    ) -> tuple[list[LayerCache], tuple[torch.Tensor, ...]]:
+        """Caches of four blocks of 4 tokens, and states of two slots."""
+        caches = [LayerCache.empty(layout, 4, 4, self._device, self._dtype) for layout in layouts]
+        if self._device.type != "cpu":
+            # As in `KvCache`: libraries' kernels may weigh unwritten rows.
+            for part in (part for cache in caches for part in cache.parts):
+                part.zero_()
+        return caches, tuple(state.empty(2, self._device) for state in states)
 
     def _looks_ahead(self, tokens: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether the logits of the first tokens change without the others."""
@@ -263,6 +308,21 @@ class TransformersModel:
         held = StateBatch(states, torch.arange(len(runs), device=self._device))
         of_tokens = torch.tensor(slots, device=self._device)
         return StepInputs(tokens[at], at, of_tokens, batch, states=held)
+
+    def _decode_step(
+        self,
+        tokens: torch.Tensor,
+        rows: Sequence[tuple[int, Sequence[int]]],
+        states: tuple[torch.Tensor, ...],
+    ) -> StepInputs:
+        """Inputs of a token of each sequence, from (position, two blocks of 4 tokens) of `tokens`."""
+        at = torch.tensor([position for position, _ in rows], device=self._device)
+        tables = torch.tensor([blocks for _, blocks in rows], device=self._device)
+        places = torch.arange(len(rows), device=self._device)
+        group = DecodeGroup(places, tables.flatten(), at + 1, torch.zeros_like(at))
+        batch = AttentionBatch([], group, 4, self._dtype)
+        slots = tables[places, at // 4] * 4 + at % 4
+        return StepInputs(tokens[at], at, slots, batch, states=StateBatch(states, places))
 
 
 def _longest(config: Any) -> int | None:

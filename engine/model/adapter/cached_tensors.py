@@ -98,7 +98,8 @@ def _parts(value: Any) -> Iterator[tuple[Key, Any]]:
 
 def _is_holder(value: Any) -> bool:
     """Whether it is a cache or a layer of one: a plain object, and no module, class, function or config."""
-    if callable(value) or type(value).__module__.partition(".")[0] == "torch":
+    is_torchs = type(value).__module__.partition(".")[0] == "torch"
+    if callable(value) or isinstance(value, torch.Tensor) or is_torchs:
         return False
     return hasattr(value, "__dict__") and not hasattr(value, "to_diff_dict")
 

@@ -8,8 +8,9 @@ queries and outputs (DeepSeek-V2, section 2.1.2), as in the engine's own decoder
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from ...kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.embedding import EmbeddedRows
 from ..layers.spec import KvLayout
+from .cached_tensors import walk
 from .text_model import text_decoder, token_arguments
 
 _MASK_ATTRIBUTE = "llmopt_mask"
@@ -107,7 +109,7 @@ PagedAttention = Callable[[LayerCall], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _CacheOfLayer:
+class CacheOfLayer:
     """Index of the cache that a layer reads, and whether the layer fills it.
 
     A layer that shares keys and values (Gemma 3n) reads the cache of the layer that computed them.
@@ -121,7 +123,7 @@ class _DryRun:
     """Records each layer's cache and the KV layouts; its attention returns zeros."""
 
     def __init__(self) -> None:
-        self.caches: dict[int, _CacheOfLayer] = {}
+        self.caches: dict[int, CacheOfLayer] = {}
         self.layouts: list[KvLayout] = []
         self._keys: list[torch.Tensor] = []
 
@@ -137,18 +139,18 @@ class _DryRun:
                 KvLayout(keys.shape[1], keys.shape[2], values.shape[2], begins_keys)
             )
         index = len(self._keys) - 1 if shared is None else shared
-        self.caches[layer] = _CacheOfLayer(index, shared is None)
+        self.caches[layer] = CacheOfLayer(index, shared is None)
         return queries.new_zeros(*queries.shape[:2], values.shape[2])
 
 
-class _Step:
+class StepAttention:
     """Paged attention of a step: writes a layer's keys and values to its blocks, then attends over them."""
 
     def __init__(
         self,
         inputs: StepInputs,
         caches: Sequence[LayerCache],
-        of_layers: dict[int, _CacheOfLayer],
+        of_layers: dict[int, CacheOfLayer],
     ) -> None:
         self._inputs, self._caches, self._of_layers = inputs, caches, of_layers
 
@@ -172,12 +174,26 @@ class _Step:
         return kernel(queries, cache.keys, cache.values, self._inputs.batch, rule)
 
 
-@dataclass(slots=True)
-class _Attention:
-    """The attention that runs at present, and each layer's mask; every attention module holds it."""
+class ModuleAttention:
+    """The attention that runs at present, and each layer's mask; every module of a layer holds it."""
 
-    run: PagedAttention | None = None
-    masks: dict[int, LayerMask] = field(default_factory=dict)
+    def __init__(self, decoder: Any) -> None:
+        self.run: PagedAttention | None = None
+        self.masks: dict[int, LayerMask] = {}
+        self._config: Any = decoder.config
+        for module in decoder.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                setattr(module, _ATTRIBUTE, self)
+
+    @contextmanager
+    def running(self, run: PagedAttention) -> Iterator[None]:
+        """Within the block, the modules' attention is this one."""
+        own = self._config._attn_implementation
+        self.run, self._config._attn_implementation = run, PAGED
+        try:
+            yield
+        finally:
+            self.run, self._config._attn_implementation = None, own
 
 
 def paged_attention(
@@ -193,13 +209,16 @@ def paged_attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers: [1, heads, tokens, head_dim] in, [1, tokens, heads, ..] out.
+    """Attention function for transformers: [rows, heads, tokens, head_dim] in, [rows, tokens, heads, ..] out.
+
+    Of several rows each is a token of another sequence.
 
     Raises:
         ValueError: the module gives a mask or a bias that paged attention does not have.
     """
-    attention: _Attention | None = getattr(module, _ATTRIBUTE, None)
-    if attention is None or attention.run is None or query.shape[0] != 1:
+    attention: ModuleAttention | None = getattr(module, _ATTRIBUTE, None)
+    rows, tokens = query.shape[0], query.shape[2]
+    if attention is None or attention.run is None or 1 not in (rows, tokens):
         raise ValueError("its attention is not that of a decoder's layer")
     if position_bias is not None:
         raise ValueError("its attention has a bias")
@@ -209,8 +228,9 @@ def paged_attention(
     mask = attention.masks[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rule = AttentionRule(scale, mask.window, chunk=mask.chunk, softcap=softcap, sinks=s_aux)
-    queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attention.run(LayerCall(layer, queries, keys, values, rule))[None], None
+    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = attention.run(LayerCall(layer, queries, keys, values, rule))
+    return out.unflatten(0, (rows, tokens)), None
 
 
 AttentionInterface.register(PAGED, paged_attention)
@@ -229,11 +249,8 @@ class PackedForward:
         if not (decoder._supports_attention_backend and decoder._supports_flash_attn):
             raise ValueError("its attention cannot be replaced")
         self._model = model
-        self._attention = _Attention()
-        self._caches: dict[int, _CacheOfLayer] = {}
-        for module in decoder.modules():
-            if isinstance(getattr(module, "layer_idx", None), int):
-                setattr(module, _ATTRIBUTE, self._attention)
+        self._attention = ModuleAttention(decoder)
+        self._caches: dict[int, CacheOfLayer] = {}
         decoder.set_attn_implementation(PAGED)
 
     def layouts(self, tokens: torch.Tensor) -> tuple[tuple[KvLayout, ...], tuple[()]]:
@@ -250,7 +267,7 @@ class PackedForward:
         return tuple(dry.layouts), ()
 
     def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        step = _Step(inputs, caches, self._caches)
+        step = StepAttention(inputs, caches, self._caches)
         return self._run(inputs.token_ids, inputs.positions, step, inputs.embedded)
 
     def _run(
@@ -260,8 +277,7 @@ class PackedForward:
         paged: PagedAttention,
         embedded: EmbeddedRows | None = None,
     ) -> torch.Tensor:
-        self._attention.run = paged
-        try:
+        with self._attention.running(paged):
             return self._model(
                 **token_arguments(self._model, tokens, embedded),
                 # All ones: without it the mask functions would look for sequences in the positions.
@@ -269,8 +285,6 @@ class PackedForward:
                 position_ids=positions[None],
                 use_cache=False,
             ).logits[0]
-        finally:
-            self._attention.run = None
 
 
 def has_attention_alone(cache: Any) -> bool:
@@ -279,9 +293,7 @@ def has_attention_alone(cache: Any) -> bool:
     Layers that read another layer's keys and values have no tensors there.
     """
     layers = getattr(cache, "layers", None) or ()
-    holders = {
-        type(layer) for layer in layers if any(torch.is_tensor(x) for x in vars(layer).values())
-    }
+    holders = {type(layer) for layer in layers if any(torch.is_tensor(x) for _, x in walk(layer))}
     return bool(holders) and holders <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 

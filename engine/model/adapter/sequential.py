@@ -25,6 +25,7 @@ from ...probe.oracle import build_on_meta
 from ..layers.attention import LayerCache, StepInputs
 from ..layers.spec import KvLayout
 from ..layers.state import StateLayout
+from .batched import BatchedDecode
 from .cached_tensors import (
     CachedTensors,
     Place,
@@ -255,6 +256,7 @@ class SequentialForward:
         self._takes = set(inspect.signature(model.forward).parameters)
         self._tensors: CachedTensors | None = None
         self._is_given_a_cache = False
+        self.batched: BatchedDecode | None = None
         self.adapters = CurrentAdapters()
         model.set_attn_implementation(own_attention)
 
@@ -263,17 +265,27 @@ class SequentialForward:
         self._tensors = measured_cache(self._cache_of, self._model.config)
         return self._tensors.kv_layouts, self._tensors.state_layouts
 
+    def batch_decode(self) -> None:
+        """Have steps of one token a sequence computed in one pass from now on.
+
+        Raises:
+            ValueError: as `BatchedDecode`.
+        """
+        assert self._tensors is not None
+        self.batched = BatchedDecode(self._model, self._pass, self._tensors)
+
     def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         assert self._tensors is not None
-        runs = _runs(inputs.batch)
-        slots = [0] * len(runs)
-        if inputs.states.tensors and inputs.states.slots is not None:
-            slots = inputs.states.slots.tolist()
+        if self.batched is not None and not inputs.batch.spans and inputs.embedded is None:
+            return self.batched(inputs, caches)
         scores: list[torch.Tensor] = []
         arguments = token_arguments(self._model, inputs.token_ids, inputs.embedded)
-        for (begin, end, length, table), slot in zip(runs, slots, strict=True):
+        for index, (begin, end, length, table) in enumerate(_runs(inputs.batch)):
             self.adapters.take_sequence(inputs.adapters, begin)
-            states = [tensor[slot] for tensor in inputs.states.tensors]
+            slot, states = None, []
+            if inputs.states.tensors and inputs.states.slots is not None:
+                slot = inputs.states.slots[index : index + 1]
+                states = [tensor.index_select(0, slot)[0] for tensor in inputs.states.tensors]
             start = length - (end - begin)
             size = inputs.batch.block_size
             cache = self._tensors.load(caches, table, states, size, start)
@@ -285,6 +297,9 @@ class SequentialForward:
                 logits, cache = self._pass(tokens, inputs.positions[None, rows], known, cache)
                 scores.append(logits)
             self._tensors.store(cache, caches, inputs.slots[begin:end], states, size, length)
+            if slot is not None:
+                for tensor, state in zip(inputs.states.tensors, states, strict=True):
+                    tensor.index_copy_(0, slot, state[None])
         return torch.cat(scores)
 
     def _pass(
@@ -292,7 +307,8 @@ class SequentialForward:
     ) -> tuple[torch.Tensor, Any]:
         """Logits [tokens, vocab] of the last tokens of a sequence of `length`, and its cache after them.
 
-        `tokens` are ids [1, tokens] or embeddings [1, tokens, hidden], by the name of the argument.
+        `tokens` are ids [1, tokens] or embeddings [1, tokens, hidden], by the name of the argument; or ids
+        [sequences, 1].
         """
         if cache is None and self._is_given_a_cache:
             cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
@@ -306,7 +322,7 @@ class SequentialForward:
         output = self._model(**given)
         returned = (getattr(output, name, None) for name in _CACHES)
         after = next((held for held in returned if held is not None), cache)
-        return output.logits[0], after
+        return output.logits.flatten(0, 1), after
 
     def _cache_of(self, length: int, empty: Any) -> Any:
         """The cache after `length` tokens."""
@@ -343,8 +359,10 @@ def _runs(batch: AttentionBatch) -> list[tuple[int, int, int, torch.Tensor]]:
     runs = [(s.begin, s.end, s.num_cached, s.block_ids) for s in batch.spans]
     if (group := batch.decode) is not None:
         tables = group.block_ids.view(group.rows.numel(), -1)
-        for row, length, table in zip(
-            group.rows.tolist(), group.lengths.tolist(), tables, strict=True
-        ):
+        if group.counts is not None:
+            rows, lengths = group.counts
+        else:
+            rows, lengths = group.rows.tolist(), group.lengths.tolist()
+        for row, length, table in zip(rows, lengths, tables, strict=True):
             runs.append((row, row + 1, length, table[: -(-length // batch.block_size)]))
     return sorted(runs, key=lambda run: run[0])

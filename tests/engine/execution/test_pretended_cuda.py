@@ -24,6 +24,7 @@ from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests.loop import EngineLoop
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
+from llmopt.quant.families.spec_parts import NotCovered
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -88,6 +89,28 @@ def test_models_of_transformers_are_captured(adapted: Path) -> None:
     eager = serve(Card(), adapted, **FEW, enforce_eager=True)
     replayed = served.card.launches("step").total()
     assert served.captured.total() <= 156 and replayed < eager.card.launches("step").total()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "lfm-2"])
+def test_hybrids_of_transformers_are_captured(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where their modules run, not the decoder that has these families too; a step is one replay."""
+
+    def refuse(_: dict[str, Any]) -> None:
+        raise NotCovered("it is to run through transformers")
+
+    monkeypatch.setattr(TransformersModel, "_agrees", lambda *_: True)
+    monkeypatch.setattr("llmopt.engine.model.adapter.open.model_spec", refuse)
+    config, overrides = FAMILIES[family]
+    # Transformers' grouped experts ask a GPU for what the pretended card's CPU lacks (integers' `histc`).
+    dense = {"mlp_only_layers": [0, 1, 2]} if "mlp_only_layers" in overrides else {}
+    save_model(tmp_path, config, overrides | dense)
+    served = serve(Card(), tmp_path, **FEW)
+    assert served.faults == [] and served.graphs == 2
+    assert served.num_tokens == {"0": 5, "1": 5}
+    assert sum(entry.kind == "replay" for entry in served.card.log if entry.phase == "step")
 
 
 @pytest.mark.whole

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.packed import PackedForward
+from llmopt.engine.model.adapter.sequential import SequentialForward
 from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.engine.model.layers.state import state_bytes_per_sequence
 from llmopt.engine.planner.cache_size import size_states
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.families.spec_parts import NotCovered
 from llmopt.quant.model.checkpoint import Checkpoint
 
-from ...support.model_families import ADAPTED, SHAPE, VOCAB, save_model
+from ...support.model_families import ADAPTED, FAMILIES, SHAPE, VOCAB, save_model
 
 
 def adapted(folder: Path, dtype: torch.dtype = torch.float32) -> TransformersModel:
@@ -76,6 +80,50 @@ def test_a_pass_that_is_a_little_off_is_not_taken(tmp_path, monkeypatch):
     exact = PackedForward.__call__
     monkeypatch.setattr(PackedForward, "__call__", lambda *inputs: exact(*inputs) * 1.00005)
     assert type(adapted(tmp_path)._forward).__name__ == "SequentialForward"
+
+
+NOT_ITS_OWN = "llmopt.engine.model.adapter.open.model_spec"
+"""What decides for the native decoder, which has these families as well."""
+
+
+def refuse(_: dict[str, Any]) -> None:
+    raise NotCovered("it is to run through transformers")
+
+
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "lfm-2", "granite-4"])
+def test_hybrids_decode_in_one_pass(family, tmp_path, monkeypatch):
+    """Sequences of several lengths, one of a single token, and one that joins while the others decode."""
+    monkeypatch.setattr(NOT_ITS_OWN, refuse)
+    save_model(tmp_path, *FAMILIES[family])
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True)
+
+    def answers() -> dict[str, list[Any]]:
+        built = Engine(EngineConfig(tmp_path, device="cpu", dtype="float32", num_threads=1))
+        forward = built.runner.decoder._forward
+        passes.append(forward.batched)
+        found: dict[str, list[Any]] = {}
+        for index, prompt in enumerate(([3, 4, 5, 6, 7], [9], [11, 12, 13])):
+            built.add_request(str(index), prompt, params)
+            for _ in range(2 if index else 1):
+                for output in built.step():
+                    found.setdefault(output.request_id, []).extend(output.logprobs)
+        while built.has_unfinished():
+            for output in built.step():
+                found.setdefault(output.request_id, []).extend(output.logprobs)
+        built.close()
+        return found
+
+    passes: list[Any] = []
+    in_one_pass = answers()
+    monkeypatch.setattr(SequentialForward, "batch_decode", lambda self: self.missing)
+    by_sequence = answers()
+    assert passes[0] is not None and passes[1] is None
+    for request, wanted in by_sequence.items():
+        assert [each.token_id for each in in_one_pass[request]] == [
+            each.token_id for each in wanted
+        ]
+        for each, other in zip(in_one_pass[request], wanted, strict=True):
+            assert each.logprob == pytest.approx(other.logprob, abs=1e-4)
 
 
 def test_a_state_in_the_modules_is_refused(tmp_path):

@@ -232,6 +232,8 @@ class Dispatch(TorchDispatchMode):
     def _log_transfer(
         self, name: str, source: torch.Tensor, target: torch.Tensor | None, *, is_async: bool
     ) -> None:
+        if not source.numel():
+            return  # CUDA is not asked for a copy of nothing
         on_host = target if isinstance(source, CudaTensor) else source
         is_pinned = on_host is not None and on_host in self.pinned
         what = f"{name} {tuple(source.shape)} {source.device}"
