@@ -184,7 +184,7 @@ def _variant(bound: dict[str, Any]) -> dict[str, Any]:
 def _turns(bound: dict[str, Any]) -> int:
     """Turns of the loop of a launch: tiles of a part of split keys, runs of a split of a GEMM."""
     if bound.get("IN_PARTS"):
-        return bound["SEES"].part_tiles
+        return bound["SEES"].part_tiles if "SEES" in bound else bound["PART_TILES"]
     return bound.get("runs_per_split", 1)
 
 

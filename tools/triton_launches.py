@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from llmopt.engine.kernels.attention import batch as pa
-from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, PagedTensor, Stored
 from llmopt.engine.kernels.common.devices import gpu_limits
 from llmopt.engine.kernels.elementwise.recurrence import (
     ConvCall,
@@ -57,14 +57,14 @@ def attention(
     heads: int,
     kv_heads: int,
     dims: tuple[int, int],
-    stored: torch.dtype = BF16,
+    stored: Stored = BF16,
     dtype: torch.dtype = BF16,
     **rule: Any,
 ) -> None:
     """Launch paged attention for six decode rows and one prefill chunk of 64 tokens."""
     from llmopt.engine.kernels.attention.triton_attention import attend_triton
 
-    if stored is E4M3 and not has_fp8():
+    if stored in (E4M3, E4M3_ALONE) and not has_fp8():
         return
     in_keys = dims[0] > dims[1]
     keys = PagedTensor.zeros(20, 16, kv_heads, dims[0], CPU, stored)
@@ -96,7 +96,7 @@ def rows() -> None:
     angles = torch.zeros(4, 1, 128, dtype=BF16)
     norms = HeadNorms(angles[0, 0], angles[0, 0], 1e-6)
     stacked = torch.zeros(4, 48, 128, dtype=BF16)
-    for stored in (BF16, torch.int8, *([E4M3] if has_fp8() else [])):
+    for stored in (BF16, torch.int8, *([E4M3, E4M3_ALONE] if has_fp8() else [])):
         cache = PagedTensor.zeros(4, 16, 8, 128, CPU, stored)
         TritonRopeAndCache()(
             RopeCall(stacked, 32, angles, angles, cache, cache, torch.arange(4), norms)
@@ -169,6 +169,7 @@ def experts() -> None:
 LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, 32 heads of 128 on 8": lambda: attention(32, 8, (128, 128)),
     "  fp8 cache": lambda: attention(32, 8, (128, 128), E4M3),
+    "  fp8 cache without scales": lambda: attention(32, 8, (128, 128), E4M3_ALONE),
     "  int8 cache": lambda: attention(32, 8, (128, 128), torch.int8),
     "  window, first tokens kept": lambda: attention(
         32, 8, (128, 128), window=1000, num_sink_tokens=4

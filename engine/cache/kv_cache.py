@@ -17,7 +17,10 @@ from ..base.units import format_gib
 from ..config.config import EngineConfig
 from ..kernels.attention.paged_tensor import (
     BLOCK_COPIES,
+    E4M3_ALONE,
+    ONLY_LIBRARIES,
     BlockCopiesKernelQuery,
+    Stored,
     TorchBlockCopies,
     vector_bytes,
 )
@@ -29,19 +32,20 @@ from ..planner.cache_size import CacheRequest, KvCacheBudget, size_cache
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import BlockCopies
 
-_STORED = {
+_STORED: dict[str, Stored] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
     "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e4m3": E4M3_ALONE,
 }
 
 _MOST_EMPTY_BLOCKS = 2**16
 
 
-def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> torch.dtype:
-    """The dtype of keys and values; "auto" is the compute dtype `computed`.
+def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> Stored:
+    """How keys and values are stored; "auto" is the compute dtype `computed`.
 
     A CPU that computes in float32 by default, for want of bfloat16 instructions, stores bfloat16 by default:
     it takes half the memory, and what it rounds is a hundredth of what 8-bit activations do.
@@ -51,21 +55,23 @@ def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dty
     return _STORED.get(config.kv_cache_dtype, computed)
 
 
-def check_stored_dtype(dtype: torch.dtype, device: torch.device) -> None:
+def check_stored_dtype(dtype: Stored, device: torch.device) -> None:
     """Raise where a device cannot hold keys and values in a dtype.
 
     Raises:
-        BadInput: fp8 on a GPU without FP8 instructions; e5m2 where no kernel of Triton's reads it.
+        BadInput: e4m3 on a GPU without FP8 instructions; 8 bits without scales where no kernel of Triton's
+            reads them.
     """
-    if dtype is torch.float8_e4m3fn and (reason := refuses_fp8(device.type)) is not None:
-        raise BadInput(f"kv_cache_dtype fp8: {reason}; take int8")
-    if dtype is torch.float8_e5m2 and (reason := refuses_triton(device.type)) is not None:
-        raise BadInput(f"kv_cache_dtype fp8_e5m2 is for GPUs: {reason}; take fp8 or int8")
+    name, is_e4m3 = stored_name(dtype), dtype in (torch.float8_e4m3fn, E4M3_ALONE)
+    if dtype in ONLY_LIBRARIES and (reason := refuses_triton(device.type)) is not None:
+        raise BadInput(f"kv_cache_dtype {name} is for GPUs: {reason}; take fp8 or int8")
+    if is_e4m3 and (reason := refuses_fp8(device.type)) is not None:
+        raise BadInput(f"kv_cache_dtype {name}: {reason}; take int8")
 
 
-def stored_name(dtype: torch.dtype) -> str:
-    """The `EngineConfig.kv_cache_dtype` name of a dtype."""
-    return next(name for name, stored in _STORED.items() if stored is dtype)
+def stored_name(dtype: Stored) -> str:
+    """The `EngineConfig.kv_cache_dtype` name of how keys and values are stored."""
+    return next(name for name, stored in _STORED.items() if stored == dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ class _Layers:
         return ceil(self.num_elements * bytes_per_element)
 
 
-def kv_block_bytes(layouts: Sequence[KvLayout], dtype: torch.dtype, block_size: int) -> int:
+def kv_block_bytes(layouts: Sequence[KvLayout], dtype: Stored, block_size: int) -> int:
     """Bytes of a block over all layers, scales of 8-bit dtypes included."""
     return sum(
         vector_bytes(dim, dtype) * layout.entries(block_size)
@@ -97,7 +103,7 @@ def choose_num_blocks(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
-    dtype: torch.dtype,
+    dtype: Stored,
     profile_kv_cache_budget: Callable[[], KvCacheBudget],
 ) -> int:
     """Number of blocks of the KV cache, the null block included, by the planner's rule.
@@ -143,7 +149,7 @@ def check_fits_memory(num_bytes: int, device: torch.device) -> None:
 
 
 def choose_num_host_blocks(
-    config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: torch.dtype
+    config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: Stored
 ) -> int:
     """Number of blocks of the swap space; `layouts` as for `choose_num_blocks`.
 
@@ -182,7 +188,7 @@ class KvCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: Stored,
         num_host_blocks: int = 0,
         states: StateCache | None = None,
     ) -> None:

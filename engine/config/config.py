@@ -127,7 +127,7 @@ class SpeculationConfig:
 
 
 DTYPES = ("auto", "bfloat16", "float32")
-KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "fp8", "int8", "fp8_e5m2")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float32", "fp8", "int8", "fp8_e4m3", "fp8_e5m2")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 
 
@@ -167,8 +167,8 @@ class EngineConfig:
     kv_cache_dtype: str = option(
         "auto",
         "Data type of the KV cache: auto (as --dtype; with that auto too, bfloat16 on a CPU), bfloat16, "
-        "float32, fp8 (e4m3) or int8, both with a scale for each token and KV head; or fp8_e5m2, without "
-        "scales, which FlashInfer reads too (on a GPU).",
+        "float32, fp8 (e4m3) or int8, both with a scale for each token and KV head; or, on a GPU, what "
+        "FlashInfer reads too: fp8_e4m3, with the checkpoint's scales or none, or fp8_e5m2, without.",
         limit=one_of(*KV_CACHE_DTYPES),
         common=True,
     )
@@ -388,7 +388,7 @@ class EngineConfig:
             "overlap": bool(self.async_scheduling),
             "eager": self.enforce_eager,
             "swap": self.swap_space_bytes > 0,
-            "kv-fp8": self.kv_cache_dtype in ("fp8", "fp8_e5m2"),
+            "kv-fp8": self.kv_cache_dtype.startswith("fp8"),
             "kv-int8": self.kv_cache_dtype == "int8",
             "streams": self.window is not None,
             "kv-budget": self.kv_budget is not None,

@@ -207,9 +207,11 @@ _VLLM_CACHES = {
     "bfloat16": "bfloat16",
     "fp8": "fp8_per_token_head",
     "int8": "int8_per_token_head",
+    "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
 }
-_SGLANG_CACHES = {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+_SGLANG_CACHES = {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3"}
+_SGLANG_CACHES |= {name: name for name in ("fp8_e4m3", "fp8_e5m2")}
 _SGLANG_POLICIES = {
     "fcfs": ("--schedule-policy", "fcfs"),
     "priority": ("--enable-priority-scheduling", "--schedule-low-priority-values-first"),

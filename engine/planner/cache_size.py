@@ -169,10 +169,11 @@ OF_ENGINE = {
     "float32": "float32",
     "fp8": "fp8_per_token_head",
     "int8": "int8",
+    "fp8_e4m3": "fp8",
     "fp8_e5m2": "fp8",
 }
-"""KV dtypes by the names of llmopt's engine. Its fp8 has a scale per token and head; other engines' fp8
-has one per layer, and e5m2 none."""
+"""KV dtypes by the names of llmopt's engine. Its fp8 has a scale per token and head; other engines' fp8, its
+fp8_e4m3, has one per layer, and e5m2 none."""
 
 
 def kv_dtype(name: str) -> KvDtype:

@@ -139,7 +139,8 @@ class _Grouped(_Wrapper):
         self, heads: tuple[int, int, int, int], q_data_type: Any, kv_data_type: Any, **rule: Any
     ) -> None:
         self._heads, self._dtype = heads, q_data_type
-        assert kv_data_type in (q_data_type, torch.float8_e5m2) and heads[0] % heads[1] == 0
+        assert kv_data_type in (q_data_type, torch.float8_e4m3fn, torch.float8_e5m2)
+        assert heads[0] % heads[1] == 0
         self._stored, self._rule = kv_data_type, rule
 
     def _check(self, q: torch.Tensor, paged_kv_cache: Any) -> None:

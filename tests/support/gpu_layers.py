@@ -244,6 +244,7 @@ def of_tree(tree: Path, names: Sequence[str]) -> dict[str, Any]:
         modules = tree.glob("package/*.py")
         for part in (*(tree / n for n in ("bench", "cli", "engine", "quant", "recipes")), *modules):
             (package / part.name).symlink_to(part)
+        (package / "__init__.py").touch()  # else one that is installed comes before it
         environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{tree}"}
         environment.pop("TRITON_INTERPRET", None)
         numbers: dict[str, Any] = {}

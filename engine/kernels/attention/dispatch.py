@@ -27,7 +27,14 @@ from .library_attention import (
     refuses_flashinfer,
 )
 from .paged_attention import AttentionCall, AttentionKernel, attend_sdpa, attention_kernel
-from .paged_tensor import LARGEST_CODE, PagedTensor, quantize
+from .paged_tensor import (
+    LARGEST_CODE,
+    ONLY_LIBRARIES,
+    PagedTensor,
+    Stored,
+    WithoutScales,
+    quantize,
+)
 
 HEAD_CHANNELS = 16
 """Supported head sizes are multiples of this."""
@@ -185,7 +192,7 @@ class AttentionKernelQuery:
         key_dim, value_dim: elements of a head.
         mask: "causal"; "tree": draft tokens form token trees; "image": images see all of themselves, and the
             batch may have trees too.
-        stored: of keys and values in the cache; None: as the queries.
+        stored: how keys and values are stored; None: as the queries.
     """
 
     device: str
@@ -193,7 +200,7 @@ class AttentionKernelQuery:
     key_dim: int
     value_dim: int
     mask: Mask = "causal"
-    stored: torch.dtype | None = None
+    stored: Stored | None = None
 
     def __str__(self) -> str:
         same = self.key_dim == self.value_dim
@@ -235,9 +242,12 @@ class _TrialWorld:
 
     def cached(self, *shape: int) -> PagedTensor:
         values = self.random(*shape)
-        if self._stored not in LARGEST_CODE:
-            return PagedTensor(values.to(self._stored or values.dtype))
-        return PagedTensor(*quantize(values, self._stored))
+        stored = self._stored or values.dtype
+        if isinstance(stored, WithoutScales):
+            return PagedTensor(values.to(stored.dtype))
+        if stored not in LARGEST_CODE:
+            return PagedTensor(values.to(stored))
+        return PagedTensor(*quantize(values, stored))
 
     def queries(self, tokens: int) -> torch.Tensor:
         return self.random(tokens, self.heads, self._key_dim)
@@ -311,7 +321,7 @@ def attention_trial(query: AttentionKernelQuery) -> Trial[AttentionKernel] | Non
     return Trial(compute, tolerance(query.dtype), calls)
 
 
-_NO_E5M2 = "it reads no e5m2"
+_NO_8_BITS_ALONE = "it reads no 8-bit cache without scales"
 _ONLY_CAUSAL = "it does not support tree attention, nor bidirectional attention within an image"
 
 
@@ -322,8 +332,8 @@ def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
         return f"it is for heads of multiples of {HEAD_CHANNELS}"
     if kernel_query.mask == "image":
         return "it does not support bidirectional attention within an image"
-    if kernel_query.stored is torch.float8_e5m2:
-        return _NO_E5M2
+    if kernel_query.stored in ONLY_LIBRARIES:
+        return _NO_8_BITS_ALONE
     return None
 
 
@@ -353,8 +363,8 @@ def _refuses_library(refuses: Refusal, kernel_query: AttentionKernelQuery) -> st
 
 
 def _refuses_flash(kernel_query: AttentionKernelQuery) -> str | None:
-    if kernel_query.stored is torch.float8_e5m2:
-        return _NO_E5M2
+    if kernel_query.stored in ONLY_LIBRARIES:
+        return _NO_8_BITS_ALONE
     return _refuses_library(refuses_flash_attention, kernel_query)
 
 
@@ -408,7 +418,7 @@ def attention_kernels(
     dtype: torch.dtype,
     key_dim: int,
     value_dim: int,
-    stored: torch.dtype | None = None,
+    stored: Stored | None = None,
 ) -> AttentionKernels:
     """The kernels for a decoder's heads; keys and values are `stored` in that dtype, or in the queries'."""
 

@@ -1,7 +1,7 @@
 """Paged attention by libraries: FlashAttention-3 (Shah et al., 2024) and FlashInfer (Ye et al., 2025).
 
 Both read our blocks as they are: keys and values [blocks, block_size, kv_heads, head_dim] of 16 bits;
-FlashInfer (its layout NHD) also those in e5m2, which have no scales, and latents [blocks, block_size, 1,
+FlashInfer (its layout NHD) also those of 8 bits without scales, and latents [blocks, block_size, 1,
 latent + rotated] (MLA). What they do not have stays with our kernel: 8-bit caches with scales, latents in 8
 bits, sinks, chunks, token trees, images, evicted spans behind sink tokens; of FlashInfer also captured steps
 of several tokens, and latents with windows, soft caps or heads that do not divide 128. How a library splits

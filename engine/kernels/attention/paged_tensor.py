@@ -1,9 +1,10 @@
 """Paged KV cache of a layer: blocks of keys or values, unquantized or int8 / fp8 with per-token-head scales.
 
-e5m2 has the range of 16-bit floats, and so no scales: the layout of 8 bits that libraries read. An element
-is else `code * scale`, so a token's dequantized vectors depend on that token alone: not on the batch, the
-chunk or the block in which it was written. Blocks are copied within the cache, and to and from the host, by
-one launch for all layers or by torch's copies.
+e5m2 has the range of 16-bit floats, and so no scales. e4m3 may do without (`WithoutScales`): queries and
+outputs take the calibrated scale of a tensor or a head. Libraries read both. An element is else
+`code * scale`, so a token's dequantized vectors depend on that token alone: not on the batch, the chunk or
+the block in which it was written. Blocks are copied within the cache, and to and from the host, by one launch
+for all layers or by torch's copies.
 """
 
 from __future__ import annotations
@@ -24,6 +25,28 @@ if TYPE_CHECKING:
 
 LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The 8-bit dtypes with scales, and the largest magnitude of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithoutScales:
+    """An 8-bit dtype of `LARGEST_CODE` whose codes are the elements, up to a scale of the whole tensor."""
+
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} without scales"
+
+
+E4M3_ALONE = WithoutScales(torch.float8_e4m3fn)
+Stored = torch.dtype | WithoutScales
+"""How elements are stored: those of `LARGEST_CODE` with a scale for each vector."""
+ONLY_LIBRARIES = (torch.float8_e5m2, E4M3_ALONE)
+"""Stored without scales in 8 bits, for GPUs alone."""
 
 SCALE_BYTES = 4
 _LEAST = torch.finfo(torch.float32).tiny
@@ -49,12 +72,13 @@ class PagedTensor:
         num_heads: int,
         dim: int,
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: Stored,
     ) -> Self:
         """Uninitialised blocks: a CPU commits their pages as they are first written."""
         shape = (num_blocks, block_size, num_heads)
         scales = torch.empty(shape, device=device) if dtype in LARGEST_CODE else None
-        return cls(torch.empty(*shape, dim, device=device, dtype=dtype), scales)
+        codes = dtype.dtype if isinstance(dtype, WithoutScales) else dtype
+        return cls(torch.empty(*shape, dim, device=device, dtype=codes), scales)
 
     @classmethod
     def zeros(cls, *given: Any) -> Self:
@@ -69,6 +93,12 @@ class PagedTensor:
         """The underlying tensors, by block, in dtypes that every device can copy."""
         codes = self.codes.view(torch.uint8) if self.codes.itemsize == 1 else self.codes
         return (codes,) if self.scales is None else (codes, self.scales)
+
+    @property
+    def stored(self) -> Stored:
+        """How the elements are stored."""
+        dtype = self.codes.dtype
+        return WithoutScales(dtype) if self.scales is None and dtype in LARGEST_CODE else dtype
 
     @property
     def num_heads(self) -> int:
@@ -86,6 +116,14 @@ class PagedTensor:
         """Whether `write` uses calibrated scales: those of a checkpoint are for fp8."""
         return static is not None and self.codes.dtype is torch.float8_e4m3fn
 
+    def rescaled(self, x: torch.Tensor, static: torch.Tensor | None) -> torch.Tensor:
+        """`x` [tokens, heads, head_dim], queries or outputs of attention, times the calibrated scale of each
+        KV head where the elements were written without."""
+        if static is None or self.stored != E4M3_ALONE:
+            return x
+        factor = static.expand(self.num_heads).repeat_interleave(x.shape[1] // self.num_heads)
+        return x * factor[:, None].to(x.dtype)
+
     def write(
         self, x: torch.Tensor, slots: torch.Tensor, static: torch.Tensor | None = None
     ) -> None:
@@ -97,6 +135,8 @@ class PagedTensor:
         null block.
         """
         if self.scales is None:
+            if static is not None and self.takes(static):
+                x = x / static[:, None]
             self.parts[0].flatten(0, 1).index_copy_(0, slots, _bytes_of(x, self.codes.dtype))
             return
         if static is not None and self.takes(static):
@@ -117,8 +157,8 @@ class PagedTensor:
 
 
 def _bytes_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` in a dtype without scales, as `PagedTensor.parts` has it: e5m2's bytes, without infinities."""
-    if dtype is not torch.float8_e5m2:
+    """`x` in a dtype without scales, as `PagedTensor.parts` has it: of 8 bits the bytes, clamped."""
+    if dtype.itemsize > 1:
         return x.to(dtype)
     largest = torch.finfo(dtype).max
     return x.clamp(-largest, largest).to(dtype).view(torch.uint8)
@@ -150,7 +190,7 @@ def quantize_static(
     return codes.to(dtype), static.expand(x.shape[:-1]).contiguous()
 
 
-def vector_bytes(dim: int, dtype: torch.dtype) -> int:
+def vector_bytes(dim: int, dtype: Stored) -> int:
     """Bytes of one vector of `dim` elements, its scale included."""
     return dim * dtype.itemsize + (SCALE_BYTES if dtype in LARGEST_CODE else 0)
 

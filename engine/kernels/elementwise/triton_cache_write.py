@@ -18,6 +18,11 @@ HEADS = 8
 """Heads per program."""
 
 
+def _largest(paged: PagedTensor) -> float:
+    """The code of a vector's largest element; 0 where vectors have no scales."""
+    return 0.0 if paged.scales is None else LARGEST_CODE[paged.codes.dtype]
+
+
 @triton.jit
 def write_heads(codes_ptr, scales_ptr, at, scale_at, x, is_head, mask, LARGEST: tl.constexpr):
     """Write vectors [HEADS, BLOCK] of a token to its slot, quantized as `PagedTensor.write` does."""
@@ -32,6 +37,8 @@ def write_heads(codes_ptr, scales_ptr, at, scale_at, x, is_head, mask, LARGEST: 
             x = (x + 12582912.0) - 12582912.0
     elif codes_ptr.dtype.element_ty == tl.float8e5:
         x = tl.minimum(tl.maximum(x, -57344.0), 57344.0)
+    elif codes_ptr.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0)
     tl.store(codes_ptr + at, x.to(codes_ptr.dtype.element_ty), mask=mask)
 
 
@@ -145,7 +152,7 @@ class TritonRopeAndCache:
                 BLOCK=power_of_two(dim),
                 HEADS=HEADS,
                 HAS_NORMS=norms is not None,
-                LARGEST=LARGEST_CODE.get(keys.codes.dtype, 0.0),
+                LARGEST=_largest(keys),
                 **dependent_launch(keys.codes),
                 num_warps=4,
             )
@@ -313,7 +320,7 @@ class TritonLatent:
                 QUERY_RANK=len(query_weight),
                 QUERY_BLOCK=power_of_two(len(query_weight)),
                 INTERLEAVED=interleaved,
-                LARGEST=LARGEST_CODE.get(keys.codes.dtype, 0.0),
+                LARGEST=_largest(keys),
                 num_warps=4,
             )
         return None if queries is None else out

@@ -168,7 +168,7 @@ class StepAttention:
             cache.keys.dim,
             cache.values.dim,
             mask="tree" if self._inputs.batch.has_trees else "causal",
-            stored=cache.keys.codes.dtype,
+            stored=cache.keys.stored,
         )
         kernel = PAGED_ATTENTION.select(kernel_query).run
         return kernel(queries, cache.keys, cache.values, self._inputs.batch, rule)

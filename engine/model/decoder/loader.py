@@ -279,7 +279,7 @@ class LayerLoader:
 
     def _shared_attention(self, layer: str, index: int, rotation: Rotation) -> SharedAttention:
         """Load the attention of a layer that reads another layer's cache."""
-        names, shape = self.spec.names, self.spec.shape
+        names, shape, source = self.spec.names, self.spec.shape, self.spec.layers[index].kv_source
         hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
         norm = self.norm(layer + names.query_norm, shape.head_dim) if shape.qk_norm else None
         query, output = (names.qkv[0],), (names.output,)
@@ -291,6 +291,7 @@ class LayerLoader:
             self._rule(index),
             rotation,
             norm,
+            self._kv_scales(self.base + names.layer.format(source), shape.num_kv_heads),
         )
 
     def head_attention(

@@ -234,7 +234,7 @@ class CheckpointReader:
         for letter in "kv":
             names = (f"{letter}_scale", f"{letter}_proj.{letter}_scale")
             paths = [f"{layer}self_attn.{name}" for name in names]
-            path = next((path for path in paths if path in self._unread), None)
+            path = next((path for path in paths if path in self._checkpoint.shard_of), None)
             if path is None:
                 return None
             scale = self._checkpoint.tensor(path).float().flatten()

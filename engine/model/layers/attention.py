@@ -11,7 +11,7 @@ import torch
 from ....quant.families.spec_parts import Temperature
 from ...kernels.attention.batch import AttentionBatch, AttentionRule
 from ...kernels.attention.paged_attention import AttentionKernel, ScoredSpan, add_key_scores
-from ...kernels.attention.paged_tensor import PagedTensor
+from ...kernels.attention.paged_tensor import PagedTensor, Stored
 from ...kernels.elementwise.dispatch import LATENT, RowKernelQuery
 from ...kernels.elementwise.reference import (
     ActivationQuant,
@@ -57,7 +57,7 @@ class LayerCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: Stored,
         index: int = 0,
     ) -> LayerCache:
         """An uninitialised cache with elements of `dtype`."""
@@ -236,11 +236,14 @@ class HeadAttention(Weights):
             queries = _scale_by_position(queries, self.temperature, step.cache_positions)
         cache.keys.write(keys, step.inputs.slots, key_scale)
         cache.values.write(values, step.inputs.slots, value_scale)
+        queries = cache.keys.rescaled(queries, key_scale)
+        if sink_queries is not None:
+            sink_queries = cache.keys.rescaled(sink_queries, key_scale)
         self._score_keys(queries, step, cache)
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
-        return mixed.flatten(1)
+        return cache.values.rescaled(mixed, value_scale).flatten(1)
 
     def _score_keys(self, queries: torch.Tensor, step: Step, cache: LayerCache) -> None:
         """Sum the weights of the scored tokens of a step, whose keys are in the cache."""
@@ -412,10 +415,13 @@ class LatentAttention(Weights):
         sink_queries = self.rotation.sink_queries(rope_queries, step)
         if sink_queries is not None:
             sink_queries = torch.cat([absorbed, sink_queries], dim=-1)
+            sink_queries = cache.keys.rescaled(sink_queries, scale)
         queries = torch.cat([absorbed, self.rotation(rope_queries, step)], dim=-1)
+        queries = cache.keys.rescaled(queries, scale)
         mixed = step.attend(
             queries, cache.keys, cache.values, step.inputs.batch, self.rule, sink_queries
         )
+        mixed = cache.keys.rescaled(mixed, scale)
         return torch.einsum("thr,hvr->thv", mixed, self.value_up).flatten(1)
 
 
@@ -448,6 +454,7 @@ class SharedAttention(Weights):
     rule: AttentionRule
     rotation: Rotation
     query_norm: Norm | None
+    kv_scales: KvScales | None
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
@@ -459,6 +466,7 @@ class SharedAttention(Weights):
         queries = self.query(x, adapters).view(-1, self.num_heads, self.head_dim)
         if self.query_norm is not None:
             queries = self.query_norm(queries)
-        queries = self.rotation(queries, step)
+        key_scale, value_scale = self.kv_scales or (None, None)
+        queries = cache.keys.rescaled(self.rotation(queries, step), key_scale)
         mixed = step.attend(queries, cache.keys, cache.values, step.inputs.batch, self.rule)
-        return self.output(mixed.flatten(1), adapters)
+        return self.output(cache.values.rescaled(mixed, value_scale).flatten(1), adapters)

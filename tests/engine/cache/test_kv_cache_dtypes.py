@@ -270,10 +270,11 @@ def test_an_unknown_type_is_refused():
         EngineConfig(MODEL, kv_cache_dtype="int4")
 
 
-def test_a_cache_in_e5m2_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["fp8_e5m2", "fp8_e4m3"])
+def test_a_cache_without_scales_is_for_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMOPT_TRITON", "off")
-    with pytest.raises(BadInput, match=r"kv_cache_dtype fp8_e5m2 is for GPUs: .*; take fp8 or"):
-        Engine(EngineConfig(MODEL, kv_cache_dtype="fp8_e5m2", device="cpu"))
+    with pytest.raises(BadInput, match=rf"kv_cache_dtype {name} is for GPUs: .*; take fp8 or"):
+        Engine(EngineConfig(MODEL, kv_cache_dtype=name, device="cpu"))
 
 
 def test_a_cache_beyond_the_free_memory_is_refused():

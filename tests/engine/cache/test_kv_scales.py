@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.kernels.attention import dispatch
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.llm import LLM
 from llmopt.quant.base.errors import BadInput
@@ -58,6 +60,36 @@ def test_the_cache_holds_the_scales_of_the_checkpoint(tmp_path: Path, strategy: 
             written = paged.scales.flatten(0, 1)
             written = written[written[:, 0] > 0]
             assert len(written) and torch.equal(written, stored.expand_as(written))
+
+
+@pytest.mark.parametrize("family", ["stories3M", "deepseek-v3"])
+def test_queries_and_outputs_take_the_scales_of_a_cache_without(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The codes are those of a cache with scales, and so is the attention; in the engine, here on a CPU."""
+    monkeypatch.setattr("llmopt.engine.cache.kv_cache.refuses_triton", lambda _: None)
+    monkeypatch.setattr(dispatch, "_refuses_native", lambda _: "it computes in another order")
+    source = MODELS / family
+    if family in FAMILIES:
+        source = tmp_path / "model"
+        save_model(source, *FAMILIES[family])
+    given = QUICK | (
+        {"group_size": -1} if family in FAMILIES else {"kv_cache_strategy": "attn_head"}
+    )
+    quantize(QuantizeRequest(source, tmp_path / "out", "rtn", bits=8, **given))
+    found = []
+    for name in ("fp8", "fp8_e4m3"):
+        options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 64}
+        llm = LLM(str(tmp_path / "out"), kv_cache_dtype=name, **options)
+        params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True)
+        (answer,) = llm.generate([[1, 20, 30, 40, 50]], params)
+        codes = llm.engine.runner.cache.layers[0].keys.codes[1, :5].view(torch.uint8)
+        assert answer.logprobs is not None
+        found.append((codes, [(each.token_id, each.logprob) for each in answer.logprobs]))
+    (codes, wanted), (alone, got) = found
+    assert torch.equal(codes, alone) and bool(codes.any())
+    assert [token for token, _ in got] == [token for token, _ in wanted]
+    assert [each for _, each in got] == pytest.approx([each for _, each in wanted], abs=1e-4)
 
 
 def test_latents_are_cached_by_the_scale_of_the_checkpoint(tmp_path: Path) -> None:

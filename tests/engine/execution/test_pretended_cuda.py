@@ -146,7 +146,8 @@ MODES: dict[str, tuple[dict[str, Any], tuple[SamplingParams, ...]]] = {
     "chunked prefill": ({"prefill_chunk_size": 4}, (SAMPLED, GREEDY)),
     "int8 cache": ({"kv_cache_dtype": "int8"}, (SAMPLED, GREEDY)),
     "fp8 cache": ({"kv_cache_dtype": "fp8"}, (SAMPLED, GREEDY)),
-    "fp8 cache without scales": ({"kv_cache_dtype": "fp8_e5m2"}, (SAMPLED, GREEDY)),
+    "fp8 cache without scales": ({"kv_cache_dtype": "fp8_e4m3"}, (SAMPLED, GREEDY)),
+    "e5m2 cache": ({"kv_cache_dtype": "fp8_e5m2"}, (SAMPLED, GREEDY)),
     "draft tokens of an n-gram": (
         {"speculation": SpeculationConfig("ngram", ngram_min=1)}, (GREEDY, SAMPLED),
     ),

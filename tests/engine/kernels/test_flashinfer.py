@@ -16,7 +16,7 @@ from llmopt.engine.kernels.attention import dispatch, flashinfer_plans, library_
 from llmopt.engine.kernels.attention.batch import AttentionRule
 from llmopt.engine.kernels.attention.flashinfer_plans import Shape
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
-from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
+from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, PagedTensor, Stored
 from llmopt.engine.kernels.common.devices import VARIABLE, Backend
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
 
@@ -78,15 +78,18 @@ def test_mixed_batches(rule: AttentionRule, log: Log) -> None:
 
 @pytest.mark.parametrize("news", [[1, 1, 1], [1, 7, 2]], ids=["decode", "mixed"])
 @pytest.mark.parametrize("rule", RULES, ids=["full", "window", "softcap"])
-def test_a_cache_in_e5m2_is_read_as_it_is(
-    news: list[int], rule: AttentionRule, log: Log, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stored", [torch.float8_e5m2, torch.float8_e4m3fn], ids=["e5m2", "e4m3"])
+def test_a_cache_without_scales_is_read_as_it_is(
+    news: list[int],
+    rule: AttentionRule,
+    stored: torch.dtype,
+    log: Log,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Eight bits without scales: the layout of both, so ours and theirs agree on the very same blocks."""
     monkeypatch.setenv(VARIABLE, "interpret" if DEVICE == "cpu" else "auto")
     world = World([21, 9, 33], news, kv_heads=2)
-    keys, values = (
-        PagedTensor(each.codes.to(torch.float8_e5m2)) for each in (world.keys, world.values)
-    )
+    keys, values = (PagedTensor(each.codes.to(stored)) for each in (world.keys, world.values))
     _, batch = world.batch()
     given = world.queries, keys, values, batch, rule
     theirs = library_attention.attend_flashinfer(never)(*given)
@@ -97,10 +100,10 @@ def test_a_cache_in_e5m2_is_read_as_it_is(
     assert (theirs - exact).norm() < 0.1 * exact.norm()
 
 
-@pytest.mark.parametrize("stored", [torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16])
-def test_who_reads_which_cache(
-    stored: torch.dtype, log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "stored", [torch.float8_e5m2, E4M3_ALONE, torch.float8_e4m3fn, torch.bfloat16]
+)
+def test_who_reads_which_cache(stored: Stored, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     for refuses in ("refuses_flash_attention", "refuses_flashinfer", "refuses_rows"):
         monkeypatch.setattr(dispatch, refuses, lambda *_: None)
     query = dispatch.AttentionKernelQuery("cuda", torch.bfloat16, 128, 128, stored=stored)
@@ -243,7 +246,7 @@ def test_greedy_tokens(
     assert set(log.runs) == kinds
 
 
-@pytest.mark.parametrize("stored", ["auto", "fp8_e5m2"])
+@pytest.mark.parametrize("stored", ["auto", "fp8_e5m2", "fp8_e4m3"])
 @pytest.mark.parametrize("eager", [False, True], ids=["captured", "eager"])
 def test_it_serves_without_a_fault(
     eager: bool, stored: str, log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
