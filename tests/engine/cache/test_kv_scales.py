@@ -62,6 +62,7 @@ def test_the_cache_holds_the_scales_of_the_checkpoint(tmp_path: Path, strategy: 
             assert len(written) and torch.equal(written, stored.expand_as(written))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", ["stories3M", "deepseek-v3"])
 def test_queries_and_outputs_take_the_scales_of_a_cache_without(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,9 +74,8 @@ def test_queries_and_outputs_take_the_scales_of_a_cache_without(
     if family in FAMILIES:
         source = tmp_path / "model"
         save_model(source, *FAMILIES[family])
-    given = QUICK | (
-        {"group_size": -1} if family in FAMILIES else {"kv_cache_strategy": "attn_head"}
-    )
+    given: dict[str, Any] = dict(QUICK)
+    given |= {"group_size": -1} if family in FAMILIES else {"kv_cache_strategy": "attn_head"}
     quantize(QuantizeRequest(source, tmp_path / "out", "rtn", bits=8, **given))
     found = []
     for name in ("fp8", "fp8_e4m3"):

@@ -123,7 +123,7 @@ def same_rows(got: QuantizedActivations, expected: QuantizedActivations) -> None
     assert torch.equal(got.scales, expected.scales)
 
 
-ROPE_CASES: list[tuple[dict[str, Any], torch.dtype]] = [
+ROPE_CASES: list[tuple[dict[str, Any], Stored]] = [
     ({}, torch.float32),
     ({"normed": True}, torch.float32),
     ({"normed": True, "width": 16}, torch.bfloat16),

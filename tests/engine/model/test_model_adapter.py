@@ -90,6 +90,7 @@ def refuse(_: dict[str, Any]) -> None:
     raise NotCovered("it is to run through transformers")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "lfm-2", "granite-4"])
 def test_hybrids_decode_in_one_pass(family, tmp_path, monkeypatch):
     """Sequences of several lengths, one of a single token, and one that joins while the others decode."""
@@ -98,18 +99,20 @@ def test_hybrids_decode_in_one_pass(family, tmp_path, monkeypatch):
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True)
 
     def answers() -> dict[str, list[Any]]:
-        built = Engine(EngineConfig(tmp_path, device="cpu", dtype="float32", num_threads=1))
-        forward = built.runner.decoder._forward
-        passes.append(forward.batched)
+        built: Any = Engine(EngineConfig(tmp_path, device="cpu", dtype="float32", num_threads=1))
+        passes.append(built.runner.decoder._forward.batched)
         found: dict[str, list[Any]] = {}
+
+        def step() -> None:
+            for output in built.step():
+                found.setdefault(output.request_id, []).extend(output.logprobs)
+
         for index, prompt in enumerate(([3, 4, 5, 6, 7], [9], [11, 12, 13])):
             built.add_request(str(index), prompt, params)
             for _ in range(2 if index else 1):
-                for output in built.step():
-                    found.setdefault(output.request_id, []).extend(output.logprobs)
+                step()
         while built.has_unfinished():
-            for output in built.step():
-                found.setdefault(output.request_id, []).extend(output.logprobs)
+            step()
         built.close()
         return found
 
