@@ -108,7 +108,8 @@ class Body:
     def _turn(self, turn: ConversationTurn) -> EncodedTurn:
         head, tail = self._around(turn.output_len)
         answer = None if turn.answer is None else encoded_message("assistant", turn.answer)
-        return EncodedTurn(head, _written(*turn.messages), tail, turn.think_seconds, answer)
+        said, think, since = _written(*turn.messages), turn.think_seconds, turn.due_seconds
+        return EncodedTurn(head, said, tail, think, since, answer)
 
     def _around(self, output_len: int) -> tuple[bytes, bytes]:
         """The body of a chat before and behind its messages."""
@@ -278,7 +279,7 @@ class HttpDriver:
         seconds = self._fleet.cpu_seconds()
         seen = self._fleet.run(
             self._endpoint,
-            [self._encoded(batch) for batch in self._batches(workload)],
+            self._encoded(workload),
             self._options.concurrency,
             marks=[self._body.mark(token) for token in self._first_tokens[number]],
             window=None if window is None else PassWindow(window, cycle_seconds(workload)),
@@ -337,10 +338,26 @@ class HttpDriver:
             return [(item,) for item in workload.items]
         return batches(workload.items, self._body.backend, self._options.random_batch_size)
 
-    def _encoded(self, batch: tuple[WorkloadItem, ...]) -> EncodedRequest:
-        adapter = self._adapter(batch[0].request_id)
-        body = replace(self._body, model=adapter) if adapter else self._body
-        return body.encode_inputs(batch) if self._endpoint.is_pooled else body.encode(batch[0])
+    def _encoded(self, workload: Workload) -> list[EncodedRequest]:
+        """The requests that open the workload, each with those that wait for it."""
+        waiting: dict[str, list[tuple[int, EncodedRequest]]] = {}
+        opening = []
+        # Those that wait are behind what they wait for.
+        for batch in reversed(self._batches(workload)):
+            item = batch[0]
+            adapter = self._adapter(item.request_id)
+            body = replace(self._body, model=adapter) if adapter else self._body
+            one = body.encode_inputs(batch) if self._endpoint.is_pooled else body.encode(item)
+            one = replace(
+                one, cancel=item.cancel_seconds, waiting=tuple(waiting.pop(one.request_id, ()))
+            )
+            if item.after is None:
+                opening.append(one)
+                continue
+            before, turn = item.after
+            one = replace(one, due=item.gap_seconds)
+            waiting.setdefault(before, []).append((turn, one))
+        return opening[::-1]
 
     def _adapter(self, name: str) -> str | None:
         options = self._options
@@ -350,10 +367,15 @@ class HttpDriver:
         by_id = {batch[0].request_id: batch for batch in self._batches(workload)}
         place = {name: number for number, name in enumerate(by_id)}
         ordered = sorted(seen.exchanges, key=lambda e: (e.cycle, place[e.request_id], e.turn))
-        traces = [self._trace(by_id[each.request_id], each, seen.origin) for each in ordered]
+        traces = [
+            self._trace(by_id[each.request_id], each, seen.origin)
+            for each in ordered
+            if not each.cancelled
+        ]
         began_at = time.time() - (time.perf_counter() - seen.origin)
         seconds = seen.ended - seen.origin
         load = LoadPass(traces, seconds, [], seen.interrupted, began_at)
+        load.cancelled = len(ordered) - len(traces)
         if window is not None:
             load.duration = load.window = window_duration(window, seconds, seen.interrupted)
             load.drain_seconds = max(0.0, seconds - load.duration)

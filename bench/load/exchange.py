@@ -45,13 +45,19 @@ def encoded_message(role: str, content: str) -> bytes:
     return json.dumps({"role": role, "content": content}, separators=(",", ":")).encode()
 
 
+def turn_due(think: float, since: float | None, opened: float, ended: float) -> float:
+    """When a turn is due: `think` seconds after the answer before `ended`; with `since`, so long after the
+    conversation `opened`, or when that answer has ended if it is later."""
+    return ended + think if since is None else max(ended, opened + since)
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedTurn:
     """A later turn of a conversation: the body around its messages, and what it appends to them.
 
     Attributes:
         messages: the new messages as JSON objects, comma-separated.
-        think: seconds from the end of the answer before to when this turn is due.
+        think, since: when this turn is due, as `turn_due` takes them.
         answer: the data set's answer to the turn before as a JSON object; None sends back the server's own.
     """
 
@@ -59,6 +65,7 @@ class EncodedTurn:
     messages: bytes
     tail: bytes
     think: float = 0.0
+    since: float | None = None
     answer: bytes | None = None
 
 
@@ -66,7 +73,9 @@ class EncodedTurn:
 class EncodedRequest:
     """One request or conversation, encoded before the clock starts, due seconds after the origin.
 
-    `body` is that of the first turn, and `messages` are its messages where `turns` follow.
+    `body` is that of the first turn, and `messages` are its messages where `turns` follow. The client
+    leaves the last turn `cancel` seconds after sending it. `waiting` are (turn, request) of those that begin
+    when that turn has ended; their `due` counts from there.
     """
 
     request_id: str
@@ -74,6 +83,13 @@ class EncodedRequest:
     due: float = 0.0
     messages: bytes = b""
     turns: tuple[EncodedTurn, ...] = ()
+    cancel: float | None = None
+    waiting: tuple[tuple[int, EncodedRequest], ...] = ()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of all turns, and of those that wait for them."""
+        return 1 + len(self.turns) + sum(each.num_requests for _, each in self.waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +162,7 @@ class Exchange:
     Attributes:
         request_id: of the encoded request, the same for all its turns and cycles.
         due: seconds from the origin.
+        cancelled: the client left before the end, as it was told.
     """
 
     request_id: str
@@ -155,6 +172,7 @@ class Exchange:
     due: float = 0.0
     turn: int = 0
     cycle: int = 0
+    cancelled: bool = False
 
 
 @dataclass(slots=True)

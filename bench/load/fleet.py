@@ -106,7 +106,7 @@ class Fleet:
         permits = self._places if limited else None
         job = WorkerJob(endpoint, (), limit, burden, permits, tuple(marks), window)
         count = self._hand_out(job, requests)
-        total = sum(1 + len(request.turns) for request in requests)
+        total = sum(request.num_requests for request in requests)
         shown = PassProgress(
             progress or Silent(), description, total, window.seconds if window else None
         )

@@ -113,10 +113,10 @@ class InProcessTarget:
         self._note_step(start, end, outputs, computed)
         return [self._chunk(output, end) for output in outputs]
 
-    def cancel(self) -> None:
-        for request_id in list(self._flights):
-            self._engine.abort(request_id)
-        self._flights.clear()
+    def cancel(self, request_id: str | None = None) -> None:
+        for name in list(self._flights) if request_id is None else [request_id]:
+            self._engine.abort(name)
+            self._flights.pop(name, None)
 
     def take_steps(self, origin: float) -> list[StepRecord]:
         steps, self._steps = self._steps, []

@@ -21,7 +21,15 @@ import numpy as np
 from ...quant.base.progress import Progress, Silent
 from ..metrics.metrics import samples
 from ..metrics.trace import LoadPass, RequestTrace, StepRecord
-from ..workloads.workload import Opening, Workload, WorkloadItem, openings
+from ..workloads.workload import (
+    Opening,
+    Workload,
+    WorkloadItem,
+    first_tokens_of_cycles,
+    in_cycle,
+    openings,
+)
+from .exchange import turn_due
 
 # A clock's reading less the origin may fall short of the due time that was waited for.
 ROUNDING_SECONDS = 1e-9
@@ -63,8 +71,8 @@ class Target(Protocol):
         """Wait for chunks, at most until the clock reads `until` (None: without a limit)."""
         ...
 
-    def cancel(self) -> None:
-        """Abort all requests in flight."""
+    def cancel(self, request_id: str | None = None) -> None:
+        """Abort a request in flight, or all of them; nothing more is received of it."""
         ...
 
     def take_steps(self, origin: float) -> list[StepRecord]:
@@ -85,7 +93,8 @@ def drive(
 
     A conversation occupies its place until its last answer has ended: each turn is due its think time after
     the answer before, and a failed turn ends it. With a `window` (seconds) the workload is repeated until it
-    closes, and what is in flight then is drained.
+    closes, and what is in flight then is drained. A request that the trace's client left is cancelled, and
+    counted instead of measured.
 
     An interrupt ends the pass: finished requests are kept, requests in flight are dropped, and the pass is
     marked as interrupted.
@@ -94,6 +103,8 @@ def drive(
     dialogues = Dialogues(workload, max_concurrency, window)
     in_flight: dict[str, tuple[RequestTrace, Dialogue]] = {}
     ended: list[RequestTrace] = []
+    leaving: list[tuple[float, str]] = []
+    num_cancelled = 0
     interrupted = False
     # A collection of all that is there would pause the loop at arbitrary moments; young objects are few.
     thresholds = gc.get_threshold()
@@ -106,9 +117,20 @@ def drive(
                 now = time.perf_counter() - origin
                 in_flight[dialogue.request_id] = dialogue.trace(now), dialogue
                 target.send(dialogue.request())
+                if (patience := dialogue.item.cancels(dialogue.turn)) is not None:
+                    heapq.heappush(leaving, (now + patience, dialogue.request_id))
+            while leaving and leaving[0][0] <= time.perf_counter() - origin + ROUNDING_SECONDS:
+                left, name = heapq.heappop(leaving)
+                if name in in_flight:
+                    target.cancel(name)
+                    num_cancelled += 1
+                    dialogues.ended(in_flight.pop(name)[1], left)
+                    shown.request_ended(left)
             due = dialogues.next_due()
             if due is None and not in_flight:
                 break
+            if leaving:
+                due = leaving[0][0] if due is None else min(due, leaving[0][0])
             for chunk in target.receive(None if due is None else origin + due):
                 trace, dialogue = in_flight[chunk.request_id]
                 if record(trace, chunk, origin):
@@ -135,6 +157,7 @@ def drive(
         began_at,
         window=None if window is None else duration,
         drain_seconds=seconds - duration if window is not None else 0.0,
+        cancelled=num_cancelled,
     )
 
 
@@ -167,6 +190,7 @@ class Dialogue:
     due: float
     turn: int
     prompt: tuple[int, ...]
+    opened: float = 0.0
 
     @property
     def request_id(self) -> str:
@@ -203,7 +227,7 @@ class Dialogue:
             return False
         turn = self.item.turns[self.turn]
         self.prompt = turn.prompt(self.prompt, trace.token_ids)
-        self.due = trace.ended + turn.think_seconds
+        self.due = turn_due(turn.think_seconds, turn.due_seconds, self.opened, trace.ended)
         self.turn += 1
         return True
 
@@ -225,6 +249,11 @@ class Dialogues:
         self._num_items = len(workload.items)
         self._thinking: list[tuple[float, int, Dialogue]] = []
         self._count = 0
+        self._names = first_tokens_of_cycles(workload) if window is not None else ()
+        self._waiting: dict[tuple[str, int], list[WorkloadItem]] = {}
+        for item in workload.items:
+            if item.after is not None:
+                self._waiting.setdefault(item.after, []).append(item)
 
     def take_due(self, now: float) -> Dialogue | None:
         """The next turn that may be sent at `now` (seconds of the pass), or None."""
@@ -239,7 +268,7 @@ class Dialogues:
         cycle, item, due = self._next
         self._next = next(self._openings, None)
         self._num_open += 1
-        return Dialogue(item, cycle, due, 0, item.prompt_token_ids)
+        return Dialogue(item, cycle, due, 0, item.prompt_token_ids, opened=due)
 
     def next_due(self) -> float | None:
         """When the next turn is due, as far as is known without further answers; None if nothing waits."""
@@ -259,11 +288,29 @@ class Dialogues:
         self._num_failed += not trace.success
         if self._num_failed >= self._num_items and not self._num_answered:
             self._close()
+        if trace.success:
+            self._open_waiting(dialogue, trace.ended)
         if dialogue.answered(trace):
-            self._count += 1
-            heapq.heappush(self._thinking, (dialogue.due, self._count, dialogue))
+            self._think(dialogue)
         else:
             self._num_open -= 1
+
+    def ended(self, dialogue: Dialogue, at: float) -> None:
+        """The client of `dialogue` left its last turn: what came of it goes on."""
+        self._num_open -= 1
+        self._open_waiting(dialogue, at)
+
+    def _open_waiting(self, dialogue: Dialogue, at: float) -> None:
+        """Let the items begin that wait for the present turn of `dialogue`, which ended `at`."""
+        for item in self._waiting.get((dialogue.item.request_id, dialogue.turn), ()):
+            item = in_cycle(item, dialogue.cycle, self._names)
+            due = at + item.gap_seconds
+            self._num_open += 1
+            self._think(Dialogue(item, dialogue.cycle, due, 0, item.prompt_token_ids, opened=due))
+
+    def _think(self, dialogue: Dialogue) -> None:
+        self._count += 1
+        heapq.heappush(self._thinking, (dialogue.due, self._count, dialogue))
 
     @property
     def _has_place(self) -> bool:

@@ -35,6 +35,7 @@ from .exchange import (
     read_pooled,
     read_stream,
     refusal,
+    turn_due,
 )
 from .http1 import Connection, NotHttp, Response
 
@@ -147,6 +148,7 @@ class Pass:
         self._stop = stop
         self._origin = 0.0
         self._ended: list[tuple[Exchange, Response]] = []
+        self._branches: set[asyncio.Task[None]] = set()
         self._lags: list[float] = []
 
     async def run(self, origin: float) -> None:
@@ -160,10 +162,10 @@ class Pass:
         stopped = asyncio.create_task(self._stop.wait())
         sender = asyncio.create_task(self._send_all(semaphore, tasks))
         await asyncio.wait({stopped, sender}, return_when=asyncio.FIRST_COMPLETED)
-        if not self._stop.is_set() and tasks:
-            whole = asyncio.gather(*tasks)
+        while not self._stop.is_set() and (running := {*tasks, *self._branches}):
+            whole = asyncio.gather(*running)
             await asyncio.wait({stopped, whole}, return_when=asyncio.FIRST_COMPLETED)
-        left = [stopped, sender, *helpers, *tasks]
+        left = [stopped, sender, *helpers, *tasks, *self._branches]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
@@ -189,13 +191,15 @@ class Pass:
         """Send a request, and where it opens a conversation every later turn, after its think time."""
         marks = self._job.marks
         mark = marks[cycle % len(marks)]
+        opened, patience = due, [*[None] * len(request.turns), request.cancel]
         exchange = Exchange(request.request_id, 0.0, 0.0, due=due, cycle=cycle)
-        response = await self._exchange(exchange, request.body.replace(MARK, mark))
+        response = await self._exchange(exchange, request.body.replace(MARK, mark), patience[0])
+        self._branch(request, exchange, response)
         messages = request.messages.replace(MARK, mark, 1)
         for number, turn in enumerate(request.turns, start=1):
             # The history needs the answer now; it is parsed in the think time.
             answer = _read(response, self._job.endpoint)
-            due = exchange.ended - self._origin + turn.think
+            due = turn_due(turn.think, turn.since, opened, exchange.ended - self._origin)
             window = self._job.window
             if exchange.answer.error or answer.error or (window and due >= window.seconds):
                 return
@@ -203,7 +207,27 @@ class Pass:
             messages = b",".join((messages, said, turn.messages))
             await self._until(due)
             exchange = Exchange(request.request_id, 0.0, 0.0, due=due, turn=number, cycle=cycle)
-            response = await self._exchange(exchange, turn.head + messages + turn.tail)
+            body = turn.head + messages + turn.tail
+            response = await self._exchange(exchange, body, patience[number])
+            self._branch(request, exchange, response)
+
+    def _branch(self, request: EncodedRequest, exchange: Exchange, response: Response) -> None:
+        """Begin the requests that wait for this turn, unless it failed."""
+        failed = exchange.answer.error or response.status != 200
+        if failed and not exchange.cancelled:
+            return
+        for turn, waiting in request.waiting:
+            due = exchange.ended - self._origin + waiting.due
+            window = self._job.window
+            if turn != exchange.turn or (window and due >= window.seconds):
+                continue
+            task = asyncio.create_task(self._wait(waiting, exchange.cycle, due))
+            self._branches.add(task)
+            task.add_done_callback(self._branches.discard)
+
+    async def _wait(self, request: EncodedRequest, cycle: int, due: float) -> None:
+        await self._until(due)
+        await self._converse(request, cycle, due)
 
     @property
     def _is_lost(self) -> bool:
@@ -222,14 +246,16 @@ class Pass:
         window = self._job.window
         return window and max(0.0, self._origin + window.seconds - time.perf_counter())
 
-    async def _exchange(self, exchange: Exchange, body: bytes) -> Response:
-        """One request and its response, with its times and any error in `exchange`."""
+    async def _exchange(self, exchange: Exchange, body: bytes, patience: float | None) -> Response:
+        """One request and its response, with its times and any error in `exchange`; the client leaves after
+        `patience` seconds."""
         response, error = Response(), ""
         head = self._job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(body)
         exchange.sent = time.perf_counter()
         timeout = self._job.endpoint.timeout
+        exchange.cancelled = patience is not None and patience < timeout
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(patience if exchange.cancelled else timeout):
                 connection = await self._pool.take()
                 try:
                     exchange.sent = await connection.exchange(head + body, response)
@@ -243,6 +269,7 @@ class Pass:
             error = f"TLS: {fault.reason or fault}"
         except OSError as fault:
             error = _connection_error(fault, response)
+        exchange.cancelled = exchange.cancelled and not response.is_whole
         exchange.ended, exchange.answer.error = time.perf_counter(), error
         self._ended.append((exchange, response))
         _tell(self._say, "ended")

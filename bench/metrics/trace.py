@@ -128,7 +128,8 @@ class LoadPass:
     `steps` are as seen by the client, `engine_steps` the engine's step trace.
     `began_at` is the wall clock at its start, in seconds since the epoch.
     A pass of fixed duration has a `window`: seconds after which nothing was sent. What was in flight then was
-    drained; `duration` is the window, and `drain_seconds` what followed it.
+    drained; `duration` is the window, and `drain_seconds` what followed it. `cancelled` counts requests that
+    the client left as the trace's did; they have no trace here.
     """
 
     traces: list[RequestTrace]
@@ -139,6 +140,7 @@ class LoadPass:
     engine_steps: list[StepTrace] = field(default_factory=list)
     window: float | None = None
     drain_seconds: float = 0.0
+    cancelled: int = 0
 
     def is_drained(self, trace: RequestTrace) -> bool:
         """Whether a request was still in flight when the window closed."""

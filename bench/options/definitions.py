@@ -37,7 +37,7 @@ class DataOptions:
     )
     num_prompts: int = option(
         48,
-        "Requests or conversations per run. Default: 48, or all of a frozen workload.",
+        "Requests or conversations per run. Default: 48, or all of --trace or a frozen workload.",
         limit=POSITIVE,
         unset=True,
         common=True,
@@ -104,11 +104,27 @@ class DataOptions:
     )
     hf_subset: str | None = option(None, "Configuration of a hub data set.")
     hf_split: str = option("train", "Split of a hub data set.")
+    trace: Path | None = option(
+        None,
+        "Replay a recorded trace: of llmopt record, Mooncake, WEKA, OpenTelemetry, Claude Code and others, "
+        "known by its content.",
+        common=True,
+    )
     trace_start: float = option(0.0, "Seconds into the trace to begin at.", limit=within(ge=0))
-    trace_speed: float = option(1.0, "Replay speed-up factor.", limit=RATE)
+    trace_speed: float = option(
+        1.0, "Replay speed-up factor.", flag="--trace-speed --speed", limit=RATE
+    )
     trace_lengths: Literal["clip", "scale"] | None = option(
         None,
-        "clip or scale requests that exceed the context. Default: clip; scale for mooncake.",
+        "clip or scale requests that exceed the context. Default: scale where prompts share blocks.",
+        word=str,
+    )
+    trace_replay: Literal["arrival", "dependency"] = option(
+        "arrival",
+        "Send requests when they came, or dependency: after the request that they came from and the "
+        "recorded gap.",
+        flag="--replay",
+        parse=lambda word: word.removeprefix("by-"),
         word=str,
     )
     disable_shuffle: bool = option(False, "Keep the file's order.", flag="--disable-shuffle")

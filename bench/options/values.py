@@ -16,7 +16,7 @@ from ...quant.base.option import Limit, offer
 if TYPE_CHECKING:
     import numpy as np
 
-TRACES = ("azure", "burstgpt", "mooncake")
+TRACES = ("azure", "burstgpt", "mooncake", "trace")
 NAMES = ("sharegpt", "agentic", "random", "random-mm", "prefix_repetition", "sonnet", "custom")
 NAMES += ("custom_image", "hf", *TRACES, "frozen")
 

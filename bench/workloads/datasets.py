@@ -18,7 +18,7 @@ from ...quant.base.errors import BadInput
 from ...quant.load_processor import load_tokenizer
 from ...quant.models import open_checkpoint, resolve_model
 from ..options.options import BenchOptions
-from ..options.values import NAMES, TRACES, ThinkTime, check_dataset
+from ..options.values import BACKENDS, CHAT, NAMES, TRACES, ThinkTime, check_dataset
 from .conversations import ConversationRules, agentic_workload
 from .custom import custom_workload, download_sharegpt, hub_rows, hub_workload
 from .sharegpt import sharegpt_threads_workload, sharegpt_workload
@@ -86,6 +86,10 @@ def build_workload(options: BenchOptions, tokenizer: Tokenizer, max_model_len: i
 
 def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -> Workload:
     name, path = locate_dataset(options.dataset, options.dataset_path)
+    if options.trace is not None:
+        if {"dataset", "dataset_path"} & options.model_fields_set:
+            raise BadInput(f"--trace {options.trace} is the data set: leave --dataset away")
+        name, path = "trace", options.trace
     if options.multi_turn and name not in ("sharegpt", "agentic", "frozen"):
         raise BadInput(
             f"--multi-turn wants conversations, and {name} has none: give sharegpt or agentic"
@@ -226,12 +230,19 @@ def _sharegpt(asked: DatasetRequest) -> Workload:
 
 def _trace(asked: DatasetRequest) -> Workload:
     options = asked.options
+    is_chat = BACKENDS[options.backend] == CHAT
+    # A server takes its own answers back as chat messages alone.
+    takes_answers = is_chat or (options.base_url is None and options.serve is None)
+    whole = asked.name == "trace" and "num_prompts" not in options.model_fields_set
     return asked.build(
         trace_workload,
         kind=asked.name,
+        num_prompts=None if whole else options.num_prompts,
         start_seconds=options.trace_start,
         speed=options.trace_speed,
         lengths=options.trace_lengths,
+        replay=options.trace_replay,
+        decode=getattr(asked.tokenizer, "decode", str) if takes_answers else None,
     )
 
 
@@ -247,8 +258,8 @@ def _hub(asked: DatasetRequest) -> Workload:
     return asked.build(hub_workload, rows=rows, source=f"hub data set {asked.path}")
 
 
-# Format 2 has conversations; a workload of single requests is written as format 1.
-FORMATS = (1, 2)
+# Format 2 has conversations, 3 requests that wait for others or are cancelled; others are of format 1.
+FORMATS = (1, 2, 3)
 KEY = "llmopt_workload"
 
 
@@ -265,7 +276,7 @@ def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
     if not path.parent.is_dir():
         raise BadInput(f"cannot write {path}: {path.parent} is not a folder")
     head = {
-        KEY: FORMATS[workload.is_multi_turn],
+        KEY: 3 if any(map(_links, workload.items)) else FORMATS[workload.is_multi_turn],
         "sha256": workload.sha256,
         "name": workload.name,
         "source": workload.source,
@@ -283,6 +294,7 @@ def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
             "output_len": item.output_len,
             "arrival_seconds": item.arrival_seconds,
             **_conversation(item),
+            **_links(item),
         }
         for item in workload.items
     ]
@@ -295,7 +307,18 @@ def _conversation(item: WorkloadItem) -> dict[str, Any]:
         return {}
     return {
         "messages": [asdict(message) for message in item.messages],
-        "turns": [asdict(turn) for turn in item.turns],
+        "turns": [turn.record for turn in item.turns],
+    }
+
+
+def _links(item: WorkloadItem) -> dict[str, Any]:
+    """How a request hangs on others and on its client's patience; empty where it does on neither."""
+    if item.after is None and item.cancel_seconds is None:
+        return {}
+    return {
+        "after": item.after,
+        "gap_seconds": item.gap_seconds,
+        "cancel_seconds": item.cancel_seconds,
     }
 
 
@@ -320,7 +343,7 @@ def read_frozen(path: Path, tokenizer: Tokenizer, *, max_model_len: int) -> Work
     head = _object(lines[0], path, 1)
     if head[KEY] not in FORMATS:
         raise BadInput(
-            f"{path}: frozen format {head[KEY]!r}; this version reads {' and '.join(map(str, FORMATS))}"
+            f"{path}: frozen format {head[KEY]!r}; this version reads {', '.join(map(str, FORMATS))}"
         )
     items = []
     for number, line in enumerate(lines[1:], start=2):
@@ -350,12 +373,18 @@ def _read_item(entry: dict[str, Any], where: str, position: int) -> WorkloadItem
         length, due = int(entry["output_len"]), float(entry["arrival_seconds"])
         messages = tuple(Message(**message) for message in entry.get("messages", ()))
         turns = tuple(map(_read_turn, entry.get("turns", ())))
-    except (KeyError, TypeError, ValueError) as error:
+        after, cancel = entry.get("after"), entry.get("cancel_seconds")
+        links = {
+            "after": None if after is None else (str(after[0]), int(after[1])),
+            "gap_seconds": float(entry.get("gap_seconds", 0.0)),
+            "cancel_seconds": None if cancel is None else float(cancel),
+        }
+    except (LookupError, TypeError, ValueError) as error:
         raise BadInput(
             f"{where}: wants prompt_token_ids, output_len and arrival_seconds, and of a conversation its "
             "messages and turns"
         ) from error
-    return WorkloadItem(f"bench-{position}", ids, length, due, messages, turns)
+    return WorkloadItem(f"bench-{position}", ids, length, due, messages, turns, **links)
 
 
 def _read_turn(entry: dict[str, Any]) -> ConversationTurn:
@@ -367,6 +396,7 @@ def _read_turn(entry: dict[str, Any]) -> ConversationTurn:
         float(entry["think_seconds"]),
         None if answer is None else tuple(map(int, answer)),
         None if entry["answer"] is None else str(entry["answer"]),
+        None if entry.get("due_seconds") is None else float(entry["due_seconds"]),
     )
 
 
@@ -376,7 +406,8 @@ def _check_item(
     """Raises:
     BadInput: a value out of range, an id outside the vocabulary, or more tokens than the context holds.
     """
-    pauses = [item.arrival_seconds, *(turn.think_seconds for turn in item.turns)]
+    pauses = [item.arrival_seconds, item.gap_seconds, item.cancel_seconds or 0.0]
+    pauses += [turn.think_seconds + (turn.due_seconds or 0.0) for turn in item.turns]
     ids = [*item.prompt_token_ids]
     for turn in item.turns:
         ids += turn.token_ids + (turn.answer_token_ids or ())

@@ -1,71 +1,65 @@
-"""Trace replay: arrival times, lengths and shared prefix blocks of recorded traffic.
+"""Trace replay: arrival times, lengths, shared prefix blocks and dependencies of recorded traffic.
 
-Three public formats. Azure's LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens),
-BurstGPT (CSV: Timestamp in seconds, Request tokens, Response tokens) and Mooncake (JSON lines:
-timestamp in milliseconds, input_length, output_length, and hash_ids that name the prompt's blocks of
-512 tokens; equal ids are equal text with equal text before it). None holds prompts, so the tokens are
-random; with Mooncake, equal blocks get equal tokens.
+No trace holds prompts, so the tokens are random; equal blocks get equal tokens. By arrival every request is
+sent when it came, and one that repeats the model's own answer not before that has ended; by dependency one
+that was made from another's answer is sent when that has ended and its gap has passed, so that a slower
+server meets the clients that it would have.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
+from .agent_traces import read_agents
 from .synthetic import allowed_tokens
-from .workload import Tokenizer, Workload, WorkloadItem
+from .trace_rows import TraceRow, table_rows
+from .workload import ConversationTurn, Message, Tokenizer, Workload, WorkloadItem
 
-BLOCK_TOKENS = 512
 BUNDLED = {"azure": DATA / "azure_conversations.csv", "mooncake": DATA / "mooncake.jsonl"}
 # A quantile, so that one huge request does not scale all others to nothing.
 SHARE_TO_FIT = 0.9
-# Clipping would make Mooncake's prompts equal: they differ at their ends.
-LENGTH_RULES = {"azure": "clip", "burstgpt": "clip", "mooncake": "scale"}
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRow:
-    """One recorded request: seconds on the trace's own clock, lengths in tokens, ids of its blocks."""
-
-    seconds: float
-    prompt_len: int
-    output_len: int
-    blocks: tuple[int, ...] = ()
+# Clipping would make prompts with blocks equal: they differ at their ends.
+LENGTH_RULES = {"azure": "clip", "burstgpt": "clip", "mooncake": "scale", "trace": "scale"}
+Replay = Literal["arrival", "dependency"]
 
 
 def trace_workload(
     tokenizer: Tokenizer,
     kind: str,
     *,
-    num_prompts: int,
+    num_prompts: int | None,
     max_model_len: int,
     path: Path | None = None,
     start_seconds: float = 0.0,
     speed: float = 1.0,
     lengths: str | None = None,
     seed: int = 0,
+    replay: Replay = "arrival",
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Workload:
     """`num_prompts` requests of a trace at their recorded times: the first at 0, gaps divided by `speed`.
 
     Args:
-        kind: `azure`, `burstgpt` or `mooncake`.
+        kind: `azure`, `burstgpt`, `mooncake`, or `trace`: whatever the file's content says.
+        num_prompts: None is all of them.
         path: the trace; None is the bundled slice of Azure's or Mooncake's.
         start_seconds: begin that long after the trace's first request.
         lengths: how requests longer than the context are fitted. `clip` cuts the output to
             half the context at most and then the prompt to the rest; `scale` multiplies all lengths
-            (and Mooncake's blocks) by one factor under which nine requests in ten fit, and cuts
-            the others. The changes are counted in the notes. Default: `clip`, for Mooncake
+            (and the blocks) by one factor under which nine requests in ten fit, and cuts
+            the others. The changes are counted in the notes. Default: `clip`, for traces with blocks
             `scale`.
+        replay: `dependency` sends a request that has a parent after the parent's end and the recorded gap.
+        decode: token ids to text: then a prompt that extends its parent's is a further turn of a
+            conversation, with the model's own answer; None repeats a random one.
 
     Raises:
         BadInput: no such file, a malformed line (with its number), or no request left.
@@ -95,7 +89,7 @@ def trace_workload(
     notes = ["random tokens: a trace holds lengths and times, not text"]
     if empty:
         notes.append(f"{empty} requests without a prompt or an answer left out")
-    if len(chosen) < num_prompts:
+    if num_prompts is not None and len(chosen) < num_prompts:
         notes.append(f"{len(chosen)} of {num_prompts} requests: the trace ends there")
     totals = sorted(row.prompt_len + row.output_len for row in chosen)
     large = totals[math.ceil(SHARE_TO_FIT * len(totals)) - 1]
@@ -105,149 +99,169 @@ def trace_workload(
             f"all lengths scaled by {factor:.4g} so that nine requests in ten, up to {large} "
             f"tokens, fit the context of {max_model_len}"
         )
-    block = math.ceil(BLOCK_TOKENS * factor)
-    allowed = allowed_tokens(tokenizer)
-    items = []
-    cut = 0
-    for number, row in enumerate(chosen):
-        prompt_len, output_len = fitted(row, factor, max_model_len)
-        cut += (row.prompt_len + row.output_len) * factor > max_model_len
-        blocks = row.blocks or (-1 - number,)
-        tokens = block_tokens(allowed, seed, blocks, block if row.blocks else prompt_len)
-        due = (row.seconds - chosen[0].seconds) / speed
-        items.append(WorkloadItem(f"bench-{number}", tuple(tokens[:prompt_len]), output_len, due))
+    cut = sum((row.prompt_len + row.output_len) * factor > max_model_len for row in chosen)
     if cut:
         notes.append(f"{cut} of {len(chosen)} requests cut to the context of {max_model_len}")
     if speed != 1.0:
         notes.append(f"replayed at {speed:g} times the trace's speed")
-    return Workload(kind, source, tuple(items), tuple(notes), is_timed=True)
-
-
-def fitted(row: TraceRow, factor: float, max_model_len: int) -> tuple[int, int]:
-    """(prompt, output) tokens of a request after scaling and cutting; at least 1 each."""
-    prompt = max(1, math.floor(row.prompt_len * factor))
-    output = max(1, math.floor(row.output_len * factor))
-    if prompt + output > max_model_len:
-        output = min(output, max(1, max_model_len // 2))
-        prompt = min(prompt, max_model_len - output)
-    return prompt, output
-
-
-def block_tokens(allowed: np.ndarray, seed: int, blocks: tuple[int, ...], length: int) -> list[int]:
-    """`length` tokens for every block, the same ones for the same id and seed."""
-    tokens: list[int] = []
-    for name in blocks:
-        # Requests without blocks have negative ids, but a seed must not be negative.
-        rng = np.random.default_rng([seed, abs(name), int(name < 0)])
-        tokens += allowed[rng.integers(0, len(allowed), size=length)].tolist()
-    return tokens
+    fit = [fitted(row, factor, max_model_len) for row in chosen]
+    linked = Linked(replay, decode, speed, chosen[0].seconds)
+    texts = BlockTokens(allowed_tokens(tokenizer), seed)
+    for number, row in enumerate(chosen):
+        block = math.ceil(row.block_tokens * factor)
+        linked.add(fit[number], texts.prompt(number, fit[number], block))
+    return Workload(
+        kind, source, tuple(linked.items), (*notes, *linked.notes(chosen)), is_timed=True
+    )
 
 
 def read_trace(kind: str, path: Path) -> list[TraceRow]:
-    """Every request of a trace file, in the order of its times.
+    """Every request of a trace file, in the order of its times; `kind` is `trace` where the content tells.
 
     Raises:
-        BadInput: no such file, or a malformed line (with its number).
+        BadInput: no such file, a form that is not known, or a malformed line (with its number).
     """
+    rows = None
     try:
-        with path.open(encoding="utf-8", newline="") as lines:
-            rows = list(_rows(kind, lines, path))
-    except (FileNotFoundError, IsADirectoryError) as error:
+        if not path.is_dir():
+            with path.open(encoding="utf-8", newline="") as lines:
+                found = table_rows(kind, lines, path)
+                rows = None if found is None else list(found)
+        if rows is None:
+            files = sorted(path.rglob("*.json*")) if path.is_dir() else [path]
+            rows = read_agents(files)
+    except FileNotFoundError as error:
         raise BadInput(f"trace {path} is not a file") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"trace {path} is not UTF-8 text: {error.reason}") from error
+    if rows is None:
+        raise BadInput(f"trace {path} has no known form: docs/measuring.md lists them")
     if not rows:
         raise BadInput(f"trace {path} has no request")
     return sorted(rows, key=lambda row: row.seconds)
 
 
-def _azure_seconds() -> Callable[[str], float]:
-    """Seconds from the first time that is read."""
-    first: list[datetime] = []
-
-    def seconds(text: str) -> float:
-        # Seven decimals of a second: one more than datetime supports.
-        whole, _, fraction = text.partition("+")[0].partition(".")
-        moment = datetime.fromisoformat(whole)
-        first.append(moment)
-        return float(f"0.{fraction or 0}") + (moment - first[0]).total_seconds()
-
-    return seconds
+def fitted(row: TraceRow, factor: float, max_model_len: int) -> TraceRow:
+    """The request with its lengths scaled and cut; at least 1 token each."""
+    prompt = max(1, math.floor(row.prompt_len * factor))
+    output = max(1, math.floor(row.output_len * factor))
+    if prompt + output > max_model_len:
+        output = min(output, max(1, max_model_len // 2))
+        prompt = min(prompt, max_model_len - output)
+    return replace(row, prompt_len=prompt, output_len=output)
 
 
-def _csv(
-    lines: Any,
-    path: Path,
-    columns: tuple[str, str, str],
-    seconds: Callable[[str], float],
-    unit: str,
-) -> Iterator[TraceRow]:
-    """The rows of a CSV file by its `columns` of time, prompt tokens and output tokens."""
-    reader = csv.DictReader(lines)
-    missing = [name for name in columns if name not in (reader.fieldnames or ())]
-    if missing:
-        raise BadInput(f"trace {path} has no column {missing[0]!r}: it wants {', '.join(columns)}")
-    for row in reader:
-        where = f"trace {path}, line {reader.line_num}"
-        if any(row[name] is None for name in columns):
-            raise BadInput(f"{where}: too few columns")
-        time, *lengths = columns
-        try:
-            due = seconds(row[time])
-        except ValueError as error:
-            raise BadInput(f"{where}: {row[time]!r} is no time{unit}") from error
-        prompt_len, output_len = (_count(row, name, where) for name in lengths)
-        yield TraceRow(due, prompt_len, output_len)
+class BlockTokens:
+    """Random tokens of prompts: the same ones for the same block and seed.
+
+    Blocks of unknown size take an even share of what their prompt has beside the blocks that are known: text
+    of equal bytes has other numbers of tokens in code and in prose.
+    """
+
+    def __init__(self, allowed: np.ndarray, seed: int) -> None:
+        self._allowed, self._seed = allowed, seed
+        self._blocks: dict[int, list[int]] = {}
+
+    def prompt(self, number: int, row: TraceRow, block_tokens: int) -> list[int]:
+        """The prompt of request `number`; its blocks hold `block_tokens`, or where that is 0 even shares."""
+        new = [name for name in row.blocks if name not in self._blocks]
+        known = sum(len(self._blocks[name]) for name in row.blocks if name in self._blocks)
+        left = max(0, row.prompt_len - known)
+        for place, name in enumerate(new):
+            share = left * (place + 1) // len(new) - left * place // len(new)
+            self._blocks[name] = self._drawn(name, block_tokens or share, 0)
+        tokens = [token for name in row.blocks for token in self._blocks[name]]
+        # Requests without blocks have text of their own.
+        tokens += self._drawn(number + 1, row.prompt_len - len(tokens), 1)
+        return tokens[: row.prompt_len]
+
+    def _drawn(self, name: int, length: int, stream: int) -> list[int]:
+        if length <= 0:
+            return []
+        rng = np.random.default_rng([self._seed, name, stream])
+        return self._allowed[rng.integers(0, len(self._allowed), size=length)].tolist()
 
 
-def _mooncake(lines: Any, path: Path) -> Iterator[TraceRow]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"trace {path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{where}: not JSON ({error.msg})") from error
-        if not isinstance(row, dict):
-            raise BadInput(f"{where}: wants an object")
-        time = row.get("timestamp")
-        blocks = row.get("hash_ids", [])
-        if isinstance(time, bool) or not isinstance(time, int | float):
-            raise BadInput(f'{where}: "timestamp" is {time!r}, not milliseconds')
-        if not isinstance(blocks, list) or not all(
-            type(name) is int and name >= 0 for name in blocks
-        ):
-            raise BadInput(f'{where}: "hash_ids" wants a list of whole numbers')
-        prompt_len = _count(row, "input_length", where)
-        if blocks and prompt_len > BLOCK_TOKENS * len(blocks):
-            raise BadInput(
-                f"{where}: {prompt_len} prompt tokens do not fit {len(blocks)} blocks of "
-                f"{BLOCK_TOKENS}"
+@dataclass
+class Linked:
+    """The items of a replay, linked as the requests of the trace depended on each other.
+
+    Attributes:
+        origin: of the trace's clock.
+    """
+
+    replay: Replay
+    decode: Callable[[Sequence[int]], str] | None
+    speed: float
+    origin: float
+    items: list[WorkloadItem] = field(default_factory=list)
+    _places: dict[str, tuple[int, int]] = field(default_factory=dict)
+    _ends: dict[str, int] = field(default_factory=dict)
+
+    def add(self, row: TraceRow, prompt: list[int]) -> None:
+        """Append a request as an item, or as a further turn of the item that it extends."""
+        parent = self._places.get(row.parent)
+        due, gap = (row.seconds - self.origin) / self.speed, row.gap / self.speed
+        if parent is not None and self._extend(row, prompt, parent, due, gap):
+            number, turn = parent[0], parent[1] + 1
+        else:
+            number, turn = len(self.items), 0
+            if self.replay == "arrival":
+                parent = None
+            self.items.append(
+                WorkloadItem(
+                    f"bench-{number}",
+                    tuple(prompt),
+                    row.output_len,
+                    due,
+                    after=None if parent is None else (f"bench-{parent[0]}", parent[1]),
+                    gap_seconds=gap if parent is not None else 0.0,
+                    cancel_seconds=row.cancel_seconds,
+                )
             )
-        output_len = _count(row, "output_length", where)
-        yield TraceRow(time / 1000, prompt_len, output_len, tuple(blocks))
+        if row.name:
+            self._places[row.name] = number, turn
+            self._ends[row.name] = len(prompt) + row.output_len
 
+    def _extend(
+        self, row: TraceRow, prompt: list[int], parent: tuple[int, int], due: float, gap: float
+    ) -> bool:
+        """Append the request to its parent's item; False where the parent is not that item's last turn, was
+        cancelled, or was not extended."""
+        if self.decode is None or not row.extends:
+            return False
+        item, new = self.items[parent[0]], prompt[self._ends[row.parent] :]
+        if len(item.turns) != parent[1] or item.cancel_seconds is not None or not new:
+            return False
+        messages = item.messages or (Message("user", self.decode(item.prompt_token_ids)),)
+        said = (Message("user", self.decode(new)),)
+        since = due - item.arrival_seconds if self.replay == "arrival" else None
+        turn = ConversationTurn(tuple(new), row.output_len, said, gap, due_seconds=since)
+        self.items[parent[0]] = replace(
+            item,
+            messages=messages,
+            turns=(*item.turns, turn),
+            cancel_seconds=row.cancel_seconds,
+        )
+        return True
 
-def _rows(kind: str, lines: Any, path: Path) -> Iterator[TraceRow]:
-    if kind == "mooncake":
-        return _mooncake(lines, path)
-    if kind == "azure":
-        columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-        return _csv(lines, path, columns, _azure_seconds(), "")
-    columns = ("Timestamp", "Request tokens", "Response tokens")
-    return _csv(lines, path, columns, float, " in seconds")
-
-
-def _count(row: dict[str, Any], key: str, where: str) -> int:
-    """A number of tokens."""
-    value = row.get(key)
-    try:
-        if isinstance(value, bool | float):
-            raise ValueError
-        count = int(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError) as error:
-        raise BadInput(f"{where}: {key} is {value!r}, not a number of tokens") from error
-    if count < 0:
-        raise BadInput(f"{where}: {key} is {count}, below 0")
-    return count
+    def notes(self, rows: Sequence[TraceRow]) -> list[str]:
+        """Notes on dependencies and cancelled requests, for reports."""
+        notes = []
+        answers = {row.name: row.output_len for row in rows if row.name}
+        turns = sum(len(item.turns) for item in self.items)
+        repeated = sum(answers.get(row.parent, 0) for row in rows if row.extends)
+        if repeated and not turns:
+            share = repeated / sum(row.prompt_len for row in rows)
+            notes.append(
+                f"{share:.1%} of the prompt tokens were answers to requests before, which a server may have "
+                "had cached: here they are random tokens, so it has not"
+            )
+        linked = turns + sum(item.after is not None for item in self.items)
+        if linked:
+            notes.append(f"{linked} of {len(rows)} requests wait for the one that they came from")
+        if cancelled := sum(item.cancel_seconds is not None for item in self.items):
+            notes.append(
+                f"{cancelled} requests are cancelled as their clients did, and not measured"
+            )
+        return notes

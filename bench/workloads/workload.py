@@ -50,6 +50,8 @@ class ConversationTurn:
         token_ids: the end of that answer's message, the new messages and the generation prompt.
         messages: the new messages, for servers that apply the chat template themselves.
         think_seconds: from the end of the answer before to when this turn is due.
+        due_seconds: from the begin of the conversation to when this turn is due, but not before the end of the
+            answer before; None: the think time says when.
         answer_token_ids, answer: the data set's answer to the turn before; None where the history holds the
             model's own.
     """
@@ -60,6 +62,12 @@ class ConversationTurn:
     think_seconds: float = 0.0
     answer_token_ids: tuple[int, ...] | None = None
     answer: str | None = None
+    due_seconds: float | None = None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The turn as it is written and hashed; what only some turns have is left out of the others."""
+        return {key: value for key, value in asdict(self).items() if key != "due_seconds" or value}
 
     def prompt(self, before: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
         """The prompt of this turn: the one `before`, its answer (the model's `answer`, or the data set's),
@@ -74,6 +82,10 @@ class WorkloadItem:
 
     A conversation has `turns` behind the first, and the `messages` of its first prompt. `images` are URLs,
     mostly data URLs; they stand behind the text.
+
+    Attributes:
+        after: the id and turn of the item whose end this one waits for, and `gap_seconds` more.
+        cancel_seconds: the client leaves the last turn so long after sending it.
     """
 
     request_id: str
@@ -83,6 +95,13 @@ class WorkloadItem:
     messages: tuple[Message, ...] = ()
     turns: tuple[ConversationTurn, ...] = ()
     images: tuple[str, ...] = ()
+    after: tuple[str, int] | None = None
+    gap_seconds: float = 0.0
+    cancel_seconds: float | None = None
+
+    def cancels(self, turn: int) -> float | None:
+        """Seconds after which the client leaves this turn; None where it waits for the end."""
+        return self.cancel_seconds if turn == len(self.turns) else None
 
     @property
     def output_lens(self) -> tuple[int, ...]:
@@ -136,9 +155,12 @@ class Workload:
             if item.images:
                 digest.update(json.dumps(item.images).encode())
             if item.turns:
-                later = [asdict(turn) for turn in item.turns]
+                later = [turn.record for turn in item.turns]
                 spoken = [asdict(message) for message in item.messages]
                 digest.update(json.dumps([spoken, later], sort_keys=True).encode())
+            if item.after is not None or item.cancel_seconds is not None:
+                linked = [item.after, item.gap_seconds, item.cancel_seconds]
+                digest.update(json.dumps(linked).encode())
         return digest.hexdigest()
 
     @property
@@ -330,20 +352,27 @@ class Opening(NamedTuple):
 
 
 def openings(workload: Workload, *, endless: bool) -> Iterator[Opening]:
-    """The items in the order of their arrival; `endless` repeats them, shifted by a period per cycle."""
-    ordered = sorted(workload.items, key=lambda item: item.arrival_seconds)
+    """The items in the order of their arrival, but for those that wait for others; `endless` repeats them,
+    shifted by a period per cycle."""
+    opening = [item for item in workload.items if item.after is None]
+    ordered = sorted(opening, key=lambda item: item.arrival_seconds)
     period = cycle_seconds(workload)
     names = first_tokens_of_cycles(workload) if endless else ()
     for cycle in count():
         for item in ordered:
-            due = item.arrival_seconds + cycle * period
-            if not cycle:
-                yield Opening(cycle, item, due)
-                continue
-            prompt = (names[cycle % len(names)], *item.prompt_token_ids[1:])
-            yield Opening(cycle, replace(item, prompt_token_ids=prompt), due)
+            yield Opening(
+                cycle, in_cycle(item, cycle, names), item.arrival_seconds + cycle * period
+            )
         if not endless:
             return
+
+
+def in_cycle(item: WorkloadItem, cycle: int, names: Sequence[int]) -> WorkloadItem:
+    """The item with the first token of its cycle."""
+    if not cycle:
+        return item
+    prompt = (names[cycle % len(names)], *item.prompt_token_ids[1:])
+    return replace(item, prompt_token_ids=prompt)
 
 
 def cycle_seconds(workload: Workload) -> float:

@@ -69,7 +69,7 @@ class SteppingTarget:
                 del self.left[name]
         return chunks
 
-    def cancel(self) -> None:
+    def cancel(self, request_id: str | None = None) -> None:
         self.cancelled = True
 
     def take_steps(self, origin: float) -> list[StepRecord]:
