@@ -13,8 +13,8 @@ from .options.shared import Json
 
 def record(
     upstream: Annotated[
-        str, typer.Option("--upstream", help="The server, such as http://localhost:8000.")
-    ],
+        str | None, typer.Option("--upstream", help="The server, such as http://localhost:8000.")
+    ] = None,
     output: Annotated[
         Path | None, output_to("The trace to write or append to. Default: ./trace.jsonl.")
     ] = None,
@@ -32,6 +32,9 @@ def record(
             envvar="LLMOPT_RECORD_SALT",
         ),
     ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure what the proxy adds to a chunk's way, and end.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Record the load of a server: point its clients here, and every request passes through, byte for byte.
@@ -39,9 +42,24 @@ def record(
     The trace has arrival times, lengths, shared prefixes and cancellation of each request, and no text.
     Replay it with `llmopt bench --trace FILE`.
     """
+    from ..bench.load.recorder import added_latency
     from ..bench.load.recorder import record as run
-    from ..bench.load.recorder import totals_lines
+    from ..bench.load.trace_writer import totals_lines
+    from ..quant.base.errors import BadInput
     from .output.console import result_console, say
+
+    if check:
+        found = added_latency()
+        added = found["added"]
+        say(
+            f"At {found['streams']} streams the proxy adds {added['median']:.2f} ms to a chunk in the "
+            f"median, {added['p99']:.2f} ms in the 99th percentile, and takes "
+            f"{found['cpu_us_per_chunk']:.0f} us of CPU for each.",
+            result_console(as_json, found),
+        )
+        return
+    if upstream is None:
+        raise BadInput("llmopt record needs --upstream URL: the server whose load is recorded")
 
     path = output or Path("trace.jsonl")
     totals = run(upstream, path, host=host, port=port, salt=salt, keep_text=keep_text, say=say)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -34,6 +34,8 @@ HURRY_SECONDS = 0.0005  # an event due within this is written now
 
 class KnownLatencyProtocol(asyncio.Protocol):
     """One connection: every request is answered with `max_tokens` events on a fixed timetable."""
+
+    ttfts_ms: ClassVar[list[float]] = []
 
     def __init__(self, ttft: float, itl: float) -> None:
         self._ttft, self._itl = ttft, itl
@@ -58,10 +60,16 @@ class KnownLatencyProtocol(asyncio.Protocol):
             return
         self._buffer = body[length:]
         if head.startswith(b"GET "):  # it has no list of models and no metrics
-            self._transport.write(NOTHING)
+            self._transport.write(self._times() if head.startswith(b"GET /times ") else NOTHING)
             return
         count = json.loads(body[:length])["max_tokens"]
         self._plan(now, now + self._ttft, 1, count)
+
+    def _times(self) -> bytes:
+        """The TTFTs since they were last asked for, in milliseconds, for the errors of other clients."""
+        body = json.dumps(self.ttfts_ms).encode()
+        self.ttfts_ms.clear()
+        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
     def _plan(self, received: float, due: float, number: int, count: int) -> None:
         # The loop's clock has another origin, so the delay is passed, not the time.
@@ -78,6 +86,7 @@ class KnownLatencyProtocol(asyncio.Protocol):
         chunk = b"%x\r\n%s\r\n" % (len(event), event)
         if number == 1:
             chunk = HEAD + chunk
+            self.ttfts_ms.append((time.perf_counter() - received) * 1000)
         if self._transport.is_closing():
             return
         self._transport.write(chunk + END if number == count else chunk)
@@ -124,8 +133,10 @@ if __name__ == "__main__":
 
 TTFT_MS, ITL_MS = 50.0, 10.0
 TOKENS = 40  # a stream of 50 + 39 × 10 ms
+EVENTS_PER_SECOND = 6400
+"""What the server writes on one core; more streams get theirs more slowly, and shorter ones."""
 ROUNDS = 3
-CHECKED_STREAMS = (1, 16, 64, 256)
+CHECKED_STREAMS = (1, 16, 100, 500, 1000)
 MAX_SHARE = 0.05
 
 FORMULAS = {
@@ -168,22 +179,47 @@ def measure_client(
     progress: Progress | None = None,
 ) -> ClientError:
     """Drive the known-latency server with `streams` concurrent streams for about two seconds."""
-    body = json.dumps({"prompt": "x", "max_tokens": TOKENS, "stream": True}).encode()
-    requests = [EncodedRequest(f"known-{number}", body) for number in range(streams * ROUNDS)]
-    with known_server(TTFT_MS, ITL_MS) as port:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        endpoint = Endpoint("127.0.0.1", port, head, timeout=60.0)
-        fleet_pass = fleet.run(
-            endpoint,
-            requests,
-            streams,
-            burden=burden,
-            progress=progress,
-            description=f"client check, {streams} streams",
-        )
+    itl_ms = timetable(streams)[0]
+    with known_server(TTFT_MS, itl_ms) as port:
+        fleet_pass = known_pass(fleet, port, streams, itl_ms, burden=burden, progress=progress)
+    return client_error(fleet_pass, streams, num_workers)
+
+
+def timetable(streams: int) -> tuple[float, int]:
+    """(ITL in milliseconds, tokens of a stream) of the known-latency server under so many streams."""
+    itl = max(ITL_MS, 1000 * streams / EVENTS_PER_SECOND)
+    return itl, max(5, round(TOKENS * ITL_MS / itl))
+
+
+def known_pass(
+    fleet: Fleet,
+    port: int,
+    streams: int,
+    itl_ms: float,
+    *,
+    burden: float = 0.0,
+    progress: Progress | None = None,
+) -> FleetPass:
+    """Send `streams` concurrent streams, evenly begun, to a known-latency server, or a proxy before it."""
+    tokens = timetable(streams)[1]
+    body = json.dumps({"prompt": "x", "max_tokens": tokens, "stream": True}).encode()
+    every = (TTFT_MS + (tokens - 1) * itl_ms) / 1000 / streams
+    requests = [
+        EncodedRequest(f"known-{number}", body, number * every)
+        for number in range(streams * ROUNDS)
+    ]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    fleet_pass = fleet.run(
+        Endpoint("127.0.0.1", port, head, timeout=60.0),
+        requests,
+        streams,
+        burden=burden,
+        progress=progress,
+        description=f"client check, {streams} streams",
+    )
     if fleet_pass.interrupted:
         raise KeyboardInterrupt
-    return client_error(fleet_pass, streams, num_workers)
+    return fleet_pass
 
 
 def check_client(
@@ -203,7 +239,10 @@ def check_client(
     environment = describe("cpu")
     wanted = ("machine", "load_average", "system", "python", "command", "commit")
     record = {
-        "server": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS, "tokens_per_stream": TOKENS},
+        "server": {
+            "ttft_ms": TTFT_MS,
+            "itl_ms_and_tokens": {str(count): timetable(count) for count in streams},
+        },
         "formulas": {key: FORMULAS[key] for key in FORMULAS if key != "certified"},
         "client_burden_ms": burden * 1000,
         "environment": {key: environment[key] for key in wanted},

@@ -117,7 +117,7 @@ def linked(calls: Iterable[Call]) -> list[TraceRow]:
                     call.block_tokens,
                     call.name,
                     parent.name if parent else "",
-                    parent is not None and parent is before and _extends(before, call),
+                    before is not None and parent is before and _extends(before, call),
                     call.start - parent.end if parent else 0.0,
                     call.end - call.start if call.is_cancelled else None,
                 )

@@ -50,8 +50,8 @@ class ConversationTurn:
         token_ids: the end of that answer's message, the new messages and the generation prompt.
         messages: the new messages, for servers that apply the chat template themselves.
         think_seconds: from the end of the answer before to when this turn is due.
-        due_seconds: from the begin of the conversation to when this turn is due, but not before the end of the
-            answer before; None: the think time says when.
+        due_seconds: from the begin of the conversation to when this turn is due, but not before the end of
+            the answer before; None: the think time says when.
         answer_token_ids, answer: the data set's answer to the turn before; None where the history holds the
             model's own.
     """

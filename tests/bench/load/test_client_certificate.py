@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from llmopt.bench.load.certify import ClientError, client_error, judge, known_server, measure_client
-from llmopt.bench.load.exchange import Answer, Exchange
+from llmopt.bench.load.exchange import Answer, EncodedRequest, Endpoint, Exchange
 from llmopt.bench.load.fleet import Fleet, FleetPass, default_workers
 from llmopt.bench.machine.environment import without_secrets
 from llmopt.cli.bench import bench
@@ -148,3 +149,22 @@ def test_workers_leave_cores_free(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_secrets_stay_out_of_the_record() -> None:
     words = ["bench", "--api-key", "k", "--header=X=y", "--seed", "1"]
     assert without_secrets(words) == ["bench", "--api-key", "...", "--header=...", "--seed", "1"]
+
+
+def test_requests_wait_for_others_and_are_left(fleet: Fleet) -> None:
+    def request(name: str, tokens: int, due: float = 0.0, **more: Any) -> EncodedRequest:
+        body = json.dumps({"max_tokens": tokens}).encode()
+        return EncodedRequest(f"bench-{name}", body, due, **more)
+
+    last = request("2", 2, 0.05)
+    child = request("1", 40, 0.03, waiting=((0, last),), cancel=0.1)
+    with known_server(20.0, 10.0) as port:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        opening = request("0", 3, waiting=((0, child),))
+        found = fleet.run(Endpoint("127.0.0.1", port, head), [opening, request("3", 1)], None)
+    by_id = {one.request_id: one for one in found.exchanges}
+    first, left, after = (by_id[f"bench-{number}"] for number in range(3))
+    assert left.due == pytest.approx(first.ended - found.origin + 0.03) and left.cancelled
+    assert 0.1 <= left.ended - left.sent < 0.3 and not first.cancelled
+    assert after.due == pytest.approx(left.ended - found.origin + 0.05)
+    assert len(after.answer.times) == 2 and not after.answer.error

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from llmopt.bench.load.recorder import Lineage, prompt_of, usage_of
+from llmopt.bench.load.trace_writer import Lineage, prompt_of, usage_of
 from llmopt.bench.workloads.trace_rows import block_hashes
 from llmopt.bench.workloads.traces import read_trace
 
@@ -115,6 +115,7 @@ def chat(*said: str, **more: Any) -> dict[str, Any]:
 
 def rows_of(trace: Path, count: int) -> list[dict[str, Any]]:
     """The requests of a trace, as soon as there are so many."""
+    lines = []
     for _ in range(200):
         whole = [line for line in trace.read_text().splitlines() if line.endswith("}")]
         lines = [json.loads(line) for line in whole]

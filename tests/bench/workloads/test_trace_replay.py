@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmopt.bench.load.recorder import Passed, TraceWriter
+from llmopt.bench.load.trace_writer import Passed, TraceWriter
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.workloads.datasets import freeze_workload
-from llmopt.bench.workloads.traces import read_trace, trace_workload
+from llmopt.bench.workloads.traces import Replay, read_trace, trace_workload
 from llmopt.bench.workloads.workload import ConversationTurn, Message, Workload, WorkloadItem
 from llmopt.quant.base.errors import BadInput
 
@@ -85,7 +85,7 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("how", ["arrival", "dependency"])
-def test_a_replay_has_the_hits_and_latencies_of_the_run(tmp_path: Path, how: str) -> None:
+def test_a_replay_has_the_hits_and_latencies_of_the_run(tmp_path: Path, how: Replay) -> None:
     original = SimulatedRun(agents(7)).run()
     path = recorded(original, tmp_path / "trace.jsonl")
     again = trace_workload(

@@ -101,7 +101,7 @@ def test_a_frozen_workload_is_whole_or_refused(tmp_path: Path) -> None:
         ([lines[0], lines[1].replace("5", "600"), lines[2]], "vocabulary of 512"),
         ([lines[0], lines[1].replace("output_len", "length"), lines[2]], "line 2: wants"),
         ([lines[0], lines[1], "{"], "line 3: not JSON"),
-        ([lines[0].replace('"llmopt_workload": 1', '"llmopt_workload": 3')], "format 3"),
+        ([lines[0].replace('"llmopt_workload": 1', '"llmopt_workload": 9')], "format 9"),
     ):
         path.write_text("\n".join(changed) + "\n")
         with pytest.raises(BadInput, match=said):
