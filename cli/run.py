@@ -184,7 +184,7 @@ def _print_schema() -> None:
 
 def _check_models(recipe: Recipe) -> None:
     """Raises `BadInput` for a model that is not there, other than those of running servers."""
-    from ..bench.load.presets import preset
+    from ..bench.load.started_server import preset
     from ..bench.studies.recipe import bench_of
     from ..quant.models import is_local, resolve_model
 

@@ -22,7 +22,7 @@ from ...quant.plan.request import QuantizeRequest
 from ..gate.limits import GateOutcome, Limit
 from ..gate.quality_checks import check_promises
 from ..gate.verdict import LimitVerdict
-from ..load.presets import preset
+from ..load.started_server import preset
 from ..quality.summary import DOMAINS, score_of
 from ..record.result import plain
 from ..studies.grid_plan import server_words

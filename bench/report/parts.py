@@ -16,7 +16,7 @@ from ...quant.model.checkpoint import read_json
 from ...quant.plan.manifest import MANIFEST_NAME
 from ..gate.limits import SCORED
 from ..load import certify
-from ..load.step_split import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
+from ..load.inprocess import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
 from ..machine import roofline
 from ..metrics import metrics, run_statistics
 from ..page.page import MarkedText, Page, ReportTable, number, percent, to_html, to_markdown

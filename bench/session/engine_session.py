@@ -13,9 +13,14 @@ from ...engine.execution.step_loop import StepRecorder
 from ...engine.planner.facts import facts_of
 from ...quant.base.progress import Progress
 from ...quant.models import resolve_model, short_name
-from ..load.inprocess import ImagePreparation, InProcessTarget, images_part, injected_delay
+from ..load.inprocess import (
+    ImagePreparation,
+    InProcessTarget,
+    images_part,
+    injected_delay,
+    step_split,
+)
 from ..load.load import adapter_of, drive
-from ..load.step_split import step_split
 from ..machine.environment import peak_memory_bytes, restart_peak_memory
 from ..machine.machine_meter import MachineMeter
 from ..machine.pass_usage import PassMeter

@@ -29,7 +29,7 @@ from ..gate.limits import (
     parse_share,
     speed_limits,
 )
-from ..load.presets import preset
+from ..load.started_server import preset
 from ..record.result import to_json
 
 THIS_INSTALLATION = (sys.executable, "-m", "llmopt.cli.main")

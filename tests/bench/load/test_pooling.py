@@ -14,8 +14,7 @@ import pytest
 from llmopt.bench.load.address import RERANK
 from llmopt.bench.load.driver import batches
 from llmopt.bench.load.exchange import read_pooled
-from llmopt.bench.load.presets import preset
-from llmopt.bench.load.started_server import server_arguments
+from llmopt.bench.load.started_server import preset, server_arguments
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.record.result import BenchRun
 from llmopt.bench.report.run_report import run_page, run_verdict

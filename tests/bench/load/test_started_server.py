@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.bench.load import started_server
-from llmopt.bench.load.presets import PRESETS, preset
-from llmopt.bench.load.started_server import served
+from llmopt.bench.load.started_server import PRESETS, preset, served
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.quant.base.errors import BadInput

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
-from llmopt.bench.load.inprocess import InjectedDelay
-from llmopt.bench.load.step_split import (
+from llmopt.bench.load.inprocess import (
     PART_OF,
     PARTS,
+    InjectedDelay,
     mean_split,
     reason_in_words,
     split_sentence,

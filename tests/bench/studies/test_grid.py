@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from llmopt.bench.load.presets import preset
+from llmopt.bench.load.started_server import preset
 from llmopt.bench.studies.grid_cells import num_gpus, pareto_front, parse_axes
 from llmopt.bench.studies.grid_plan import plan_grid, read_combinations, server_words
 from llmopt.cli.main import main

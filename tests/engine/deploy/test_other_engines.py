@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.load.presets import PRESETS
+from llmopt.bench.load.started_server import PRESETS
 from llmopt.engine.deploy.engine_commands import ENGINES, ServerCommand, server_command
 from llmopt.quant.base.errors import BadInput
 

@@ -7,7 +7,7 @@ from itertools import count, groupby
 from typing import Any
 
 import pytest
-from llmopt.bench.load.step_split import mean_split
+from llmopt.bench.load.inprocess import mean_split
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.engine import Engine
