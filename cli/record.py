@@ -37,10 +37,10 @@ def record(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Record the load of a server: point its clients here, and every request passes through, byte for byte.
+    """Record the load of a server through a proxy, without its text.
 
-    The trace has arrival times, lengths, shared prefixes and cancellation of each request, and no text.
-    Replay it with `llmopt bench --trace FILE`.
+    Point its clients here, and every request passes through, byte for byte. The trace has arrival times,
+    lengths, shared prefixes and cancellation of each request. Replay it with `llmopt bench --trace FILE`.
     """
     from ..bench.load.recorder import added_latency
     from ..bench.load.recorder import record as run

@@ -134,7 +134,7 @@ if __name__ == "__main__":
 TTFT_MS, ITL_MS = 50.0, 10.0
 TOKENS = 40  # a stream of 50 + 39 × 10 ms
 EVENTS_PER_SECOND = 6400
-"""What the server writes on one core; more streams get theirs more slowly, and shorter ones."""
+"""Most that the server writes on one core; more streams get theirs more slowly, and shorter ones."""
 ROUNDS = 3
 CHECKED_STREAMS = (1, 16, 100, 500, 1000)
 MAX_SHARE = 0.05

@@ -108,7 +108,6 @@ class DataOptions:
         None,
         "Replay a recorded trace: of llmopt record, Mooncake, WEKA, OpenTelemetry, Claude Code and others, "
         "known by its content.",
-        common=True,
     )
     trace_start: float = option(0.0, "Seconds into the trace to begin at.", limit=within(ge=0))
     trace_speed: float = option(

@@ -25,7 +25,7 @@ HIDDEN = b"instructions and tools that are not in the file; "
 INTERRUPTED = "[Request interrupted by user"
 CALL_SECONDS = 0.001
 INHERITS = {"forks": True, "spawns": False}
-"""What begins conversations in AIPerf's graphs: whether with the text so far."""
+"""Ways to begin a conversation in AIPerf's graphs: whether with the text so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _text_blocks(text: bytes) -> dict[str, Any]:
 
 
 def _hidden(prompt_len: int, text: bytes) -> bytes:
-    """As much text as the prompt had beside `text`: instructions and definitions of tools."""
+    """Fill in the text that the prompt had beside `text`: instructions and definitions of tools."""
     size = max(0, prompt_len * TOKEN_BYTES - len(text))
     return (HIDDEN * (size // len(HIDDEN) + 1))[:size]
 
