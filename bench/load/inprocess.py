@@ -2,7 +2,7 @@
 
 Images are decoded and processed when their request is sent, and timed. A hook can stretch a phase of the
 engine's steps, to test that a comparison detects a slowdown. The phases of decode steps, and why smaller
-weights did or did not shorten them, come from a short extra pass, because timing phases on a GPU synchronises.
+weights did or did not shorten them, come from a short extra pass: timing phases on a GPU synchronises.
 """
 
 from __future__ import annotations
