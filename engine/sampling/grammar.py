@@ -99,9 +99,11 @@ class GrammarCompiler:
         except ValueError as error:
             raise BadInput(f"structured output needs a fast tokenizer: {error}") from error
         added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._special = frozenset(
-            str(token) for index, token in added.items() if self._tokens.is_special_token(index)
-        )
+        self._special = {
+            str(token): index
+            for index, token in added.items()
+            if self._tokens.is_special_token(index)
+        }
         self._num_words = -(-vocab_size // 32)
         self._compiled = lru_cache(REMEMBERED_GRAMMARS)(self._compile)
         self._compiled_large = lru_cache(REMEMBERED_LARGE)(self._compile)

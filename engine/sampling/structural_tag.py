@@ -7,7 +7,7 @@ strings, schemas, patterns and free text, joined by sequences, choices and tags.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
@@ -21,17 +21,22 @@ Ends = tuple[str, ...]
 _ANY = "/(?s:.*)/"
 
 
-def structural_tag(tag: Mapping[str, Any], whitespace: str, special: Collection[str] = ()) -> str:
+def structural_tag(
+    tag: Mapping[str, Any], whitespace: str, special: Mapping[str, int] | None = None
+) -> str:
     """The grammar of a structural tag, `{"format": ...}` or the older `{"structures": ..., "triggers": ...}`.
 
-    `whitespace` may stand between the tokens of a JSON text. `special` are the texts of special tokens, which
-    are tokens in a grammar and never part of a text.
+    `whitespace` may stand between the tokens of a JSON text. `special` are special tokens by their texts:
+    tokens in a grammar, and never part of a text. Beside XGrammar's formats, for ourselves, a `rule` stands
+    for that of its name in the tag's `rules`, and triggered tags have patterns that text `begins_unlike`.
 
     Raises:
         BadInput: a format that contradicts itself, with its place.
     """
-    lark = _Lark(whitespace, special)
+    lark = _Lark(whitespace, special or {}, tag.get("rules") or {})
     form = tag["format"] if "format" in tag else _from_structures(tag)
+    for name in tag.get("rules") or {}:  # one refers to those before it
+        lark.of_name(name)
     return lark.grammar(lark.node(form, (), "format" if "format" in tag else "structures"))
 
 
@@ -56,11 +61,15 @@ class _Lark:
     the output. The lexer takes the longest match: text must exclude what may follow it.
     """
 
-    def __init__(self, whitespace: str, special: Collection[str]) -> None:
+    def __init__(
+        self, whitespace: str, special: Mapping[str, int], formats: Mapping[str, Format]
+    ) -> None:
         self._json_options = {"whitespace_flexible": True, "whitespace_pattern": whitespace}
+        self._token_ids = special
         self._special = sorted(special, key=len, reverse=True)
         self._rules: list[str] = []
         self._others: list[dict[str, str]] = []
+        self._formats, self._named = formats, dict[str, str]()
 
     def grammar(self, start: str) -> str:
         lark = "\n".join(["%llguidance {}", f"start: {start}", *self._rules, ""])
@@ -94,6 +103,8 @@ class _Lark:
                 return self._rule(f"%json {json.dumps(schema)}")
             case "grammar":
                 return self._grammar(form["grammar"], place)
+            case "rule":
+                return self.of_name(form["name"])
             case "tags_with_separator":
                 return self._separated(form, place, depth)
         content = self._rule(_either([self._bounded(form["content"], f"{place}.content", depth)]))
@@ -115,10 +126,20 @@ class _Lark:
             raise BadInput(f"{place}: free text may only come last, or before the end of a tag")
         return self.node(form, (), place, depth + 1)
 
+    def of_name(self, name: str) -> str:
+        """The rule of a format that has a name, written once."""
+        if name not in self._named:
+            expression = self.node(self._formats[name], (), f"rules.{name}")
+            self._named[name] = self._rule(_either([expression]))
+        return self._named[name]
+
     def _text(self, excludes: Sequence[str], ends: Ends) -> str:
         """Free text without `excludes`, up to the first of `ends`."""
+        return self._up_to(self._terminal(_without([*excludes, *ends])), ends)
+
+    def _up_to(self, text: str, ends: Ends) -> str:
+        """A terminal of free text, and the first of `ends`, which it does not have in it."""
         special = [end for end in ends if self._special_in(end)]
-        text = self._terminal(_without([*excludes, *ends]))
         if not ends:
             return self._rule(text)
         if special:  # a token that no text has in it
@@ -176,10 +197,12 @@ class _Lark:
                 raise BadInput(f"{where}.begin: {tag['begin']!r} begins with none of the triggers")
             by_trigger[trigger].append(self._tag(tag, (), where, depth + 1, len(trigger)))
         outside = _without([*triggers, *ends, *(form.get("excludes") or ())])
+        for pattern in form.get("begins_unlike") or ():
+            outside += f" & ~/{_escaped(pattern)}(?s:.*)/"
         text = self._terminal(outside)
         rests = {t: self._rule(_either(rest)) for t, rest in by_trigger.items() if rest}
         part = self._rule(" | ".join(f"{self._head(text, t)} {rest}" for t, rest in rests.items()))
-        tail = self._text([*triggers, *(form.get("excludes") or ())], ends)
+        tail = self._up_to(text, ends)
         once = form.get("stop_after_first")
         if not form.get("at_least_one"):
             if not once:
@@ -230,7 +253,8 @@ class _Lark:
         if token is None:
             return _quoted(text) if text else ""
         before, _, after = text.partition(token)
-        return self._joined(self._literal(before), token, self._literal(after))
+        number = f"<[{self._token_ids[token]}]>"
+        return self._joined(self._literal(before), number, self._literal(after))
 
     def _special_in(self, text: str) -> str | None:
         return next((token for token in self._special if token in text), None)

@@ -17,10 +17,11 @@ from ...base.image_input import NO_IMAGES
 from ...base.sampling_params import SamplingParams
 from ...multimodal.processor import PreparedPrompt
 from ...scheduling.outputs import Completion, RequestOutput
+from ..parsing.call_grammar import calls_in_text
 from ..parsing.events import Event, Parsed, Reasoning
-from ..parsing.formats import FORCED, HARMONY, HERMES, ToolFormat
+from ..parsing.formats import FORCED, HARMONY, ToolFormat
 from ..parsing.parser import OutputFormat, OutputParser
-from ..protocol.chat_protocol import ChatMessage, ChatRequest, Tool, calls_in_text
+from ..protocol.chat_protocol import ChatMessage, ChatRequest, Tool
 from ..protocol.errors import ApiError, bad_field
 from ..protocol.generation_protocol import StreamOptions
 from ..protocol.server_options import scripted_text
@@ -90,8 +91,8 @@ async def prepare(
         params = replace(params, skip_special_tokens=False)
     if service.script and params.token_mask is None:
         params = await _scripted(service, params, token_ids)
-    if params.token_mask is None and tools is HERMES and body.usable_tools:
-        params = await _declared_calls(service, request, body, params)
+    if params.token_mask is None and body.usable_tools:
+        params = await _declared_calls(service, request, form, params)
     asked = Asked(request, body, params, [token_ids], id_prefix, arrival_seconds, prompt.images)
     return asked, form
 
@@ -190,10 +191,11 @@ async def _scripted(
 
 
 async def _declared_calls(
-    service: Service, request: Request, body: ChatRequest, params: SamplingParams
+    service: Service, request: Request, form: OutputFormat, params: SamplingParams
 ) -> SamplingParams:
     """The parameters under which a call, once it has begun, names a declared tool and has valid arguments."""
-    tag = calls_in_text(body, HERMES.start, HERMES.end or "")
+    assert form.tools is not None
+    tag = calls_in_text(form.tools, form.schemas, form.reasoning, in_reasoning=form.in_reasoning)
     constraint, tenant = Constraint("structural_tag", tag, "tools"), record_of(request).tenant
     try:
         mask = await service.constrainer.mask(constraint, params.num_sequences, tenant)

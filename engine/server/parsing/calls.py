@@ -167,6 +167,7 @@ class TextSource:
 
 
 _PYTHON = {"True": True, "False": False, "None": None}
+_JSON = {"true": True, "false": False, "null": None}
 Kind = Literal["string", "other", "unknown"]
 
 
@@ -218,16 +219,20 @@ class CallReader:
         self._max_calls = max_calls
         self._seed = seed
         self.num_calls = 0
-        self._is_dropped = False
+        self._is_dropped = self._is_bare = False
 
-    def read(self, form: ToolFormat) -> Reading:
-        """Read the call that begins here."""
+    def read(self, form: ToolFormat, *, is_bare: bool = False) -> Reading:
+        """Read the call that begins here; a bare one, without a marker, is one only of a declared tool."""
+        self._is_bare = is_bare
         if form.style == "tags":
             assert form.tags is not None
             return self._tags(form.tags, form.end)
         if form.style == "python":
             return self._python()
         return self._object(form)
+
+    def _may_be(self, name: str) -> bool:
+        return not self._is_bare or not self._schemas or name in self._schemas
 
     def begin(self, name: str, given_id: str | None = None) -> None:
         """Begin a call; its text is no longer given back."""
@@ -274,6 +279,8 @@ class CallReader:
                 name = yield from self._string()
                 if name is None:
                     break
+                if not self._may_be(name):
+                    return False
                 self.begin(name)
                 if early is not None:
                     self.argue(early)
@@ -387,9 +394,13 @@ class CallReader:
             calls = [_call(element) for element in listed.elts]
         except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
             return False
+        if not all(self._may_be(name) for name, _ in calls):
+            return False
         for name, arguments in calls:
             self.begin(name)
-            self.argue(json.dumps(arguments, ensure_ascii=False))
+            text = json.dumps(arguments, ensure_ascii=False)
+            # JSON's escapes may have halves of characters, which Python does not join.
+            self.argue(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         return True
 
     def _bracketed(self, parts: list[str]) -> Waiting:
@@ -412,11 +423,18 @@ class CallReader:
                     return
 
 
+class _Constants(ast.NodeTransformer):
+    """Takes JSON's constants for Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON[node.id]) if node.id in _JSON else node
+
+
 def _call(element: ast.expr) -> tuple[str, dict[str, Any]]:
     assert isinstance(element, ast.Call) and not element.args
     arguments = {}
     for keyword in element.keywords:
         assert keyword.arg is not None
-        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+        arguments[keyword.arg] = ast.literal_eval(_Constants().visit(keyword.value))
     json.dumps(arguments)  # sets and bytes are no JSON
     return ast.unparse(element.func), arguments

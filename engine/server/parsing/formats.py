@@ -38,6 +38,34 @@ class Tags:
     typed: bool = False
 
 
+Piece = str | re.Pattern[str] | tuple["Piece", ...]
+"""Part of what stands around arguments: a text or a pattern, in which `NAME` is the function's name; a tuple
+may be left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """How a model writes the calls of a section, for the grammar of a tool choice of `auto`.
+
+    Attributes:
+        before, after: what stands around a call's arguments.
+        between: what separates two calls; None: a section has one.
+        begin, end: patterns around all calls of a section.
+    """
+
+    before: tuple[Piece, ...]
+    after: tuple[Piece, ...] = ()
+    between: str | None = None
+    begin: str = ""
+    end: str = ""
+
+
+_OBJECT = re.compile(r'\{ ?"name" ?: ?"NAME" ?, ?"(?:arguments|parameters)" ?: ?')
+_CLOSED = re.compile(r" ?\}")
+_LIST = CallShape((_OBJECT,), (_CLOSED,), ", ", r" ?\[ ?", r" ?\]")
+_PYTHON = CallShape(("NAME(",), (")",), ", ", r"\[ ?", r" ?\]")
+
+
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a model family writes tool calls.
@@ -52,6 +80,7 @@ class ToolFormat:
         bare: characters that begin calls without `start`, at the beginning of the text.
         header: of a named call, with the groups `name` and perhaps `id`.
         special: markers are special tokens, decoded only with `skip_special_tokens=False`.
+        shapes: how calls with a JSON object are written, of which a section has one.
     """
 
     name: str
@@ -63,21 +92,61 @@ class ToolFormat:
     header: re.Pattern[str] = field(default_factory=lambda: re.compile(_NAME))
     tags: Tags | None = None
     special: bool = False
+    shapes: tuple[CallShape, ...] = ()
 
 
-HERMES = ToolFormat("hermes", "json", "<tool_call>", end="</tool_call>")
-GRANITE = ToolFormat("granite", "json", "<|tool_call|>", special=True)
-LLAMA3_JSON = ToolFormat("llama3_json", "json", "<|python_tag|>", bare="{", special=True)
-LLAMA4_PYTHONIC = ToolFormat(
-    "llama4_pythonic", "python", "<|python_start|>", "<|python_end|>", bare="[", special=True
+HERMES = ToolFormat(
+    "hermes",
+    "json",
+    "<tool_call>",
+    end="</tool_call>",
+    shapes=(CallShape((_OBJECT,), (_CLOSED,), begin=r"[ \n]{0,2}", end=r"[ \n]{0,2}"),),
 )
-LFM2 = ToolFormat("lfm2", "python", "<|tool_call_start|>", "<|tool_call_end|>", special=True)
+GRANITE = ToolFormat(
+    "granite",
+    "json",
+    "<|tool_call|>",
+    special=True,
+    shapes=(_LIST, CallShape((_OBJECT,), (_CLOSED,), begin=" ?")),
+)
+LLAMA3_JSON = ToolFormat(
+    "llama3_json",
+    "json",
+    "<|python_tag|>",
+    bare="{",
+    special=True,
+    shapes=(CallShape((_OBJECT,), (_CLOSED,), "; "),),
+)
+LLAMA4_PYTHONIC = ToolFormat(
+    "llama4_pythonic",
+    "python",
+    "<|python_start|>",
+    "<|python_end|>",
+    bare="[",
+    special=True,
+    shapes=(_PYTHON,),
+)
+LFM2 = ToolFormat(
+    "lfm2",
+    "python",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    special=True,
+    shapes=(_PYTHON,),
+)
 MISTRAL = ToolFormat(
     "mistral",
     "named",
     "[TOOL_CALLS]",
     header=re.compile(_NAME + r"(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*"),
     special=True,
+    shapes=(
+        _LIST,
+        CallShape(
+            ("NAME", ("[CALL_ID]", re.compile("[A-Za-z0-9]{9}")), ("[ARGS]",)),
+            between="[TOOL_CALLS]",
+        ),
+    ),
 )
 DEEPSEEK_V3 = ToolFormat(
     "deepseek_v3",
@@ -87,6 +156,13 @@ DEEPSEEK_V3 = ToolFormat(
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "```"),
     header=re.compile(rf"function<｜tool▁sep｜>{_NAME}\s*```(?:json)?\s*"),
     special=True,
+    shapes=(
+        CallShape(
+            ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",),
+            ("\n```<｜tool▁call▁end｜>", ("\n",)),
+            between="",
+        ),
+    ),
 )
 DEEPSEEK_V31 = ToolFormat(
     "deepseek_v31",
@@ -96,6 +172,13 @@ DEEPSEEK_V31 = ToolFormat(
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     header=re.compile(rf"{_NAME}<｜tool▁sep｜>\s*"),
     special=True,
+    shapes=(
+        CallShape(
+            ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",),
+            ("<｜tool▁call▁end｜>", ("\n",)),
+            between="",
+        ),
+    ),
 )
 KIMI_K2 = ToolFormat(
     "kimi_k2",
@@ -107,6 +190,17 @@ KIMI_K2 = ToolFormat(
         r"(?P<id>(?:functions\.)?(?P<name>[\w.\-]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
     ),
     special=True,
+    shapes=(
+        CallShape(
+            (
+                "<|tool_call_begin|>functions.NAME:",
+                re.compile("[0-9]{1,3}"),
+                "<|tool_call_argument_begin|>",
+            ),
+            ("<|tool_call_end|>", ("\n",)),
+            between="",
+        ),
+    ),
 )
 QWEN3_CODER = ToolFormat(
     "qwen3_coder",

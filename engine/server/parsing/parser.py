@@ -150,7 +150,7 @@ class OutputParser:
             first = yield from source.skip(SPACE)
             space = source.recorded()
             if first and first in form.bare:
-                yield from self._section(form, space)
+                yield from self._section(form, space, is_bare=True)
             else:
                 self._text(space)
         while form.start:
@@ -162,7 +162,7 @@ class OutputParser:
             yield from self._section(form, form.start)
         yield from source.until((), self._text)
 
-    def _section(self, form: ToolFormat, opened: str) -> Waiting:
+    def _section(self, form: ToolFormat, opened: str, *, is_bare: bool = False) -> Waiting:
         """Calls up to the end marker; before the first of them, `opened` and what follows may become text."""
         source, markers = self._source, [*form.fillers, *([form.start] if form.start else [])]
         before = self.num_calls
@@ -181,7 +181,7 @@ class OutputParser:
                 continue
             opened += source.recorded()
             source.record()
-            if not (yield from self._calls.read(form)):
+            if not (yield from self._calls.read(form, is_bare=is_bare)):
                 rest = source.recorded()
                 if self._give_back(before, opened + rest) or form.end is None:
                     self._text("" if self.num_calls == before else rest)

@@ -377,18 +377,6 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def calls_in_text(request: ChatRequest, start: str, end: str) -> dict[str, Any]:
-    """Structural tag of free text in which a call of one of the tools follows the marker `start`."""
-    calls = calls_schema(request)
-    schema = {**calls.pop("items"), **{key: calls[key] for key in _SHARED if key in calls}}
-    space = {"type": "regex", "pattern": r"[ \n]{0,2}", "excludes": []}
-    call = {"type": "json_schema", "json_schema": schema, "style": "json"}
-    content = {"type": "sequence", "elements": [space, call, space]}
-    tag = {"type": "tag", "begin": start, "content": content, "end": end}
-    form = {"type": "triggered_tags", "triggers": [start], "tags": [tag]}
-    return {"type": "structural_tag", "format": form}
-
-
 def either_schema(answer: dict[str, Any], calls: dict[str, Any]) -> dict[str, Any]:
     """JSON schema of an answer or of calls; their definitions must stand at the root.
 

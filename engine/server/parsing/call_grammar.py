@@ -1,0 +1,274 @@
+"""Grammar of an output with tools, as a structural tag: in free text a call, once it has begun, names a
+declared tool and has arguments by its schema.
+
+A call begins with the marker of its format. Formats that know calls without one, at the beginning of an
+output, are told by how those begin, and no text begins so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .formats import HARMONY, CallShape, Piece, ReasoningFormat, Tags, ToolFormat
+from .parser import CHANNEL, ENDS, MESSAGE, START
+
+Form = dict[str, Any]
+Schema = Mapping[str, Any]
+
+_SHARED = ("$defs", "definitions")
+_ELSEWHERE = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
+_SPACE = r"[ \n]{0,2}"
+_KEY = r"[A-Za-z0-9_.\-]{1,64}"
+_ANY: Form = {"type": "any_text"}
+_BEGINS = {"json": r'\s*\{ ?"name"', "python": r"\s*\[ ?[A-Za-z_][A-Za-z0-9_.]*\("}
+"""How a call without a marker begins, by the style of its format."""
+
+
+def calls_in_text(
+    form: ToolFormat,
+    tools: Mapping[str, Schema | None],
+    reasoning: ReasoningFormat | None = None,
+    *,
+    in_reasoning: bool = False,
+) -> Form:
+    """Write the structural tag of an output in which these tools alone are called, by the schemas of their
+    parameters. Reasoning before it is free, and has begun where `in_reasoning`."""
+    rules: dict[str, Form] = {}
+    for name, schema in tools.items():
+        parameters = _closed(schema or {})
+        if form.style == "tags":
+            assert form.tags is not None
+            rules[name] = _elements(form.tags, parameters)
+        elif form.style == "python":
+            _add_keywords(rules, name, parameters)
+        else:
+            rules[name] = {"type": "json_schema", "json_schema": parameters}
+    if form is HARMONY:
+        return {"type": "structural_tag", "format": _messages(tools), "rules": rules}
+    shapes = form.shapes or (_shape_of(form),)
+    section = _either([_section(shape, tools) for shape in shapes])
+    text: Form = {
+        "type": "triggered_tags",
+        "triggers": [form.start],
+        "tags": [_tag(form.start, section, form.end or "")],
+        # Where nothing ends a section, what follows would be read as more calls.
+        "stop_after_first": form.end is None,
+        "begins_unlike": [_BEGINS[form.style]] if form.bare else [],
+    }
+    whole = text
+    if form.bare:
+        bare = [_section(shape, tools, r"\s*") for shape in shapes]
+        if form.end is not None:
+            bare = [_sequence(each, _optional(_const(form.end))) for each in bare]
+        whole = _either([*bare, text])
+    if reasoning is not None:
+        whole = _after(reasoning, in_reasoning, whole, text, rules)
+    return {"type": "structural_tag", "format": whole, "rules": rules}
+
+
+def _after(
+    reasoning: ReasoningFormat, has_begun: bool, answer: Form, text: Form, rules: dict[str, Form]
+) -> Form:
+    """Reasoning up to its end, and an answer; one that has not begun may be left out."""
+    begins = r"\s*" + re.escape(reasoning.start)
+    text["begins_unlike"] = [*text["begins_unlike"], begins]
+    rules[" answer"] = answer
+    thought = _tag("", _ANY, reasoning.end)
+    if has_begun:
+        return _sequence(thought, _named(" answer"))
+    # The marker is a special token in some tokenizers, and in others text.
+    marker = _either([_pattern(begins), _sequence(_pattern(r"\s*"), _const(reasoning.start))])
+    return _either([_sequence(marker, thought, _named(" answer")), _named(" answer")])
+
+
+def _closed(schema: Schema) -> dict[str, Any]:
+    """The schema of an object of the declared arguments alone, unless it permits others or says elsewhere."""
+    if _ELSEWHERE & schema.keys():
+        return {"type": "object", **schema}
+    return {"type": "object", "additionalProperties": False, **schema}
+
+
+def _section(shape: CallShape, names: Iterable[str], lead: str | None = None) -> Form:
+    """Calls in that shape. With a `lead` no marker is before them: what tells a call from a text, its name
+    included, is then one lexeme."""
+    calls = [_sequence(*_call(shape, name)) for name in names]
+    between = shape.between
+    several = {
+        "type": "tags_with_separator",
+        "tags": calls,
+        "separator": between or "",
+        "at_least_one": True,
+        "stop_after_first": between is None,
+    }
+    end = [_pattern(shape.end)] if shape.end else []
+    if lead is None:
+        return _sequence(*([_pattern(shape.begin)] if shape.begin else []), several, *end)
+    firsts = []
+    for name in names:
+        opening, *rest = _call(shape, name)
+        begins = opening.get("pattern") or re.escape(opening["value"])
+        firsts.append(_sequence(_pattern(lead + shape.begin + begins), *rest))
+    more = _sequence(_const(between or ""), _either(calls))
+    return _sequence(_either(firsts), {"type": "star", "content": more}, *end)
+
+
+def _call(shape: CallShape, name: str) -> list[Form]:
+    before, after = ([_piece(each, name) for each in some] for some in (shape.before, shape.after))
+    return [*before, _named(name), *after]
+
+
+def _piece(piece: Piece, name: str) -> Form:
+    if isinstance(piece, str):
+        return _const(piece.replace("NAME", name))
+    if isinstance(piece, tuple):
+        return _optional(_sequence(*(_piece(each, name) for each in piece)))
+    return _pattern(piece.pattern.replace("NAME", re.escape(name)))
+
+
+def _shape_of(form: ToolFormat) -> CallShape:
+    """The shape of calls whose arguments are elements."""
+    tags = form.tags
+    assert tags is not None
+    before, space = (f"{tags.name_open}NAME{tags.name_ends[0]}",), re.compile(_SPACE)
+    if tags.call_close == form.end:
+        return CallShape((*before, space), (space,), begin=_SPACE)
+    return CallShape((*before, space), (space, tags.call_close, space), "", begin=_SPACE)
+
+
+def _elements(tags: Tags, schema: dict[str, Any]) -> Form:
+    """Arguments as elements, in the order in which they are declared."""
+    required = schema.get("required") or ()
+    parts = []
+    for key, declared in (schema.get("properties") or {}).items():
+        element = _sequence(_element(tags, key, _with_shared(declared, schema)), _pattern(_SPACE))
+        parts.append(element if key in required else _optional(element))
+    if schema.get("additionalProperties") or _ELSEWHERE & schema.keys():
+        key = _sequence(_const(tags.key_open), _pattern(_KEY))
+        mark = '" string="true' if tags.typed else ""
+        free = _sequence(key, _value(tags, mark + tags.key_close, _ANY), _pattern(_SPACE))
+        parts.append({"type": "star", "content": free})
+    return _sequence(*parts)
+
+
+def _element(tags: Tags, key: str, declared: Any) -> Form:
+    is_text = isinstance(declared, Mapping) and declared.get("type") == "string"
+    mark = f'" string="{"true" if is_text else "false"}' if tags.typed else ""
+    content: Form = {"type": "json_schema", "json_schema": declared}
+    if is_text:
+        content = _text_of(declared, r"\n?" if tags.strips_newlines else "")
+    elif tags.strips_newlines:
+        content = _sequence(_pattern(r"\n?"), content, _pattern(r"\n?"))
+    return _value(tags, f"{tags.key_open}{key}{mark}{tags.key_close}", content)
+
+
+def _value(tags: Tags, opening: str, content: Form) -> Form:
+    """A value behind the name of its argument."""
+    if not tags.value_open:
+        return _tag(opening, content, tags.value_close)
+    value = _tag(tags.value_open, content, tags.value_close)
+    return _sequence(_const(opening), _pattern(_SPACE), value)
+
+
+def _text_of(declared: Schema, margin: str) -> Form:
+    """A string as it is, without quotes; formats are not looked at."""
+    values = [declared["const"]] if "const" in declared else declared.get("enum")
+    if values is not None:
+        body = "|".join(re.escape(str(value)) for value in values)
+    elif (pattern := declared.get("pattern")) is not None:
+        begins, ends = pattern.startswith("^"), pattern.endswith("$")
+        inner = pattern[begins : len(pattern) - ends]
+        body = f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"
+    elif "minLength" in declared or "maxLength" in declared:
+        body = f"(?s:.{{{declared.get('minLength', 0)},{declared.get('maxLength', '')}}})"
+    else:
+        return _ANY
+    return _pattern(f"{margin}(?:{body}){margin}")
+
+
+def _add_keywords(rules: dict[str, Form], name: str, schema: dict[str, Any]) -> None:
+    """Add the rule of arguments as Python's keywords, in the order of their declaration, joined by commas:
+    for each place a rule for what may follow another argument, and one for what comes first."""
+    required = schema.get("required") or ()
+    properties = [*(schema.get("properties") or {}).items()]
+    first = following = _const("")
+    for index, (key, declared) in reversed([*enumerate(properties)]):
+        rules[f"{name} {key}"] = _sequence(
+            _const(f"{key}="), _python_value(_with_shared(declared, schema))
+        )
+        argument, rest = _named(f"{name} {key}"), following
+        begin, more = _sequence(argument, rest), _sequence(_const(", "), argument)
+        first = begin if key in required else _either([begin, first])
+        rules[f"{name} {index}"] = _sequence(more if key in required else _optional(more), rest)
+        rules[f"{name} {index} first"] = first
+        following, first = _named(f"{name} {index}"), _named(f"{name} {index} first")
+    rules[name] = first
+
+
+def _python_value(declared: Any) -> Form:
+    """A value as a literal of Python's, which JSON is too; a string may stand in single quotes."""
+    value = {"type": "json_schema", "json_schema": declared}
+    if not isinstance(declared, Mapping) or "pattern" in declared:
+        return value
+    if declared.get("type") == "boolean":
+        return _pattern("True|False")
+    if declared.get("type") != "string":
+        return value
+    if (values := declared.get("enum")) is not None:
+        body = "|".join(re.escape(str(each)) for each in values if str(each).isprintable())
+        return _either([value, _pattern(f"'(?:{body})'")])
+    length = f"{{{declared.get('minLength', 0)},{declared.get('maxLength', '')}}}"
+    return _either([value, _pattern(rf"'(?:[^'\\\x00-\x1f]|\\['\"\\nt]){length}'")])
+
+
+def _messages(names: Iterable[str]) -> Form:
+    """Messages in channels, of which the last is a call, or the answer."""
+    words = {"type": "any_text", "excludes": [CHANNEL, START, MESSAGE, *ENDS]}
+    spoken = _sequence(
+        _const(CHANNEL), _either(map(_const, ("analysis", "commentary", "final"))), _const(MESSAGE)
+    )
+    message = _sequence(spoken, _tag("", words, "<|end|>"), _const(f"{START}assistant"))
+    channel = _sequence(_const(CHANNEL), _either(map(_const, ("commentary", "analysis"))))
+    calls = []
+    for name in names:
+        header = _sequence(channel, _const(f" to=functions.{name}"))
+        kind = _sequence(_const(" "), _optional(_const("<|constrain|>")), _const("json"))
+        body = _sequence(_const(MESSAGE), _named(name), _optional(_const("<|call|>")))
+        calls.append(_sequence(header, _optional(kind), body))
+    last = _either([*calls, _sequence(spoken, words), words])
+    return _sequence({"type": "star", "content": message}, last)
+
+
+def _with_shared(declared: Any, schema: dict[str, Any]) -> Any:
+    """The schema of an argument, with the definitions that stand at the root."""
+    shared = {key: schema[key] for key in _SHARED if key in schema}
+    return {**declared, **shared} if shared and isinstance(declared, Mapping) else declared
+
+
+def _const(text: str) -> Form:
+    return {"type": "const_string", "value": text}
+
+
+def _pattern(pattern: str) -> Form:
+    return {"type": "regex", "pattern": pattern}
+
+
+def _named(rule: str) -> Form:
+    return {"type": "rule", "name": rule}
+
+
+def _tag(begin: str, content: Form, end: str) -> Form:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _optional(content: Form) -> Form:
+    return {"type": "optional", "content": content}
+
+
+def _sequence(*elements: Form) -> Form:
+    return {"type": "sequence", "elements": [*elements]} if elements else _const("")
+
+
+def _either(elements: Iterable[Form]) -> Form:
+    return {"type": "or", "elements": [*elements]}

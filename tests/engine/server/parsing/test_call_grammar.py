@@ -1,0 +1,221 @@
+"""Grammars of calls: what a random model writes under each is a call of a declared tool, by its schema."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from llmopt.engine.sampling.grammar import GrammarCompiler
+from llmopt.engine.server.parsing.call_grammar import calls_in_text
+from llmopt.engine.server.parsing.events import Parsed
+from llmopt.engine.server.parsing.formats import (
+    FORMATS,
+    HERMES,
+    LLAMA3_JSON,
+    LLAMA4_PYTHONIC,
+    MISTRAL,
+    MISTRAL_THINK,
+    QWEN3_CODER,
+    THINK,
+    ReasoningFormat,
+    ToolFormat,
+)
+from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from .test_formats import SCHEMAS, TRANSCRIPTS
+
+TOOLS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "wind": {"type": "boolean"},
+            "place": {"$ref": "#/$defs/place"},
+        },
+        "required": ["days", "place"],
+        "$defs": {
+            "place": {
+                "type": "object",
+                "properties": {"at": {"type": ["number", "null"]}},
+                "required": ["at"],
+                "additionalProperties": False,
+            }
+        },
+    },
+    "clock": {"type": "object", "properties": {"zone": {"type": "string", "pattern": "^[A-Z]{3}$"},
+                                               "summer": {"type": "boolean"}}},
+    "clock.set": None,
+}  # fmt: skip
+FORMS = sorted(FORMATS.values(), key=lambda form: form.name)
+MARKERS = {
+    *(form.start for form in FORMS if form.special), *(form.end for form in FORMS if form.special),
+    *(marker for form in FORMS for marker in form.fillers if marker.startswith("<")),
+    "<|tool_call_argument_begin|>", "<｜tool▁sep｜>", "[ARGS]", "[CALL_ID]", "<arg_key>",
+    "<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>", "[THINK]", "[/THINK]",
+} - {None, "</tool_call>", "<tool_call>"}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["special", "text"])
+def compiler(request: pytest.FixtureRequest) -> tuple[Any, GrammarCompiler]:
+    """A tokenizer that has the formats' markers as special tokens, and one to which they are text."""
+    letters = {letter: number for number, letter in enumerate(sorted(ByteLevel.alphabet()))}
+    made = Tokenizer(BPE({**letters, "<eos>": len(letters)}, []))
+    made.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>")
+    if request.param == "special":
+        tokenizer.add_special_tokens({"additional_special_tokens": sorted(MARKERS)})  # type: ignore[arg-type]
+    return tokenizer, GrammarCompiler(tokenizer, len(tokenizer), [len(letters)])
+
+
+class Walk:
+    """An output that is written token by token, each of them allowed."""
+
+    def __init__(self, compiler: tuple[Any, GrammarCompiler], tag: dict[str, Any]) -> None:
+        self.tokenizer, made = compiler
+        self.mask = made.structural_tag_mask(tag)
+        self.ids: list[int] = []
+
+    def allowed(self) -> list[int]:
+        words = self.mask.allowed([], self.ids).tolist()
+        return [i for i in range(len(self.tokenizer)) if words[i // 32] >> (i % 32) & 1]
+
+    def write(self, text: str) -> bool:
+        """Write a text; False, as far as it may be, where a token of it may not."""
+        for token in self.tokenizer(text, add_special_tokens=False).input_ids:
+            if token not in self.allowed():
+                return False
+            self.ids.append(token)
+        return True
+
+    @property
+    def may_end(self) -> bool:
+        return self.tokenizer.eos_token_id in self.allowed()
+
+    @property
+    def text(self) -> str:
+        return self.tokenizer.decode(self.ids, skip_special_tokens=False)
+
+
+def parsed(form: ToolFormat, text: str, **options: Any) -> Parsed:
+    whole = Parsed()
+    whole.add(OutputParser(OutputFormat(form, schemas=TOOLS, **options)).feed(text, is_last=True))
+    return whole
+
+
+OPENINGS = {form.name: [form.start] for form in FORMS}
+OPENINGS["llama3_json"] += ['{"name"']
+OPENINGS["llama4_pythonic"] += ["[clock("]
+OPENINGS["openai"] = ["<|channel|>commentary to=functions."]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_random_model_calls_declared_tools_by_their_schemas(
+    form: ToolFormat, compiler: tuple[Any, GrammarCompiler]
+) -> None:
+    tag, pick, names = calls_in_text(form, TOOLS), random.Random(0), set()
+    for seed in range(8):
+        walk = Walk(compiler, tag)
+        opening = OPENINGS[form.name][seed % len(OPENINGS[form.name])]
+        assert walk.write(opening), opening
+        for _ in range(500):
+            allowed = walk.allowed()
+            if walk.tokenizer.eos_token_id in allowed:
+                break
+            texts = {token: walk.tokenizer.convert_ids_to_tokens(token) for token in allowed}
+            # Half of the time what closes something: a random text would go on for ever.
+            closing = [token for token in allowed if texts[token][-1:] in '"}])>|`']
+            walk.ids.append(pick.choice(closing if closing and pick.random() < 0.6 else allowed))
+        else:
+            continue
+        found = parsed(form, walk.text)
+        assert found.calls, walk.text
+        for call in found.calls:
+            names.add(call.name)
+            schema = {"additionalProperties": False, **(TOOLS[call.name] or {"type": "object"})}
+            jsonschema.validate(json.loads(call.arguments), schema)
+    assert names <= TOOLS.keys() and len(names) > 1
+
+
+LENIENT = ('"weather"}', ']}"}', "{}}}</tool_call>", '"clock"}</tool_call>')
+STRICT = [
+    (form, text.removesuffix("<|eot_id|>"))
+    for form, text, _, calls in TRANSCRIPTS
+    if form.name in FORMATS and calls and not text.endswith(LENIENT)
+]
+"""Calls as templates write them; parsers take more."""
+
+
+@pytest.mark.parametrize(("form", "text"), STRICT)
+def test_what_models_write_may_be_written(
+    form: ToolFormat, text: str, compiler: tuple[Any, GrammarCompiler]
+) -> None:
+    tools = {"weather": SCHEMAS["weather"], "clock": None}
+    text = text.replace("['a', {'b': None}]", '["a", {"b": null}]')
+    assert Walk(compiler, calls_in_text(form, tools)).write(text)
+    assert not Walk(compiler, calls_in_text(form, {"other": None})).write(text)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_text_without_a_call_is_free(
+    form: ToolFormat, compiler: tuple[Any, GrammarCompiler]
+) -> None:
+    for text in ('{"a": 1} is JSON, [f] no call, <b> no marker.', "[1, 2]", " {", ""):
+        walk = Walk(compiler, calls_in_text(form, TOOLS))
+        assert walk.write(text) and walk.may_end
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA3_JSON, LLAMA4_PYTHONIC, MISTRAL, QWEN3_CODER])
+@pytest.mark.parametrize("reasoning", [THINK, MISTRAL_THINK])
+def test_reasoning_before_calls_is_free(
+    form: ToolFormat, reasoning: ReasoningFormat, compiler: tuple[Any, GrammarCompiler]
+) -> None:
+    call = next(text for each, text in STRICT if each is form)
+    call = call.replace("['a', {'b': None}]", '["a", {"b": null}]')
+    thought = f'{{"name" [x( {form.start if not form.special else ""} so{reasoning.end}\n'
+    tools = {"weather": SCHEMAS["weather"], "clock": None}
+    for in_reasoning in (False, True):
+        begins = "" if in_reasoning else f"\n{reasoning.start}"
+        for text, others in ((begins + thought + call, False), (begins + thought, True)):
+            tag = calls_in_text(form, tools, reasoning, in_reasoning=in_reasoning)
+            assert Walk(compiler, tag).write(text)
+            tag = calls_in_text(form, {"x": None}, reasoning, in_reasoning=in_reasoning)
+            assert Walk(compiler, tag).write(text) == others
+    tag = calls_in_text(form, tools, reasoning)
+    assert Walk(compiler, tag).write(call), "reasoning may be left out"
+
+
+def test_calls_without_a_marker_are_of_declared_tools() -> None:
+    """What the grammar does not know as the beginning of a call is text to the parser, too."""
+    for form, text in (
+        (LLAMA3_JSON, '{"parameters": {}, "name": "other"}'),
+        (LLAMA4_PYTHONIC, "[(other)(a=1)]"),
+    ):
+        whole = parsed(form, text)
+        assert (whole.text, whole.calls) == (text, [])
+        assert parsed(form, text.replace("other", "clock")).calls
+
+
+def test_halves_of_characters_in_python_calls_are_joined() -> None:
+    for written, meant in ((r"\ud83e\udd8a", "🦊"), (r"\ud83e", "\ufffd")):
+        (call,) = parsed(LLAMA4_PYTHONIC, f'[clock(zone="{written}", summer=true)]').calls
+        assert json.loads(call.arguments) == {"zone": meant, "summer": True}
+        assert call.arguments.encode()
+
+
+def test_many_arguments_of_python_calls(compiler: tuple[Any, GrammarCompiler]) -> None:
+    """The grammar grows linearly: each argument is written once."""
+    fields = {f"a{number}": {"type": "integer"} for number in range(150)}
+    tools = {"f": {"type": "object", "properties": fields, "required": ["a3"]}}
+    for text, fits in (("a3=1", True), ("a1=1, a3=1, a140=2", True), ("a1=1)", False)):
+        tag = calls_in_text(LLAMA4_PYTHONIC, tools)
+        assert Walk(compiler, tag).write(f"[f({text}{')]' if fits else ''}") == fits
