@@ -7,7 +7,7 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -189,6 +189,10 @@ class FairTurns:
             end += num_prompt_tokens + params.num_sequences * step
         self._ends[key] = end
         return turns
+
+    def give_back(self, key: int, turns: Sequence[Turn]) -> None:
+        """Return the turns that a key has just taken: they would stand before all that it asks later."""
+        self._ends[key] = turns[0].start
 
 
 def duration(seconds: float) -> str:

@@ -373,6 +373,7 @@ class EngineLoop:
             except Exception:
                 for added in jobs[:index]:
                     engine.abort(added.request_id)
+                self._turns.give_back(jobs[0].key, turns)
                 raise
         self.metrics.note_added([job.params for job in jobs if job.pooling is None])
 

@@ -37,6 +37,16 @@ def test_a_single_request_is_not_behind_a_thousand() -> None:
     assert forked.step == 16 and forked.start + 63 * forked.step > one.start + 63 * 10
 
 
+def test_a_refused_request_takes_no_turn() -> None:
+    """A billion tokens that the engine refused stood before all else that their key asked."""
+    turns = FairTurns()
+    many = turns.take(1, [(10, PARAMS)] * 1000, None)
+    refused = turns.take(2, [(10, SamplingParams(max_tokens=10**9))], many[8].start)
+    turns.give_back(2, refused)
+    (one,) = turns.take(2, [(10, PARAMS)], many[8].start)
+    assert one.start == many[8].start
+
+
 def test_keys_share_by_tokens_whatever_they_have_waiting() -> None:
     random_, turns = random.Random(0), FairTurns()
     queues: dict[int, list[tuple[int, int]]] = {1: [], 2: [], 3: []}
