@@ -26,9 +26,9 @@ from .request_record import WRITE_KEY, RequestRecord, record_of
 
 _log = logging.getLogger(__name__)
 
-MAX_VALUES = 2**20
+MAX_VALUES, MAX_OPENED = 2**20, 2**17
 """Values of a body at most, and lists and objects, but for a context that is longer: Python's lock is held
-while they are read, and 14 MiB of small lists would silence every other client for seconds."""
+while they are read and freed, and 14 MiB of small lists would silence every other client for seconds."""
 
 BODIES_PER_KEY = 16
 """Bodies of the largest size, or their bytes in smaller ones, that a key may have in memory at a time."""
@@ -57,6 +57,7 @@ class RequestMiddleware:
         self._options = options
         self._keys = keys
         self._max_values = max(MAX_VALUES, 2 * max_model_len)
+        self._max_opened = max(MAX_OPENED, max_model_len)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -183,7 +184,7 @@ class RequestMiddleware:
         try:
             async with asyncio.timeout(self._options.body_timeout_seconds):
                 while has_more and max(num_bytes, declared) <= max_bytes:
-                    if max(num_values, num_opened) > self._max_values:
+                    if num_values > self._max_values or num_opened > self._max_opened:
                         break
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -202,7 +203,9 @@ class RequestMiddleware:
                 headers={"Connection": "close"},
             ) from None
         problem = f"is larger than the limit of {max_bytes} bytes"
-        if max(num_values, num_opened) > self._max_values:
+        if num_opened > self._max_opened:
+            problem = f"holds more than {self._max_opened} lists and objects: send fewer parts"
+        elif num_values > self._max_values:
             problem = f"holds more than {self._max_values} values: send fewer prompts or ids"
         elif max(num_bytes, declared) <= max_bytes:
             return b"".join(chunks)
@@ -268,13 +271,17 @@ def parsed(model: type[BaseModel], body: bytes) -> BaseModel:
     was_enabled = gc.isenabled()
     gc.disable()  # it would look through the new lists again and again
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+        return model.model_validate(_json(body))
     finally:
         if was_enabled:
             gc.enable()
-    return model.model_validate(value)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 def _is_address(name: str) -> bool:
