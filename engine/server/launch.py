@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,15 +43,26 @@ TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
 
 def bounded_connections(options: ServerOptions) -> type[H11Protocol]:
     """uvicorn's protocol class with the limits of `options`."""
-    return type("BoundedConnection", (_BoundedConnection,), {"options": options})
+    return type(
+        "BoundedConnection",
+        (_BoundedConnection,),
+        {"options": options, "quiet": {}, "refused": set()},
+    )
 
 
 class _BoundedConnection(H11Protocol):
     """A connection that is closed where a request's head is not complete in time, or where its client takes
     nothing of a response for too long: both would stay open for good. A connection beyond the limit gets 503
-    at once, unless another address has more that say nothing: it loses one of them."""
+    at once, unless another address has more that say nothing: it loses one of them.
+
+    Attributes:
+        quiet: by address the connections on which the server waits for a request, or the rest of one.
+        refused: those that are being closed for another.
+    """
 
     options: ServerOptions
+    quiet: dict[str, dict[_BoundedConnection, None]]
+    refused: set[_BoundedConnection]
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
@@ -62,10 +72,13 @@ class _BoundedConnection(H11Protocol):
         # So that `pause_writing` is called for unsent bytes. A limit of 0 would stop a TLS transport for
         # good: it pauses at the limit, and not only above it.
         transport.set_write_buffer_limits(high=1, low=0)
-        is_full = len(self.connections) > self.options.max_connections
-        if is_full and (refused := self._one_too_many()) is not None:
+        self._count()
+        if len(self.connections) - len(self.refused) > self.options.max_connections:
+            refused = self._one_too_many()
+            self.refused.add(refused)
             refused.transport.write(REFUSED)
             refused.transport.close()
+            refused._count()
         if not transport.is_closing():
             self._await_head()
 
@@ -85,25 +98,29 @@ class _BoundedConnection(H11Protocol):
     def _address(self) -> str:
         return self.client[0] if self.client else ""
 
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether the server waits for its client to send a request, or the rest of one."""
-        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
+    def _count(self) -> None:
+        """Count the connection among the quiet ones of its address, or no longer."""
+        ones, cycle = self.quiet.setdefault(self._address, {}), self.cycle
+        is_quiet = cycle is None or cycle.response_complete or cycle.more_body
+        if is_quiet and not self.transport.is_closing():
+            ones[self] = None
+        else:
+            ones.pop(self, None)
+            if not ones:
+                del self.quiet[self._address]
 
-    def _one_too_many(self) -> _BoundedConnection | None:
-        """The connection to close: a quiet one of the address that has most of them; None where enough do."""
-        open_ones = [one for one in self.connections if not one.transport.is_closing()]
-        if len(open_ones) <= self.options.max_connections:
-            return None
-        quiet = [one for one in open_ones if isinstance(one, _BoundedConnection) and one._is_quiet]
-        counts = Counter(one._address for one in quiet)
-        most = max(counts.values())
-        if counts[self._address] == most:
-            return self
-        return next(one for one in quiet if counts[one._address] == most)
+    def _one_too_many(self) -> _BoundedConnection:
+        """Choose the connection to close: a quiet one of the address that has most of them."""
+        mine, most = self.quiet[self._address], max(self.quiet.values(), key=len)
+        return self if len(mine) == len(most) else next(iter(most))
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._count()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._count()
         if self.conn.their_state is h11.IDLE:
             self._await_head()
         else:
@@ -113,6 +130,8 @@ class _BoundedConnection(H11Protocol):
         self._stop_timer()
         self._stop_send_timer()
         super().connection_lost(exc)
+        self.refused.discard(self)
+        self._count()
 
     def pause_writing(self) -> None:
         super().pause_writing()
