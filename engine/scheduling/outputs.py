@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -196,6 +196,11 @@ class TokenLogprobs:
     def with_top(self, count: int) -> TokenLogprobs:
         """With no more than the `count` likeliest tokens."""
         return self if len(self.top) <= count else replace(self, top=self.top[:count])
+
+
+def num_logprobs(scored: Iterable[TokenLogprobs | None] | None) -> int:
+    """Count the log-probabilities of some tokens: each one's own and its top ones'."""
+    return sum(1 + len(token.top) for token in scored or () if token)
 
 
 @dataclass(slots=True)

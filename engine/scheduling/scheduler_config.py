@@ -248,16 +248,18 @@ class WaitingQueue:
         if request in held:
             held.remove(request)
             return
-        self._ranked = [entry for entry in self._ranked if entry[1] is not request]
-        heapq.heapify(self._ranked)
+        self._keep(lambda waiting: waiting is not request)
 
     def hold(self, request_id: str) -> None:
         """Put the request's sequences aside, the running ones with the next step, and any that fork later."""
-        self._held.setdefault(request_id, [])
+        held = self._held.setdefault(request_id, [])
         self._is_new = True
-        for request in [one for _, one in self._ranked if one.request_id == request_id]:
-            self.remove(request)
-            self._held[request_id].append(request)
+        held += [one for _, one in self._ranked if one.request_id == request_id]
+        self._keep(lambda waiting: waiting.request_id != request_id)
+
+    def _keep(self, is_kept: Callable[[Request], bool]) -> None:
+        self._ranked = [entry for entry in self._ranked if is_kept(entry[1])]
+        heapq.heapify(self._ranked)
 
     def newly_held(self, running: Sequence[Request]) -> list[Request]:
         """Those of the `running` sequences that are to wait."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
-from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs
+from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs, num_logprobs
 from ..parsing.events import Arguments, CallStart, Event, Parsed, Reasoning, Text
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatRequest, NamedTool, chat_call
@@ -87,12 +87,12 @@ class ChoicesResponse(ABC):
 
     async def document(self) -> dict[str, Any] | bytes:
         completions: dict[int, tuple[int, Completion]] = {}
-        num_logprobs = 0
+        num_scores = 0
         async for output in self._context.stream:
             choice, job = self._take(output)
             await self.write_scores(job)
-            num_logprobs += sum(1 + len(token.top) for token in output.logprobs or ())
-            if num_logprobs > MAX_LOGPROBS:
+            num_scores += num_logprobs(output.logprobs)
+            if num_scores > MAX_LOGPROBS:
                 raise ApiError(400, f"more than {MAX_LOGPROBS} log-probabilities: stream them")
             _, completion = completions.setdefault(choice, (job, Completion(choice)))
             completion.extend(output)
@@ -101,8 +101,8 @@ class ChoicesResponse(ABC):
             choices = [self.whole(c, job, whole) for c, (job, whole) in sorted(completions.items())]
             return self._envelope(self.object_name, choices) | {"usage": self._usage.whole()}
 
-        num_logprobs += sum(map(len, self._prompt_scores.values()))
-        if num_logprobs <= LOGPROBS_ON_LOOP and not self.holds_json:
+        num_scores += sum(map(num_logprobs, self._prompt_scores.values()))
+        if num_scores <= LOGPROBS_ON_LOOP and not self.holds_json:
             return document()
         return await self._workers.run(self._key, lambda: b"".join(json_pieces(document())))
 
@@ -113,9 +113,9 @@ class ChoicesResponse(ABC):
         """Write the scores of a prompt, as soon as they have come; by default they wait for the choices."""
         return
 
-    async def run(self, num_logprobs: int, work: Callable[[], T]) -> T:
+    async def run(self, num_scores: int, work: Callable[[], T]) -> T:
         """The result of `work`, which writes so many log-probabilities."""
-        if num_logprobs <= LOGPROBS_ON_LOOP:
+        if num_scores <= LOGPROBS_ON_LOOP:
             return work()
         return await self._workers.run(self._key, work)
 
@@ -140,10 +140,9 @@ class ChoicesResponse(ABC):
                     yield begin + compact_json(self.part(choice, job, delta, first=False)) + end
                     continue
                 started.add(choice)
-                scores = self._prompt_scores.get(job, ())
-                num_logprobs = sum(1 + len(token.top) for token in scores if token)
+                num_scores = num_logprobs(self._prompt_scores.get(job))
                 write = partial(self.part, choice, job, delta, first=True)
-                part = await self.run(num_logprobs, lambda write=write: compact_json(write()))
+                part = await self.run(num_scores, lambda write=write: compact_json(write()))
                 yield begin + part + end
             if options.include_usage:
                 last = self._envelope(self.chunk_name, []) | {"usage": self._usage.whole()}
@@ -284,9 +283,8 @@ class CompletionResponse(ChoicesResponse):
         scores = self._prompt_scores[job]
         if self._body.logprobs is None or not self._body.echo:  # nothing else reads them
             del self._prompt_scores[job]
-        num_logprobs = len(scores) * (1 + num_top)
         write = partial(prompt_logprobs, self._text, scores, num_top)
-        self._written[job] = await self.run(num_logprobs, write)
+        self._written[job] = await self.run(num_logprobs(scores), write)
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
         choice_fields = self.part(choice, job, completion, first=True)
@@ -424,16 +422,16 @@ def add_completions(app: FastAPI, service: Service) -> None:
         params = await service.params(request, body)
         token_ids = await service.text.encode(body.prompts)
         if (wanted := params.prompt_logprobs) is not None:
-            num_logprobs = (1 + wanted) * sum(map(len, token_ids))
-            if num_logprobs > MAX_LOGPROBS:
+            num_scores = (1 + wanted) * sum(map(len, token_ids))
+            if num_scores > MAX_LOGPROBS:
                 raise ApiError(
                     400,
-                    f"{num_logprobs:,} log-probabilities of prompts, at most {MAX_LOGPROBS:,}: send fewer "
+                    f"{num_scores:,} log-probabilities of prompts, at most {MAX_LOGPROBS:,}: send fewer "
                     "prompts at once, or ask for fewer of each token",
                     param="prompt",
                 )
             kind = "log-probabilities of prompts"
-            record_of(request).hold(kind, num_logprobs, MAX_LOGPROBS_PER_KEY)
+            record_of(request).hold(kind, num_scores, MAX_LOGPROBS_PER_KEY)
         return await service.respond(
             Asked(request, body, params, token_ids, "cmpl-", arrival_seconds),
             lambda context: CompletionResponse(context, service.text, service.workers, body),

@@ -19,7 +19,7 @@ from starlette.types import Scope
 
 from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import PoolingParams, SamplingParams
-from ...scheduling.outputs import RequestOutput
+from ...scheduling.outputs import RequestOutput, num_logprobs
 from ..protocol.errors import ApiError, TooMany
 from .limits import Places, Reservation
 
@@ -143,10 +143,8 @@ class OutputStream:
 
 def _weight(output: RequestOutput) -> int:
     """Tokens and log-probabilities of an output."""
-    if output.logprobs is None and output.prompt_logprobs is None:
-        return len(output.new_token_ids)
-    scored = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
-    return len(output.new_token_ids) + sum(1 + len(token.top) for token in scored if token)
+    scores = num_logprobs(output.logprobs) + num_logprobs(output.prompt_logprobs)
+    return len(output.new_token_ids) + scores
 
 
 def cache_salt(tenant: int, salt: str | None) -> bytes:
