@@ -10,8 +10,9 @@ import json
 import logging
 import textwrap
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -26,9 +27,8 @@ _log = logging.getLogger(__name__)
 WHITESPACE = " ?"
 """Whitespace allowed between JSON tokens. An unbounded pattern would let a model emit whitespace forever."""
 
-REMEMBERED_GRAMMARS, REMEMBERED_LARGE = 64, 4
-LARGE_CHARACTERS = 16 << 10
-"""Characters of a grammar that is remembered as a large one: compiled, 190 kB take 9 MiB."""
+REMEMBERED_CHARACTERS = 512 << 10
+"""Characters of the grammars that are remembered compiled: 190 kB take 9 MiB."""
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
 MAX_SUBSCHEMAS = 200
@@ -105,8 +105,8 @@ class GrammarCompiler:
             if self._tokens.is_special_token(index)
         }
         self._num_words = -(-vocab_size // 32)
-        self._compiled = lru_cache(REMEMBERED_GRAMMARS)(self._compile)
-        self._compiled_large = lru_cache(REMEMBERED_LARGE)(self._compile)
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = Lock()
 
     def mask(self, grammar: str, num_sequences: int = 1) -> GrammarMask:
         """The mask of one request with `num_sequences` completions.
@@ -114,9 +114,16 @@ class GrammarCompiler:
         Raises:
             BadInput: the grammar is invalid, or uses what llguidance does not support.
         """
-        is_large = len(grammar) > LARGE_CHARACTERS
-        compiled = self._compiled_large(grammar) if is_large else self._compiled(grammar)
-        return GrammarMask(compiled.deep_copy(), self._num_words, num_sequences)
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = self._compile(grammar)
+        with self._lock:
+            self._compiled[grammar] = matcher
+            self._compiled.move_to_end(grammar)
+            while sum(map(len, self._compiled)) > REMEMBERED_CHARACTERS:
+                self._compiled.popitem(last=False)
+        return GrammarMask(matcher.deep_copy(), self._num_words, num_sequences)
 
     def json_schema_mask(self, schema: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
         """Compile a schema to a mask; an error names the JSON pointer of the failing part."""

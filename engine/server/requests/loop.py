@@ -6,6 +6,7 @@ A step that fails ends its own requests with an error, and the engine goes on wi
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import threading
@@ -317,6 +318,7 @@ class EngineLoop:
             except queue.Empty:
                 if not wait:
                     return calls
+                gc.collect()  # bodies in reference cycles, of which nothing reminds an idle server
                 give_back_freed_memory()
                 seconds = None
                 continue
