@@ -13,7 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
-from ..protocol.chat_protocol import MAX_MESSAGES, ChatRequest, ToolName, chat_call, image_part
+from ..protocol.chat_protocol import (
+    IMAGE_NOTE,
+    MAX_MESSAGES,
+    ChatRequest,
+    ToolName,
+    chat_call,
+    image_part,
+)
 from ..protocol.errors import ApiError, anthropic_error, bad_field
 from ..protocol.generation_protocol import client_tools
 from .conversation import ConversationResponse, converse, render
@@ -162,7 +169,7 @@ def _readable(block: Any, takes_images: bool) -> Any:
     found, its text where there is one, and a note that it is there."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind == "image" and not takes_images:
-        return _note("an image, which this model cannot see: it reads text alone")
+        return {"type": "text", "text": IMAGE_NOTE}
     if not isinstance(kind, str) or kind == "tool_result":
         return block
     if kind not in _FOREIGN and not kind.endswith("_tool_result"):
@@ -177,12 +184,8 @@ def _readable(block: Any, takes_images: bool) -> Any:
     named = block.get("title") or block.get("name") or ""
     label = f"{kind} {named}".strip()
     if not any(shown):
-        return _note(f"{label}, which this server cannot read")
+        return {"type": "text", "text": f"[{label}, which this server cannot read]"}
     return {"type": "text", "text": "\n".join([f"[{label}]", *filter(None, shown)])}
-
-
-def _note(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": f"[{text}]"}
 
 
 def _shown(part: Any) -> str:

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request, Response
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
 from ..parsing.parser import OutputFormat
-from ..protocol.chat_protocol import chat_call
+from ..protocol.chat_protocol import chat_call, without_images
 from ..protocol.errors import ApiError
 from ..protocol.responses_protocol import ResponsesRequest, TextFormat
 from ..requests.request_record import record_of
@@ -423,6 +423,8 @@ def add_responses(app: FastAPI, service: Service) -> None:
         """Generate a response to a text or a conversation."""
         service.check(body, request)
         tenant, turns = record_of(request).tenant, body.turns
+        if not service.images.are_taken:  # an agent sends what it has once seen with every turn
+            turns = without_images(turns)
         if body.previous_response_id is not None:
             turns = [*store.get(tenant, body.previous_response_id).turns, *turns]
         chat = body.chat_request(turns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -46,6 +47,21 @@ def read_parts(content: Any) -> tuple[ContentPart, ...] | None:
 def image_part(url: Any) -> dict[str, Any]:
     """An image as a content part of OpenAI's chat completions."""
     return {"type": "image_url", "image_url": {"url": url}}
+
+
+IMAGE_NOTE = "[an image, which this model cannot see: it reads text alone]"
+
+
+def without_images(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put a note in the place of each image of a conversation in OpenAI's form."""
+
+    def readable(content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        note = {"type": "text", "text": IMAGE_NOTE}
+        return [note if part.get("type") == "image_url" else part for part in content]
+
+    return [{**turn, "content": readable(turn.get("content"))} for turn in turns]
 
 
 def chat_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.multimodal.processor import PreparedPrompt
 from llmopt.engine.multimodal.remote import RemoteMedia
 from llmopt.engine.server.endpoints.capabilities import NUM_FETCHES, PromptImages
+from llmopt.engine.server.protocol.chat_protocol import IMAGE_NOTE
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.quant.base.errors import BadInput
 from PIL.Image import Image
@@ -250,6 +251,27 @@ def test_a_text_model_says_that_it_takes_none(server: RunningServer) -> None:
             model="tiny",
             messages=[{"role": "user", "content": [IMAGE]}],  # type: ignore[list-item]
         )
+
+
+def test_a_text_model_is_told_of_pictures_in_responses(server: RunningServer) -> None:
+    """An agent sends the pictures of a conversation with every turn: its session goes on."""
+    image = {"type": "input_image", "image_url": URL}
+    turns: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Look: "}, image]},
+        {"type": "function_call", "call_id": "1", "name": "see", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [image]},
+    ]
+    fields: Any = {"model": "tiny", "max_output_tokens": 1}
+    client = server.openai()
+    found = client.responses.create(input=turns, **fields)
+    assert found.usage is not None
+    texts = ["Look: " + IMAGE_NOTE, "", "", IMAGE_NOTE]
+    roles = ["user", "assistant", "tool", "user"]
+    said: Any = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+    told = client.chat.completions.create(messages=said, model="tiny", max_tokens=1)
+    assert told.usage is not None and told.usage.prompt_tokens == found.usage.input_tokens
+    later = client.responses.create(input="So?", previous_response_id=found.id, **fields)
+    assert later.status in ("completed", "incomplete")
 
 
 def test_slow_hosts_do_not_hold_pictures_that_were_sent(
