@@ -108,9 +108,9 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; never returns."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in arguments or bool(os.environ.get("LLMOPT_DEBUG"))
-    arguments = [word for word in arguments if word != "--debug"]
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in words or bool(os.environ.get("LLMOPT_DEBUG"))
+    arguments = [word for word in words if word != "--debug"]
     # `bench` takes a model, so it cannot have sub-commands; a model of that name is `./freeze`.
     if arguments[:2] == ["bench", "freeze"]:
         arguments = arguments[1:]
@@ -124,9 +124,9 @@ def main(argv: list[str] | None = None) -> None:
         app = summaries()  # of llmopt itself: no command is imported
     else:
         app = application(first) if first in COMMANDS else application()
-    sys.exit(
-        run_guarded(lambda: app(arguments, prog_name="llmopt", standalone_mode=False), debug=debug)
-    )
+    # The context's object: the words for a process that does the same.
+    how = {"prog_name": "llmopt", "standalone_mode": False, "obj": words}
+    sys.exit(run_guarded(lambda: app(arguments, **how), debug=debug))
 
 
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -44,6 +43,7 @@ class RunOptions:
 
 @with_options
 def quantize(
+    context: typer.Context,
     model: ModelOptions,
     asked: Annotated[Words, From(QuantizeRequest, but=_RUN)],
     output: Annotated[
@@ -80,7 +80,7 @@ def quantize(
         from ..quant.base import workers
 
         if not workers.is_worker():
-            raise typer.Exit(workers.launch(chosen.nproc, "llmopt", sys.argv[1:]))
+            raise typer.Exit(workers.launch(chosen.nproc, "llmopt", context.find_root().obj))
     _run(request, chosen.as_json)
 
 
@@ -96,16 +96,15 @@ def _default_output(label: str, method: str, bits: int | None, kind: str | None)
 
 
 def _dry_run(request: QuantizeRequest, chosen: RunOptions) -> None:
-    from ..quant.pipeline.pipeline import prepare
-    from ..quant.pipeline.preflight import preflight
-    from .output.console import TerminalProgress, emit_json, people, result_console
+    from ..quant.base.workers import is_first
+    from ..quant.pipeline.pipeline import predict
+    from .output.console import TerminalProgress, emit_json, result_console
     from .output.quantize_tables import show_preflight
 
     with TerminalProgress() as progress:
-        session = prepare(request, progress)
-        for note in session.notes:
-            people.print(note, soft_wrap=True)
-        answer = preflight(session, progress, chosen.nproc)
+        answer = predict(request, progress, chosen.nproc)
+    if not is_first():
+        return
     if chosen.as_json:
         emit_json(answer.as_dict())
     else:

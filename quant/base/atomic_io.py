@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 TEMPORARY_SUFFIX = ".writing"
 _PIECE = 16 * 2**20
 _PR_SET_PDEATHSIG = 1
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]+:")  # that a path begins with which was a URL
 
 
 class TensorsByName(Protocol):
@@ -168,10 +170,15 @@ def check_output(path: Path, option: str, *, folder: bool | None = None) -> None
         folder: whether a folder is made at `path`, or a file; None: what is there decides.
 
     Raises:
-        BadInput: nothing can be written there, or a file is where a folder is wanted, or the other way
-            round; the message names `option`.
+        BadInput: nothing can be written there, it is a URL, or a file is where a folder is wanted, or the
+            other way round; the message names `option`.
     """
     above = path.parent
+    first = path.parts[0] if path.parts else ""
+    if _SCHEME.fullmatch(first) and not Path(first).exists():
+        raise BadInput(
+            f"{option} {path}: URLs are not supported: name a folder, such as one that storage is mounted at"
+        )
     try:
         if path.is_dir():
             above = path

@@ -85,6 +85,25 @@ def quantize(
         return _quantize(request, as_progress(progress) if workers.is_first() else Silent())
 
 
+def predict(request: QuantizeRequest, progress: Progress, number: int | None = None) -> Preflight:
+    """Predict the run of a request, by so many workers or those of this process; writes nothing.
+
+    Raises:
+        BadInput: the request cannot be done as asked.
+    """
+    with workers.one_of_many():
+        progress = progress if workers.is_first() else Silent()
+        session = prepare(request, progress)
+        for note in session.notes:
+            progress.note(note)
+        return _predicted(session, progress, number)
+
+
+def _predicted(session: Session, progress: Progress, number: int | None = None) -> Preflight:
+    number = workers.count() if workers.together() else number
+    return workers.first_alone(lambda: preflight(session, progress, number))
+
+
 def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
     output = request.output
     if output.exists() and not work_folder(output).exists():
@@ -100,8 +119,7 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
         session = prepare(request, progress)
     for note in session.notes:
         progress.note(note)
-    number = workers.count() if workers.together() else None
-    expected = workers.first_alone(lambda: preflight(session, progress, number))
+    expected = _predicted(session, progress)
     progress.note(expected.line())
     give_back()
     memory = PeakMemory()

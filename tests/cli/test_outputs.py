@@ -123,6 +123,16 @@ def test_a_folder_that_is_gone_on_with_is_an_output(
     assert error.startswith(f"error: {option} {where}: cannot write in ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["quantize", "run quickstart", "best stories3M --max-kl 0.05"])
+def test_a_url_is_no_folder(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main.main([*command.split(), "--output", "s3://bucket/out"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("error: --output s3:/bucket/out: URLs are not supported: name a folder")
+    assert not Path("s3:").exists()
+
+
 def test_every_command_that_writes_is_among_them() -> None:
     named = {path[0] for path, _ in EVERY}
     assert named >= {
