@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -266,7 +267,7 @@ def run_bench_grid(
         BadInput: an option or a parameter file is invalid, or the folder is of something else.
     """
     from ..bench.record.tracking import of_result
-    from ..bench.studies.grid_cells import open_grid, parse_axes, run_grid
+    from ..bench.studies.grid_cells import open_grid, parse_axes, run_grid, run_grid_on_ray
     from ..bench.studies.grid_page import console_table, grid_verdict, write_grid
     from ..bench.studies.grid_plan import plan_grid
     from ..quant.base.atomic_io import interrupts_held
@@ -279,16 +280,19 @@ def run_bench_grid(
         for line in commands(plan):
             print(line)
         return
+    on_ray = grid.is_on_ray
     folder = result.folder(plan.name)
     open_grid(plan, folder)
+
+    def after_cell(cell: Mapping[str, Any], where: Path) -> None:
+        track(trackers, of_result(cell, where))
+
     with TerminalProgress() as progress:
-        is_whole = run_grid(
-            plan,
-            folder,
-            progress,
-            after_cell=lambda _, run, cell: track(trackers, of_result(run.result, cell)),
-            refresh=lambda: write_grid(plan, folder, axes),
-        )
+        if on_ray:
+            is_whole = run_grid_on_ray(plan, folder, progress, after_cell)
+        else:
+            refresh = partial(write_grid, plan, folder, axes)
+            is_whole = run_grid(plan, folder, progress, after_cell=after_cell, refresh=refresh)
     with interrupts_held():
         record = write_grid(plan, folder, axes)
     out = result_console(result.as_json, record)

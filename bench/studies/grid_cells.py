@@ -8,24 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress
+from ...quant.base.progress import Progress, Silent
 from ...quant.model.checkpoint import read_json
 from ..load.started_server import is_ready, served
 from ..metrics.metrics import FORMULAS as METRIC_FORMULAS
 from ..options.options import BenchOptions
-from ..record.result import RESULT_NAME, BenchRun, atomic_file, to_json
+from ..record.result import RESULT_NAME, RunData, atomic_file, to_json
 from ..session.run_sessions import run_bench, write_run
 from .grid_plan import Cell, GridPlan, flat, spec_differences
+from .jobs import Job, do_on_ray
 
 GRID_NAME = "grid.json"
 CELLS = "cells"
 
-AfterCell = Callable[[Cell, BenchRun, Path], None]
+AfterCell = Callable[[Mapping[str, Any], Path], None]
+"""Takes the result of a cell and its folder."""
 
 
 def cell_folder(folder: Path, cell: Cell) -> Path:
@@ -91,6 +95,47 @@ def run_grid(
     return True
 
 
+def run_grid_on_ray(
+    plan: GridPlan, folder: Path, progress: Progress, after_cell: AfterCell
+) -> bool:
+    """Measure the cells that are not finished as tasks of Ray: those of one started server in one, and each
+    that needs none; False after an interrupt.
+
+    Raises:
+        BadInput: the cells are of a running server.
+    """
+    if plan.cells[0].options.base_url is not None:
+        raise BadInput("--on ray: cells of one running server disturb each other: give --serve")
+    left = tuple(cell for cell in plan.cells if not is_finished(folder, cell))
+    has_servers = plan.cells[0].options.serve is not None
+    tasks = replace(plan, cells=left).rows() if has_servers else [[cell] for cell in left]
+    grids = {f"bench {task[0].key}": replace(plan, cells=tuple(task)) for task in tasks}
+    try:
+        do_on_ray(
+            [Job("bench", task[0].key, device=task[0].options.device) for task in tasks],
+            folder / GRID_NAME,
+            partial(_measure_on_node, grids),
+            lambda name: all(_has_ended(folder, cell) for cell in grids[name].cells),
+            progress,
+        )
+    except KeyboardInterrupt:
+        return False
+    finally:
+        for cell in left:
+            if is_finished(folder, cell):
+                target = cell_folder(folder, cell)
+                after_cell(RunData.read(target).result, target)
+    return True
+
+
+def _measure_on_node(grids: Mapping[str, GridPlan], folder: Path, name: str) -> None:
+    run_grid(grids[name], folder, Silent())
+
+
+def _has_ended(folder: Path, cell: Cell) -> bool:
+    return is_finished(folder, cell) or failure_file(folder, cell).is_file()
+
+
 def _measure_row(
     cells: Sequence[Cell],
     folder: Path,
@@ -142,7 +187,7 @@ def _measure(
     target = write_run(run, cell_folder(folder, cell))
     failure_file(folder, cell).unlink(missing_ok=True)
     if after_cell is not None:
-        after_cell(cell, run, target)
+        after_cell(run.result, target)
     return None
 
 

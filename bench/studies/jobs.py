@@ -21,7 +21,7 @@ from ...quant.base.errors import BadInput
 from ...quant.base.progress import Progress
 from ..record.result import RESULT_NAME, RunData
 from .recipe import BASE_NAME, Recipe, bench_of
-from .recipe_files import IN_TURNS, Stages
+from .recipe_files import IN_TURNS, JOURNAL_NAME, Stages
 
 Kind = Literal["quantize", "score", "bench"]
 KINDS: tuple[Kind, ...] = ("quantize", "score", "bench")
@@ -171,19 +171,38 @@ def require_ray() -> Any:
 
 
 def run_on_ray(stages: Stages, work: Callable[[Path, str], None], progress: Progress) -> None:
-    """Do the jobs that are left as tasks of the Ray cluster, or of this machine where there is none.
+    """Do the jobs of a recipe that are left on Ray (`do_on_ray`), by a function of a module that does the job
+    of a name in a recipe's folder."""
+    jobs = [job for job in jobs_of(stages) if not (job.is_here or job.is_whole(stages))]
+
+    def is_done(name: str) -> bool:
+        stages.refresh()
+        return stages.is_done(name)
+
+    do_on_ray(jobs, stages.folder / JOURNAL_NAME, work, is_done, progress)
+
+
+def do_on_ray(
+    jobs: Sequence[Job],
+    journal: Path,
+    work: Callable[[Path, str], None],
+    is_done: Callable[[str], bool],
+    progress: Progress,
+) -> None:
+    """Do jobs as tasks of the Ray cluster, or of this machine where there is none.
 
     A job that fails stops only those that need it. Ray tries one again whose node is gone.
 
     Args:
-        work: does the job of a name in a recipe's folder; a function of a module.
+        journal: a file by which a node sees that it shares the jobs' folder.
+        work: does the job of a name in the folder; can be pickled.
+        is_done: whether what a job made is to be seen from here.
 
     Raises:
         BadInput: Ray is not installed, there is no cluster at `RAY_ADDRESS`, or a job failed.
         KeyboardInterrupt: interrupted; the tasks are cancelled.
     """
     ray = require_ray()
-    jobs = [job for job in jobs_of(stages) if not (job.is_here or job.is_whole(stages))]
     if not jobs:
         return
     is_ours = not ray.is_initialized()
@@ -194,12 +213,12 @@ def run_on_ray(stages: Stages, work: Callable[[Path, str], None], progress: Prog
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         node = node_kind(nodes, on_gpu=any(job.device != CPU for job in jobs))
         progress.note(f"Ray: {len(nodes)} nodes; jobs on those with {_words_of(node)}")
-        place = (version("llmopt"), str(Path.cwd()), str(stages.folder.resolve()))
+        place = (version("llmopt"), str(Path.cwd()), str(journal.resolve()))
         for job in jobs:
             task = ray.remote(max_retries=_RETRIES, **job_resources(job, node))(_job_on_node)
             needed = [refs[one.name] for one in job.after(jobs)]
             refs[job.name] = task.remote(work, *place, job.name, *needed)
-        _collect(ray, stages, refs, progress)
+        _collect(ray, is_done, refs, progress)
     except KeyboardInterrupt:
         for ref in refs.values():
             ray.cancel(ref, force=True)  # changes nothing of a task that has ended
@@ -262,7 +281,7 @@ def _words_of(node: Mapping[str, float]) -> str:
 
 
 def _job_on_node(
-    work: Callable[[Path, str], None], llmopt: str, cwd: str, folder: str, name: str, *_: object
+    work: Callable[[Path, str], None], llmopt: str, cwd: str, journal: str, name: str, *_: object
 ) -> str:
     """Do a job in a process of Ray's, behind those whose results are the last arguments; returns its node."""
     node = socket.gethostname()
@@ -270,20 +289,23 @@ def _job_on_node(
         raise BadInput(
             f"node {node} has llmopt {version('llmopt')}, this command is {llmopt}: install one everywhere"
         )
-    if not Stages.is_at(Path(folder)):
+    folder = Path(journal).parent
+    if not Path(journal).is_file():
         raise BadInput(f"node {node} does not see {folder}: {_SHARED}")
     try:
-        os.chdir(cwd)  # from which a recipe's paths are taken
+        os.chdir(cwd)
     except OSError as error:
         raise BadInput(
-            f"node {node} does not see {cwd}, from which the recipe's paths are taken: start the command "
+            f"node {node} does not see {cwd}, from which paths are taken: start the command "
             "in a folder that all nodes share"
         ) from error
-    work(Path(folder), name)
+    work(folder, name)
     return node
 
 
-def _collect(ray: Any, stages: Stages, refs: Mapping[str, Any], progress: Progress) -> None:
+def _collect(
+    ray: Any, is_done: Callable[[str], bool], refs: Mapping[str, Any], progress: Progress
+) -> None:
     """Wait for every task, and say how each ended.
 
     Raises:
@@ -296,8 +318,7 @@ def _collect(ray: Any, stages: Stages, refs: Mapping[str, Any], progress: Progre
         name = names.pop(ended)
         try:
             node = ray.get(ended)
-            stages.refresh()
-            if not stages.is_done(name):
+            if not is_done(name):
                 raise BadInput(f"done on node {node}, but not seen here: {_SHARED}")
             progress.note(f"{name}: done on node {node}")
         except (BadInput, ray.exceptions.RayError) as error:

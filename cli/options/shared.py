@@ -33,22 +33,12 @@ def json_option() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class JobOptions:
-    """Who does the jobs of a recipe."""
-
-    PANEL: ClassVar = "Jobs"
+class RayOptions:
+    """Whether Ray does the work."""
 
     on: Literal["ray"] | None = option(
         None, "Do the jobs as tasks of a Ray cluster; the run folder is on storage that it shares."
     )
-    score_shares: int | None = option(
-        None,
-        "Share the scoring of each model of a process out to so many jobs. Default: its bench scores it.",
-        limit=within(ge=1),
-    )
-
-    def __post_init__(self) -> None:
-        check_limits(self, by_flag=True)
 
     @property
     def is_on_ray(self) -> bool:
@@ -63,6 +53,22 @@ class JobOptions:
 
         require_ray()
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions(RayOptions):
+    """Who does the jobs of a recipe."""
+
+    PANEL: ClassVar = "Jobs"
+
+    score_shares: int | None = option(
+        None,
+        "Share the scoring of each model of a process out to so many jobs. Default: its bench scores it.",
+        limit=within(ge=1),
+    )
+
+    def __post_init__(self) -> None:
+        check_limits(self, by_flag=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +204,7 @@ class SweepOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class GridOptions:
+class GridOptions(RayOptions):
     """The two parameter files of a grid, and what is done with its cells."""
 
     PANEL: ClassVar = "Grid"
@@ -229,13 +235,13 @@ class GridOptions:
         """Refuse options of a grid without one.
 
         Raises:
-            BadInput: --link-vars, --pareto or --dry-run alone.
+            BadInput: --link-vars, --pareto, --dry-run or --on alone.
         """
         from ...quant.base.errors import BadInput
 
         if self.is_asked_for:
             return
-        for name in ("link_vars", "pareto", "dry_run"):
+        for name in ("link_vars", "pareto", "dry_run", "on"):
             if getattr(self, name):
                 flag = name.replace("_", "-")
                 raise BadInput(f"--{flag} needs a grid: give --serve-params or --bench-params")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -178,6 +180,56 @@ def test_a_server_that_dies_costs_one_cell(tmp_path: Path) -> None:
     assert code == 1 and [row["status"] for row in cells] == ["done", "failed", "done"]
     assert "the server ended during the cell" in cells[1]["error"]
     assert [run["failed"] for run in results(out)] == [0, 0]
+
+
+class Ray:
+    """Ray as far as jobs use it: a task is done at once, in this process, from its pickled words."""
+
+    class exceptions:
+        class RayError(Exception):
+            pass
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 2.0}}]
+
+    def remote(self, **asked: Any) -> Any:
+        self.asked.append(asked)
+        return lambda call: SimpleNamespace(
+            remote=lambda *words: (len(self.asked), call(*pickle.loads(pickle.dumps(words))))
+        )
+
+    def wait(self, left: list[Any], num_returns: int) -> Any:
+        return left[:num_returns], left[num_returns:]
+
+    def get(self, done: Any) -> Any:
+        return done[1]
+
+
+@pytest.mark.whole
+def test_each_server_of_a_grid_is_a_task_of_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", ray := Ray())
+    serve = written(tmp_path / "serve.yaml", "broken: {crash: true}\nfast: {}\n")
+    load = written(tmp_path / "load.json", [{"max_concurrency": 1}, {"max_concurrency": 2}])
+    words = ["--serve-params", serve, "--bench-params", load, "--output", tmp_path / "grid"]
+    words += ["--max-redone-passes", "0", "--on", "ray"]
+    assert bench(*words) == 1
+    record = json.loads((tmp_path / "grid" / "grid.json").read_text())
+    assert [row["status"] for row in record["cells"]] == ["failed", "failed", "done", "done"]
+    assert [asked["num_cpus"] for asked in ray.asked] == [2, 2]
+    assert bench(*words) == 1 and len(ray.asked) == 3  # again only what failed
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        words = ["--base-url", "http://x", "--bench-params", load, "--output", tmp_path / "url"]
+        main(["bench", *map(str, words), "--on", "ray"])
+    assert ended.value.code == 2 and "disturb each other" in capsys.readouterr().err
 
 
 def results(out: Path) -> list[dict[str, Any]]:
