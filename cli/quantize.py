@@ -56,6 +56,7 @@ def quantize(
     """Quantize a model's weights; an interrupted run is resumed."""
     from ..engine.base.units import parse_size
     from ..quant.base.atomic_io import check_output
+    from ..quant.base.processor import keep_few_gemms
     from ..quant.model.checkpoint import GGUF_SUFFIX
     from ..quant.models import resolve_model
     from ..recipes import DEFAULT_MODEL
@@ -71,6 +72,7 @@ def quantize(
         kind = request.gguf_type or (f"{bpw:g}bpw" if bpw else size)
         default = _default_output(label, request.method, request.bits, kind)
         request = replace(request, output=Path(default))
+    keep_few_gemms()
     # Nothing before imports torch.
     if chosen.dry_run:
         _dry_run(request, chosen)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+import mmap
 import resource
 import sys
 import threading
@@ -31,6 +33,7 @@ Result = TypeVar("Result")
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # mallopt(3)
 _OUTSIDE_BYTES, _TRIMMED_BYTES = 2**20, 2**17
 _OUTSIDE_IN_PASSES, _KEPT_IN_PASSES = 16 * 2**20, 256 * 2**20
+_OWN_PAGES_BYTES = 2**18
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 LEAST_CAPABILITY = (8, 0)
 """Older GPUs have no bfloat16, and Triton compiles for none of them."""
@@ -212,6 +215,16 @@ def temporaries_kept() -> Iterator[None]:
         yield
     finally:
         give_back()
+
+
+def lasting_zeros(*shape: int, device: torch.device | None = None) -> torch.Tensor:
+    """Float32 zeros that outlive the passes in which they are made: on the host in pages of their own, which
+    are taken as they are written. In the heap they would lie among the temporaries, and keep their holes."""
+    size = math.prod(shape) * torch.float32.itemsize
+    if size < _OWN_PAGES_BYTES or (device or HOST) != HOST:
+        return torch.zeros(shape, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.float32).view(shape)
 
 
 def _allocate(outside_bytes: int, kept_bytes: int) -> ctypes.CDLL:

@@ -53,6 +53,16 @@ def _sysctl(feature: str) -> bool:
     return not failed and value.value == 1
 
 
+def keep_few_gemms() -> None:
+    """Bound the caches of oneDNN and of torch's layer over it; call it before the first GEMM.
+
+    Each keeps up to 1,024 GEMMs by their shapes, of a third of a MiB. The batches of a mixture's experts have
+    hundreds of sizes, which do not come again before they are dropped.
+    """
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(cache, "32")
+
+
 VARIABLE = "LLMOPT_NATIVE"
 
 

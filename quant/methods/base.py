@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from ..base import workers
+from ..base.device import lasting_zeros
 from ..base.errors import BadInput, first_line
 from ..base.lanes import LaneSums, Share, largest, totals
 from ..base.scheme import Scheme
@@ -45,7 +46,7 @@ class InputStatistics:
     lanes: LaneSums | None = None
 
     def __init__(self, in_features: int, device: torch.device | None = None):
-        self.gram = torch.zeros(in_features, in_features, device=device)
+        self.gram = lasting_zeros(in_features, in_features, device=device)
         self.abs_sum = torch.zeros(in_features, device=device)
         self.abs_max = torch.zeros(in_features, device=device)
         self.num_tokens = 0
@@ -53,14 +54,14 @@ class InputStatistics:
     def add(self, inputs: torch.Tensor) -> None:
         """Accumulate `[..., in]` inputs of any float dtype."""
         tokens = inputs.reshape(-1, inputs.shape[-1]).to(self.gram.device, torch.float32)
+        if not tokens.shape[0]:
+            return
         with _products_of(inputs.dtype):
             for start in range(0, tokens.shape[1], _GRAM_ROWS):
                 rows = slice(start, start + _GRAM_ROWS)
                 stop = min(start + _GRAM_ROWS, tokens.shape[1])
                 self.gram[rows, :stop].addmm_(tokens[:, rows].T, tokens[:, :stop])
                 self.gram[:start, rows] = self.gram[rows, :start].T
-        if not tokens.shape[0]:
-            return
         magnitudes = tokens.abs()
         self.abs_sum += magnitudes.sum(dim=0)
         self.abs_max = torch.maximum(self.abs_max, magnitudes.amax(dim=0))
@@ -71,14 +72,15 @@ class InputStatistics:
         width = inputs.shape[-1]
         tokens, others = (part.reshape(-1, width).to(torch.float32) for part in (inputs, wanted))
         if self.cross is None:
-            self.cross = torch.zeros(width, width, device=tokens.device)
+            self.cross = lasting_zeros(width, width, device=tokens.device)
         self.cross.addmm_((others - tokens).T, tokens)
 
     def end_lane(self, lane: int) -> None:
         """Put the sums by as those of a lane of samples, and begin again."""
         self.lanes = self.lanes or LaneSums()
         self.lanes.add(lane, [self.gram, self.abs_sum, self.cross])
-        self.gram, self.abs_sum = torch.zeros_like(self.gram), torch.zeros_like(self.abs_sum)
+        self.gram = lasting_zeros(*self.gram.shape, device=self.gram.device)
+        self.abs_sum = torch.zeros_like(self.abs_sum)
         self.cross = None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from socket import socket
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +21,17 @@ from llmopt.quant.base import workers
 from llmopt.quant.base.lanes import LANES, LaneSums, share_of
 from llmopt.quant.plan.journal import work_folder
 from llmopt.recipes import MODELS
+from transformers import DeepseekV3Config
 
+from ...support.hollow_models import write
 from ...support.quant_support import llmopt_environment
+from ...support.scale_table import table
 
 STORIES, TINY = str(MODELS / "stories3M"), str(MODELS / "stories260K")
 SMALL = ("--num-samples", "12", "--seq-len", "64")
 PER_CHANNEL = ("--group-size", "-1", "--format", "compressed-tensors")
 METHODS = {
+    "rtn": (),
     "gptq": (),
     "awq": (),
     "autoround": ("--iters", "6"),
@@ -272,3 +278,70 @@ def test_workers_killed_at_random_are_resumed_by_any_number_to_the_same_bytes(
         _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     assert digests(tmp_path / "killed" / "out") == expected
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def torchrun(folder: Path, number: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """A program in so many workers."""
+    return subprocess.run(
+        [*TORCHRUN, str(number), *words],
+        cwd=folder,
+        env=llmopt_environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+@pytest.mark.whole
+def test_torchrun_starts_workers_that_speak_once(tmp_path: Path) -> None:
+    """Three workers of two samples, and a dry run before."""
+    words = ("--method", "gptq", "--num-samples", "2", "--seq-len", "64", *PER_CHANNEL)
+    command = ("-m", "llmopt", "quantize", TINY, *words, "-o", "out")
+    planned = torchrun(tmp_path, 3, *command, "--dry-run", "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["workers"] == 3 and not (tmp_path / "out").exists()
+    done = torchrun(tmp_path, 3, *command)
+    assert done.returncode == 0 and (done.stdout + done.stderr).count("written to") == 1
+    assert digests(tmp_path / "out") == made(tmp_path / "one", 1, *words, model=TINY)
+
+
+NARROWER: dict[str, Any] = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 256,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "vocab_size": 512,
+}
+"""DeepSeek-V3 with its 61 layers, each of experts that a machine of tests holds."""
+
+
+@pytest.mark.whole
+@pytest.mark.timeout(1800)
+def test_a_worker_has_the_memory_that_was_planned_for_one_layer_of_many(tmp_path: Path) -> None:
+    size = write(tmp_path / "model", DeepseekV3Config(**NARROWER, dtype="bfloat16"))
+    script = Path(__file__).parents[2] / "support" / "one_layer.py"
+    samples = ("--num-samples", "32", "--seq-len", "512", "--held-out", "4")
+    words = ("--method", "gptq", "--format", "compressed-tensors", "--group-size", "64", *samples)
+    done = torchrun(tmp_path, 2, str(script), "quantize", "model", *words, "-o", "out")
+    facts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(facts) == 2, done.stderr
+    (planned,) = {fact["planned"] for fact in facts if "planned" in fact}
+    for fact in facts:
+        assert 0.85 * planned < fact["used"] < 1.15 * planned
+        assert fact["used"] < size / 3
+
+
+@pytest.mark.whole
+def test_the_table_of_large_models_is_the_present_plan() -> None:
+    assert table() in (Path(__file__).parents[3] / "docs" / "scale.md").read_text()

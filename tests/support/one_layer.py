@@ -1,0 +1,54 @@
+"""A worker of `llmopt quantize` that ends behind the first layer, and says how much memory it took.
+
+    torchrun --nproc-per-node 2 tests/support/one_layer.py MODEL --method gptq --output OUT ...
+
+The checkpoint may be one of `hollow_models`: nothing is read or written for the other layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+from llmopt.cli.main import main
+from llmopt.quant.base import workers
+from llmopt.quant.base.device import PeakMemory
+from llmopt.quant.pipeline import pipeline, prepare
+from llmopt.quant.pipeline import preflight as planning
+from llmopt.quant.plan.journal import Journal
+
+
+def watch() -> None:
+    """Have the pipeline tell its memory behind the first layer, and end there."""
+    seen: dict[str, Any] = {}
+    plan = pipeline.preflight
+
+    class Watched(PeakMemory):
+        def __init__(self) -> None:
+            super().__init__()
+            seen["memory"] = self
+
+    def planned(*arguments: Any) -> Any:
+        seen["planned"] = plan(*arguments)
+        return seen["planned"]
+
+    def stop(self: Journal, index: int) -> None:
+        facts = {"rank": workers.rank(), "used": seen["memory"].bytes}
+        facts |= {"planned": seen["planned"].memory.bytes} if "planned" in seen else {}
+        print(json.dumps(facts), flush=True)
+        workers.meet()
+        os._exit(0)
+
+    pipeline.PeakMemory, pipeline.preflight = Watched, planned
+    Journal.forget_hidden = stop
+    # Of holes there is nothing to hash, no space for what they would become, and a layer's time is not asked.
+    prepare._source_hashes = lambda checkpoint: {}
+    pipeline._check_space = lambda session, journal: None
+    planning.TIMED_FROM = math.inf
+
+
+if __name__ == "__main__":
+    watch()
+    main()
