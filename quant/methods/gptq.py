@@ -100,8 +100,14 @@ class StageWork:
         self.problem.statistics.update(self.problem.remeasure(done, linears | routers))
 
     def quantize_all(self, groups: list[tuple[str, ...]]) -> None:
-        """Quantize independent groups of linears, over the devices where there are several."""
+        """Quantize independent groups of linears, over the devices where there are several.
+
+        Workers solve the linears of a stage's only group apart: each with a factorisation of its own, whatever
+        their number.
+        """
         devices = self.problem.devices
+        if workers.together() and len(groups) == 1:
+            groups = [(name,) for name in groups[0]]
         if workers.count() > 1:
             costs = [self._cost(linears) for linears in groups]
             device = self.problem.weights[groups[0][0]].device

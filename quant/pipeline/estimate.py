@@ -329,12 +329,13 @@ def _distinct_layers(plan: QuantizePlan) -> list[int]:
 
 
 def solvers_of(plan: QuantizePlan, index: int, workers: int) -> int:
-    """Workers that solve linears of a layer at a time: groups with one input, stage by stage."""
+    """Workers that solve linears of a layer at a time: groups with one input, or the only one's linears."""
     chosen = _chosen(plan, index)
     if not plan.feeds_back:
         return min(workers, max(1, len(chosen)))
     stages = execution_stages(plan.architecture.layers[index], chosen)
-    return min(workers, max(map(len, stages), default=1))
+    tasks = [len(stage if len(stage) > 1 else stage[0]) for stage in stages]
+    return min(workers, max(tasks, default=1))
 
 
 def _chosen(plan: QuantizePlan, index: int) -> list[str]:
