@@ -102,8 +102,8 @@ class StageWork:
     def quantize_all(self, groups: list[tuple[str, ...]]) -> None:
         """Quantize independent groups of linears, over the devices where there are several.
 
-        Workers solve the linears of a stage's only group apart: each with a factorisation of its own, whatever
-        their number.
+        Workers, whatever their number, solve the linears of a stage's only group apart: each with a
+        factorisation of its own.
         """
         devices = self.problem.devices
         if workers.together() and len(groups) == 1:

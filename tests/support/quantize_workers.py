@@ -1,73 +1,117 @@
-"""Measure quantizing in workers: `python -m tests.support.quantize_workers MODEL METHOD [OPTION ...] > FILE`.
+"""Measure quantizing in workers: `python -m tests.support.quantize_workers MODEL [OPTION ...] > FILE`.
 
-One worker with one thread, two workers with one thread each, and one worker with two threads, in turns. A
-speed-up is of the seconds of one round, from the first worker's first line to its last; the start of torch in
-the processes is outside. CPU seconds are those of all processes, their start included.
+One worker with one thread, two workers with one thread each, and one worker with two threads, in turns; each
+run quantizes `LAYERS` layers and ends. Beside the seconds by the clock, which a neighbour on the cores makes
+longer, stands the path that no neighbour does: workers wait for each other where they meet, so that it is the
+sum, over the stretches between two meetings, of the most CPU seconds that a worker has in it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from llmopt.cli.main import main as llmopt
 from llmopt.engine.base.host import cpu_model
+from llmopt.quant.base import workers
+from llmopt.quant.pipeline import pipeline
+from llmopt.quant.plan.journal import Journal
+from torch import distributed
 
-ROUNDS = 3
+ROUNDS, LAYERS = 2, 8
 SETTINGS = {"1 x 1": (1, 1), "2 x 1": (2, 1), "1 x 2": (1, 2)}  # workers x threads
-SPEEDUPS = {"over one thread": "1 x 1", "over two threads": "1 x 2"}
+TIMES = "LLMOPT_TIMES"
 
 
-def quantized(words: list[str], workers: int, threads: int) -> dict[str, Any]:
-    """Seconds of a run, and a digest of the files that it wrote."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "out"
-        command = [sys.executable, "-m", "llmopt", "quantize", *words, "--json"]
-        command += ["--nproc", str(workers), "--output", str(output)]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-        digest = hashlib.sha256()
-        for path in sorted(output.iterdir()):
-            digest.update(path.name.encode() + path.read_bytes())
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    record = json.loads(done.stdout)
+def watch(folder: Path) -> None:
+    """Have a worker note its CPU seconds at each meeting, from its first layer to the last, and end there."""
+    stretches: list[float] = []
+    began: list[float] = []
+    quantize_layers = pipeline._quantize_layers
+
+    def meeting(name: str) -> None:
+        meet = getattr(distributed, name)
+
+        def met(*arguments: Any, **named: Any) -> Any:
+            stretches.append(time.process_time())
+            answer = meet(*arguments, **named)
+            stretches.append(time.process_time())
+            return answer
+
+        setattr(distributed, name, met)
+
+    def start(*arguments: Any) -> None:
+        workers.meet()
+        stretches[:], began[:] = [time.process_time()], [time.monotonic()]
+        quantize_layers(*arguments)
+
+    def stop(self: Journal, index: int) -> None:
+        if index + 1 == LAYERS:
+            seconds = time.monotonic() - began[0]
+            own = [*stretches, time.process_time()]
+            cpu = [after - before for before, after in list(pairwise(own))[::2]]
+            times = {"seconds": seconds, "stretches": cpu}
+            (folder / f"{workers.rank()}.json").write_text(json.dumps(times))
+            workers.meet()
+            os._exit(0)
+
+    for name in ("broadcast", "all_gather_object", "all_reduce"):
+        meeting(name)
+    pipeline._quantize_layers, Journal.forget_hidden = start, stop
+
+
+def measured(words: list[str], number: int, threads: int) -> dict[str, Any]:
+    """Seconds of the layers by the clock, and CPU seconds of the longest path and of all workers."""
+    with tempfile.TemporaryDirectory() as parent:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(number), "-m", "tests.support.quantize_workers"]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), TIMES: parent}
+        command += ["quantize", *words, "--output", f"{parent}/out"]
+        subprocess.run(command, env=environment, check=True, stdout=sys.stderr)
+        times = [json.loads(path.read_text()) for path in sorted(Path(parent).glob("?.json"))]
+    stretches = [each["stretches"] for each in times]
     return {
-        "seconds": record["seconds"],
-        "layer_seconds": sum(record["layer_seconds"]),
-        "cpu_seconds": used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime,
+        "seconds": times[0]["seconds"],
+        "path_cpu_seconds": sum(map(max, zip(*stretches, strict=True))),
+        "cpu_seconds": sum(map(sum, stretches)),
         "load": os.getloadavg()[0],
-        "sha256": digest.hexdigest(),
     }
 
 
 def main() -> None:
+    if TIMES in os.environ:
+        watch(Path(os.environ[TIMES]))
+        llmopt()
     model, *options = sys.argv[1:]
     runs: dict[str, list[dict[str, Any]]] = {setting: [] for setting in SETTINGS}
     for _ in range(ROUNDS):
         for setting, numbers in SETTINGS.items():
-            runs[setting].append(quantized([model, "--method", *options], *numbers))
+            runs[setting].append(measured([model, *options], *numbers))
             print(setting, runs[setting][-1], file=sys.stderr, flush=True)
-    seconds = {setting: [run["seconds"] for run in each] for setting, each in runs.items()}
-    ratios = {
-        name: sorted(other / two for other, two in zip(seconds[of], seconds["2 x 1"], strict=True))
-        for name, of in SPEEDUPS.items()
-    }
+
+    def speedups(of: str, by: str) -> dict[str, float]:
+        pairs = zip(runs[of], runs["2 x 1"], strict=True)
+        ratios = sorted(other[by] / two[by] for other, two in pairs)
+        return {"median": median(ratios), "lowest": ratios[0], "highest": ratios[-1]}
+
     record = {
         "words": [Path(model).name, *options],
+        "layers": LAYERS,
         "processor": cpu_model(),
-        "runs": runs,
-        "speedups": {
-            name: {"median": median(each), "lowest": each[0], "highest": each[-1]}
-            for name, each in ratios.items()
+        "speedup of two workers over one": {
+            "by the path": speedups("1 x 1", "path_cpu_seconds"),
+            "by the clock": speedups("1 x 1", "seconds"),
         },
+        "speedup of two workers over two threads": {"by the clock": speedups("1 x 2", "seconds")},
+        "runs": runs,
     }
     print(json.dumps(record, indent=1))
 
