@@ -36,10 +36,11 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "int": {
         "format": "compressed-tensors",
         "candidates": [*(f"int{b}" for b in WIDTHS), *(f"int{b}-asym" for b in GPTQ_WIDTHS[:3])],
+        "asymmetric": None,
     },
-    "gguf": {"format": "gguf", "tables": True},
+    "gguf": {"format": "gguf", "tables": True, "asymmetric": None},
 }
-"""Kinds of files, with the options of our own."""
+"""Kinds of files, with the options of our own, made as the command line makes them: with GPTAQ."""
 UNIFORM, LEAN = (2, 3, 4, 5), 3
 """Our uniform widths, and that of them whose bytes one more mix has."""
 NAMES = {
