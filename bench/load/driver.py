@@ -20,7 +20,7 @@ from ...quant.base.progress import Progress
 from ..metrics.trace import LoadPass, RequestTrace
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..workloads.workload import ConversationTurn, Message, Workload, WorkloadItem, cycle_seconds
-from .address import BACKENDS, CHAT, RERANK, TRANSFORMERS, Address, ServedModel
+from .address import BACKENDS, CHAT, COMPLETIONS, RERANK, TRANSFORMERS, Address, ServedModel
 from .certify import ClientError, judge, measure_client
 from .exchange import (
     MARK,
@@ -319,6 +319,22 @@ class HttpDriver:
             "first_token_of_pass": [tokens[0] for tokens in self._first_tokens],
         }
 
+    def other_models(self) -> list[str]:
+        """Say what betrays another model behind the name: the name in answers, and counts of tokens."""
+        asked = {self._body.model, *self._options.loras, ""}
+        found = [
+            f"{count} answers are signed {name!r}, not {self._body.model!r}: another model may be behind "
+            "the name"
+            for name, count in self._models.items()
+            if name not in asked
+        ]
+        if self._num_recounted:
+            found.append(
+                f"{self._num_recounted} answers count other prompt tokens than were sent as ids: the "
+                "server's tokenizer, or its model, is another"
+            )
+        return found
+
     def _lateness_ms(self, passes: Sequence[LoadPass]) -> float | None:
         """Median lateness of sending; None under a concurrency limit, where waiting is part of the load."""
         if self._options.concurrency is not None:
@@ -329,6 +345,8 @@ class HttpDriver:
     def _reset_account(self) -> None:
         """Reset the accumulated client overhead."""
         self._counters: Counter[str] = Counter()
+        self._models: Counter[str] = Counter()
+        self._num_recounted = 0
         self._lags: list[dict[str, float]] = []
         self._late_connections = 0
 
@@ -388,6 +406,11 @@ class HttpDriver:
         tokens, source = chunk_tokens(answer, self._recount(answer))
         if not answer.error and not is_pooled:
             self._counters[source] += 1
+            self._models[answer.model] += 1
+            # Token ids are counted alike by every server, but for a token that begins the text.
+            known = (None, len(item.prompt_token_ids), len(item.prompt_token_ids) + 1)
+            is_ids = self._body.backend == COMPLETIONS
+            self._num_recounted += is_ids and answer.prompt_tokens not in known
         trace = RequestTrace(
             request_id(item.request_id, exchange.cycle, exchange.turn),
             answer.prompt_tokens or sum(each.prompt_lens[exchange.turn] for each in batch),

@@ -136,6 +136,7 @@ class Answer:
             server's usage, or None.
         server_times: when the server had read the request, then when it wrote each chunk; only from the
             known-latency server (`known_server`).
+        model: the name that the server signs with.
         num_results: embeddings or scores of a pooling response.
         error: why the response is invalid; empty if it is valid.
     """
@@ -147,6 +148,7 @@ class Answer:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     server_times: list[float] = field(default_factory=list)
+    model: str = ""
     num_results: int = 0
     error: str = ""
 
@@ -244,6 +246,7 @@ def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
             answer.error = f"the server says: {_message(event)}"
             break
         count = _usage(event, answer)
+        answer.model = answer.model or str(event.get("model") or "")
         choices = event.get("choices")
         if not choices:
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -221,3 +222,96 @@ def cost_part(
         "usd_per_million_output_tokens": per_million(output_tokens),
         "usd_per_million_total_tokens": per_million(input_tokens + output_tokens),
     }
+
+
+STALL_SECONDS, STALL_GAPS, OTHERS = 0.5, 20, 10
+"""A stream stood still if its gap is longer than this and so many median gaps, and others went on by so many
+chunks."""
+FEWER = 0.9
+"""A server that works on less than this share of the requests that it was to have at once has a limit."""
+MORE_HITS = 0.02
+"""Prompt tokens from the prefix cache beyond those that the workload shares, as a share of all."""
+
+
+def silent_failures(
+    passes: Sequence[LoadPass],
+    *,
+    concurrency: int | None,
+    fixed_lengths: bool,
+    gauges: Mapping[str, Mapping[str, float]],
+    hit_rate: float | None,
+    shared: float | None,
+) -> list[str]:
+    """Say what a run's own numbers betray of a server that did not do what was asked, and did not say so.
+
+    Args:
+        concurrency: the limit of requests in flight; None: an open loop.
+        fixed_lengths: the server was told to ignore the end of text.
+        gauges: of the server's metrics, `mean` and `max` by name; empty where it has none.
+        hit_rate, shared: of the prompt tokens, the share that came from its prefix cache, and the share that
+            prompts of a pass have in common; None where unknown.
+    """
+    found = []
+    if concurrency is not None and (fewer := _at_once(passes, concurrency, gauges)):
+        found.append(
+            f"the server worked on {fewer} requests at once, not on {concurrency}: the others waited in "
+            "its queue, and their TTFT is that of the queue"
+        )
+    if stalls := sum(_stalls(load) for load in passes):
+        found.append(
+            f"{stalls} streams stood still while others went on, as preempted requests do: the server's KV "
+            "cache may be too small for this load"
+        )
+    done = [trace for load in passes for trace in load.traces if trace.success and trace.wanted_len]
+    short = [trace for trace in done if trace.output_len < trace.wanted_len]
+    if fixed_lengths and short:
+        missing = sum(trace.wanted_len - trace.output_len for trace in short)
+        found.append(
+            f"{len(short)} of {len(done)} answers are {missing} tokens shorter than asked, although the "
+            "end of text was to be ignored: less work was measured"
+        )
+    if hit_rate is not None and shared is not None and hit_rate > shared + MORE_HITS:
+        found.append(
+            f"{hit_rate:.0%} of the prompt tokens came from the prefix cache, and the prompts of a pass "
+            f"share {shared:.0%}: the rest was cached before, and TTFT is that of a warm cache"
+        )
+    return found
+
+
+def _at_once(
+    passes: Sequence[LoadPass], asked: int, gauges: Mapping[str, Mapping[str, float]]
+) -> int | None:
+    """How many requests the server has at work where it is fewer than asked; None where it is not."""
+    running, waiting = gauges.get("num_requests_running"), gauges.get("num_requests_waiting")
+    if running and waiting:
+        is_fewer = 0 < running["max"] < FEWER * asked and waiting["max"] > 0
+        return round(running["max"]) if is_fewer else None
+    counts = [_first_wave(load, asked) for load in passes]
+    return max(filter(None, counts)) if counts and all(counts) else None
+
+
+def _first_wave(load: LoadPass, asked: int) -> int | None:
+    """Requests that stream before the first of them ends, where no other begins for far longer than between
+    them: the server has places for so many. None where it goes on, or too few are sent."""
+    done = sorted((t for t in load.traces if t.success and t.output_len > 1), key=lambda t: t.sent)
+    wave = done[:asked]
+    if len(wave) < asked:
+        return None
+    end = min(trace.ended for trace in wave)
+    begun = sorted(trace.chunk_times[0] for trace in wave if trace.chunk_times[0] < end)
+    pace = max((b - a for a, b in pairwise([wave[0].sent, *begun])), default=0.0)
+    is_limit = 0 < len(begun) < FEWER * asked and end - begun[-1] > 2 * pace
+    return len(begun) if is_limit else None
+
+
+def _stalls(load: LoadPass) -> int:
+    """Streams with a gap in which others went on."""
+    times = np.sort(np.concatenate([[0.0], *(trace.chunk_times for trace in load.traces)]))
+    gaps = np.concatenate([[0.0], *(trace.itls for trace in load.traces)])
+    least = max(STALL_SECONDS, STALL_GAPS * float(np.median(gaps)))
+    found = 0
+    for trace in load.traces:
+        gap, end = max(zip(trace.itls, trace.chunk_times[1:], strict=True), default=(0.0, 0.0))
+        others = np.searchsorted(times, end) - np.searchsorted(times, end - gap, side="right")
+        found += gap > least and others >= OTHERS
+    return found

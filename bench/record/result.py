@@ -80,6 +80,7 @@ _KINDS = _MEASURED | {
         "slo": (None, {"limits_ms": _NUMBERS, "share": _NUMBER}),
         "client_lag_ms": (None, _NUMBERS),
         "client": (None, {"certified": bool, "reasons": [str]}),
+        "silent_failures": (None, [str]),
         "phases": (None, _NUMBERS),
         "step_split": (None, _NUMBERS | {"parts_ms": _NUMBERS}),
         "step_trace": (None, _NUMBERS),

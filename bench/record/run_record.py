@@ -53,6 +53,7 @@ KEYS = (
     "steady_state",
     "client_lag_ms",
     "client",
+    "silent_failures",
     "server",
     "server_metrics",
     "phases",

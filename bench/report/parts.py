@@ -97,6 +97,7 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
     notes = []
     if (client := record.get("client")) and not client["certified"]:
         notes += [f"Not certified: {reason}." for reason in client["reasons"]]
+    notes += [f"{each[0].upper()}{each[1:]}." for each in record.get("silent_failures") or ()]
     if record["slowdown"] != 1.0:
         notes.append(
             f"Every {'sampling phase' if record.get('slowdown_where') == 'sampler' else 'step'} was "

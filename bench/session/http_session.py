@@ -15,10 +15,12 @@ from ..load.server_metrics import Scraper, pass_metrics, server_metrics_part
 from ..machine.environment import hardware_facts, machine_name
 from ..machine.machine_meter import MachineMeter
 from ..machine.pass_usage import PassMeter
+from ..metrics.run_statistics import silent_failures
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..record.identity import conversations_part, identity_part
 from ..record.run_record import MeasuredPass, Measurement, TargetFacts
 from ..workloads.datasets import build_workload, resolved_options
+from ..workloads.workload import shared_tokens
 from .quality import ScoredQuality, score_served
 from .session import LOAD, QUALITY, BenchSession
 from .task_backends import ServedBackend
@@ -127,8 +129,22 @@ class HttpSession(BenchSession):
         server_metrics = server_metrics_part(self._scraper, of_passes)
         preemptions = server_metrics["counters"].get("num_preemptions")
         sizes = ("weight_bytes", "checkpoint_bytes", "kv_cache_bytes", "peak_resident_bytes")
+        options = self._options
+        silent = silent_failures(
+            measured.loads,
+            concurrency=options.concurrency,
+            fixed_lengths=options.ignore_eos and not options.is_pooling,
+            gauges=server_metrics["gauges"],
+            hit_rate=measured.prefix_cache_hit_rate,
+            shared=shared_tokens(self.workload),
+        )
+        if preemptions:
+            silent.append(
+                f"the server preempted {round(preemptions)} requests, and computed them again"
+            )
         parts = {
             "identity": self.identity(),
+            "silent_failures": [*silent, *self._driver.other_models()],
             "memory": dict.fromkeys(sizes),
             "quality": self._quality.record,
             "preemptions": None if preemptions is None else round(preemptions),

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -205,6 +205,22 @@ class Workload:
             for item, offset in zip(self.items, offsets, strict=True)
         )
         return replace(self, items=items)
+
+
+def shared_tokens(workload: Workload) -> float | None:
+    """Share of the prompt tokens that a prompt has in common with another from its first token on, which a
+    prefix cache can hold; None of conversations, whose prompts hold answers."""
+    if workload.is_multi_turn or workload.num_images:
+        return None
+    prompts = sorted(item.prompt_token_ids for item in workload.items)
+    shared = [0, *(_common(one, other) for one, other in pairwise(prompts)), 0]
+    return sum(map(max, pairwise(shared))) / workload.prompt_tokens
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    same = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(same, min(len(one), len(other)))
 
 
 def numbered(pairs: Sequence[tuple[Sequence[int], int]]) -> tuple[WorkloadItem, ...]:
