@@ -62,7 +62,8 @@ class KnownLatencyProtocol(asyncio.Protocol):
         if head.startswith(b"GET "):  # it has no list of models and no metrics
             self._transport.write(self._times() if head.startswith(b"GET /times ") else NOTHING)
             return
-        count = json.loads(body[:length])["max_tokens"]
+        asked = json.loads(body[:length])
+        count = asked.get("max_tokens") or asked["max_completion_tokens"]
         self._plan(now, now + self._ttft, 1, count)
 
     def _times(self) -> bytes:
@@ -79,7 +80,8 @@ class KnownLatencyProtocol(asyncio.Protocol):
     def _write(self, received: float, due: float, number: int, count: int) -> None:
         reason = b'"length"' if number == count else b"null"
         event = (
-            b'data: {"choices":[{"index":0,"text":" x","finish_reason":%s}],'
+            b'data: {"object":"text_completion",'
+            b'"choices":[{"index":0,"text":" x","finish_reason":%s}],'
             b'"usage":{"prompt_tokens":1,"completion_tokens":%d},'
             b'"llmopt_times":{"received":%.7f,"sent":%.7f}}\n\n'
         ) % (reason, number, received, time.perf_counter())

@@ -220,6 +220,7 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
                 **figures,
                 "prefix_cache_hit_rate": one.prefix_cache_hit_rate,
                 "joules_per_token": joules_per_token(one.usage["joules"], *one.load.all_tokens),
+                **({"cancelled": one.load.cancelled} if one.load.cancelled else {}),
                 **one.usage,
             }
             for figures, one in zip(summaries, measured.passes, strict=True)

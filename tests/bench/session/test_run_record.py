@@ -73,7 +73,7 @@ IN_PROCESS = {
     "achieved_bandwidth mbu mfu of_roof bound explanation",
 }
 OVER_HTTP = {
-    "": "client server server_metrics quality_reason tasks",
+    "": "client silent_failures server server_metrics quality_reason tasks",
     "identity": "server",
     "identity.server": "model version",
     "server_metrics": "url reason scraped_every_s counters gauges means runs",
@@ -162,5 +162,7 @@ def test_keys_of_a_server(is_checked: bool) -> None:
         "client.check.loop_lag_ms": "mean p99 max",
     }
     check_keys(result["llmopt"], OVER_HTTP | (of_check if is_checked else {}))
+    (said,) = result["llmopt"]["silent_failures"]  # that server counts one token for every prompt
+    assert said.startswith("8 answers count other prompt tokens")
     assert (result["backend"], result["model_id"]) == ("vllm", "served-name")
     assert result["tokenizer_id"] == "stories3M"
