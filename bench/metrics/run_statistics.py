@@ -313,5 +313,5 @@ def _stalls(load: LoadPass) -> int:
     for trace in load.traces:
         gap, end = max(zip(trace.itls, trace.chunk_times[1:], strict=True), default=(0.0, 0.0))
         others = np.searchsorted(times, end) - np.searchsorted(times, end - gap, side="right")
-        found += gap > least and others >= OTHERS
+        found += int(gap > least and others >= OTHERS)
     return found
