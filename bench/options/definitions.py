@@ -122,7 +122,7 @@ class DataOptions:
         "arrival",
         "Send requests when they came, or dependency: after the request that they came from and the "
         "recorded gap.",
-        flag="--replay",
+        flag="--trace-replay --replay",
         parse=lambda word: word.removeprefix("by-"),
         word=str,
     )
