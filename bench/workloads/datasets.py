@@ -87,7 +87,8 @@ def build_workload(options: BenchOptions, tokenizer: Tokenizer, max_model_len: i
 def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -> Workload:
     name, path = locate_dataset(options.dataset, options.dataset_path)
     if options.trace is not None:
-        if {"dataset", "dataset_path"} & options.model_fields_set:
+        usual = type(options).model_fields["dataset"].default
+        if options.dataset != usual or options.dataset_path is not None:
             raise BadInput(f"--trace {options.trace} is the data set: leave --dataset away")
         name, path = "trace", options.trace
     if options.multi_turn and name not in ("sharegpt", "agentic", "frozen"):

@@ -13,7 +13,7 @@ import pytest
 from llmopt.bench.load.trace_writer import Passed, TraceWriter
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import EngineSession
-from llmopt.bench.workloads.datasets import freeze_workload
+from llmopt.bench.workloads.datasets import build_workload, freeze_workload
 from llmopt.bench.workloads.traces import Replay, read_trace, trace_workload
 from llmopt.bench.workloads.workload import ConversationTurn, Message, Workload, WorkloadItem
 from llmopt.quant.base.errors import BadInput
@@ -168,7 +168,12 @@ def linked_workload(tmp_path: Path) -> Path:
 def test_the_engine_is_sent_turns_links_and_cancellations(tmp_path: Path) -> None:
     path = linked_workload(tmp_path)
     options = BenchOptions(
-        trace=path, trace_replay="dependency", num_runs=1, num_warmups=0, num_threads=1
+        dataset="sharegpt",  # as the command line gives it
+        trace=path,
+        trace_replay="dependency",
+        num_runs=1,
+        num_warmups=0,
+        num_threads=1,
     )
     session = EngineSession(options)
     first, left, after = session.workload.items
@@ -198,6 +203,8 @@ def test_a_linked_trace_is_frozen_and_read(tmp_path: Path) -> None:
 
 
 def test_options_of_a_trace() -> None:
+    with pytest.raises(BadInput, match="is the data set: leave --dataset away"):
+        build_workload(BenchOptions(dataset="random", trace=Path("t.jsonl")), IDS, 512)
     assert BenchOptions(trace_replay="by-dependency").trace_replay == "dependency"
     with pytest.raises(BadInput, match="no known form"):
         read_trace("trace", Path(__file__))
