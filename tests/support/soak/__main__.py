@@ -343,7 +343,7 @@ async def end_under_load(
     """SIGTERM while every client waits for a response."""
 
     async def ask(is_stream: bool) -> str:
-        body = {"prompt": "Once", "max_tokens": 300, "n": 1, "stream": is_stream}
+        body = {"prompt": "Once", "max_tokens": 300, "n": 4, "stream": is_stream}
         body |= {"ignore_eos": True}
         try:
             async with session.post(f"{url}/v1/completions", json=body) as response:
