@@ -28,7 +28,7 @@ WHITESPACE = " ?"
 """Whitespace allowed between JSON tokens. An unbounded pattern would let a model emit whitespace forever."""
 
 REMEMBERED_CHARACTERS = 512 << 10
-"""Characters of the grammars that are remembered compiled: 190 kB take 9 MiB."""
+"""Characters of the grammars that are remembered compiled, but for the last: 190 kB take 9 MiB."""
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
 MAX_SUBSCHEMAS = 200
@@ -121,7 +121,7 @@ class GrammarCompiler:
         with self._lock:
             self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
-            while sum(map(len, self._compiled)) > REMEMBERED_CHARACTERS:
+            while len(self._compiled) > 1 and sum(map(len, self._compiled)) > REMEMBERED_CHARACTERS:
                 self._compiled.popitem(last=False)
         return GrammarMask(matcher.deep_copy(), self._num_words, num_sequences)
 

@@ -6,7 +6,6 @@ Images are fetched and decoded, and grammars compiled, on worker threads, few at
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -229,7 +228,7 @@ class Constrainer:
             ApiError: 400, with the request field and the invalid place in it, or because it is too large or
                 takes too long.
         """
-        if len(json.dumps(constraint.value)) > MAX_GRAMMAR_CHARACTERS:
+        if constraint.num_characters > MAX_GRAMMAR_CHARACTERS:
             raise bad_field(constraint.field, f"more than {MAX_GRAMMAR_CHARACTERS} characters")
         try:
             return await self._workers.run(

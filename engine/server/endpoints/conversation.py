@@ -196,7 +196,8 @@ async def _declared_calls(
     """The parameters under which a call, once it has begun, names a declared tool and has valid arguments."""
     assert form.tools is not None
     tag = calls_in_text(form.tools, form.schemas, form.reasoning, in_reasoning=form.in_reasoning)
-    constraint, tenant = Constraint("structural_tag", tag, "tools"), record_of(request).tenant
+    constraint = Constraint("structural_tag", tag, "tools", sent=form.schemas)
+    tenant = record_of(request).tenant
     try:
         mask = await service.constrainer.mask(constraint, params.num_sequences, tenant)
     except ApiError as error:  # a schema that only the model reads may hold anything

@@ -188,11 +188,21 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A grammar constraint on the text of every choice, and the request field that it came from."""
+    """A grammar constraint on the text of every choice, and the request field that it came from.
+
+    Attributes:
+        sent: what the client sent of it, where `value` was made of that.
+    """
 
     kind: Kind
     value: Any
     field: str
+    sent: Any = None
+
+    @property
+    def num_characters(self) -> int:
+        """Length of what the client sent, as JSON."""
+        return len(json.dumps(self.value if self.sent is None else self.sent))
 
 
 class JsonSchemaFormat(BaseModel):

@@ -212,6 +212,16 @@ def test_halves_of_characters_in_python_calls_are_joined() -> None:
         assert call.arguments.encode()
 
 
+@pytest.mark.parametrize("form", [MISTRAL, QWEN3_CODER], ids=lambda form: form.name)
+def test_as_many_tools_as_may_be(form: ToolFormat, compiler: tuple[Any, GrammarCompiler]) -> None:
+    """The rows of llguidance's parser are bounded, and each tool begins an alternative of some."""
+    fields = {f"a{number}": {"type": "integer"} for number in range(4)}
+    tools = {f"tool_{number}": {"type": "object", "properties": fields} for number in range(128)}
+    text = next(text for each, text in STRICT if each is form and "city" in text)
+    walk = Walk(compiler, calls_in_text(form, tools, THINK))
+    assert walk.write(text[: text.index("weather")]) and walk.write("tool_127")
+
+
 def test_many_arguments_of_python_calls(compiler: tuple[Any, GrammarCompiler]) -> None:
     """The grammar grows linearly: each argument is written once."""
     fields = {f"a{number}": {"type": "integer"} for number in range(150)}
