@@ -147,7 +147,9 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(
     for row in rows:
         pipeline, variant = row["pipeline"], row["variant"]
         is_decode = variant.get("IN_PARTS") or (row["name"] == "_gemm" and variant["ROWS"] == 16)
-        assert row["programs"] >= (2 if is_decode else 1)
+        # Of latents a multiprocessor of 100 KiB holds one program.
+        is_wide = int(variant.get("KEY_DIM", 0)) > WIDE and capability in (86, 89)
+        assert row["programs"] >= (2 if is_decode and not is_wide else 1)
         if is_decode:
             # Nothing waits for scales: they are loaded a turn ahead. Of a latent the 512 elements that are
             # keys and, transposed, values get no ring of buffers from Triton: one load is waited for.
