@@ -15,7 +15,7 @@ from typing import Any
 from llmopt.cli.main import main
 from llmopt.quant.base import workers
 from llmopt.quant.base.device import PeakMemory
-from llmopt.quant.pipeline import pipeline, prepare
+from llmopt.quant.pipeline import estimate, pipeline, prepare
 from llmopt.quant.pipeline import preflight as planning
 from llmopt.quant.plan.journal import Journal
 
@@ -47,6 +47,7 @@ def watch() -> None:
     prepare._source_hashes = lambda checkpoint: {}
     pipeline._check_space = lambda session, journal: None
     planning.TIMED_FROM = math.inf
+    estimate._distinct_layers = lambda plan: [0]  # the plan is that of the layer which is run
 
 
 if __name__ == "__main__":
