@@ -244,6 +244,7 @@ def _trace(asked: DatasetRequest) -> Workload:
         lengths=options.trace_lengths,
         replay=options.trace_replay,
         decode=getattr(asked.tokenizer, "decode", str) if takes_answers else None,
+        as_text=is_chat and asked.name == "trace",
     )
 
 

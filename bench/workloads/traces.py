@@ -28,6 +28,7 @@ BUNDLED = {"azure": DATA / "azure_conversations.csv", "mooncake": DATA / "moonca
 SHARE_TO_FIT = 0.9
 # Clipping would make prompts with blocks equal: they differ at their ends.
 LENGTH_RULES = {"azure": "clip", "burstgpt": "clip", "mooncake": "scale", "trace": "scale"}
+CANDIDATES = 4096
 Replay = Literal["arrival", "dependency"]
 
 
@@ -44,6 +45,7 @@ def trace_workload(
     seed: int = 0,
     replay: Replay = "arrival",
     decode: Callable[[Sequence[int]], str] | None = None,
+    as_text: bool = False,
 ) -> Workload:
     """`num_prompts` requests of a trace at their recorded times: the first at 0, gaps divided by `speed`.
 
@@ -60,6 +62,7 @@ def trace_workload(
         replay: `dependency` sends a request that has a parent after the parent's end and the recorded gap.
         decode: token ids to text: then a prompt that extends its parent's is a further turn of a
             conversation, with the model's own answer; None repeats a random one.
+        as_text: prompts are sent as text: of tokens that the tokenizer reads back from it.
 
     Raises:
         BadInput: no such file, a malformed line (with its number), or no request left.
@@ -106,7 +109,10 @@ def trace_workload(
         notes.append(f"replayed at {speed:g} times the trace's speed")
     fit = [fitted(row, factor, max_model_len) for row in chosen]
     linked = Linked(replay, decode, speed, chosen[0].seconds)
-    texts = BlockTokens(allowed_tokens(tokenizer), seed)
+    allowed = allowed_tokens(tokenizer)
+    texts = BlockTokens(
+        read_back(tokenizer, allowed, decode, seed) if as_text and decode else allowed, seed
+    )
     for number, row in enumerate(chosen):
         block = math.ceil(row.block_tokens * factor)
         linked.add(fit[number], texts.prompt(number, fit[number], block))
@@ -149,6 +155,19 @@ def fitted(row: TraceRow, factor: float, max_model_len: int) -> TraceRow:
         output = min(output, max(1, max_model_len // 2))
         prompt = min(prompt, max_model_len - output)
     return replace(row, prompt_len=prompt, output_len=output)
+
+
+def read_back(
+    tokenizer: Tokenizer, allowed: np.ndarray, decode: Callable[[Sequence[int]], str], seed: int
+) -> np.ndarray:
+    """Tokens whose text, repeated, is read as the same tokens; all, where there are none."""
+    drawn = np.random.default_rng(seed).permutation(allowed)[:CANDIDATES].tolist()
+    kept = [
+        token
+        for token in drawn
+        if list(tokenizer.encode(decode([token] * 3), add_special_tokens=False)) == [token] * 3
+    ]
+    return np.array(sorted(kept)) if kept else allowed
 
 
 class BlockTokens:

@@ -202,6 +202,20 @@ def test_a_linked_trace_is_frozen_and_read(tmp_path: Path) -> None:
     assert replace(made, items=(*made.items[:-1], other)).sha256 != made.sha256
 
 
+def test_a_prompt_that_is_sent_as_text_keeps_its_length(tmp_path: Path) -> None:
+    from llmopt.quant.load_processor import load_tokenizer
+    from llmopt.quant.models import resolve_model
+
+    tokenizer = load_tokenizer(resolve_model(None))
+    options = BenchOptions(
+        trace=linked_workload(tmp_path), base_url="http://127.0.0.1:1", backend="openai-chat"
+    )
+    for item in build_workload(options, tokenizer, 512).items:
+        said = tokenizer.decode(item.prompt_token_ids)
+        length = len(tokenizer.encode(said, add_special_tokens=False))
+        assert length == pytest.approx(len(item.prompt_token_ids), abs=2)
+
+
 def test_options_of_a_trace() -> None:
     with pytest.raises(BadInput, match="is the data set: leave --dataset away"):
         build_workload(BenchOptions(dataset="random", trace=Path("t.jsonl")), IDS, 512)
