@@ -19,6 +19,7 @@ import numpy as np
 from ...quant.base.errors import BadInput
 from ...recipes import DATA
 from .agent_traces import read_agents
+from .conversations import ChatSegments, SourceTurn
 from .synthetic import allowed_tokens
 from .trace_rows import TraceRow, table_rows
 from .workload import ConversationTurn, Message, Tokenizer, Workload, WorkloadItem
@@ -62,7 +63,8 @@ def trace_workload(
         replay: `dependency` sends a request that has a parent after the parent's end and the recorded gap.
         decode: token ids to text: then a prompt that extends its parent's is a further turn of a
             conversation, with the model's own answer; None repeats a random one.
-        as_text: prompts are sent as text: of tokens that the tokenizer reads back from it.
+        as_text: prompts are sent as chat messages: of tokens that the tokenizer reads back from their text,
+            and fewer by those that the chat template adds.
 
     Raises:
         BadInput: no such file, a malformed line (with its number), or no request left.
@@ -108,7 +110,8 @@ def trace_workload(
     if speed != 1.0:
         notes.append(f"replayed at {speed:g} times the trace's speed")
     fit = [fitted(row, factor, max_model_len) for row in chosen]
-    linked = Linked(replay, decode, speed, chosen[0].seconds)
+    added = template_lens(tokenizer) if as_text else (0, 0)
+    linked = Linked(replay, decode, speed, chosen[0].seconds, added)
     allowed = allowed_tokens(tokenizer)
     texts = BlockTokens(
         read_back(tokenizer, allowed, decode, seed) if as_text and decode else allowed, seed
@@ -170,6 +173,13 @@ def read_back(
     return np.array(sorted(kept)) if kept else allowed
 
 
+def template_lens(tokenizer: Tokenizer) -> tuple[int, int]:
+    """Tokens that the chat template adds to the first user message of a conversation, and to a later one."""
+    turn = SourceTurn((Message("user", ""),), "")
+    first, later = ChatSegments(tokenizer).split([turn, turn])
+    return len(first), len(later)
+
+
 class BlockTokens:
     """Random tokens of prompts: the same ones for the same block and seed.
 
@@ -207,12 +217,14 @@ class Linked:
 
     Attributes:
         origin: of the trace's clock.
+        added: tokens that the chat template adds to the first message of an item, and to later ones.
     """
 
     replay: Replay
     decode: Callable[[Sequence[int]], str] | None
     speed: float
     origin: float
+    added: tuple[int, int] = (0, 0)
     items: list[WorkloadItem] = field(default_factory=list)
     _places: dict[str, tuple[int, int]] = field(default_factory=dict)
     _ends: dict[str, int] = field(default_factory=dict)
@@ -230,7 +242,7 @@ class Linked:
             self.items.append(
                 WorkloadItem(
                     f"bench-{number}",
-                    tuple(prompt),
+                    tuple(prompt[: max(1, len(prompt) - self.added[0])]),
                     row.output_len,
                     due,
                     after=None if parent is None else (f"bench-{parent[0]}", parent[1]),
@@ -252,6 +264,7 @@ class Linked:
         item, new = self.items[parent[0]], prompt[self._ends[row.parent] :]
         if len(item.turns) != parent[1] or item.cancel_seconds is not None or not new:
             return False
+        new = new[: max(1, len(new) - self.added[1])]
         messages = item.messages or (Message("user", self.decode(item.prompt_token_ids)),)
         said = (Message("user", self.decode(new)),)
         since = due - item.arrival_seconds if self.replay == "arrival" else None

@@ -210,7 +210,9 @@ def test_a_prompt_that_is_sent_as_text_keeps_its_length(tmp_path: Path) -> None:
     options = BenchOptions(
         trace=linked_workload(tmp_path), base_url="http://127.0.0.1:1", backend="openai-chat"
     )
-    for item in build_workload(options, tokenizer, 512).items:
+    found = build_workload(options, tokenizer, 512).items
+    assert sum(map(len, (item.prompt_token_ids for item in found))) < 60 + 50 + 90 + 40
+    for item in found:
         said = tokenizer.decode(item.prompt_token_ids)
         length = len(tokenizer.encode(said, add_special_tokens=False))
         assert length == pytest.approx(len(item.prompt_token_ids), abs=2)
