@@ -38,8 +38,8 @@ MAX_FAILED_STEPS = 3
 MAX_NAMED = 32
 """Request ids in the log line of a failed step; each begins with the id of its response."""
 
-IDLE_SECONDS = 0.5
-"""After which an idle server gives freed memory back to the system."""
+IDLE_SECONDS, MOST_IDLE_SECONDS = 0.5, 60.0
+"""After which an idle server gives freed memory back to the system, and from which it no longer looks."""
 
 _FATAL = (Failure, AssertionError, torch.AcceleratorError)
 """A lost process, contradicting state, and a device error, after which a CUDA context is unusable."""
@@ -320,7 +320,8 @@ class EngineLoop:
                     return calls
                 gc.collect()  # bodies in reference cycles, of which nothing reminds an idle server
                 give_back_freed_memory()
-                seconds = None
+                # Responses are still written and sent after the engine's last step: look again, ever later.
+                seconds = 2 * seconds if seconds and seconds < MOST_IDLE_SECONDS else None
                 continue
             wait = False
             if call is None:
