@@ -47,6 +47,7 @@ EXTRAS = {
     "mlflow": "bench reports to MLflow",
     "otel": "serve-local exports traces",
     "ray": "run --on ray, best --on ray",
+    "record": "the proxy of record",
     "silicon": "kv-plan --operators silicon",
     "wandb": "bench reports to Weights & Biases",
 }

@@ -125,6 +125,7 @@ def test_a_starved_run_is_marked_and_gets_no_verdict(
     assert "the client disturbed the base run" in capsys.readouterr().out
 
 
+@pytest.mark.whole
 def test_the_table_of_the_clients_error(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     from llmopt.bench.load import certify
 

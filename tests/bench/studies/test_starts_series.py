@@ -135,6 +135,7 @@ def test_a_new_build_that_crashes_alone_is_a_regression(
     assert "ImportError" in (tmp_path / "runs" / "comparison.md").read_text()
 
 
+@pytest.mark.whole
 def test_an_interrupted_comparison_goes_on(
     environments: tuple[Path, Path],
     behave: Behave,
@@ -162,6 +163,7 @@ def test_an_interrupted_comparison_goes_on(
     assert (folder / "comparison.html").is_file()
 
 
+@pytest.mark.whole
 def test_what_an_older_base_does_not_record_is_left_out_by_name(
     environments: tuple[Path, Path], behave: Behave, tmp_path: Path
 ) -> None:
