@@ -71,42 +71,11 @@ def trace_workload(
     """
     if path is None and kind not in BUNDLED:
         raise BadInput(f"--dataset {kind} needs --dataset-path: no slice of it is bundled")
-    rule = lengths or LENGTH_RULES[kind]
     rows = read_trace(kind, path or BUNDLED[kind])
-    origin = rows[0].seconds
-    empty = 0
-    chosen: list[TraceRow] = []
-    for row in rows:
-        if row.seconds - origin < start_seconds:
-            continue
-        if row.prompt_len < 1 or row.output_len < 1:
-            empty += 1
-            continue
-        chosen.append(row)
-        if len(chosen) == num_prompts:
-            break
     source = f"{kind} trace {path.name}" if path else f"bundled slice of the {kind} trace"
-    if not chosen:
-        raise BadInput(
-            f"{source} has no request after --trace-start {start_seconds:g}: it lasts "
-            f"{rows[-1].seconds - origin:.0f} s"
-        )
-    notes = ["random tokens: a trace holds lengths and times, not text"]
-    if empty:
-        notes.append(f"{empty} requests without a prompt or an answer left out")
-    if num_prompts is not None and len(chosen) < num_prompts:
-        notes.append(f"{len(chosen)} of {num_prompts} requests: the trace ends there")
-    totals = sorted(row.prompt_len + row.output_len for row in chosen)
-    large = totals[math.ceil(SHARE_TO_FIT * len(totals)) - 1]
-    factor = min(1.0, max_model_len / large) if rule == "scale" else 1.0
-    if factor < 1.0:
-        notes.append(
-            f"all lengths scaled by {factor:.4g} so that nine requests in ten, up to {large} "
-            f"tokens, fit the context of {max_model_len}"
-        )
-    cut = sum((row.prompt_len + row.output_len) * factor > max_model_len for row in chosen)
-    if cut:
-        notes.append(f"{cut} of {len(chosen)} requests cut to the context of {max_model_len}")
+    chosen, left_out = _chosen(rows, source, start_seconds, num_prompts)
+    factor, shortened = _factor(chosen, lengths or LENGTH_RULES[kind], max_model_len)
+    notes = ["random tokens: a trace holds lengths and times, not text", *left_out, *shortened]
     if speed != 1.0:
         notes.append(f"replayed at {speed:g} times the trace's speed")
     fit = [fitted(row, factor, max_model_len) for row in chosen]
@@ -122,6 +91,54 @@ def trace_workload(
     return Workload(
         kind, source, tuple(linked.items), (*notes, *linked.notes(chosen)), is_timed=True
     )
+
+
+def _chosen(
+    rows: Sequence[TraceRow], source: str, start_seconds: float, num_prompts: int | None
+) -> tuple[list[TraceRow], list[str]]:
+    """The requests that are replayed, and notes on those that are not.
+
+    Raises:
+        BadInput: there is none.
+    """
+    origin, empty = rows[0].seconds, 0
+    chosen: list[TraceRow] = []
+    for row in rows:
+        if row.seconds - origin < start_seconds:
+            continue
+        if row.prompt_len < 1 or row.output_len < 1:
+            empty += 1
+            continue
+        chosen.append(row)
+        if len(chosen) == num_prompts:
+            break
+    if not chosen:
+        raise BadInput(
+            f"{source} has no request after --trace-start {start_seconds:g}: it lasts "
+            f"{rows[-1].seconds - origin:.0f} s"
+        )
+    notes = []
+    if empty:
+        notes.append(f"{empty} requests without a prompt or an answer left out")
+    if num_prompts is not None and len(chosen) < num_prompts:
+        notes.append(f"{len(chosen)} of {num_prompts} requests: the trace ends there")
+    return chosen, notes
+
+
+def _factor(chosen: Sequence[TraceRow], rule: str, max_model_len: int) -> tuple[float, list[str]]:
+    """What all lengths are multiplied by, at most 1, and notes on what a context makes shorter."""
+    totals = sorted(row.prompt_len + row.output_len for row in chosen)
+    large = totals[math.ceil(SHARE_TO_FIT * len(totals)) - 1]
+    factor = min(1.0, max_model_len / large) if rule == "scale" else 1.0
+    notes = []
+    if factor < 1.0:
+        notes.append(
+            f"all lengths scaled by {factor:.4g} so that nine requests in ten, up to {large} "
+            f"tokens, fit the context of {max_model_len}"
+        )
+    if cut := sum(total * factor > max_model_len for total in totals):
+        notes.append(f"{cut} of {len(chosen)} requests cut to the context of {max_model_len}")
+    return factor, notes
 
 
 def read_trace(kind: str, path: Path) -> list[TraceRow]:
