@@ -42,7 +42,7 @@ from .execution.step_loop import StepLoop, open_loop
 from .execution.token_graphs import TokenGraphs, replay_drafts, token_graph_sizes
 from .execution.worker import GraphSizes, bind_shard, machine
 from .execution.workers import Workers, open_shards
-from .kernels.attention.paged_tensor import Stored
+from .kernels.attention.paged_tensor import CacheDtype
 from .kernels.linear.native_linear import native_linear
 from .model.adapter.open import CausalModel
 from .model.decoder.decoder import Decoder
@@ -123,7 +123,7 @@ class CacheLayout:
 
     layouts: Sequence[KvLayout]
     block_size: int
-    dtype: Stored
+    dtype: CacheDtype
     num_host_blocks: int
 
 

@@ -20,7 +20,7 @@ from ..kernels.attention.paged_tensor import (
     E4M3_ALONE,
     ONLY_LIBRARIES,
     BlockCopiesKernelQuery,
-    Stored,
+    CacheDtype,
     TorchBlockCopies,
     vector_bytes,
 )
@@ -32,7 +32,7 @@ from ..planner.cache_size import CacheRequest, KvCacheBudget, size_cache
 from ..scheduling.block_pool import NULL_BLOCK
 from ..scheduling.step_plan import BlockCopies
 
-_STORED: dict[str, Stored] = {
+_STORED: dict[str, CacheDtype] = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
     "fp8": torch.float8_e4m3fn,
@@ -44,7 +44,7 @@ _STORED: dict[str, Stored] = {
 _MOST_EMPTY_BLOCKS = 2**16
 
 
-def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> Stored:
+def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> CacheDtype:
     """How keys and values are stored; "auto" is the compute dtype `computed`.
 
     A CPU that computes in float32 by default, for want of bfloat16 instructions, stores bfloat16 by default:
@@ -55,7 +55,7 @@ def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dty
     return _STORED.get(config.kv_cache_dtype, computed)
 
 
-def check_stored_dtype(dtype: Stored, device: torch.device) -> None:
+def check_stored_dtype(dtype: CacheDtype, device: torch.device) -> None:
     """Raise where a device cannot hold keys and values in a dtype.
 
     Raises:
@@ -69,7 +69,7 @@ def check_stored_dtype(dtype: Stored, device: torch.device) -> None:
         raise BadInput(f"kv_cache_dtype {name}: {reason}; take int8")
 
 
-def stored_name(dtype: Stored) -> str:
+def stored_name(dtype: CacheDtype) -> str:
     """The `EngineConfig.kv_cache_dtype` name of how keys and values are stored."""
     return next(name for name, stored in _STORED.items() if stored == dtype)
 
@@ -88,7 +88,7 @@ class _Layers:
         return ceil(self.num_elements * bytes_per_element)
 
 
-def kv_block_bytes(layouts: Sequence[KvLayout], dtype: Stored, block_size: int) -> int:
+def kv_block_bytes(layouts: Sequence[KvLayout], dtype: CacheDtype, block_size: int) -> int:
     """Bytes of a block over all layers, scales of 8-bit dtypes included."""
     return sum(
         vector_bytes(dim, dtype) * layout.entries(block_size)
@@ -103,7 +103,7 @@ def choose_num_blocks(
     block_size: int,
     max_model_len: int,
     max_num_seqs: int,
-    dtype: Stored,
+    dtype: CacheDtype,
     profile_kv_cache_budget: Callable[[], KvCacheBudget],
 ) -> int:
     """Number of blocks of the KV cache, the null block included, by the planner's rule.
@@ -149,7 +149,7 @@ def check_fits_memory(num_bytes: int, device: torch.device) -> None:
 
 
 def choose_num_host_blocks(
-    config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: Stored
+    config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: CacheDtype
 ) -> int:
     """Number of blocks of the swap space; `layouts` as for `choose_num_blocks`.
 
@@ -188,7 +188,7 @@ class KvCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        dtype: Stored,
+        dtype: CacheDtype,
         num_host_blocks: int = 0,
         states: StateCache | None = None,
     ) -> None:

@@ -20,7 +20,7 @@ from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run
 from ..config.compatibility import refuse
 from ..config.config import SpeculationConfig
-from ..kernels.attention.paged_tensor import Stored
+from ..kernels.attention.paged_tensor import CacheDtype
 from ..model.adapter.open import CausalModel, open_model
 from ..model.decoder.decoder import Decoder
 from ..model.layers.spec import LoadingOptions
@@ -190,7 +190,7 @@ def open_proposer(
     block_size: int,
     device: torch.device,
     dtype: torch.dtype,
-    kv_dtype: Stored,
+    kv_dtype: CacheDtype,
     num_host_blocks: int = 0,
 ) -> Proposer | None:
     """The proposer, with a KV cache addressed by the target's block ids where it needs one."""

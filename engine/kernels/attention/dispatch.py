@@ -30,8 +30,8 @@ from .paged_attention import AttentionCall, AttentionKernel, attend_sdpa, attent
 from .paged_tensor import (
     LARGEST_CODE,
     ONLY_LIBRARIES,
+    CacheDtype,
     PagedTensor,
-    Stored,
     WithoutScales,
     quantize,
 )
@@ -200,7 +200,7 @@ class AttentionKernelQuery:
     key_dim: int
     value_dim: int
     mask: Mask = "causal"
-    stored: Stored | None = None
+    stored: CacheDtype | None = None
 
     def __str__(self) -> str:
         same = self.key_dim == self.value_dim
@@ -418,7 +418,7 @@ def attention_kernels(
     dtype: torch.dtype,
     key_dim: int,
     value_dim: int,
-    stored: Stored | None = None,
+    stored: CacheDtype | None = None,
 ) -> AttentionKernels:
     """The kernels for a decoder's heads; keys and values are `stored` in that dtype, or in the queries'."""
 

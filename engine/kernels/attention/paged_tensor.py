@@ -43,7 +43,7 @@ class WithoutScales:
 
 
 E4M3_ALONE = WithoutScales(torch.float8_e4m3fn)
-Stored = torch.dtype | WithoutScales
+CacheDtype = torch.dtype | WithoutScales
 """How elements are stored: those of `LARGEST_CODE` with a scale for each vector."""
 ONLY_LIBRARIES = (torch.float8_e5m2, E4M3_ALONE)
 """Stored without scales in 8 bits, for GPUs alone."""
@@ -72,7 +72,7 @@ class PagedTensor:
         num_heads: int,
         dim: int,
         device: torch.device,
-        dtype: Stored,
+        dtype: CacheDtype,
     ) -> Self:
         """Uninitialised blocks: a CPU commits their pages as they are first written."""
         shape = (num_blocks, block_size, num_heads)
@@ -95,7 +95,7 @@ class PagedTensor:
         return (codes,) if self.scales is None else (codes, self.scales)
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> CacheDtype:
         """How the elements are stored."""
         dtype = self.codes.dtype
         return WithoutScales(dtype) if self.scales is None and dtype in LARGEST_CODE else dtype
@@ -190,7 +190,7 @@ def quantize_static(
     return codes.to(dtype), static.expand(x.shape[:-1]).contiguous()
 
 
-def vector_bytes(dim: int, dtype: Stored) -> int:
+def vector_bytes(dim: int, dtype: CacheDtype) -> int:
     """Bytes of one vector of `dim` elements, its scale included."""
     return dim * dtype.itemsize + (SCALE_BYTES if dtype in LARGEST_CODE else 0)
 

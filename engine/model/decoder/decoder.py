@@ -20,7 +20,7 @@ from ...kernels.attention.dispatch import (
     reads_in_place,
     takes_static_metadata,
 )
-from ...kernels.attention.paged_tensor import Stored
+from ...kernels.attention.paged_tensor import CacheDtype
 from ...kernels.elementwise.dispatch import ROPE_AND_CACHE, RowKernelQuery
 from ...kernels.elementwise.reference import RopeAndCacheKernel, Rows
 from ...scheduling.block_pool import Window
@@ -226,7 +226,7 @@ class Decoder:
         max_model_len: int,
         dtype: torch.dtype,
         adapters: AdapterBank | None = None,
-        cache_dtype: Stored | None = None,
+        cache_dtype: CacheDtype | None = None,
     ) -> None:
         self.spec = spec
         self.weights = weights

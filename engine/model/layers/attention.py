@@ -11,7 +11,7 @@ import torch
 from ....quant.families.spec_parts import Temperature
 from ...kernels.attention.batch import AttentionBatch, AttentionRule
 from ...kernels.attention.paged_attention import AttentionKernel, ScoredSpan, add_key_scores
-from ...kernels.attention.paged_tensor import PagedTensor, Stored
+from ...kernels.attention.paged_tensor import CacheDtype, PagedTensor
 from ...kernels.elementwise.dispatch import LATENT, RowKernelQuery
 from ...kernels.elementwise.reference import (
     ActivationQuant,
@@ -57,7 +57,7 @@ class LayerCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        dtype: Stored,
+        dtype: CacheDtype,
         index: int = 0,
     ) -> LayerCache:
         """An uninitialised cache with elements of `dtype`."""

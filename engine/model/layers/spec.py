@@ -23,7 +23,7 @@ from ....quant.families.spec_parts import (
     Temperature,
 )
 from ...config.compatibility import refuse
-from ...kernels.attention.paged_tensor import Stored
+from ...kernels.attention.paged_tensor import CacheDtype
 from ...scheduling.block_pool import Window
 
 
@@ -46,7 +46,7 @@ class LoadingOptions:
     loras: Mapping[str, Path] = field(default_factory=dict)
     max_loras: int | None = None
     stream: Window | None = None
-    cache_dtype: Stored | None = None
+    cache_dtype: CacheDtype | None = None
 
     @property
     def takes_adapters(self) -> bool:

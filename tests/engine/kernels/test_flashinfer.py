@@ -16,7 +16,7 @@ from llmopt.engine.kernels.attention import dispatch, flashinfer_plans, library_
 from llmopt.engine.kernels.attention.batch import AttentionRule
 from llmopt.engine.kernels.attention.flashinfer_plans import Shape
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
-from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, PagedTensor, Stored
+from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, CacheDtype, PagedTensor
 from llmopt.engine.kernels.common.devices import VARIABLE, Backend
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
 
@@ -103,7 +103,9 @@ def test_a_cache_without_scales_is_read_as_it_is(
 @pytest.mark.parametrize(
     "stored", [torch.float8_e5m2, E4M3_ALONE, torch.float8_e4m3fn, torch.bfloat16]
 )
-def test_who_reads_which_cache(stored: Stored, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_reads_which_cache(
+    stored: CacheDtype, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for refuses in ("refuses_flash_attention", "refuses_flashinfer", "refuses_rows"):
         monkeypatch.setattr(dispatch, refuses, lambda *_: None)
     query = dispatch.AttentionKernelQuery("cuda", torch.bfloat16, 128, 128, stored=stored)

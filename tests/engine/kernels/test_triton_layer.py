@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, PagedTensor, Stored
+from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, CacheDtype, PagedTensor
 from llmopt.engine.kernels.elementwise.dispatch import (
     GATE,
     GELU_GATE,
@@ -123,7 +123,7 @@ def same_rows(got: QuantizedActivations, expected: QuantizedActivations) -> None
     assert torch.equal(got.scales, expected.scales)
 
 
-ROPE_CASES: list[tuple[dict[str, Any], Stored]] = [
+ROPE_CASES: list[tuple[dict[str, Any], CacheDtype]] = [
     ({}, torch.float32),
     ({"normed": True}, torch.float32),
     ({"normed": True, "width": 16}, torch.bfloat16),
@@ -138,7 +138,7 @@ ROPE_CASES: list[tuple[dict[str, Any], Stored]] = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "stored"), ROPE_CASES)
-def test_rope_and_cache(shape: dict[str, Any], stored: Stored, dtype: torch.dtype) -> None:
+def test_rope_and_cache(shape: dict[str, Any], stored: CacheDtype, dtype: torch.dtype) -> None:
     from llmopt.engine.kernels.elementwise.triton_cache_write import TritonRopeAndCache
 
     given = {"heads": 4, "kv_heads": 2, "dim": 32, "width": None, "normed": False, **shape}
@@ -166,7 +166,11 @@ def test_rope_and_cache(shape: dict[str, Any], stored: Stored, dtype: torch.dtyp
         results.append([queries, *(cache.read(blocks, torch.float32) for cache in caches)])
     # torch rounds between its operations, so the last bit differs, and with it an 8-bit cache code.
     ulp = 1e-5 if dtype is torch.float32 else 3e-2
-    steps: dict[Stored, float] = {torch.int8: 0.05, torch.float8_e5m2: 0.6, torch.bfloat16: 1e-2}
+    steps: dict[CacheDtype, float] = {
+        torch.int8: 0.05,
+        torch.float8_e5m2: 0.6,
+        torch.bfloat16: 1e-2,
+    }
     steps |= dict.fromkeys((torch.float8_e4m3fn, E4M3_ALONE), 0.3)
     step = steps.get(stored, 1e-5)
     for expected, got, bound in zip(*results, (ulp, ulp + step, step), strict=True):

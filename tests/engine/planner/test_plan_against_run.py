@@ -15,6 +15,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
+from llmopt.engine.kernels.attention.paged_tensor import CacheDtype
 from llmopt.engine.planner.cache_size import CacheRequest, KvCacheBudget, num_blocks_for, size_cache
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.plan_json import plan_as_dict, read_plan
@@ -22,7 +23,7 @@ from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.quant.base.errors import BadInput
 
-DTYPES = {
+DTYPES: dict[CacheDtype, str] = {
     torch.bfloat16: "bf16",
     torch.float32: "float32",
     torch.float8_e4m3fn: "fp8_per_token_head",
