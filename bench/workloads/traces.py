@@ -126,7 +126,7 @@ def _chosen(
 
 
 def _factor(chosen: Sequence[TraceRow], rule: str, max_model_len: int) -> tuple[float, list[str]]:
-    """What all lengths are multiplied by, at most 1, and notes on what a context makes shorter."""
+    """The factor of all lengths, at most 1, and notes on what a context makes shorter."""
     totals = sorted(row.prompt_len + row.output_len for row in chosen)
     large = totals[math.ceil(SHARE_TO_FIT * len(totals)) - 1]
     factor = min(1.0, max_model_len / large) if rule == "scale" else 1.0
