@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from llmopt.engine.kernels.attention import batch as pa
-from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, PagedTensor, Stored
+from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, CacheDtype, PagedTensor
 from llmopt.engine.kernels.common.devices import gpu_limits
 from llmopt.engine.kernels.elementwise.recurrence import (
     ConvCall,
@@ -57,7 +57,7 @@ def attention(
     heads: int,
     kv_heads: int,
     dims: tuple[int, int],
-    stored: Stored = BF16,
+    stored: CacheDtype = BF16,
     dtype: torch.dtype = BF16,
     **rule: Any,
 ) -> None:
