@@ -61,7 +61,7 @@ def agents(seed: int, sessions: int = 26) -> Workload:
 
 
 def recorded(served: Sequence[Served], path: Path) -> Path:
-    """What `llmopt record` writes of a run."""
+    """Write a run as `llmopt record` does."""
     writer = TraceWriter(path, salt=b"s", keep_text=False)
     for one in sorted(served, key=lambda one: one.end):
         usage = {"prompt_tokens": len(one.prompt), "completion_tokens": one.trace.output_len}

@@ -83,7 +83,7 @@ def test_a_pass_that_is_a_little_off_is_not_taken(tmp_path, monkeypatch):
 
 
 NOT_ITS_OWN = "llmopt.engine.model.adapter.open.model_spec"
-"""What decides for the native decoder, which has these families as well."""
+"""Decides for the native decoder, which has these families as well."""
 
 
 def refuse(_: dict[str, Any]) -> None:

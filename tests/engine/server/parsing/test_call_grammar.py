@@ -195,7 +195,7 @@ def test_reasoning_before_calls_is_free(
 
 
 def test_calls_without_a_marker_are_of_declared_tools() -> None:
-    """What the grammar does not know as the beginning of a call is text to the parser, too."""
+    """Text to the grammar, which knows no call there, is text to the parser, too."""
     for form, text in (
         (LLAMA3_JSON, '{"parameters": {}, "name": "other"}'),
         (LLAMA4_PYTHONIC, "[(other)(a=1)]"),
