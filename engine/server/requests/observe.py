@@ -176,6 +176,8 @@ class ObservingMiddleware:
             await self._app(scope, receive, with_headers)
         finally:
             totals = record.totals()
+            # A timer, cancelled, keeps the request's context until it is due, and that the record.
+            record.stream = None
             seconds = time.perf_counter() - record.began
             if record.reservation is not None:
                 record.reservation.settle(totals.prompt_tokens + totals.completion_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
@@ -18,6 +19,7 @@ from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.request_record import OutputStream
 from llmopt.quant.base.errors import Failure
 
 from ...support.live_server import (
@@ -89,6 +91,23 @@ def test_blocks_are_free_within_one_step_of_the_client_s_leaving(
     stats = server.on_engine(lambda engine: engine.stats)
     assert (stats.kv_blocks_used, stats.num_running) == (0, 0)
     assert stats.num_steps - before <= 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_nothing_keeps_the_outputs_of_a_response_that_has_ended(
+    server: RunningServer, is_stream: bool
+) -> None:
+    """Its deadline's timer, cancelled, stays in the event loop, with the request's context, for minutes."""
+    name = f"kept-{is_stream}"
+    with server.http(headers={"x-request-id": name}) as http:
+        http.post("/v1/completions", json={**LONG, "max_tokens": 2, "stream": is_stream}).read()
+
+    def kept() -> list[OutputStream]:
+        gc.collect()
+        streams = [one for one in gc.get_objects() if isinstance(one, OutputStream)]
+        return [one for one in streams if name in one.jobs[0].request_id]
+
+    eventually(lambda: not kept(), "its stream is kept")
 
 
 def test_it_is_ready_only_when_warm() -> None:
