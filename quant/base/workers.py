@@ -143,25 +143,28 @@ def first_alone(call: Callable[[], Answer]) -> Answer:
 
 def done_by(worker: int, call: Callable[[], Answer]) -> Answer:
     """The answer that one worker finds, or what it raises, in all; the workers meet."""
-    return _opened(given(_tried(call) if rank() == worker else None, worker))
+    return opened(given(tried(call) if rank() == worker else None, worker))
 
 
-class _Tried(NamedTuple):
+class Tried(NamedTuple):
+    """The outcome of a call: its answer, or what it raised."""
+
     answer: Any
     error: Exception | None
 
 
-def _tried(call: Callable[[], Any]) -> _Tried:
+def tried(call: Callable[[], Any]) -> Tried:
     """The outcome of a call for which the others wait."""
     if count() == 1:
-        return _Tried(call(), None)
+        return Tried(call(), None)
     try:
-        return _Tried(call(), None)
+        return Tried(call(), None)
     except Exception as error:
-        return _Tried(None, error)
+        return Tried(None, error)
 
 
-def _opened(tried: _Tried | None) -> Any:
+def opened(tried: Tried | None) -> Any:
+    """The answer of a call; raises what it raised."""
     assert tried is not None
     if tried.error is not None:
         raise tried.error
@@ -217,6 +220,29 @@ def gathered(value: Answer) -> list[Answer]:
     return values
 
 
+def owners_of(costs: Sequence[float]) -> tuple[list[int], list[float]]:
+    """The worker of each task, the dearest first to the least loaded, and the loads of all workers."""
+    owners, loads = [0] * len(costs), [0.0] * count()
+    for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        owners[number] = loads.index(min(loads))
+        loads[owners[number]] += costs[number]
+    return owners, loads
+
+
+def owners_in_gaps(costs: Sequence[float], spare: Sequence[float]) -> list[int | None]:
+    """The worker that does each further task of such costs while the busiest is at its own tasks; None: no
+    worker has time for it."""
+    loads = owners_of(costs)[1]
+    most = max(loads)
+    owners: list[int | None] = [None] * len(spare)
+    for number in sorted(range(len(spare)), key=lambda number: (-spare[number], number)):
+        owner = loads.index(min(loads))
+        if loads[owner] + spare[number] <= most:
+            owners[number] = owner
+            loads[owner] += spare[number]
+    return owners
+
+
 def shared_out(
     tasks: Sequence[Task], costs: Sequence[float], run: Callable[[Task], Answer]
 ) -> list[Answer]:
@@ -228,17 +254,14 @@ def shared_out(
     """
     if count() == 1:
         return [run(task) for task in tasks]
-    owners, loads = [0] * len(tasks), [0.0] * count()
-    for number in sorted(range(len(tasks)), key=lambda number: (-costs[number], number)):
-        owners[number] = loads.index(min(loads))
-        loads[owners[number]] += costs[number]
+    owners, _ = owners_of(costs)
     found = {
-        number: _tried(partial(run, task))
+        number: tried(partial(run, task))
         for number, task in enumerate(tasks)
         if owners[number] == rank()
     }
     given_by = enumerate(owners)
-    return [_opened(given(found.pop(number, None), owner)) for number, owner in given_by]
+    return [opened(given(found.pop(number, None), owner)) for number, owner in given_by]
 
 
 def launch(number: int, module: str, words: Sequence[str]) -> int:

@@ -24,7 +24,8 @@ Batch = TypeVar("Batch")
 
 _GRAM_ROWS = 512  # rows of the symmetric matrix per GEMM, without the mirrored half
 _ERROR_COLUMNS, _ERROR_ROWS = 256, 1024  # keeps a GEMM's operands in the cache
-_REPORTED_ROWS = 512
+REPORTED_ROWS = 512
+"""Output channels, evenly spaced, on which errors are reported."""
 
 
 class InputStatistics:
@@ -123,7 +124,7 @@ class InputStatistics:
 
         On wide layers the exact errors would cost more than the quantization itself.
         """
-        rows = slice(None, None, -(-weight.shape[0] // _REPORTED_ROWS))
+        rows = slice(None, None, -(-weight.shape[0] // REPORTED_ROWS))
         energy = float(self.row_errors(weight[rows]).sum())
         deltas = (weight[rows] - other[rows] for other in effective)
         return [relative(float(self.row_errors(delta).sum()), energy) for delta in deltas]

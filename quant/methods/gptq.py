@@ -8,8 +8,10 @@ of the linears, their statistics, and the fallback to RTN.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +22,7 @@ from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
-from .base import LayerProblem, LayerResult, ModuleReport, solving
+from .base import REPORTED_ROWS, LayerProblem, LayerResult, ModuleReport, solving
 from .error_feedback import Feedback, asymmetric_shift, feedback, rounding_order, solve
 from .rounding import (
     WORSE_EXPERT,
@@ -29,6 +31,7 @@ from .rounding import (
     own_gram,
     round_plain,
     round_weight,
+    router_of,
     routers_of,
     too_few,
     worse_expert,
@@ -56,6 +59,7 @@ def quantize_stages(problem: LayerProblem, work: StageWork) -> LayerResult:
             work.quantize_all(stage)
     else:
         work.quantize_all([linears for stage in stages for linears in stage])
+    work.report_all()
     names = list(problem.weights)
     return LayerResult(
         {name: work.codes[name] for name in names}, {}, [work.reports[name] for name in names]
@@ -80,17 +84,30 @@ def execution_stages(family: LayerMap, linears: Collection[str]) -> list[list[tu
     return list(stages.values())
 
 
+class _Measurement(NamedTuple):
+    """Errors of a linear that are to be measured, on calibration or on held-out inputs."""
+
+    linear: str
+    held_out: bool
+
+
 class StageWork:
     """State of a layer during quantization.
 
+    Several workers measure the errors of what is solved where they would wait for each other.
+
     Attributes:
         codes, reports: of the finished linears.
+        damps: damping of those that are solved and not yet reported.
     """
 
     def __init__(self, problem: LayerProblem):
         self.problem = problem
         self.codes: dict[str, QuantizedTensor] = {}
         self.reports: dict[str, ModuleReport] = {}
+        self.damps: dict[str, float] = {}
+        self._waiting: list[_Measurement] = []
+        self._errors: dict[_Measurement, workers.Tried] = {}
 
     def measure(self, linears: set[str]) -> None:
         """Measure the inputs of these linears behind the finished ones."""
@@ -111,6 +128,7 @@ class StageWork:
         if workers.count() > 1:
             costs = [self._cost(linears) for linears in groups]
             device = self.problem.weights[groups[0][0]].device
+            self._measure_errors(workers.owners_in_gaps(costs, self._costs_of_waiting()))
             parts = workers.shared_out(groups, costs, lambda each: self._apart(each, device))
         elif len(devices) < 2 or len(groups) < 2:
             for linears in groups:
@@ -119,9 +137,56 @@ class StageWork:
             return
         else:
             device, parts = devices[0], spread(groups, devices, self._apart)
-        for found, reports in parts:
+        for found, reports, damps in parts:
             self.codes |= {name: codes.to(device) for name, codes in found.items()}
             self.reports |= reports
+            self.damps |= damps
+            for name in damps:
+                sets = (False, True) if name in self.problem.held_out else (False,)
+                self._waiting += [_Measurement(name, each) for each in sets]
+
+    def _costs_of_waiting(self) -> list[float]:
+        """Operations of each measurement that waits, in the unit of `_cost`."""
+        shapes = [self.problem.weights[each.linear].shape for each in self._waiting]
+        return [float(columns**2 * min(rows, REPORTED_ROWS)) for rows, columns in shapes]
+
+    def _measure_errors(self, owners: Sequence[int | None]) -> None:
+        """Make this worker's of the measurements that wait; those without an owner wait on."""
+        waiting, self._waiting = self._waiting, []
+        for each, owner in zip(waiting, owners, strict=True):
+            if owner is None:
+                self._waiting.append(each)
+            elif owner == workers.rank():
+                self._errors[each] = workers.tried(partial(self._measured, each))
+
+    def _measured(self, each: _Measurement) -> list[float]:
+        """Relative errors of the codes of a linear, and of its weight rounded plainly."""
+        problem, name = self.problem, each.linear
+        with solving(problem, [name]):
+            weight, record = problem.weights[name], problem.statistics[name]
+            both = self.codes[name].dequantize(), round_plain(problem, name, weight).dequantize()
+            record = problem.held_out[name] if each.held_out else record
+            return record.sampled_errors(weight, *both)
+
+    def report_all(self) -> None:
+        """Report what is solved and not yet reported; the workers meet if there is any."""
+        if not self.damps:
+            return
+        self._measure_errors(workers.owners_of(self._costs_of_waiting())[0])
+        every: dict[_Measurement, workers.Tried] = {}
+        for found in workers.gathered(self._errors):
+            every |= found
+        for name, damp in self.damps.items():
+            unseen = [None, None]
+            if name in self.problem.held_out:
+                unseen = workers.opened(every[_Measurement(name, held_out=True)])
+            self.reports[name] = ModuleReport(
+                f"{self.problem.prefix}.{name}",
+                *workers.opened(every[_Measurement(name, held_out=False)]),
+                *unseen,
+                num_tokens=self.problem.statistics[name].num_tokens,
+                damp=damp,
+            )
 
     def _cost(self, linears: tuple[str, ...]) -> float:
         """Operations of a factorisation and of the feedback, up to a factor."""
@@ -130,12 +195,12 @@ class StageWork:
 
     def _apart(
         self, linears: tuple[str, ...], device: torch.device
-    ) -> tuple[dict[str, QuantizedTensor], dict[str, ModuleReport]]:
-        """Codes and reports of one group, solved on a device."""
+    ) -> tuple[dict[str, QuantizedTensor], dict[str, ModuleReport], dict[str, float]]:
+        """Codes, reports and dampings of one group, solved on a device."""
         work = type(self)(self.problem.part(linears, device))
         with solving(work.problem, linears):
             work.quantize(linears)
-        return work.codes, work.reports
+        return work.codes, work.reports, work.damps
 
     def quantize(self, linears: tuple[str, ...]) -> None:
         """Quantize linears that share their input, with one Cholesky factorisation."""
@@ -201,15 +266,18 @@ class StageWork:
             whole = _permuted(whole, factor.channels.flip(0))
         first = 0
         for name, weight in zip(names, weights, strict=True):
-            plain = round_plain(problem, name, weight)
             codes = whole.rows(slice(first, first + weight.shape[0])) if len(names) > 1 else whole
+            first += weight.shape[0]
+            if workers.count() > 1 and router_of(problem, name) is None:
+                self.codes[name], self.damps[name] = codes, factor.damp
+                continue
+            plain = round_plain(problem, name, weight)
             rounded = plain.dequantize()
             report = problem.report(name, codes.dequantize(), rounded, damp=factor.damp)
             if worse_expert(problem, name, report):
                 codes = plain
                 report = problem.report(name, rounded, rounded, fallback=WORSE_EXPERT)
             self.codes[name], self.reports[name] = codes, report
-            first += weight.shape[0]
 
     def _round(self, names: Collection[str], reason: str, *, weighted: bool = False) -> None:
         """Round to nearest; `weighted`: in ranges of least weighted error, as the statistics are usable."""
