@@ -188,7 +188,9 @@ def decide(asked: Record, searched: Record, measured: Sequence[Record]) -> dict[
         by_bytes or rest, key=lambda one: (one["keeps"] is False, one["excess"]), default=None
     )
     closest = near["id"] if near and not best else None
-    code = FOUND if best else UNSURE if any(one["keeps"] is None for one in finalists) else NOTHING
+    unmade = None if best else _unmade(front)
+    is_unsure = unmade is not None or any(one["keeps"] is None for one in finalists)
+    code = FOUND if best else UNSURE if is_unsure else NOTHING
     smaller, better = _neighbours(by_bytes, near)
     return {
         "lanes": searched["lanes"],
@@ -200,8 +202,23 @@ def decide(asked: Record, searched: Record, measured: Sequence[Record]) -> dict[
         "next_better": better,
         "closest": closest,
         "exit_code": code,
-        "sentence": _sentence(asked, points, near, code),
+        "sentence": _sentence(asked, points, near, unmade, code),
     }
+
+
+def _unmade(front: Sequence[Record]) -> Record | None:
+    """The fewest bytes that were not made, may keep the promises and are expected to lose less than every
+    finalist, or None: few finalists may all be too small."""
+    made = [
+        one["expected_kl"] for one in front if one["finalist"] and one["expected_kl"] is not None
+    ]
+    least = min(made, default=0.0)
+    left = (one for one in front if not one["finalist"] and one["keeps"] is not False)
+    return min(
+        (one for one in left if one["expected_kl"] < least),
+        key=lambda one: one["bytes"],
+        default=None,
+    )
 
 
 def _without_excess(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -272,11 +289,16 @@ def _beaten(found: Record, best: Record | None) -> str:
     return f"keeps the promises, with {larger:+.1%} bytes and {worse:.2f} times the KL"
 
 
-def _sentence(asked: Record, points: Mapping[str, Record], near: Record | None, code: int) -> str:
+def _sentence(
+    asked: Record,
+    points: Mapping[str, Record],
+    near: Record | None,
+    unmade: Record | None,
+    code: int,
+) -> str:
     if near is None:
         return "There is no point to choose."
-    point, breaks = points[near["id"]], "; ".join(near["breaks"])
-    what = f"{near['id']} ({point['bits_per_weight']:.2f} bits per weight, {format_gib(near['bytes'])})"
+    breaks, what = "; ".join(near["breaks"]), _named(near, points)
     if "kl" not in near:
         said = f"it breaks {breaks}" if breaks else "nothing was measured"
         return f"No finalist was made; {what} is expected to come closest: {said}."
@@ -289,6 +311,18 @@ def _sentence(asked: Record, points: Mapping[str, Record], near: Record | None, 
             else "the fewest bytes that keep them"
         )
         return f"{what} keeps the promises: {held}, {of} among the finalists."
+    if code == UNSURE and near["keeps"] is False and unmade is not None:
+        expected = f"expected KL {unmade['expected_kl']:.3g}"
+        return (
+            f"Unsure: {_named(unmade, points)} may keep the promises and was not made ({expected}): give "
+            f"more --finalists; {what} comes closest: {breaks}."
+        )
     if code == UNSURE:
         return f"Unsure: {what} may keep the promises: {breaks}."
     return f"Nothing keeps the promises; {what} comes closest: {breaks}."
+
+
+def _named(one: Record, points: Mapping[str, Record]) -> str:
+    """A point with its bits and bytes."""
+    bits = points[one["id"]]["bits_per_weight"]
+    return f"{one['id']} ({bits:.2f} bits per weight, {format_gib(one['bytes'])})"

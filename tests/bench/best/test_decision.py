@@ -99,6 +99,18 @@ def test_nothing_and_unsure_name_the_closest(
     assert closest in found["sentence"]
 
 
+def test_a_point_that_was_not_made_and_may_keep_the_promises_is_named() -> None:
+    measured = [finalist("p100", 100, 0.5, "regression"), finalist("p300", 300, 0.06, "regression")]
+    found = decide(asked(), searched(), measured)
+    assert (found["recommended"], found["exit_code"], found["closest"]) == (None, 3, "p300")
+    assert found["sentence"].startswith("Unsure: p400 ")
+    # Within a size that it exceeds it is no answer, and one with more KL than a finalist is none.
+    assert decide(asked(size_bytes=350), searched(), measured)["exit_code"] == 1
+    assert (
+        decide(asked(), searched(), [*measured, MEASURED[2] | {"sound": False}])["exit_code"] == 1
+    )
+
+
 def test_without_a_finalist_the_closest_is_expected() -> None:
     fronts = searched()
     for one, tpot in zip(fronts["front"], (30.0, 22.0, 40.0, 50.0), strict=True):
