@@ -20,6 +20,7 @@ from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.calibration import load_calibration
 from llmopt.quant.stream.sources import STORIES
 
+from tests.support import greedy_mixes
 from tools.quality import mixes, real
 from tools.quality.cells import Cell, cells
 from tools.quality.dequantized import dequantize_checkpoint
@@ -229,3 +230,15 @@ def test_the_tables_of_a_gguf_file_count_where_they_are_wanted(tmp_path: Path) -
 def test_the_names_of_the_mixes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert mixes.main(["--list"]) == 0
     assert "autoround autoround int asym 3.5 bits" in capsys.readouterr().out.splitlines()
+
+
+def test_greedy_mixes_stand_beside_ours_of_their_bytes() -> None:
+    scores = {"kl_nats": 0.2, "kl_interval": [0.1, 0.3], "bits_per_weight": 3.3, "file_bytes": 100}
+    mixes = [
+        scores | {"method": "auto", "grid": grid, "bits": bits, "file_bytes": size}
+        for grid, bits, size in (("int", 3, 100), ("gguf", 3.5, 110), ("int", 4.25, 120))
+    ]
+    rows = [scores | {"kl_nats": 0.4, "target_bytes": size} for size in (100, 110, 120)]
+    assert greedy_mixes.markdown({"rows": rows}, {"rows": mixes}).splitlines()[2:] == [
+        "| 3.30 | 100 | 0.4 (0.1 to 0.3) | 100 | 0.2 (0.1 to 0.3) | 0.50 |"
+    ]
