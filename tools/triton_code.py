@@ -33,6 +33,7 @@ CONSTANTS = (
 
 
 _MATRIX = re.compile(r"\b([HQI]G?MMA|UTC\w*MMA)\b")
+_LOCAL = re.compile(r"\b(?:LDL|STL)\b")
 INSTRUCTION = r"^\s+/\*([0-9a-f]{4,5})\*/"
 
 
@@ -70,7 +71,7 @@ class Compiled:
         variant: the values of `CONSTANTS` that it has.
         grid: programs of the launch.
         stack: bytes of local memory a thread, which registers spill to.
-        spills: loads and stores of local memory in the machine code.
+        spills: loads and stores of local memory in the machine code; `loop_spills` those in its loops.
         shared: bytes of shared memory a program.
         tensor_memory: columns of tensor memory a program (compute capability 10.0).
         matrix: the matrix instructions in its machine code.
@@ -88,6 +89,7 @@ class Compiled:
     registers: int = 0
     stack: int = 0
     spills: int = 0
+    loop_spills: int = 0
     shared: int = 0
     tensor_memory: int = 0
     matrix: tuple[str, ...] = ()
@@ -210,7 +212,8 @@ def _read(kernel: Any, variant: dict[str, Any], grid: tuple[int, ...]) -> Compil
         warps=kernel.metadata.num_warps,
         registers=registers,
         stack=stack,
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        spills=len(_LOCAL.findall(code)),
+        loop_spills=sum(bool(_LOCAL.search(line)) for loop in loops for line in loop),
         shared=kernel.metadata.shared,
         tensor_memory=kernel.metadata.tmem_size or 0,
         matrix=tuple(sorted(set(_MATRIX.findall(code)))),

@@ -181,6 +181,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, 8 heads of 256 on 1, soft cap": lambda: attention(8, 1, (256, 256), softcap=50.0),
     "attention, 32 heads of 96": lambda: attention(32, 32, (96, 96)),
     "attention, 16 heads on a latent of 576": lambda: attention(16, 1, (576, 512)),
+    "attention, 128 heads on a latent of 576": lambda: attention(128, 1, (576, 512)),
     "  of an fp8 latent": lambda: attention(16, 1, (576, 512), E4M3),
     "  of an int8 latent": lambda: attention(16, 1, (576, 512), torch.int8),
     "between the linears": rows,

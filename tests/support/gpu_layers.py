@@ -132,12 +132,13 @@ def measure(name: str) -> dict[str, Any]:
     """Numbers of one model: launches and µs of a layer, whether the step is replayed, bytes spilled."""
     model = MODELS[name]
     one, two = (_step(model, repeats, eager=True)[0] for repeats in (1, 2))
-    micros, spilled = _compiled(model)
+    micros, spilled, in_loops = _compiled(model)
     return {
         "launches": (two - one) / model.period,
         "captured": _step(model, 1, eager=False)[1],
         "micros": micros,
         "spilled": spilled,
+        "in loops": in_loops,
     }
 
 
@@ -152,8 +153,8 @@ def _step(model: Layers, repeats: int, *, eager: bool) -> tuple[int, bool]:
     return sum(kind in ("kernel", "triton") for kind in kinds), "replay" in kinds
 
 
-def _compiled(model: Layers) -> tuple[float, int]:
-    """Microseconds of a layer in real widths, and the most bytes that a kernel of it spills."""
+def _compiled(model: Layers) -> tuple[float, int, int]:
+    """Microseconds of a layer in real widths, and the most that a kernel of it spills: bytes, accesses in loops."""
     tool: Any = _todays("tools.triton_code")
     real = _decoding(model.config, model.fields(model.real, 1), enforce_eager=True)
     with real as (engine, _), _idle_products(), tool.compiling(CAPABILITY, every=True) as kernels:
@@ -163,7 +164,10 @@ def _compiled(model: Layers) -> tuple[float, int]:
     failed = [f"{each.name}: {each.error}" for each in kernels if each.error]
     assert not failed, failed
     seconds = sum(each.issue_seconds(each.turns) for each in kernels[in_prefill:])
-    return 1e6 * seconds / model.period, max(each.stack for each in kernels)
+    spilled, in_loops = (
+        max(map(of, kernels)) for of in (lambda k: k.stack, lambda k: k.loop_spills)
+    )
+    return 1e6 * seconds / model.period, spilled, in_loops
 
 
 @contextmanager
@@ -259,10 +263,16 @@ def of_tree(tree: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def table(sides: Sequence[Mapping[str, Any]]) -> str:
     """Markdown of what each side has, from the first to the last."""
-    forms = {"launches": "{:.4g}", "captured": "{}", "micros": "{:.1f}", "spilled": "{}"}
+    forms = {
+        "launches": "{:.4g}",
+        "captured": "{}",
+        "micros": "{:.1f}",
+        "spilled": "{}",
+        "in loops": "{}",
+    }
     lines = [
-        "| model | launches a layer | captured | issue of our kernels, µs a layer | bytes spilled |",
-        "|---|---|---|---|---|",
+        "| model | launches a layer | captured | issue of our kernels, µs a layer | bytes spilled | accesses in loops |",
+        "|---|---|---|---|---|---|",
     ]
     for name in sides[-1]:
         cells = []

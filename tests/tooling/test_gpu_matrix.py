@@ -82,6 +82,16 @@ def test_what_a_decode_kernel_must_not_do(kernel: Compiled, fault: str) -> None:
     assert list(faults(kernel, ARCHITECTURES[89])) == [fault]
 
 
+def test_sums_of_64_rows_of_latents_spill_nothing_in_their_loop() -> None:
+    """They fill the registers: what waits outside of the loop may lie in memory."""
+    variant = DECODE.variant | {"KEY_DIM": 576, "ROWS": 64}
+    full = replace(DECODE, variant=variant, stack=536, spills=230)
+    assert list(faults(full, ARCHITECTURES[89])) == []
+    assert list(faults(replace(full, loop_spills=1), ARCHITECTURES[89])) == ["536 bytes spilled"]
+    few = replace(full, variant=variant | {"ROWS": 16})
+    assert list(faults(few, ARCHITECTURES[89])) == ["536 bytes spilled"]
+
+
 @pytest.mark.parametrize("name", ["_gemm", "_code_gemm"])
 def test_rows_of_a_decode_sized_batch_take_the_same_matrix_instruction(name: str) -> None:
     """Else a token's sums would follow what shares its batch; prefill, and other weights, may differ."""
