@@ -6,14 +6,22 @@ import gc
 import os
 
 import pytest
-import torch
+from llmopt.quant.base.device import cuda_problem, has_nvidia_gpu
 
 from .support.tiers import mark_unswept
 
-if not torch.cuda.is_available():
+GPU_PROBLEM = cuda_problem()
+if GPU_PROBLEM is not None:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 os.fsync = lambda fd: None  # no test cuts the power; those that count durable steps wrap it
+
+
+def pytest_report_header() -> str | None:
+    """Say in a line why a GPU that is there is not tested."""
+    if GPU_PROBLEM is None or not has_nvidia_gpu():
+        return None
+    return f"on the CPU, as its GPU cannot be used: {GPU_PROBLEM}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,6 +23,7 @@ from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
 from llmopt.engine.kernels.moe.experts import LoopedExperts
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.projection import Projection
+from llmopt.quant.base.device import cuda_problem
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
@@ -33,7 +34,7 @@ from ..support.quantized_world import quantized
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+    pytest.mark.skipif(cuda_problem() is not None, reason=f"no GPU: {cuda_problem()}"),
 ]
 BF16 = torch.bfloat16
 

@@ -132,13 +132,12 @@ def measure(name: str) -> dict[str, Any]:
     """Numbers of one model: launches and µs of a layer, whether the step is replayed, bytes spilled."""
     model = MODELS[name]
     one, two = (_step(model, repeats, eager=True)[0] for repeats in (1, 2))
-    micros, spilled, in_loops = _compiled(model)
+    micros, spilled = _compiled(model)
     return {
         "launches": (two - one) / model.period,
         "captured": _step(model, 1, eager=False)[1],
         "micros": micros,
         "spilled": spilled,
-        "in loops": in_loops,
     }
 
 
@@ -153,8 +152,8 @@ def _step(model: Layers, repeats: int, *, eager: bool) -> tuple[int, bool]:
     return sum(kind in ("kernel", "triton") for kind in kinds), "replay" in kinds
 
 
-def _compiled(model: Layers) -> tuple[float, int, int]:
-    """Microseconds of a layer in real widths, and the most that a kernel of it spills: bytes, accesses in loops."""
+def _compiled(model: Layers) -> tuple[float, int]:
+    """Microseconds of a layer in real widths, and the most bytes that a kernel of it spills."""
     tool: Any = _todays("tools.triton_code")
     real = _decoding(model.config, model.fields(model.real, 1), enforce_eager=True)
     with real as (engine, _), _idle_products(), tool.compiling(CAPABILITY, every=True) as kernels:
@@ -164,10 +163,7 @@ def _compiled(model: Layers) -> tuple[float, int, int]:
     failed = [f"{each.name}: {each.error}" for each in kernels if each.error]
     assert not failed, failed
     seconds = sum(each.issue_seconds(each.turns) for each in kernels[in_prefill:])
-    spilled, in_loops = (
-        max(map(of, kernels)) for of in (lambda k: k.stack, lambda k: k.loop_spills)
-    )
-    return 1e6 * seconds / model.period, spilled, in_loops
+    return 1e6 * seconds / model.period, max(each.stack for each in kernels)
 
 
 @contextmanager
@@ -263,16 +259,10 @@ def of_tree(tree: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def table(sides: Sequence[Mapping[str, Any]]) -> str:
     """Markdown of what each side has, from the first to the last."""
-    forms = {
-        "launches": "{:.4g}",
-        "captured": "{}",
-        "micros": "{:.1f}",
-        "spilled": "{}",
-        "in loops": "{}",
-    }
+    forms = {"launches": "{:.4g}", "captured": "{}", "micros": "{:.1f}", "spilled": "{}"}
     lines = [
-        "| model | launches a layer | captured | issue of our kernels, µs a layer | bytes spilled | accesses in loops |",
-        "|---|---|---|---|---|---|",
+        "| model | launches a layer | captured | issue of our kernels, µs a layer | bytes spilled |",
+        "|---|---|---|---|---|",
     ]
     for name in sides[-1]:
         cells = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from llmopt.engine.kernels.common.devices import interpret
+from llmopt.quant.base.device import cuda_problem
 
 pytest.importorskip("triton", reason="Triton is for Linux alone")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if cuda_problem() is None else "cpu"
 if DEVICE == "cpu":
     assert interpret(), "somebody imported Triton before tests/conftest.py"

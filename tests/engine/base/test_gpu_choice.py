@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import subprocess
 import sys
 import time
 import warnings
@@ -29,6 +31,7 @@ from ...support.pretended_cuda.card import Card
 from ...support.pretended_cuda.runtime import pretended_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real CUDA device")
+ROOT = Path(__file__).resolve().parents[3]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
@@ -109,6 +112,32 @@ def test_a_gpu_that_cannot_be_used_is_told_in_one_line(
     with pytest.raises(BadInput) as served:
         choose_device("cuda")
     assert "\n" not in f"{quantized.value}{served.value}" and words in str(quantized.value)
+
+
+OLD_CARD = """
+import os, torch
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+torch.cuda.get_device_capability = lambda *_: (7, 5)
+torch.cuda.get_device_name = lambda *_: "Tesla T4"
+from tests import conftest
+from tests.support.triton_world import DEVICE
+from tests.gpu import test_gpu_kernels
+print(DEVICE, os.environ["TRITON_INTERPRET"], conftest.pytest_report_header())
+print(test_gpu_kernels.pytestmark[1].kwargs["reason"])
+"""
+
+
+@pytest.mark.whole
+def test_tests_run_on_the_cpu_where_the_gpu_cannot_be_used() -> None:
+    """Under `make test` and `make gpu-check`, and a line says why; kernels in Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is for Linux alone")
+    environment = {name: value for name, value in os.environ.items() if "TRITON" not in name}
+    run = [sys.executable, "-c", OLD_CARD]
+    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    problem = "Tesla T4 has compute capability 7.5, and 8.0 is needed"
+    chosen = f"cpu 1 on the CPU, as its GPU cannot be used: {problem}"
+    assert done.stdout.splitlines() == [chosen, f"no GPU: {problem}"]
 
 
 def test_a_machine_without_a_gpu_says_nothing(

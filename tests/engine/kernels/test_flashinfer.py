@@ -25,6 +25,7 @@ from ...support.attention_world import World
 from ...support.flashinfer_stand_in import Log, Replayed, stand_in
 from ...support.model_families import FAMILIES, save_model
 from ...support.pretended_cuda.card import Card
+from ...support.pretended_cuda.runtime import pretended_cuda
 from ...support.pretended_cuda.world import GREEDY, SAMPLED, serve
 from ...support.triton_world import DEVICE
 
@@ -264,6 +265,25 @@ def test_it_serves_without_a_fault(
     assert served.num_tokens == {"0": 5, "1": 5} and bool(served.graphs) is not eager
     # Captured steps of several tokens stay with our kernel.
     assert set(log.runs) == ({"decode", "prefill"} if eager else {"decode"})
+
+
+def test_without_nvcc_it_is_dropped_with_a_line_and_another_serves(
+    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It compiles at its first use, which is its trial."""
+
+    def compile_kernels(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Could not find nvcc and default cuda_home='/usr/local/cuda' is absent")
+
+    for wrapper in (flashinfer_stand_in.BatchDecode, flashinfer_stand_in.BatchPrefill):
+        monkeypatch.setattr(wrapper, "plan", compile_kernels)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    query = dispatch.AttentionKernelQuery("cuda", torch.bfloat16, 64, 64)
+    with pretended_cuda(Card()):
+        chosen = [dispatch.PAGED_ATTENTION.select(query).name for _ in range(2)]
+    assert "flashinfer" not in chosen and not log.runs
+    (line,) = [each.getMessage() for each in caplog.records if "nvcc" in each.getMessage()]
+    assert "flashinfer is dropped: it failed: RuntimeError: Could not find nvcc" in line
 
 
 def parameters(function: Any) -> dict[str, inspect.Parameter]:
