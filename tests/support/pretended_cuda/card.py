@@ -60,6 +60,7 @@ class Card:
     Attributes:
         shared_bytes: shared memory of a program; 0: Hopper's.
         log: what was done, in order.
+        compiles: launches compile what a GPU of this capability would run, into Triton's cache.
         host_bytes: a computation of the host whose result is larger is told.
         captures: graphs that were captured.
         waits: how often the host waited for an event, which is no fault.
@@ -70,6 +71,7 @@ class Card:
     memory_bytes: int = 80 << 30
     shared_bytes: int = 227 << 10
     count: int = 1
+    compiles: bool = False
     host_bytes: float = math.inf
     log: list[Entry] = field(default_factory=list)
     waits: int = 0
