@@ -68,7 +68,8 @@ class Body:
             raise BadInput(f"images are sent with --backend {CHAT} alone, not {self.backend}")
         if item.turns or (item.messages and self.backend == CHAT):
             opened = item.messages[0]
-            marked = Message(opened.role, _MARK_TEXT + opened.content)
+            content = opened.content.removeprefix(self.decode(item.prompt_token_ids[:1]))
+            marked = Message(opened.role, _MARK_TEXT + content)
             messages = _marked(_written(marked, *item.messages[1:]))
             head, tail = self._around(item.output_len)
             turns = tuple(map(self._turn, item.turns))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -213,40 +213,63 @@ def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
 
 
 def _recorded(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
-    """The requests that a server answered; a recorder that was started again wrote another header."""
+    """The requests that a server answered, or that their clients left before; a recorder that was started
+    again wrote another header.
+
+    A prompt whose tokens the server did not count has as many for its bytes as those that it counted.
+    """
+    counted, bulk, uncounted = 0, 0.0, list[TraceRow]()
     for where, row in rows:
-        if RECORDING in row or row.get("status") != 200:
+        is_left = row.get("ended") == "cancelled" and row.get("status") == 0
+        if RECORDING in row or (row.get("status") != 200 and not is_left):
             continue
-        try:
-            arrival, seconds = float(row["arrival"]), float(row["seconds"])
-            gap = max(0.0, float(row.get("gap") or 0.0))
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadInput(f"{where}: wants arrival and seconds, in seconds") from error
-        cancelled = row.get("ended") == "cancelled"
-        output = _count(row, "output_tokens", where)
-        if cancelled:  # it was to generate more than the client waited for
-            output = max(output + 1, int(row.get("max_tokens") or 0))
-        yield TraceRow(
-            arrival,
-            _count(row, "prompt_tokens", where),
-            output,
-            _blocks(row, where),
-            name=str(row.get("id", "")),
-            parent=str(row.get("parent") or ""),
-            extends=bool(row.get("extends")),
-            gap=gap,
-            cancel_seconds=seconds if cancelled else None,
-        )
+        found = _recorded_row(where, row)
+        if row.get("tokens_by") == "estimate":
+            uncounted.append(found)
+        else:
+            counted += found.prompt_len
+            # The last block is half full on average.
+            bulk += max(0.0, len(found.blocks) - 0.5) * BLOCK_IDS
+            yield found
+    ratio = counted / bulk if bulk else 1.0
+    # Token ids are counted exactly, and their ratio is about 1.
+    for found in uncounted:
+        is_exact = abs(ratio - 1) < 0.05
+        prompt_len = found.prompt_len if is_exact else round(found.prompt_len * ratio)
+        yield replace(found, prompt_len=prompt_len)
 
 
-def _blocks(row: dict[str, Any], where: str) -> tuple[int, ...]:
+def _recorded_row(where: str, row: Mapping[str, Any]) -> TraceRow:
+    try:
+        arrival, seconds = float(row["arrival"]), float(row["seconds"])
+        gap = max(0.0, float(row.get("gap") or 0.0))
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{where}: wants arrival and seconds, in seconds") from error
+    cancelled = row.get("ended") == "cancelled"
+    output = _count(row, "output_tokens", where)
+    if cancelled:  # it was to generate more than the client waited for
+        output = max(output + 1, int(row.get("max_tokens") or 0))
+    return TraceRow(
+        arrival,
+        _count(row, "prompt_tokens", where),
+        output,
+        _blocks(row, where),
+        name=str(row.get("id", "")),
+        parent=str(row.get("parent") or ""),
+        extends=bool(row.get("extends")),
+        gap=gap,
+        cancel_seconds=seconds if cancelled else None,
+    )
+
+
+def _blocks(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
     blocks = row.get("hash_ids", [])
     if not isinstance(blocks, list) or not all(type(name) is int and name >= 0 for name in blocks):
         raise BadInput(f'{where}: "hash_ids" wants a list of whole numbers')
     return tuple(blocks)
 
 
-def _count(row: dict[str, Any], key: str, where: str) -> int:
+def _count(row: Mapping[str, Any], key: str, where: str) -> int:
     """A number of tokens."""
     value = row.get(key)
     try:

@@ -218,6 +218,44 @@ def test_a_prompt_that_is_sent_as_text_keeps_its_length(tmp_path: Path) -> None:
         assert length == pytest.approx(len(item.prompt_token_ids), abs=2)
 
 
+def test_conversations_and_single_chats_share_their_prefix(tmp_path: Path) -> None:
+    """Both are sent with the mark of the pass in the place of their first token."""
+    from llmopt.bench.load.address import CHAT
+    from llmopt.bench.load.driver import Body
+    from llmopt.bench.load.exchange import MARK
+    from llmopt.quant.load_processor import load_tokenizer
+    from llmopt.quant.models import resolve_model
+
+    tokenizer = load_tokenizer(resolve_model(None))
+    options = BenchOptions(
+        trace=linked_workload(tmp_path), base_url="http://127.0.0.1:1", backend="openai-chat"
+    )
+    items = build_workload(options, tokenizer, 512).items
+    assert len({bool(item.turns) for item in items}) == 2
+    body = Body("m", CHAT, tokenizer.decode)
+    for item in items:
+        sent = json.loads(body.encode(item).body.replace(MARK, body.mark(item.prompt_token_ids[0])))
+        assert sent["messages"][0]["content"] == tokenizer.decode(item.prompt_token_ids)
+
+
+def test_a_client_that_left_before_its_answer_is_replayed(tmp_path: Path) -> None:
+    """Its prompt has as many tokens as its blocks have in requests that the server counted."""
+    counted = {"id": "a", "hash_ids": [1, 2, 3, 4], "prompt_tokens": 400, "output_tokens": 4}
+    left = {"id": "b", "hash_ids": [1, 2, 3, 4, 5], "prompt_tokens": 140, "output_tokens": 0}
+    left |= {"tokens_by": "estimate", "ended": "cancelled", "status": 0, "max_tokens": 80}
+    refused = {**counted, "id": "c", "status": 400}
+    path = tmp_path / "left.jsonl"
+    rows = [{"llmopt_trace": 1}]
+    rows += [
+        {"status": 200, "arrival": 0.1 * place, "seconds": 0.3, "tokens_by": "usage", **row}
+        for place, row in enumerate((counted, left, refused))
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, second = read_trace("trace", path)
+    assert (first.prompt_len, first.cancel_seconds) == (400, None)
+    assert (second.prompt_len, second.output_len, second.cancel_seconds) == (500, 80, 0.3)
+
+
 def test_options_of_a_trace() -> None:
     with pytest.raises(BadInput, match="is the data set: leave --dataset away"):
         build_workload(BenchOptions(dataset="random", trace=Path("t.jsonl")), IDS, 512)
