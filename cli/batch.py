@@ -91,11 +91,11 @@ def _run(
     answers: AnswerJournal,
 ) -> int:
     """Load the model and answer what is left; returns the tokens of it."""
-    from ..engine.server.launch import bound_kernel_caches
+    from ..engine.server.launch import bound_memory
     from .output.console import TerminalProgress, say
 
     say(f"loading {config.model} ...")
-    bound_kernel_caches()
+    bound_memory()
     from ..engine.engine import Engine
     from ..engine.server.app import create_app
     from ..engine.server.batch_run import OPTIONS, BatchRun

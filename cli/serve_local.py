@@ -79,7 +79,7 @@ def _serve(
         answering_while_loading,
         base_url,
         bind,
-        bound_kernel_caches,
+        bound_memory,
     )
     from ..engine.server.requests.observe import configure_logging
 
@@ -89,7 +89,7 @@ def _serve(
     configure_logging(options.log_format)
     warn_if_open(options, serving.host)
     _tell(options, "loading", f"loading {folder} ({described}) ...", model=str(folder))
-    bound_kernel_caches()
+    bound_memory()
     with answering_while_loading(listener, options.tls):
         from ..engine.engine import Engine
         from ..engine.server.app import create_app, describe_template

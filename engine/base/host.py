@@ -224,6 +224,20 @@ def available_memory_bytes(root: Path = SYSFS) -> int:
     return free if left is None else min(free, left)
 
 
+_M_ARENA_MAX = -8  # mallopt(3)
+
+
+def use_one_arena() -> None:
+    """Let all threads take memory from one heap of glibc, unless `MALLOC_ARENA_MAX` says how many there are.
+
+    What is free at the end of another arena's heap, up to 64 MiB, `malloc_trim` does not return. Call it
+    before there are threads.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        set_option(_M_ARENA_MAX, 1)
+
+
 def give_back_freed_memory() -> None:
     """Return freed memory from the C allocator to the system (`malloc_trim`), if it can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -27,8 +27,8 @@ _log = logging.getLogger(__name__)
 WHITESPACE = " ?"
 """Whitespace allowed between JSON tokens. An unbounded pattern would let a model emit whitespace forever."""
 
-REMEMBERED_CHARACTERS = 512 << 10
-"""Characters of the grammars that are remembered compiled, but for the last: 190 kB take 9 MiB."""
+REMEMBERED_CHARACTERS = 256 << 10
+"""Characters of the grammars that are remembered compiled, but for the last: 190 kB take 8 MiB."""
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
 MAX_SUBSCHEMAS = 200

@@ -29,6 +29,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ...quant.base.errors import BadInput, Failure
+from ..base.host import use_one_arena
 from .protocol.errors import error_body
 from .protocol.server_options import ServerOptions, TlsOptions
 from .requests.loop import EngineLoop
@@ -227,14 +228,16 @@ KERNEL_CACHE_CAPACITY = 128
 """Capacity of oneDNN's and torch's primitive caches: one compiled kernel per GEMM shape."""
 
 
-def bound_kernel_caches() -> None:
-    """Bound oneDNN's primitive caches on a CPU server; must be called before torch is imported.
+def bound_memory() -> None:
+    """Bound what a server keeps: oneDNN's primitive caches on a CPU, and the heaps of the C allocator.
 
-    Batch sizes vary from step to step, and each new GEMM shape compiles a kernel of about half a MiB. By
-    default oneDNN and torch each cache a thousand of them.
+    Must be called before torch is imported and threads are started. Batch sizes vary from step to step, and
+    each new GEMM shape compiles a kernel of about half a MiB. By default oneDNN and torch each cache a
+    thousand of them.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNEL_CACHE_CAPACITY))
+    use_one_arena()
 
 
 def bind(host: str, port: int) -> socket.socket:

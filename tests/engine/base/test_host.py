@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,3 +83,35 @@ def test_without_a_limit_free_memory_is_the_machines(tmp_path: Path, files: dict
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     assert available_memory_bytes(tmp_path) > 2**28
+
+
+FREED_BY_A_THREAD = """
+import re, threading
+from pathlib import Path
+from llmopt.engine.base.host import give_back_freed_memory, use_one_arena
+
+def resident():
+    return int(re.search(r"VmRSS:\\s*(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
+use_one_arena()
+bytes(24 << 20)  # glibc keeps twice as much free as the largest block that it gave back
+before = resident()
+thread = threading.Thread(target=lambda: [b'x' * 50_000 for _ in range(800)])
+thread.start()
+thread.join()
+give_back_freed_memory()
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+@pytest.mark.parametrize(("arenas", "least", "most"), [(None, -5, 10), ("8", 30, 50)])
+def test_memory_that_a_thread_freed_goes_back(
+    monkeypatch: pytest.MonkeyPatch, arenas: str | None, least: int, most: int
+) -> None:
+    """MiB that stay; with a number of arenas that the user has set, those of the thread's own."""
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if arenas is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
+    kept = int(subprocess.check_output([sys.executable, "-c", FREED_BY_A_THREAD]))
+    assert least <= kept <= most
