@@ -183,7 +183,7 @@ def test_models_are_listed_and_shown(served: RunningServer) -> None:
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert shown["model_info"]["llama.context_length"] == served.engine.max_model_len
     assert shown["template"] == TEMPLATE
-    assert [part.isdecimal() for part in version.split(".")] == [True] * 3
+    assert tuple(map(int, version.split("."))) >= (0, 13, 4)  # which `codex --oss` asks for
 
 
 def test_a_request_without_a_prompt_finds_the_model_loaded(served: RunningServer) -> None:

@@ -158,6 +158,32 @@ def test_other_streams_are_not_disturbed_by_one_that_is_closed(server: RunningSe
     assert answers == [alone]
 
 
+def test_a_long_prompt_is_computed_in_parts_beside_a_stream() -> None:
+    """A block a step, where no step may take longer; without a stream beside it all at once."""
+    options = ServerOptions(max_step_seconds=1e-9)
+    prompt = {"prompt": [300 + number % 90 for number in range(200)], "max_tokens": 1}
+    engine, chunks = make_engine("stories260K", block_size=16), []
+    schedule = engine.scheduler.schedule
+
+    def noted(*arguments: Any) -> StepPlan:
+        plan = schedule(*arguments)
+        chunks.append(max((row.num_tokens for row in plan.rows), default=0))
+        return plan
+
+    with running(engine, options=options) as server, server.http() as http:
+        engine.scheduler.schedule = noted  # type: ignore[method-assign]
+        http.post("/v1/completions", json=prompt).raise_for_status()
+        assert max(chunks) == 200
+        chunks.clear()
+        engine.reset_prefix_cache()
+        long = {**LONG, "n": 1, "stream": True}
+        with slow_steps(server), http.stream("POST", "/v1/completions", json=long) as response:
+            lines = response.iter_lines()  # which ends the connection when it is forgotten
+            next(lines)
+            http.post("/v1/completions", json=prompt).raise_for_status()
+    assert 1 < max(chunks) <= 16
+
+
 def test_an_idle_engine_takes_no_steps(server: RunningServer) -> None:
     server.wait_until_idle()
     calls = 0

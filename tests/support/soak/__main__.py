@@ -43,7 +43,7 @@ from llmopt.recipes import MODELS
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
-from .attacks import GOOD, HOSTILE, MAX_PROBE_SECONDS, Attacks, Health, headers
+from .attacks import GOOD, HOSTILE, MAX_PROBE_SECONDS, Attacks, Health, by_schema, headers
 from .clients import ADAPTERS, MODEL, SHARED, Soak, judge_stream, judge_whole
 from .faults import Recovery
 
@@ -197,6 +197,7 @@ async def put_under_load(
 ) -> dict[str, Any]:
     recovery = Recovery()
     async with open_session() as session:
+        await in_a_form(session, soak.url)
         reference, files_before = await greedy(session, soak.url), num_open_files(process.pid)
         health, attacks = Health(), Attacks(soak.url, soak.ended, options.seed)
         attacked: list[float] = []
@@ -324,6 +325,13 @@ async def files_at_rest(pid: int, before: int) -> int:
 async def greedy(session: aiohttp.ClientSession, url: str) -> str:
     async with session.post(f"{url}/v1/completions", json=GREEDY) as response:
         return (await response.json())["choices"][0]["text"]
+
+
+async def in_a_form(session: aiohttp.ClientSession, url: str) -> None:
+    """Ask by a small schema: the library that compiles it is loaded for a first one, and no attack is that."""
+    body = by_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        response.raise_for_status()
 
 
 async def wait_until_idle(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
