@@ -5,29 +5,42 @@ min-max one are tried; each gives codes, the codes give the least-squares scale 
 kept. The sub-blocks' scales are then quantized under one super-block scale, neighbouring scale codes are
 tried on the stored grid, and the super-block's scales are refitted to the codes where that helps.
 
+On a CPU K-quants are searched in C (`search.c`). Sums have one order there and here, so that codes are the
+same without a compiler and with any instructions.
+
 Shapes: a block of 256 weights is `[runs, width]` (sub-blocks, weights), with any leading dimensions.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
 import torch
 
+from ...base.build import beside, fields
 from ...base.device import rows_at_once
 from ..base.grid import where
 
 # Rounds multiples of a step to the values of a grid.
 Nearest = Callable[[torch.Tensor], torch.Tensor]
+# Sums the last dimension, which stays: torch's own sum, or `folded`, which is slower and has a fixed order.
+Add = Callable[[torch.Tensor], torch.Tensor]
 
 _VALUES = 2**17  # weights per chunk of a search
 _SCALE_SHIFTS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0)
 
 
+def any_order(values: torch.Tensor) -> torch.Tensor:
+    """Sum the last dimension, which stays, in torch's order."""
+    return values.sum(dim=-1, keepdim=True)
+
+
 def fit_affine(
-    x: torch.Tensor, weights: torch.Tensor, levels: int
+    x: torch.Tensor, weights: torch.Tensor, levels: int, add: Add = any_order
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Step and offset per run, `[..., runs]`, for `x ≈ step * code - offset`; neither is negative.
 
@@ -39,21 +52,21 @@ def fit_affine(
     low = low.clamp(max=0)
     span = high - low
     best = torch.full_like(span, torch.inf), span / levels, low
-    sum_w, sum_x = weights.sum(dim=-1, keepdim=True), (weights * x).sum(dim=-1, keepdim=True)
+    sum_w, sum_x = add(weights), add(weights * x)
     from_low, inverse_span = x - low, reciprocal(span)
     for shift in _affine_shifts(levels):
         codes = (from_low * ((levels + shift) * inverse_span)).round_().clamp_(0, levels)
         weighted = weights * codes
-        sum_l = weighted.sum(dim=-1, keepdim=True)
-        sum_ll = (weighted * codes).sum(dim=-1, keepdim=True)
-        sum_xl = (weighted * x).sum(dim=-1, keepdim=True)
+        sum_l = add(weighted)
+        sum_ll = add(weighted * codes)
+        sum_xl = add(weighted * x)
         determinant = sum_w * sum_ll - sum_l * sum_l
         step = (sum_w * sum_xl - sum_x * sum_l) / determinant
         offset = (sum_ll * sum_x - sum_l * sum_xl) / determinant
         through_zero = offset > 0
         step = torch.where(through_zero, sum_xl / sum_ll, step)
         offset = offset.clamp(max=0)
-        error = (weights * (codes * step + offset - x).square_()).sum(dim=-1, keepdim=True)
+        error = add(weights * (codes * step + offset - x).square_())
         # A comparison with NaN is false, so runs without two different codes keep their values.
         best = where((error < best[0]) & (step > 0), (error, step, offset), best)
     _, best_step, best_low = best
@@ -61,7 +74,11 @@ def fit_affine(
 
 
 def fit_signed(
-    x: torch.Tensor, weights: torch.Tensor, nearest: Nearest, extremes: tuple[float, ...]
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    nearest: Nearest,
+    extremes: tuple[float, ...],
+    add: Add = any_order,
 ) -> torch.Tensor:
     """Step of each run, `[..., runs]`, for `x ≈ step * value`; it may be negative.
 
@@ -73,8 +90,8 @@ def fit_signed(
     for extreme in extremes:
         values = nearest(x * (extreme * inverse))
         weighted = weights * values
-        products = (weighted * x).sum(dim=-1, keepdim=True)
-        squares = (weighted * values).sum(dim=-1, keepdim=True)
+        products = add(weighted * x)
+        squares = add(weighted * values)
         gain = products * products / squares  # reduction of the error against all zeros
         best = where(gain > best[0], (gain, products / squares), best)
     return best[1].squeeze(-1)
@@ -89,11 +106,11 @@ def fit_positive(
     best = *nothing, torch.zeros_like(values)
     for shift in _SCALE_SHIFTS:
         codes = (values * ((levels + shift) * reciprocal(largest))).round().clamp(0, levels)
-        squares = (weights * codes * codes).sum(dim=-1, keepdim=True)
-        products = (weights * values * codes).sum(dim=-1, keepdim=True)
+        squares = folded(weights * codes * codes)
+        products = folded(weights * values * codes)
         step = half(torch.where(squares > 0, products / squares, 0.0))
         codes = (values * reciprocal(step)).round().clamp(0, levels)
-        error = (weights * (codes * step - values).square()).sum(dim=-1, keepdim=True)
+        error = folded(weights * (codes * step - values).square())
         best = where(error < best[0], (error, step, codes), best)
     return best[1].squeeze(-1), best[2]
 
@@ -108,6 +125,22 @@ def in_chunks(
     chunks = zip(x.split(at_once), weights.split(at_once), strict=True)
     parts = [search(*chunk) for chunk in chunks]
     return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+
+def outermost(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Lay the last dimension out as the first one, where `folded` adds whole rows of memory."""
+    return tuple(part.movedim(-1, 0).contiguous().movedim(0, -1) for part in values)
+
+
+def folded(values: torch.Tensor) -> torch.Tensor:
+    """Sum the last dimension, which stays; on a CPU its upper half onto its lower, as `search.c` does."""
+    width = values.shape[-1]
+    if values.device.type != "cpu" or width & (width - 1):
+        return any_order(values)
+    while width > 1:
+        width //= 2
+        values = values[..., :width] + values[..., width:]
+    return values
 
 
 def half(values: torch.Tensor) -> torch.Tensor:
@@ -132,7 +165,9 @@ def error_weights(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Ten
     Importance is increased for large weights, as in ggml; without importance, large weights alone count more.
     """
     if importance is None:
-        return x.square().mean(dim=-1, keepdim=True).sqrt() + x.abs()
+        mean = folded(x.square()) / x.shape[-1]
+        # A float's root by vector libraries may be off by a bit; a double's, rounded, is not.
+        return mean.double().sqrt().to(x.dtype) + x.abs()
     spread = 2 * x.square().mean(dim=(1, 2), keepdim=True)
     return importance.view_as(x) * (spread + x.square()).sqrt()
 
@@ -154,8 +189,8 @@ class AffineCodes(NamedTuple):
     """`w = d * scale * code - dmin * minimum`.
 
     Attributes:
-        scales, lows: float32 `[n, runs]`, whole numbers.
-        codes: float32 `[n, runs, width]`, whole numbers.
+        scales, lows: uint8 `[n, runs]`.
+        codes: uint8 `[n, runs, width]`.
         heads: float16 `[n, 2]`: d and dmin.
     """
 
@@ -169,8 +204,8 @@ class SignedCodes(NamedTuple):
     """`w = d * scale * value`.
 
     Attributes:
-        scales: float32 `[n, runs]`, whole numbers.
-        values: float32 `[n, runs, width]`, of the grid.
+        scales: int8 `[n, runs]`.
+        values: int8 `[n, runs, width]`, of the grid.
         head: float16 `[n, 1]`: d.
     """
 
@@ -179,19 +214,93 @@ class SignedCodes(NamedTuple):
     head: torch.Tensor
 
 
+class _SearchCall(ctypes.Structure):
+    """`SearchCall` of `search.c`."""
+
+    _fields_ = [
+        *fields("x weights factors scale_factors scales codes lows heads"),
+        *fields(numbers="count runs num_factors num_scale_factors least levels"),
+        *fields(numbers="least_scale scale_levels rounds squares threads"),
+        ("next", ctypes.c_long),
+    ]
+
+
+native_search = beside(__file__, "search.c")
+"""The compiled search, or the reason why there is none."""
+
+
+@cache
+def _table(values: tuple[float, ...]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+def _search_in_c(
+    library: ctypes.CDLL,
+    blocks: tuple[torch.Tensor, torch.Tensor | None],
+    codes: tuple[int, int, int, int],
+    factors: tuple[tuple[float, ...], tuple[float, ...]],
+    rounds: int,
+    squares: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Scales, codes, minimums (empty of signed codes) and heads.
+
+    Args:
+        blocks: the weights `[n, runs, width]`, and those of their errors; None derives them.
+        codes: the least and largest, and those of the scales.
+        factors: largest codes that are tried for a run's step and for the scales'.
+        squares: whether derived weights are the weights' squares.
+    """
+    x, weights = (None if part is None else part.contiguous() for part in blocks)
+    assert x is not None
+    count, runs, _ = x.shape
+    dtype = torch.int8 if codes[0] else torch.uint8
+    scales, found = torch.empty(count, runs, dtype=dtype), torch.empty(x.shape, dtype=dtype)
+    lows = torch.empty(0 if codes[0] else count, runs, dtype=dtype)
+    heads = torch.empty(count, 1 if codes[0] else 2, dtype=torch.float16)
+    tables = [_table(part) for part in factors]
+    given = (x, weights, *tables, scales, found, lows if lows.numel() else None, heads)
+    call = _SearchCall(
+        *(part if part is None else part.data_ptr() for part in given),
+        *(count, runs, *map(len, factors), *codes, rounds, squares, torch.get_num_threads()),
+    )
+    library.llmopt_search_blocks(ctypes.byref(call))
+    return scales, found, lows, heads
+
+
+def _native(x: torch.Tensor) -> ctypes.CDLL | None:
+    return native_search().library if x.device.type == "cpu" else None
+
+
 def search_affine(
-    x: torch.Tensor, weights: torch.Tensor, levels: int, scale_levels: int, rounds: int
+    x: torch.Tensor, weights: torch.Tensor | None, levels: int, scale_levels: int, rounds: int
 ) -> AffineCodes:
     """Blocks with a scale and a minimum for each run.
 
     Args:
         x: float32 `[n, runs, width]`.
-        weights: positive, of the same shape: the weight of each squared error.
+        weights: positive, of the same shape: the weight of each squared error; None is `error_weights`.
         levels, scale_levels: the largest code, and the largest code of a scale or minimum.
         rounds: of trying neighbouring scale codes and refitting the heads.
     """
-    steps, offsets = fit_affine(x, weights, levels)
-    total = weights.sum(dim=-1)
+    library = _native(x)
+    if library is None:
+        weights = error_weights(x, None) if weights is None else weights
+        return affine_in_torch(x, weights, levels, scale_levels, rounds)
+    factors = tuple(levels + shift for shift in _affine_shifts(levels))
+    scale_factors = tuple(scale_levels + shift for shift in _SCALE_SHIFTS)
+    codes = 0, levels, 0, scale_levels
+    return AffineCodes(
+        *_search_in_c(library, (x, weights), codes, (factors, scale_factors), rounds, False)
+    )
+
+
+def affine_in_torch(
+    x: torch.Tensor, weights: torch.Tensor, levels: int, scale_levels: int, rounds: int
+) -> AffineCodes:
+    """`search_affine` on any device."""
+    x, weights = outermost(x, weights)
+    steps, offsets = fit_affine(x, weights, levels, folded)
+    total = folded(weights).squeeze(-1)
     scale, scale_codes = fit_positive(steps, total, scale_levels)
     low, low_codes = fit_positive(offsets, total, scale_levels)
     heads = torch.stack([scale, low], dim=-1).to(torch.float16)
@@ -203,7 +312,7 @@ def search_affine(
         step, offset = heads.to(torch.float32).unsqueeze(1).unbind(dim=-1)
         step, offset = (step * scale_codes).unsqueeze(-1), (offset * low_codes).unsqueeze(-1)
         codes = ((x + offset) * reciprocal(step)).round_().clamp_(0, levels)
-        return codes, (weights * (codes * step - offset - x).square_()).sum(dim=-1)
+        return codes, folded(weights * (codes * step - offset - x).square_()).squeeze(-1)
 
     codes, errors = on_grid(heads, scale_codes, low_codes)
     for _ in range(rounds):
@@ -218,10 +327,32 @@ def search_affine(
         errors, codes, scale_codes, low_codes = best
         refitted = _refit_affine(x, weights, codes, scale_codes, low_codes, heads)
         other, other_errors = on_grid(refitted, scale_codes, low_codes)
-        better = (other_errors.sum(dim=-1) < errors.sum(dim=-1)).unsqueeze(-1)
+        better = folded(other_errors) < folded(errors)
         found = other_errors, other, refitted
         errors, codes, heads = where(better, found, (errors, codes, heads))
-    return AffineCodes(scale_codes, codes, low_codes, heads)
+    parts = (part.to(torch.uint8).contiguous() for part in (scale_codes, codes, low_codes))
+    scales, found, lows = parts
+    return AffineCodes(scales, found, lows, heads.contiguous())
+
+
+def search_whole(
+    x: torch.Tensor, weights: torch.Tensor | None, middle: int, scale_middle: int
+) -> SignedCodes:
+    """`search_signed` for whole numbers from `-middle` to `middle - 1`.
+
+    Without `weights` they are the squares of 6 bits' weights, and `error_weights` of fewer.
+    """
+    library, squares = _native(x), middle == 32
+    if library is None:
+        if weights is None:
+            weights = x.square() if squares else error_weights(x, None)
+        x, weights = outermost(x, weights)
+        grid = whole(middle), extremes_of(middle)
+        return search_signed(x, weights, *grid, scale_middle, folded)
+    codes = -middle, middle - 1, -scale_middle, scale_middle - 1
+    factors = extremes_of(middle), extremes_of(scale_middle)
+    scales, values, _, head = _search_in_c(library, (x, weights), codes, factors, 2, squares)
+    return SignedCodes(scales, values, head)
 
 
 def search_signed(
@@ -230,6 +361,7 @@ def search_signed(
     nearest: Nearest,
     extremes: tuple[float, ...],
     scale_middle: int,
+    add: Add = any_order,
 ) -> SignedCodes:
     """Blocks with a signed scale for each run.
 
@@ -238,24 +370,25 @@ def search_signed(
         nearest: rounds multiples of the step to the grid's values.
         extremes: values that the largest weight of a run is tried as, beyond the grid too.
         scale_middle: scales' codes are `-scale_middle .. scale_middle - 1`.
+        add: sums the last dimension.
     """
-    steps = fit_signed(x, weights, nearest, extremes)
+    steps = fit_signed(x, weights, nearest, extremes, add)
     # An error of the step is multiplied by the codes, which grow with the weights.
-    cost = (weights * x.square()).sum(dim=-1) * reciprocal(steps).square()
+    cost = add(weights * x.square()).squeeze(-1) * reciprocal(steps).square()
 
     def nearest_scale(values: torch.Tensor) -> torch.Tensor:
         return values.round().clamp_(-scale_middle, scale_middle - 1)
 
-    wide = tuple(-(scale_middle + shift / 10) for shift in range(-9, 10))
-    head = half(fit_signed(steps.unsqueeze(1), cost.unsqueeze(1), nearest_scale, wide))
+    wide = extremes_of(scale_middle)
+    head = half(fit_signed(steps.unsqueeze(1), cost.unsqueeze(1), nearest_scale, wide, add))
     scales = nearest_scale(steps * reciprocal(head))
 
     def on_grid(head: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         step = (head * scales).unsqueeze(-1)
         values = nearest(x * reciprocal(step))
-        return values, (weights * (values * step - x).square_()).sum(dim=-1)
+        return values, add(weights * (values * step - x).square_()).squeeze(-1)
 
-    return _refine(x, weights, head, scales, on_grid, scale_middle)
+    return _refine(x, weights, head, scales, on_grid, scale_middle, add)
 
 
 def _refine(
@@ -265,6 +398,7 @@ def _refine(
     scales: torch.Tensor,
     on_grid: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     scale_middle: int,
+    add: Add,
 ) -> SignedCodes:
     """Try neighbouring scale codes, then the least-squares head; twice."""
     values, errors = on_grid(head, scales)
@@ -277,15 +411,20 @@ def _refine(
         errors, values, scales = best
         grid = values * scales.unsqueeze(-1)
         weighted = weights * grid
-        squares = (weighted * grid).sum(dim=(1, 2))
-        products = (weighted * x).sum(dim=(1, 2))
+        squares = _by_block(weighted * grid, add)
+        products = _by_block(weighted * x, add)
         refitted = torch.where(squares > 0, products / squares, head.squeeze(-1))
         refitted = half(refitted.unsqueeze(-1))
         other, other_errors = on_grid(refitted, scales)
-        better = (other_errors.sum(dim=-1) < errors.sum(dim=-1)).unsqueeze(-1)
+        better = add(other_errors) < add(errors)
         found = other_errors, other, refitted
         errors, values, head = where(better, found, (errors, values, head))
-    return SignedCodes(scales, values, head.to(torch.float16))
+    scales, values = (part.to(torch.int8).contiguous() for part in (scales, values))
+    return SignedCodes(scales, values, head.to(torch.float16).contiguous())
+
+
+def _by_block(values: torch.Tensor, add: Add) -> torch.Tensor:
+    return add(add(values).squeeze(-1)).squeeze(-1)
 
 
 def _refit_affine(
@@ -298,11 +437,10 @@ def _refit_affine(
 ) -> torch.Tensor:
     """Least-squares d and dmin for given codes, float16 `[n, 2]`; `heads` where singular."""
     grid, low = codes * scale_codes.unsqueeze(-1), low_codes.unsqueeze(-1).expand_as(codes)
-    both = (1, 2)
     weighted_grid, weighted_low = weights * grid, weights * low
-    aa, ab = (weighted_grid * grid).sum(dim=both), (weighted_grid * low).sum(dim=both)
-    bb = (weighted_low * low).sum(dim=both)
-    ax, bx = (weighted_grid * x).sum(dim=both), (weighted_low * x).sum(dim=both)
+    aa, ab = _by_block(weighted_grid * grid, folded), _by_block(weighted_grid * low, folded)
+    bb = _by_block(weighted_low * low, folded)
+    ax, bx = _by_block(weighted_grid * x, folded), _by_block(weighted_low * x, folded)
     determinant = aa * bb - ab * ab
     solved = torch.stack([bb * ax - ab * bx, ab * ax - aa * bx], dim=-1) / determinant.unsqueeze(-1)
     usable = (torch.isfinite(solved) & (solved >= 0)).all(dim=-1, keepdim=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .fit import error_weights, extremes_of, search_affine, search_signed, whole
+from .fit import error_weights, search_affine, search_whole
 from .small_blocks import read_half
 
 K_WIDTH = 256
@@ -221,18 +221,18 @@ def quantize_k(
     """
     if type_name in SIGNED:
         middle, scale_middle = SIGNED[type_name]
-        x = blocks.view(-1, 16, 16)
-        weights = error_weights(x, importance)
-        if type_name == "Q6_K":
-            weights = x.square() if importance is None else importance.view_as(x)
-        fitted = search_signed(x, weights, whole(middle), extremes_of(middle), scale_middle)
+        x, weights = blocks.view(-1, 16, 16), None
+        if importance is not None and type_name == "Q6_K":
+            weights = importance.view_as(x)
+        elif importance is not None:
+            weights = error_weights(x, importance)
+        fitted = search_whole(x, weights, middle, scale_middle)
         codes = (fitted.values + middle).to(torch.uint8).flatten(1)
         pack = pack_q3 if type_name == "Q3_K" else pack_signed
-        return pack(fitted.scales.to(torch.int8), codes, fitted.head)
+        return pack(fitted.scales, codes, fitted.head)
     runs, levels, scale_levels = AFFINE[type_name]
     x = blocks.view(-1, runs, 256 // runs)
-    weights = error_weights(x, importance)
+    weights = None if importance is None else error_weights(x, importance)
     rounds = 2 if type_name == "Q2_K" else 1
-    scales, codes, lows, heads = search_affine(x, weights, levels, scale_levels, rounds)
-    parts = (scales.to(torch.uint8), codes.to(torch.uint8), lows.to(torch.uint8), heads)
+    parts = search_affine(x, weights, levels, scale_levels, rounds)
     return pack_q2(*parts) if type_name == "Q2_K" else pack_affine(*parts, int(type_name[1]))

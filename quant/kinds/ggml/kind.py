@@ -21,11 +21,9 @@ from .fit import (
     AffineCodes,
     SignedCodes,
     error_weights,
-    extremes_of,
     in_chunks,
     search_affine,
-    search_signed,
-    whole,
+    search_whole,
 )
 from .k_blocks import AFFINE, K_WIDTH, SIGNED, pack_affine, pack_q2, pack_q3, pack_signed
 from .scheme import GgufScheme
@@ -133,8 +131,7 @@ class TableBlockGrid(ScalarGrid):
             head = fit_nl(runs.squeeze(1), weights.squeeze(1))
             scales = torch.ones_like(head)
         else:
-            scales, _, head = in_chunks(fit_xs, runs, weights)
-            head = head.to(torch.float32)
+            scales, _, head = (part.to(torch.float32) for part in in_chunks(fit_xs, runs, weights))
         return tuple(part.view(*values.shape[:2], -1) for part in (scales, head))
 
     def affine(self, parameters: Parameters) -> Affine:
@@ -181,7 +178,8 @@ class KAffineGrid(ScalarGrid):
             return search_affine(x, weights, self._levels, self._scale_levels, rounds=1)
 
         scales, _, lows, heads = in_chunks(search, blocks, weights)
-        return tuple(part.view(*values.shape[:2], -1) for part in (scales, lows, heads))
+        parts = scales.to(torch.float32), lows.to(torch.float32), heads
+        return tuple(part.view(*values.shape[:2], -1) for part in parts)
 
     def affine(self, parameters: Parameters) -> Affine:
         scales, lows, heads = parameters
@@ -222,13 +220,12 @@ class KSignedGrid(ScalarGrid):
             weights = blocks.square()
         else:
             weights = importance.expand(values.shape).reshape(blocks.shape)
-        nearest, extremes = whole(self._middle), extremes_of(self._middle)
 
         def search(x: torch.Tensor, weights: torch.Tensor) -> SignedCodes:
-            return search_signed(x, weights, nearest, extremes, self._scale_middle)
+            return search_whole(x, weights, self._middle, self._scale_middle)
 
         scales, _, head = in_chunks(search, blocks, weights)
-        parts = scales, head.to(torch.float32)
+        parts = scales.to(torch.float32), head.to(torch.float32)
         return tuple(part.view(*values.shape[:2], -1) for part in parts)
 
     def affine(self, parameters: Parameters) -> Affine:

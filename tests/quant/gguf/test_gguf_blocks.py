@@ -11,7 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.kinds.base.kind import kind_of
+from llmopt.quant.kinds.ggml.fit import native_search
 from llmopt.quant.kinds.ggml.k_blocks import pack_affine
 from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from llmopt.quant.kinds.ggml.tensor import (
@@ -26,6 +28,7 @@ from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.rounding import round_plain, round_weight
 
 from ...support.layer_problems import one_linear
+from ...support.native_paths import native_paths
 
 SIMPLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -131,6 +134,28 @@ def test_the_search_beats_scales_from_the_range(bits):
     found = dequantize_blocks(plain.view(weight.shape[0], -1), f"Q{bits}_K")
     plain_error = float((found - weight).square().sum() / weight.square().sum())
     assert relative_error(weight, f"Q{bits}_K") < 0.9 * plain_error
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("type_name", K_TYPES)
+@pytest.mark.parametrize("path", native_paths())
+def test_the_search_in_c_finds_the_bytes_of_torch(
+    path: str, type_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the instructions: of weights down to subnormals, of ties, and with importance."""
+    monkeypatch.setenv(VARIABLE, path)
+    if native_search().library is None:
+        pytest.skip(str(native_search().reason))
+    weight = sample(40, 512)
+    weight[8] *= 1e-36
+    weight[9] = weight[9].round()
+    weight[10, 0] = 65504
+    importance = torch.rand(512, generator=torch.Generator().manual_seed(5)) ** 4
+    found = [quantize_blocks(weight, type_name, one) for one in (None, importance)]
+    monkeypatch.setenv(VARIABLE, "off")
+    assert native_search().library is None
+    for one, data in zip((None, importance), found, strict=True):
+        assert torch.equal(quantize_blocks(weight, type_name, one), data)
 
 
 @pytest.mark.sweep(7)
