@@ -130,7 +130,9 @@ def load_of(name: str, number: int, about: Mapping[str, Any]) -> list[dict[str, 
     """The seconds of one start; nothing of one that failed."""
     if "error" in about:
         return []
-    return [{"round": number, "row": name, **{each: about[each] for each in (*COLUMNS, RESIDENT)}}]
+    weights = {"weight_bytes": about["memory"]["weight_bytes"]} if "memory" in about else {}
+    seen = {each: about[each] for each in (*COLUMNS, RESIDENT) if each in about}
+    return [{"round": number, "row": name, **seen, **weights}]
 
 
 def measure(

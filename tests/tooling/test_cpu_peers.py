@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 
+from tests.support.start_table import goals_table
 from tools.cpu_peers import measure_loads
 from tools.peers.models import repeat_in_gguf
 from tools.peers.plan import BESIDE, CASES, Row, ratios_of, rows_of
-from tools.peers.record import loads_table, over, roof_share, spread
+from tools.peers.record import TORCH, loads_table, over, roof_share, seconds, spread
 
 FILE = Path("model.gguf")
 
@@ -79,3 +80,19 @@ def test_checkpoints_of_other_formats_have_rows(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(stored))
     names = [row.name for row in rows_of("X", tmp_path)]
     assert names == ["llmopt X", "llmopt X fastest", "vllm X"]
+
+
+def test_goals_of_a_start_are_marked() -> None:
+    common = {"round": 0, "load_seconds": 1.0, "first_token_seconds": 1.5, "started_rss": 5e8}
+    loads = [
+        {"round": 0, "row": TORCH, "process_seconds": 2.0},
+        {**common, "row": "llmopt X", "process_seconds": 3.6, "weight_bytes": 1e8},
+        {**common, "row": "llamacpp X", "process_seconds": 0.5, "load_seconds": 0.4},
+    ]
+    assert seconds(loads, "llmopt X", "import_seconds") == {0: pytest.approx(2.1)}
+    marks = [line.split(" | ")[-2:] for line in goals_table(loads)[2:]]
+    assert marks == [
+        ["3.50", "**missed** |"],
+        ["0.80", "**missed** |"],
+        ["500,000,000.00", "met |"],
+    ]

@@ -14,6 +14,7 @@ from tools.document_part import ROOT, put_part
 
 MIB = 2**20
 COLUMNS = {
+    "import_seconds": "importing",
     "load_seconds": "loading",
     "first_token_seconds": "first token",
     "process_seconds": "process to first token",
@@ -105,7 +106,12 @@ def spread(one: Mapping[str, Any]) -> str:
 
 
 def seconds(measured: Sequence[Mapping[str, Any]], row: str, column: str) -> dict[int, float]:
-    """By round."""
+    """By round; of the imports what a process took before it began to load."""
+    if column == "import_seconds":
+        whole, own = (
+            seconds(measured, row, each) for each in ("process_seconds", "first_token_seconds")
+        )
+        return {number: whole[number] - own[number] for number in own}
     mine = (entry for entry in measured if entry["row"] == row and column in entry)
     return {entry["round"]: entry[column] for entry in mine}
 

@@ -1,0 +1,75 @@
+"""Print the start table: import, load, first token and resident memory of ours, llama.cpp and transformers.
+
+    python -m tests.support.start_table --files MODEL.gguf FOLDER --environments DIR --rounds 5 [--output FILE]
+
+Takes the options of `tools/cpu_peers.py` and starts its workers alone, in turns, once a round; nothing else is
+measured. Goals of our rows, each marked: from process to first token in 1.5 times `import torch` and half a
+second, loading in twice llama.cpp's, and no more resident than the weights and 400 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from llmopt.engine.base.host import cpu_model
+
+from tools.cpu_peers import arguments, chosen_rows, load_ratios, measure_loads, start
+from tools.peers.record import RESIDENT, TORCH, loads_table, seconds
+
+OWN = "llmopt "
+TORCH_TIMES, TORCH_MORE, LOAD_TIMES, MORE_BYTES = 1.5, 0.5, 2, 400e6
+
+
+def goals(loads: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, float, float]]:
+    """Row, figure, median and goal."""
+
+    def median(row: str, column: str) -> float | None:
+        seen = seconds(loads, row, column)
+        return statistics.median(seen.values()) if seen else None
+
+    torch = median(TORCH, "process_seconds")
+    for row in dict.fromkeys(one["row"] for one in loads if one["row"].startswith(OWN)):
+        theirs = median(f"llamacpp {row.removeprefix(OWN)}", "load_seconds")
+        weights = median(row, "weight_bytes")
+        for label, column, goal in (
+            (
+                "process to first token, s",
+                "process_seconds",
+                torch and TORCH_TIMES * torch + TORCH_MORE,
+            ),
+            ("loading, s", "load_seconds", theirs and LOAD_TIMES * theirs),
+            ("resident, bytes", RESIDENT, weights and weights + MORE_BYTES),
+        ):
+            found = median(row, column)
+            if goal and found is not None:
+                yield row, label, found, goal
+
+
+def goals_table(loads: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each goal, met or missed."""
+    lines = ["| goal | measured | at most | |", "|---|---|---|---|"]
+    for row, label, found, goal in goals(loads):
+        verdict = "met" if found <= goal else "**missed**"
+        lines.append(f"| {row}: {label} | {found:,.2f} | {goal:,.2f} | {verdict} |")
+    return lines
+
+
+def main() -> None:
+    given = arguments()
+    cases = given.cases.split(",")
+    rows = [row for row in chosen_rows(given, cases) if not row.label]
+    starts = {row.name: partial(start, given, cases, row) for row in rows}
+    loads = measure_loads(starts, given.rounds)
+    tables = [loads_table(loads, load_ratios(rows, loads)), goals_table(loads)]
+    print("\n\n".join("\n".join(table) for table in tables))
+    if given.output:
+        record = {"processor": cpu_model(), "threads": given.threads, "loads": loads}
+        given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
