@@ -59,7 +59,7 @@ class KnownLatencyProtocol(asyncio.Protocol):
         if len(body) < length:
             return
         self._buffer = body[length:]
-        if head.startswith(b"GET "):  # it has no list of models and no metrics
+        if not head.startswith(b"POST "):  # it has no list of models and no metrics
             self._transport.write(self._times() if head.startswith(b"GET /times ") else NOTHING)
             return
         asked = json.loads(body[:length])

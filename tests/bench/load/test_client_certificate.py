@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,15 @@ def test_errors_of_a_hand_made_pass() -> None:
     assert found.client_itl_error_ms["mean"] == pytest.approx(3)
     assert found.server_lateness_ms["max"] == pytest.approx(0, abs=1e-9)
     assert (found.requests, found.failed) == (2, 1)
+
+
+def test_the_server_answers_what_other_clients_ask() -> None:
+    """AIPerf looks whether it is there by HEAD, which has no body to read."""
+    with known_server(5.0, 1.0) as port:
+        for method, path in (("HEAD", "/v1"), ("GET", "/v1/models"), ("OPTIONS", "/")):
+            link = HTTPConnection("127.0.0.1", port, timeout=60)
+            link.request(method, path)
+            assert link.getresponse().status == 404
 
 
 def error(ttft: float = 0.5, itl: float = 0.1, failed: int = 0) -> ClientError:
