@@ -3,7 +3,8 @@
 A start is a fresh process that loads the weights and makes a block of passes. Starts of the base and of the
 new build alternate, so that each pair saw the same mood of the machine. Passes of one start share its
 addresses, caches and clocks, so they count as one value: the median over its undisturbed passes, or a
-percentile over all their requests. If the passes of a pair took turns, the change is the mean over them.
+percentile over all their requests. If the passes of a pair took turns, the change is the mean over them, of
+CPU time the median.
 
 A single run is one start, judged over its passes, paired where they took turns: how far two starts of the
 same build differ is assumed, and said. Paired starts measure it.
@@ -241,8 +242,8 @@ def paired_changes(
 
 
 def _change_by_passes(base: RunData, new: RunData, key: str, otherwise: float) -> float:
-    """The mean change over the passes of a pair that took turns, from the last one on, as cold ones may be
-    left out at the beginning; `otherwise` if they did not."""
+    """The change over the passes of a pair that took turns, from the last one on, as cold ones may be left
+    out at the beginning; `otherwise` if they did not."""
     pair = base.result["llmopt"]["arms"]
     if not pair or pair != new.result["llmopt"]["arms"]:
         return otherwise
@@ -253,7 +254,13 @@ def _change_by_passes(base: RunData, new: RunData, key: str, otherwise: float) -
         if not before.get("disturbed") and not after.get("disturbed")
     ]
     logs = [math.log(after / before) for before, after in pairs if before and after]
-    return float(np.mean(logs)) if logs else otherwise
+    return change_of_passes(logs, key) if logs else otherwise
+
+
+def change_of_passes(logs: Sequence[float], key: str) -> float:
+    """The mean of the changes of a pair's passes. Of CPU time the median: a pass that still warms up, on all
+    threads, takes several times its CPU time at hardly more than its wall time."""
+    return float(np.median(logs) if key == "cpu_seconds" else np.mean(logs))
 
 
 def unjudgeable(measured: Measured, base: Sequence[RunData], new: Sequence[RunData]) -> str | None:

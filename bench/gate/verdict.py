@@ -82,8 +82,9 @@ def _bound(grid: np.ndarray, density: np.ndarray, step: float, spend: float, far
 # over the limits; and that a limit passes although the metric is worse by it.
 FALSE_REGRESSION = 0.01
 FALSE_PASS = 0.05
-# Even spending: with pairs as costly as starts, an early end is worth more than the last percent of power.
-EXPONENT = 1.0
+# With pairs as costly as starts, a pass ends early by even spending. A regression cannot: the signed ranks of
+# six pairs have no p-value below 1/64, so that what is spent there is lost.
+REGRESSION_EXPONENT, PASS_EXPONENT = 2.0, 1.0
 FIRST_LOOK = 6
 PAIRS_BETWEEN_LOOKS = 2
 CODES = (GateOutcome.NO_VERDICT, GateOutcome.REGRESSION, GateOutcome.PASS)
@@ -109,18 +110,18 @@ class SequentialPlan:
         last = self.last or self.max_pairs
         return (*range(FIRST_LOOK, last, PAIRS_BETWEEN_LOOKS), last)
 
-    def levels(self, error: float) -> tuple[float, ...]:
+    def levels(self, error: float, exponent: float) -> tuple[float, ...]:
         """The one-sided level of each look, spending `error` over them."""
         fractions = tuple(look / self.max_pairs for look in self.looks)
-        return nominal_levels(fractions, error, EXPONENT)
+        return nominal_levels(fractions, error, exponent)
 
     @property
     def regression_levels(self) -> tuple[float, ...]:
-        return self.levels(FALSE_REGRESSION / max(self.num_limits, 1))
+        return self.levels(FALSE_REGRESSION / max(self.num_limits, 1), REGRESSION_EXPONENT)
 
     @property
     def pass_levels(self) -> tuple[float, ...]:
-        return self.levels(FALSE_PASS)
+        return self.levels(FALSE_PASS, PASS_EXPONENT)
 
 
 def decide(excess: np.ndarray, plan: SequentialPlan) -> tuple[np.ndarray, np.ndarray]:

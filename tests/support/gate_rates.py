@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from llmopt.bench.gate.compare import RunData, compare
 from llmopt.bench.gate.limits import GateOutcome, Limit
-from llmopt.bench.gate.measured import WAITING
+from llmopt.bench.gate.measured import WAITING, change_of_passes
 from llmopt.bench.gate.verdict import CODES, SequentialPlan, decide
 
 LATENCIES = ("ttft_ms", "tpot_ms", "e2el_ms")
@@ -221,7 +221,10 @@ def _changes_of_medians(block: Any, new_side: int) -> dict[str, list[float]]:
 
 def _changes_in_turns(block: Any, new_side: int) -> dict[str, list[float]]:
     base, new = (block[block["side"] == side].set_index("pass") for side in (0, new_side))
-    logs = {key: np.log(new[key] / base[key]).mean() for key in ("duration", "cpu_seconds")}
+    logs = {
+        key: change_of_passes(list(np.log(new[key] / base[key])), key)
+        for key in ("duration", "cpu_seconds")
+    }
     waiting = (new[WAITING].median() - base[WAITING].median()) / base["duration"].median()
     return {**{key: [float(value)] for key, value in logs.items()}, WAITING: [float(waiting)]}
 
