@@ -128,7 +128,9 @@ def in_chunks(
 
 
 def outermost(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Lay the last dimension out as the first one, where `folded` adds whole rows of memory."""
+    """Lay the last dimension out as the first one on a CPU, where `folded` adds whole rows of memory."""
+    if values[0].device.type != "cpu":
+        return values
     return tuple(part.movedim(-1, 0).contiguous().movedim(0, -1) for part in values)
 
 
@@ -424,6 +426,8 @@ def _refine(
 
 
 def _by_block(values: torch.Tensor, add: Add) -> torch.Tensor:
+    if values.device.type != "cpu":
+        return values.sum(dim=(-2, -1))
     return add(add(values).squeeze(-1)).squeeze(-1)
 
 
