@@ -197,8 +197,15 @@ def compact(table: Sequence[dict[str, Any]]) -> str:
     """JSON of rows by their columns, whose names stand once."""
     columns = list(table[0]) if table else []
     head = json.dumps(columns, separators=(",", ":"))
-    lines = (json.dumps([*row.values()], separators=(",", ":")) for row in table)
+    lines = (
+        json.dumps([_without_zeros(value) for value in row.values()], separators=(",", ":"))
+        for row in table
+    )
     return f'{{"columns": {head},\n"rows": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _without_zeros(value: Any) -> Any:
+    return {name: one for name, one in value.items() if one} if isinstance(value, dict) else value
 
 
 def _line(row: dict[str, Any]) -> str:

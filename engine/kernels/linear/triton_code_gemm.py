@@ -274,6 +274,13 @@ def code_gemm(x: torch.Tensor, weight: CodeTiles) -> torch.Tensor:
     return sums
 
 
+def fits_tensor_memory(weight: CodeTiles) -> bool:
+    """Whether `code_gemm` has room for its operands: on compute capability 10.0 those of E8P's residuals
+    take 536 columns of tensor memory, of 512, and the kernel becomes a trap (`make gpu-matrix`)."""
+    has_residual = weight.kind == "e8p" and weight.bits > 2
+    return not (has_residual and gpu_limits(weight.words.device).capability // 10 == 10)
+
+
 def dequantize_codes(weight: CodeTiles, dtype: torch.dtype) -> torch.Tensor:
     """The values `[padded, runs * RUN]`, inputs in the order of pieces."""
     num_tiles, num_runs = weight.words.shape[:2]

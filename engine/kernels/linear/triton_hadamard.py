@@ -31,7 +31,14 @@ from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.e8p.kind import E8pTensor
 from ....quant.kinds.trellis.kind import TrellisTensor
 from ..common.devices import FEW_TOKENS, power_of_two
-from .triton_code_gemm import RUN, code_gemm, dequantize_codes, e8p_tiles, trellis_tiles
+from .triton_code_gemm import (
+    RUN,
+    code_gemm,
+    dequantize_codes,
+    e8p_tiles,
+    fits_tensor_memory,
+    trellis_tiles,
+)
 from .triton_linear import TOKENS, crossover_tokens
 
 MOST_ORDER = 512
@@ -244,12 +251,14 @@ class TritonTransformedLinear:
         self.weight_bytes = tiles.nbytes + self._inputs.nbytes + self._outputs.nbytes
         name = f"{weight.scheme.label}, {tiles.out_features} x {tiles.in_features}, {dtype}"
         ones = torch.ones(max(TOKENS), tiles.num_runs * RUN, dtype=dtype, device=device)
-        self._crossover = crossover_tokens(
-            name,
-            ones,
-            lambda x: self._outputs(self._fused(x), dtype),
-            lambda x: self._outputs(self._as_floats(x), dtype),
-        )
+        self._crossover = 0
+        if fits_tensor_memory(tiles):
+            self._crossover = crossover_tokens(
+                name,
+                ones,
+                lambda x: self._outputs(self._fused(x), dtype),
+                lambda x: self._outputs(self._as_floats(x), dtype),
+            )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x, x.dtype)

@@ -130,8 +130,8 @@ def _nearest_states(
 
 WORKSPACE = 1 << 30
 """Most bytes of the choices, which limit the programs where one's are many: 8 MiB at one bit."""
-TRANSITIONS, WARPS = 8192, 16
-"""Transitions that a program weighs at once, and its warps."""
+TRANSITION_BYTES, WARPS = 16384, 16
+"""Costs of the transitions that a program weighs at once, and its warps; more spill from registers."""
 
 
 def search_in_triton(
@@ -174,7 +174,7 @@ def search_in_triton(
         NARROW=not values.is_floating_point(),
         MOST=most,
         STRETCH=stretch,
-        WIDTH=TRANSITIONS >> bits,
+        WIDTH=(TRANSITION_BYTES // values.element_size()) >> bits,
         num_warps=WARPS,
         num_stages=1,
         enable_fp_fusion=False,

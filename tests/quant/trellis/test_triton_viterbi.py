@@ -43,7 +43,7 @@ def test_paths_are_those_of_c_in_one_launch(
 
         monkeypatch.setattr(InterpretedFunction, "run", counted)
     if DEVICE == "cpu":  # the interpreter's time is that of its operations, however large they are
-        monkeypatch.setattr(triton_viterbi, "TRANSITIONS", 1 << 15)
+        monkeypatch.setattr(triton_viterbi, "TRANSITION_BYTES", 1 << 17)
     given = targets(12, bits)
     found = viterbi._triton_states(given.to(DEVICE), bits, name)
     assert torch.equal(found.cpu(), viterbi.nearest_states(given, bits, name))
