@@ -205,7 +205,7 @@ def compact(table: Sequence[dict[str, Any]]) -> str:
 
 
 def _without_zeros(value: Any) -> Any:
-    return {name: one for name, one in value.items() if one} if isinstance(value, dict) else value
+    return {} if isinstance(value, dict) and not any(value.values()) else value
 
 
 def _line(row: dict[str, Any]) -> str:
