@@ -215,7 +215,7 @@ def _unmade(front: Sequence[Record]) -> Record | None:
     least = min(made, default=0.0)
     left = (one for one in front if not one["finalist"] and one["keeps"] is not False)
     return min(
-        (one for one in left if one["expected_kl"] < least),
+        (one for one in left if one["expected_kl"] is not None and one["expected_kl"] < least),
         key=lambda one: one["bytes"],
         default=None,
     )

@@ -163,9 +163,9 @@ class StageWork:
         """Relative errors of the codes of a linear, and of its weight rounded plainly."""
         problem, name = self.problem, each.linear
         with solving(problem, [name]):
-            weight, record = problem.weights[name], problem.statistics[name]
+            weight = problem.weights[name]
             both = self.codes[name].dequantize(), round_plain(problem, name, weight).dequantize()
-            record = problem.held_out[name] if each.held_out else record
+            record = (problem.held_out if each.held_out else problem.statistics)[name]
             return record.sampled_errors(weight, *both)
 
     def report_all(self) -> None:

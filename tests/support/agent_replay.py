@@ -40,7 +40,7 @@ CONTEXT, COMPACT_AT = 8192, 5500
 QUANTILES = (50, 90, 99)
 MOST_POINTS, MOST_SHARE = 2.0, 0.10
 OPEN_FIELDS = ("path", "model", "ended", "tokens_by", "status")
-"""What a trace says openly of a request."""
+"""Fields of a request that a trace holds openly."""
 LETTERS = "bdfgklmnprstvz", "aeiou"
 
 

@@ -239,7 +239,7 @@ def test_conversations_and_single_chats_share_their_prefix(tmp_path: Path) -> No
 
 
 def test_a_client_that_left_before_its_answer_is_replayed(tmp_path: Path) -> None:
-    """Its prompt has as many tokens as its blocks have in requests that the server counted."""
+    """An uncounted prompt has as many tokens as its blocks have in requests that the server counted."""
     counted = {"id": "a", "hash_ids": [1, 2, 3, 4], "prompt_tokens": 400, "output_tokens": 4}
     left = {"id": "b", "hash_ids": [1, 2, 3, 4, 5], "prompt_tokens": 140, "output_tokens": 0}
     left |= {"tokens_by": "estimate", "ended": "cancelled", "status": 0, "max_tokens": 80}

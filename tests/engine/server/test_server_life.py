@@ -97,7 +97,7 @@ def test_blocks_are_free_within_one_step_of_the_client_s_leaving(
 def test_nothing_keeps_the_outputs_of_a_response_that_has_ended(
     server: RunningServer, is_stream: bool
 ) -> None:
-    """Its deadline's timer, cancelled, stays in the event loop, with the request's context, for minutes."""
+    """A deadline's timer, cancelled, stays in the event loop, with the request's context, for minutes."""
     name = f"kept-{is_stream}"
     with server.http(headers={"x-request-id": name}) as http:
         http.post("/v1/completions", json={**LONG, "max_tokens": 2, "stream": is_stream}).read()
