@@ -111,6 +111,19 @@ def test_a_point_that_was_not_made_and_may_keep_the_promises_is_named() -> None:
     )
 
 
+def test_points_without_an_expected_kl_are_passed_over_where_none_keeps_the_promises() -> None:
+    """Neither is such a point named as one that may keep them, nor compared with."""
+    fronts = searched([usual("int4")])
+    fronts["front"].append(point("p350", 350, None))
+    measured = [
+        finalist("p300", 300, 0.06, "regression"),
+        finalist("int4", 350, 0.07, "regression"),
+    ]
+    found = decide(asked(), fronts, measured)
+    assert (found["exit_code"], found["closest"]) == (3, "p300")
+    assert found["sentence"].startswith("Unsure: p400 ")
+
+
 def test_without_a_finalist_the_closest_is_expected() -> None:
     fronts = searched()
     for one, tpot in zip(fronts["front"], (30.0, 22.0, 40.0, 50.0), strict=True):
