@@ -27,6 +27,7 @@ from ..workloads.trace_rows import (
     BLOCK_IDS,
     RECORDING,
     block_hashes,
+    filled_blocks,
     message_text,
 )
 from .exchange import events
@@ -195,8 +196,8 @@ class TraceWriter:
         answer = _decoded(b"".join(passed.chunks), passed.encoding)
         counts, num_events = usage_of(answer)
         is_text = isinstance(prompt, bytes)
-        size, block = len(prompt), BLOCK_BYTES if is_text else BLOCK_IDS
-        estimate = -(-size // TOKEN_BYTES) if is_text else size
+        filled = filled_blocks(prompt)
+        estimate = -(-len(prompt) // TOKEN_BYTES) if is_text else len(prompt)
         streamed = bool(body.get("stream", "/api/" in passed.path))
         output = num_events if streamed else -(-len(answer) // TOKEN_BYTES)
         blocks = block_hashes(prompt, self._salt)
@@ -204,7 +205,7 @@ class TraceWriter:
         name = f"{self._prefix}-{self.totals['requests']}"
         parent = self._lineage.parent(blocks, session, passed.arrival)
         ended = passed.arrival + passed.seconds
-        last = blocks[size // block - 1] if size >= block else None
+        last = blocks[int(filled) - 1] if filled >= 1 else None
         if passed.status == 200:
             self._lineage.note(name, last, session, ended)
         row = {
@@ -227,6 +228,7 @@ class TraceWriter:
             "parent": parent and parent[0],
             "extends": parent is not None and parent[2],
             "gap": parent and round(passed.arrival - parent[1], 6),
+            "filled": round(filled, 3),
             "hash_ids": blocks,
         }
         if self._keep_text:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from .trace_rows import BLOCK_BYTES, TraceRow, block_hashes, message_text
+from .trace_rows import TraceRow, block_hashes, filled_blocks, message_text
 
 TOKEN_BYTES = 4
 """Bytes of a token, where a file has text and no count."""
@@ -36,7 +36,7 @@ class Call:
         agent: whose calls follow each other.
         spawner: the agent that started this one; empty for a main agent.
         start, end: seconds on the clock of the trace.
-        whole_blocks: of `blocks`, those that are full.
+        filled: number of `blocks` that the prompt fills.
         is_alone: nothing ties it to the agent's call before, as behind a compaction of the context.
     """
 
@@ -48,7 +48,7 @@ class Call:
     prompt_len: int
     output_len: int
     blocks: tuple[int, ...] = ()
-    whole_blocks: int = 0
+    filled: float = 0.0
     block_tokens: int = 0
     is_alone: bool = False
     is_cancelled: bool = False
@@ -114,6 +114,7 @@ def linked(calls: Iterable[Call]) -> list[TraceRow]:
                     call.prompt_len,
                     call.output_len + call.is_cancelled,
                     call.blocks,
+                    call.filled,
                     call.block_tokens,
                     call.name,
                     parent.name if parent else "",
@@ -127,7 +128,7 @@ def linked(calls: Iterable[Call]) -> list[TraceRow]:
 
 def _extends(before: Call, call: Call) -> bool:
     """Whether the prompt begins with the one before; without blocks nobody knows."""
-    shared = before.blocks[: before.whole_blocks]
+    shared = before.blocks[: int(before.filled)]
     return bool(shared) and not call.is_alone and call.blocks[: len(shared)] == shared
 
 
@@ -136,7 +137,7 @@ def _seconds(text: Any) -> float:
 
 
 def _text_blocks(text: bytes) -> dict[str, Any]:
-    return {"blocks": block_hashes(text), "whole_blocks": len(text) // BLOCK_BYTES}
+    return {"blocks": block_hashes(text), "filled": filled_blocks(text)}
 
 
 def _hidden(prompt_len: int, text: bytes) -> bytes:
@@ -176,7 +177,7 @@ def _weka_calls(
             prompt_len,
             int(entry["out"]),
             tuple(scope + int(block) for block in entry.get("hash_ids", ())),
-            prompt_len // size,
+            prompt_len / size,
             size,
         )
 

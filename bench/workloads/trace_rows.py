@@ -21,8 +21,8 @@ from typing import Any
 from ...quant.base.errors import BadInput
 
 MOONCAKE_TOKENS = 512
-BLOCK_BYTES, BLOCK_IDS = 128, 32
-"""A block of a recorded prompt: of its text in UTF-8, or of its token ids."""
+BLOCK_BYTES, BLOCK_IDS = 64, 16
+"""A block of a recorded prompt: of its text in UTF-8, or of its token ids: about what a server caches."""
 DIGEST_BYTES = 6  # ids below 2^48 are exact in every reader of JSON
 RECORDING = "llmopt_trace"
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -37,6 +37,7 @@ class TraceRow:
         seconds: when it came, on the trace's own clock.
         prompt_len, output_len: in tokens.
         blocks: ids of the prompt's blocks; equal ids are equal text with equal text before it.
+        filled: number of blocks that the prompt fills; the last one is rarely full.
         block_tokens: tokens of a block; 0 where the prompt's tokens are spread over its blocks evenly.
         name: names the request in `parent` of others.
         parent: the request that had ended before this one was made; empty where none is known.
@@ -49,6 +50,7 @@ class TraceRow:
     prompt_len: int
     output_len: int
     blocks: tuple[int, ...] = ()
+    filled: float = 0.0
     block_tokens: int = 0
     name: str = ""
     parent: str = ""
@@ -73,6 +75,11 @@ def block_hashes(prompt: bytes | Sequence[int], salt: bytes = b"") -> tuple[int,
         digest = blake2b(block, digest_size=DIGEST_BYTES, key=salt).digest()
         found.append(int.from_bytes(digest, "little"))
     return tuple(found)
+
+
+def filled_blocks(prompt: bytes | Sequence[int]) -> float:
+    """Blocks of `block_hashes` that a prompt fills."""
+    return len(prompt) / (BLOCK_BYTES if isinstance(prompt, bytes) else BLOCK_IDS)
 
 
 def message_text(part: Any) -> str:
@@ -204,6 +211,7 @@ def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
             prompt_len,
             output_len,
             blocks,
+            float(len(blocks)),
             MOONCAKE_TOKENS if blocks else 0,
             name := f"{session}#{number}" if session is not None else "",
             parent,
@@ -218,8 +226,10 @@ def _recorded(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
 
     A prompt whose tokens the server did not count has as many for its bytes as those that it counted.
     """
-    counted, bulk, uncounted = 0, 0.0, list[TraceRow]()
+    counted, bulk, uncounted, size = 0, 0.0, list[TraceRow](), BLOCK_IDS
     for where, row in rows:
+        if RECORDING in row:
+            size = (row.get("block") or {}).get("token_ids", size)
         is_left = row.get("ended") == "cancelled" and row.get("status") == 0
         if RECORDING in row or (row.get("status") != 200 and not is_left):
             continue
@@ -228,8 +238,7 @@ def _recorded(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
             uncounted.append(found)
         else:
             counted += found.prompt_len
-            # The last block is half full on average.
-            bulk += max(0.0, len(found.blocks) - 0.5) * BLOCK_IDS
+            bulk += found.filled * size
             yield found
     ratio = counted / bulk if bulk else 1.0
     # Token ids are counted exactly, and their ratio is about 1.
@@ -240,9 +249,12 @@ def _recorded(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
 
 
 def _recorded_row(where: str, row: Mapping[str, Any]) -> TraceRow:
+    blocks = _blocks(row, where)
     try:
         arrival, seconds = float(row["arrival"]), float(row["seconds"])
         gap = max(0.0, float(row.get("gap") or 0.0))
+        # The last block is half full on average.
+        filled = float(row.get("filled") or max(0.0, len(blocks) - 0.5))
     except (KeyError, TypeError, ValueError) as error:
         raise BadInput(f"{where}: wants arrival and seconds, in seconds") from error
     cancelled = row.get("ended") == "cancelled"
@@ -253,7 +265,8 @@ def _recorded_row(where: str, row: Mapping[str, Any]) -> TraceRow:
         arrival,
         _count(row, "prompt_tokens", where),
         output,
-        _blocks(row, where),
+        blocks,
+        filled,
         name=str(row.get("id", "")),
         parent=str(row.get("parent") or ""),
         extends=bool(row.get("extends")),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -201,7 +202,8 @@ class BlockTokens:
     """Random tokens of prompts: the same ones for the same block and seed.
 
     Blocks of unknown size take an even share of what their prompt has beside the blocks that are known: text
-    of equal bytes has other numbers of tokens in code and in prose.
+    of equal bytes has other numbers of tokens in code and in prose. The last block takes as much less as it
+    is short of a whole one.
     """
 
     def __init__(self, allowed: np.ndarray, seed: int) -> None:
@@ -213,9 +215,11 @@ class BlockTokens:
         new = [name for name in row.blocks if name not in self._blocks]
         known = sum(len(self._blocks[name]) for name in row.blocks if name in self._blocks)
         left = max(0, row.prompt_len - known)
-        for place, name in enumerate(new):
-            share = left * (place + 1) // len(new) - left * place // len(new)
-            self._blocks[name] = self._drawn(name, block_tokens or share, 0)
+        # Where the last block is known, so are all before it.
+        bulk = max(row.filled - len(row.blocks) + len(new), len(new) - 0.999, 0.001)
+        ends = [math.floor(left * min(1.0, place / bulk)) for place in range(len(new) + 1)]
+        for name, (start, end) in zip(new, pairwise(ends), strict=True):
+            self._blocks[name] = self._drawn(name, block_tokens or end - start, 0)
         tokens = [token for name in row.blocks for token in self._blocks[name]]
         # Requests without blocks have text of their own.
         tokens += self._drawn(number + 1, row.prompt_len - len(tokens), 1)

@@ -170,7 +170,7 @@ async def drive(url: str, minutes: float, agents: int, seed: int) -> Agents:
 
 def rows_of(trace: Path) -> list[dict[str, Any]]:
     rows = map(json.loads, trace.read_text().splitlines())
-    return [row for row in rows if row.get("status") == 200]
+    return [row for row in rows if row.get("status") == 200 or row.get("ended") == "cancelled"]
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:

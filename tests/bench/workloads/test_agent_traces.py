@@ -231,10 +231,10 @@ def test_claude_code(tmp_path: Path) -> None:
     first, helper, third, compacted = found.values()
     assert (first.prompt_len, third.prompt_len) == (900, 960)
     assert third.cancel_seconds == 2.0 and compacted.cancel_seconds is None
-    whole = 900 * 4 // 128
+    whole = 900 * 4 // 64
     assert third.blocks[:whole] == first.blocks[:whole] != helper.blocks[:whole]
-    assert compacted.blocks[:22] == first.blocks[:22]
-    assert not set(compacted.blocks[24:]) & set(first.blocks)
+    assert compacted.blocks[:44] == first.blocks[:44]
+    assert not set(compacted.blocks[48:]) & set(first.blocks)
 
 
 def codex(seconds: float, kind: str, **payload: Any) -> dict[str, Any]:

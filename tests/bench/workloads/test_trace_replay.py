@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,12 +61,13 @@ def agents(seed: int, sessions: int = 26) -> Workload:
     return Workload("custom", "test", tuple(items), is_timed=True)
 
 
-def recorded(served: Sequence[Served], path: Path) -> Path:
-    """Write a run as `llmopt record` does."""
+def recorded(served: Sequence[Served], path: Path, *, as_text: bool = False) -> Path:
+    """Write a run as `llmopt record` does; `as_text` with a character of two or three bytes a token."""
     writer = TraceWriter(path, salt=b"s", keep_text=False)
     for one in sorted(served, key=lambda one: one.end):
         usage = {"prompt_tokens": len(one.prompt), "completion_tokens": one.trace.output_len}
-        body = {"prompt": one.prompt, "max_tokens": one.trace.wanted_len}
+        prompt = "".join(chr(256 + token) for token in one.prompt) if as_text else one.prompt
+        body = {"prompt": prompt, "max_tokens": one.trace.wanted_len}
         passed = Passed(one.trace.sent, "/v1/completions", "c", {}, json.dumps(body).encode(), 200)
         passed.chunks = [json.dumps({"usage": usage}).encode()]
         passed.seconds = one.end - one.trace.sent
@@ -84,10 +86,14 @@ def figures(served: Sequence[Served]) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("how", ["arrival", "dependency"])
-def test_a_replay_has_the_hits_and_latencies_of_the_run(tmp_path: Path, how: Replay) -> None:
+@pytest.mark.parametrize(
+    "how, as_text", [("arrival", False), ("dependency", False), ("dependency", True)]
+)
+def test_a_replay_has_the_hits_and_latencies_of_the_run(
+    tmp_path: Path, how: Replay, as_text: bool
+) -> None:
     original = SimulatedRun(agents(7)).run()
-    path = recorded(original, tmp_path / "trace.jsonl")
+    path = recorded(original, tmp_path / "trace.jsonl", as_text=as_text)
     again = trace_workload(
         IDS, "trace", num_prompts=None, max_model_len=65536, path=path, replay=how, decode=str
     )
@@ -245,7 +251,7 @@ def test_a_client_that_left_before_its_answer_is_replayed(tmp_path: Path) -> Non
     left |= {"tokens_by": "estimate", "ended": "cancelled", "status": 0, "max_tokens": 80}
     refused = {**counted, "id": "c", "status": 400}
     path = tmp_path / "left.jsonl"
-    rows = [{"llmopt_trace": 1}]
+    rows: list[dict[str, Any]] = [{"llmopt_trace": 1, "block": {"bytes": 128, "token_ids": 32}}]
     rows += [
         {"status": 200, "arrival": 0.1 * place, "seconds": 0.3, "tokens_by": "usage", **row}
         for place, row in enumerate((counted, left, refused))
@@ -262,3 +268,23 @@ def test_options_of_a_trace() -> None:
     assert BenchOptions(trace_replay="by-dependency").trace_replay == "dependency"
     with pytest.raises(BadInput, match="no known form"):
         read_trace("trace", Path(__file__))
+
+
+@pytest.mark.parametrize("tokens_of", [1, 3])
+def test_prompts_of_text_share_the_tokens_that_they_shared(tmp_path: Path, tokens_of: int) -> None:
+    """A block that is not full has no more tokens than its text; what two prompts share ends at a block."""
+    system, paths = "s" * 2800, tmp_path / "text.jsonl"
+    writer = TraceWriter(paths, salt=b"s", keep_text=False)
+    for number, task in enumerate(("abc" * 30, "def" * 90, "x" * 16, "x" * 16)):
+        body = {"prompt": system + task, "max_tokens": 4}
+        passed = Passed(number, "/v1/completions", "c", {}, json.dumps(body).encode(), 200)
+        counts = {"prompt_tokens": len(system + task) // tokens_of, "completion_tokens": 4}
+        passed.chunks = [json.dumps({"usage": counts}).encode()]
+        writer.add(passed)
+    writer.close()
+    found = trace_workload(IDS, "trace", num_prompts=None, max_model_len=4096, path=paths)
+    one, two, whole, again = found.items
+    assert whole.prompt_token_ids == again.prompt_token_ids
+    pairs = zip(one.prompt_token_ids, two.prompt_token_ids, strict=False)
+    shared = next(place for place, (a, b) in enumerate(pairs) if a != b)
+    assert len(system) / tokens_of - 64 / tokens_of < shared + 1 <= len(system) // tokens_of + 1
