@@ -61,6 +61,7 @@ class Card:
         shared_bytes: shared memory of a program; 0: Hopper's.
         log: what was done, in order.
         compiles: launches compile what a GPU of this capability would run, into Triton's cache.
+        computed: elements of the largest tensor of which operations are computed; of larger ones results are zero.
         host_bytes: a computation of the host whose result is larger is told.
         captures: graphs that were captured.
         waits: how often the host waited for an event, which is no fault.
@@ -70,8 +71,10 @@ class Card:
     capability: tuple[int, int] = (9, 0)
     memory_bytes: int = 80 << 30
     shared_bytes: int = 227 << 10
+    multiprocessors: int = 132
     count: int = 1
     compiles: bool = False
+    computed: float = math.inf
     host_bytes: float = math.inf
     log: list[Entry] = field(default_factory=list)
     waits: int = 0

@@ -79,7 +79,7 @@ def _driver(card: Card) -> Iterator[None]:
     from triton.runtime import driver
 
     major, minor = card.capability
-    properties = {"max_shared_mem": card.shared_bytes, "multiprocessor_count": 132}
+    properties = {"max_shared_mem": card.shared_bytes, "multiprocessor_count": card.multiprocessors}
     fake: Any = SimpleNamespace(
         utils=SimpleNamespace(get_device_properties=lambda _: properties),
         get_current_device=lambda: card.current,
@@ -220,7 +220,7 @@ def _runtime(card: Card) -> dict[str, Any]:
             major=card.capability[0],
             minor=card.capability[1],
             total_memory=card.memory_bytes,
-            multi_processor_count=132,
+            multi_processor_count=card.multiprocessors,
             shared_memory_per_block_optin=card.shared_bytes,
             L2_cache_size=50 << 20,
         ),

@@ -219,9 +219,9 @@ class Dispatch(TorchDispatchMode):
         if not is_into and to.type == "cpu":
             return func(*inner, **{**more, "device": torch.device("cpu")})
         if is_into:
-            func(*inner, **more)
+            self._result(func, inner, more)
             return target
-        result = func(*inner, **{**more, "device": torch.device("cpu")})
+        result = self._result(func, inner, {**more, "device": torch.device("cpu")})
         if (
             result is inner[0]
             or result.untyped_storage().data_ptr() == inner[0].untyped_storage().data_ptr()
@@ -259,9 +259,9 @@ class Dispatch(TorchDispatchMode):
         if "device" in more:
             more["device"] = torch.device("cpu")
         more.pop("pin_memory", None)
-        result = func(*inner, **more)
+        result = self._result(func, inner, more)
         if name.startswith(_EMPTY):
-            result.zero_()
+            self._result(torch.ops.aten.zero_.default, (result,), {})
         known = {leaf.host.untyped_storage().data_ptr(): leaf.allocation for leaf in there}
         made = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
         is_new = any(each.untyped_storage().data_ptr() not in known for each in made)
@@ -279,6 +279,30 @@ class Dispatch(TorchDispatchMode):
             return self._wrapped(leaf, place, known) if same is None else same
 
         return tree_map(wrap, result)
+
+    def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the host computes; zeros of its shape where a tensor is larger than the card computes."""
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if all(leaf.numel() <= self._card.computed for leaf in leaves):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            for place, arg in enumerate(func._schema.arguments):
+                if arg.alias_info is not None and arg.alias_info.is_write:
+                    return kwargs[arg.name] if arg.name in kwargs else args[place]
+        if any(leaf.alias_info for leaf in func._schema.returns):  # a view costs nothing
+            return func(*args, **kwargs)
+        moved = tree_map(
+            lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+        )
+        if "device" in moved[1]:
+            moved[1]["device"] = torch.device("meta")
+        made = func(*moved[0], **moved[1])
+        return tree_map(
+            lambda leaf: (
+                torch.zeros_like(leaf, device="cpu") if isinstance(leaf, torch.Tensor) else leaf
+            ),
+            made,
+        )
 
     def note_read(self, tensor: CudaTensor) -> None:
         """In a capture: the graph points at this memory, which must live as long as it does."""
