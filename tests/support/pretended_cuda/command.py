@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from llmopt.bench.contact import run
 from llmopt.engine.kernels.common.verdicts import VARIABLE
 
@@ -104,6 +105,7 @@ def earning() -> Iterator[None]:
             (verdicts, "verdict_file", lambda *_: Path(folder) / "verdicts.json"),
             (verdicts, "relative_error", lambda *_: 0.0),
             (verdicts, "_without_slower", dict),
+            (torch, "equal", lambda *_: True),  # as the search of trellis codes asks of its kernel
         ):
             stack.enter_context(patch.object(target, name, value))
         yield
