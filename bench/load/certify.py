@@ -63,7 +63,10 @@ class KnownLatencyProtocol(asyncio.Protocol):
             self._transport.write(self._times() if head.startswith(b"GET /times ") else NOTHING)
             return
         asked = json.loads(body[:length])
-        count = asked.get("max_tokens") or asked["max_completion_tokens"]
+        count = asked.get("max_tokens") or asked.get("max_completion_tokens")
+        if count is None:  # other clients ask what else there is
+            self._transport.write(NOTHING)
+            return
         self._plan(now, now + self._ttft, 1, count)
 
     def _times(self) -> bytes:

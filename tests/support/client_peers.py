@@ -57,15 +57,16 @@ def aiperf(program: str, port: int, streams: int, folder: Path) -> float:
     words += ["--url", f"http://127.0.0.1:{port}", "--endpoint-type", "completions"]
     words += ["--request-count", str(count), "--request-rate", f"{rate:.3f}", "--isl", "8"]
     words += ["--concurrency", str(streams), "--osl", str(tokens), "--arrival-pattern", "constant"]
-    # Offline it looks for every tokenizer in the hub's cache, and a folder is not there.
+    # Offline, which is any value of the variables, it looks for every tokenizer in the hub's cache.
     run(program, [*words, "--artifact-dir", str(folder), "--ui", "none"], is_offline=False)
     (path,) = folder.rglob("profile_export_aiperf.json")
     return json.loads(path.read_text())["time_to_first_token"]["p50"]
 
 
 def run(program: str, words: list[str], *, is_offline: bool = True) -> None:
-    switch = "1" if is_offline else "0"
-    environment = {**os.environ, "HF_HUB_OFFLINE": switch, "TRANSFORMERS_OFFLINE": switch}
+    switches = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    environment = {key: value for key, value in os.environ.items() if key not in switches}
+    environment |= switches if is_offline else {}
     done = subprocess.run([program, *words], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{program} failed:\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")

@@ -43,11 +43,12 @@ def test_errors_of_a_hand_made_pass() -> None:
 
 
 def test_the_server_answers_what_other_clients_ask() -> None:
-    """AIPerf looks whether it is there by HEAD, which has no body to read."""
+    """AIPerf looks whether it is there by HEAD, which has no body to read; vLLM's benchmark asks for tokens."""
     with known_server(5.0, 1.0) as port:
-        for method, path in (("HEAD", "/v1"), ("GET", "/v1/models"), ("OPTIONS", "/")):
+        asked = (("HEAD", "/v1"), ("GET", "/v1/models"), ("OPTIONS", "/"), ("POST", "/tokenize"))
+        for method, path in asked:
             link = HTTPConnection("127.0.0.1", port, timeout=60)
-            link.request(method, path)
+            link.request(method, path, '{"prompt": "a"}' if method == "POST" else None)
             assert link.getresponse().status == 404
 
 
