@@ -62,10 +62,12 @@ test-levels: $(INSTALLED)
 test-arm: $(INSTALLED)
 	$(PYTEST) -rs -p tests.support.aarch64_plugin -n 3 --dist worksteal --durations 5 $(ARM_TESTS)
 
-# The random walk over scheduler and block pool, of more than 20,000 steps, and the newest agents and clients.
+# The random walk over scheduler and block pool, of more than 20,000 steps, the newest agents and clients, and the newest
+# benchmarks whose files `compare` reads.
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(PYTEST) tests/engine/scheduling/test_scheduler_walk.py
 	$(VENV)/bin/python -m tests.support.agents
+	$(VENV)/bin/python -m tests.support.imported_tools
 
 # What needs a really trained model, SmolLM2-135M-Instruct: fetched once from the package index.
 real: $(INSTALLED)
