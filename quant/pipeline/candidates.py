@@ -113,6 +113,12 @@ class Search:
             for module in self.sizes[0]
         )
 
+    def nearest(self, bits: float) -> int:
+        """The candidate nearest to some bits per weight, without that of 16 bits."""
+        kinds = [number for number, schemes in enumerate(self.schemes) if schemes]
+        size = bits * self.num_weights / 8
+        return min(kinds, key=lambda number: abs(sum(self.sizes[number].values()) - size))
+
     def label(self, number: int) -> str:
         """The name of a candidate: its most common scheme."""
         labels = [scheme.label for scheme in self.schemes[number].values()]

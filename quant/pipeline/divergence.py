@@ -209,14 +209,15 @@ def _mean_divergences(
         num_tokens += len(hidden[0])
         for begin in range(0, len(hidden[0]), step):
             rows = slice(begin, begin + step)
-            logs = [
+            logs = (
                 functional.log_softmax(
                     scaled_logits(stream, plain_logits(part[rows], head, bias)), dim=-1
                 )
                 for part, head in zip(hidden, heads, strict=True)
-            ]
-            for number, other in enumerate(logs[1:]):
-                sums[number] += float((logs[0].exp() * (logs[0] - other)).sum())
+            )
+            plain = next(logs)
+            for number, other in enumerate(logs):
+                sums[number] += float((plain.exp() * (plain - other)).sum())
     return (sums / max(1, num_tokens)).tolist()
 
 

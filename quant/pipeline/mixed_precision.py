@@ -3,7 +3,9 @@
 The cost of a candidate is the squared error of its outputs behind the codes of the method's own solver,
 weighted by what the model's output feels of it (`sensitivity`). These costs are nats a token, and add up;
 `allocate` solves for the least sum. They are measured behind the layers before, rounded to one scheme of the
-same size, and the choice must have a smaller KL divergence than that scheme.
+same size, and the choice must have a smaller KL divergence than that scheme. Errors are felt more the more
+there are of others: the program is solved again with costs that are scaled by block of layers, the more the
+larger all together are.
 
 HiGHS solves the allocation as a mixed-integer program. Each choice takes one of its candidates; what they
 cost adds up, and so do their bytes, which have a bound: the multiple-choice knapsack problem. Its front is
@@ -29,6 +31,7 @@ from ..base.scheme import Scheme
 from ..gguf.mix import mix_of
 from ..kinds.registry import scheme_record
 from ..model.parameters import unquantized_modules
+from ..plan.journal import sha256_of
 from ..plan.plan import QuantizePlan, check_plan
 from ..stream.calibration import Images
 from ..stream.layer_stream import LayerStream
@@ -37,6 +40,10 @@ from .candidates import Choice, Search, is_gguf, too_small
 from .divergence import divergences, solver_facts
 
 _POINTS = 16  # of the front
+_BLOCKS = 10  # of layers, each with a scale of its costs
+_SCALED_BITS = 4.0  # of the kind by which scales are measured
+_SCALE_TOKENS = 8192
+_LARGEST = 4.0  # scale
 
 
 def with_schemes(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> QuantizePlan:
@@ -79,6 +86,7 @@ class Lane:
         search: its candidates; `budget` is the largest bound.
         folder: of the solver's statistics.
         samples: on which mixtures are measured, with their images.
+        excess: by how much more the errors of each choice are felt where all cost `level`; see `scaled`.
     """
 
     search: Search
@@ -86,6 +94,8 @@ class Lane:
     folder: StatisticsFolder
     stream: LayerStream
     samples: tuple[torch.Tensor, Images]
+    excess: tuple[float, ...] = ()
+    level: float = 0.0
 
     def allocate(self, bytes_bound: int) -> Allocation:
         """The mixture of least expected KL divergence; of a format that holds one scheme, the best of one.
@@ -93,10 +103,23 @@ class Lane:
         Args:
             bytes_bound: that the linears may take; the others take `search.rest_bytes`.
         """
-        best = allocate(self.choices, bytes_bound)
+        best = self._allocated(self.choices, bytes_bound)
+        if self.excess:
+            scales = self._scales(best.cost)
+            felt = [
+                replace(choice, costs=tuple(scale * cost for cost in choice.costs))
+                for choice, scale in zip(self.choices, scales, strict=True)
+            ]
+            again = self._allocated(felt, bytes_bound)
+            best = min(best, again, key=lambda one: self.expected(one.chosen))
+        return replace(best, cost=self.expected(best.chosen))
+
+    def _allocated(self, choices: Sequence[Choice], bytes_bound: int) -> Allocation:
+        """The least sum of costs that the format holds."""
+        best = allocate(choices, bytes_bound)
         if _holds(self.search.plan, self.schemes_of(best)):
             return best
-        return allocate(self.choices, bytes_bound, exclusive=True)
+        return allocate(choices, bytes_bound, exclusive=True)
 
     def front(self, points: int) -> list[Allocation]:
         """Mixtures from the fewest bytes to the most that lower the cost; see `front`."""
@@ -115,12 +138,55 @@ class Lane:
         """The `--target-size` by which `quantize --method auto` finds the same mixture again."""
         return allocation.bound + self.search.rest_bytes
 
+    def expected(self, chosen: Sequence[int]) -> float:
+        """Expected KL divergence of the model's output under a candidate for each choice, in nats a token."""
+        costs = [each.costs[at] for each, at in zip(self.choices, chosen, strict=True)]
+        pairs = zip(costs, self._scales(sum(costs)), strict=True)
+        return sum(cost * (1 + scale) / 2 for cost, scale in pairs)  # together half of what is last
+
+    def _scales(self, cost: float) -> list[float]:
+        """How much more the errors of each choice are felt, where all together cost so much."""
+        share = cost / self.level if self.level else 0.0
+        excess = self.excess or [0.0] * len(self.choices)
+        return [min(max(1 + share * each, 1 / _LARGEST), _LARGEST) for each in excess]
+
+    def scaled(self, progress: Progress) -> Lane:
+        """Measure how much more the errors of each block of layers are felt behind and before others.
+
+        That is what leaving the block in 16 bits spares one kind everywhere, measured over expected. The kind
+        is the same under every target: a mixture is found again by its bytes.
+        """
+        number = self.search.nearest(_SCALED_BITS)
+        kind, count = self.search.schemes[number], self.search.plan.num_layers
+        starts = [f"{self.search.plan.architecture.layer_prefix(at)}." for at in range(count)]
+        blocks: list[int | str] = []
+        for module, *_ in (choice.modules for choice in self.choices):
+            layer = next((at for at, start in enumerate(starts) if module.startswith(start)), None)
+            blocks.append(module if layer is None else layer * min(_BLOCKS, count) // count)
+        expected, without = dict.fromkeys(blocks, 0.0), {block: dict(kind) for block in blocks}
+        for block, choice in zip(blocks, self.choices, strict=True):
+            expected[block] += choice.costs[number]
+            for module in choice.modules:
+                without[block].pop(module, None)
+        token_ids, images = self.samples
+        few = max(1, _SCALE_TOKENS // token_ids.shape[1])
+        part = replace(self, samples=(token_ids[:few], images[:few]))
+        whole, *less = part.divergences([kind, *without.values()], progress)
+        spared = dict(zip(without, (whole - one for one in less), strict=True))
+        excess = {
+            block: spared[block] / cost - 1 if cost else 0.0 for block, cost in expected.items()
+        }
+        return replace(
+            self, excess=tuple(excess[block] for block in blocks), level=sum(expected.values())
+        )
+
     def divergences(
         self, mixtures: Sequence[Mapping[str, Scheme]], progress: Progress
     ) -> list[float]:
         """KL divergence of mixtures from the float model, by the solver's codes; the folder keeps them."""
         plan = self.search.plan
-        facts = solver_facts(plan, plan.modules)
+        tokens = sha256_of(self.samples[0].numpy().tobytes())
+        facts = [*solver_facts(plan, plan.modules), tokens]
         store = StoredNumbers(self.folder.folder / "divergences.json", facts)
         keys = [{name: scheme_record(one) for name, one in each.items()} for each in mixtures]
         missing = [at for at, key in enumerate(keys) if key not in store]

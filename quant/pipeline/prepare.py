@@ -244,9 +244,10 @@ def _measure(
 
 
 def _lane(begun: _Begun, search: Search, folder: StatisticsFolder, progress: Progress) -> Lane:
-    """The candidates with their costs."""
+    """The candidates with their costs, scaled by layer."""
     choices = measure_choices(search, Sensitivities(folder.folder), folder, progress)
-    return Lane(search, choices, folder, begun.stream, _checked(begun.calibration))
+    samples = _checked(begun.calibration)
+    return Lane(search, choices, folder, begun.stream, samples).scaled(progress)
 
 
 def _checked(calibration: Calibration) -> tuple[torch.Tensor, Images]:

@@ -2,8 +2,8 @@
 
     python -m tests.support.mixtures recipes/models/stories3M --mixtures 60
 
-prints the rank correlation of random mixtures of about one size, plain and with the costs of each layer scaled
-by what leaving it in 16 bits spares one kind everywhere. The scales are measured on other text than the mixtures.
+prints the rank correlation of random mixtures of about one size, plain and with the solver's scales of blocks of
+layers, which are measured on other text than the mixtures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp
@@ -38,28 +37,6 @@ class Measured:
     @property
     def choices(self) -> list[Choice]:
         return self.lane.choices
-
-    def layer_scales(self, token_ids: torch.Tensor) -> list[float]:
-        """Measured over predicted KL divergence of each choice's layer, behind and before the uniform kind.
-
-        Call it before `divergences`: the folder tells mixtures apart, not the text.
-        """
-        search = self.lane.search
-        layers = [
-            choice.modules[0].rpartition(".layers.")[2].split(".")[0] for choice in self.choices
-        ]
-        uniform, expected = search.schemes[search.uniform], defaultdict[str, float](float)
-        for layer, choice in zip(layers, self.choices, strict=True):
-            expected[layer] += choice.costs[search.uniform]
-        inside = {m: at for at, c in zip(layers, self.choices, strict=True) for m in c.modules}
-        without = [
-            {module: scheme for module, scheme in uniform.items() if inside[module] != layer}
-            for layer in expected
-        ]
-        lane = replace(self.lane, samples=(token_ids, ()))
-        whole, *less = lane.divergences([uniform, *without], Silent())
-        spared = {layer: whole - one for layer, one in zip(expected, less, strict=True)}
-        return [spared[layer] / expected[layer] for layer in layers]
 
     @classmethod
     def of(
@@ -101,7 +78,7 @@ class Measured:
 
     def expected(self, mixture: tuple[int, ...]) -> float:
         """Predicted KL divergence."""
-        return sum(c.costs[at] for c, at in zip(self.choices, mixture, strict=True))
+        return self.lane.expected(mixture)
 
     def random_mixtures(self, count: int, tilt: float = 0.0) -> list[tuple[int, ...]]:
         """Mixtures with any candidate for each choice that no other beats in both bytes and cost.
@@ -144,18 +121,11 @@ def main() -> None:
         token_ids = prepare(
             QuantizeRequest(given.model, Path(folder) / "text", method="gptq", **shape)
         ).calibration.held_out[: given.samples // 2]
-        scales = measured.layer_scales(token_ids)
+        lane = replace(measured.lane, samples=(token_ids, ())).scaled(Silent())
         mixtures = measured.random_mixtures(given.mixtures)
         losses = pd.Series(measured.divergences(mixtures))
-        print(f"scales of layers: {', '.join(f'{one:.2f}' for one in dict.fromkeys(scales))}")
-        for name, factors in (("plain", [1.0] * len(scales)), ("scaled", scales)):
-            expected = [
-                sum(
-                    f * c.costs[at]
-                    for f, c, at in zip(factors, measured.choices, mixture, strict=True)
-                )
-                for mixture in mixtures
-            ]
+        for name, one in (("plain", measured), ("scaled", Measured(lane))):
+            expected = [one.expected(mixture) for mixture in mixtures]
             rank = pd.Series(expected).corr(losses, method="spearman")
             print(f"{name}: rank correlation {rank:.3f} over {len(mixtures)} mixtures")
 

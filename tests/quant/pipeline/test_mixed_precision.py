@@ -220,11 +220,32 @@ def test_a_killed_pass_for_sensitivities_goes_on(
     loaded[:] = [-1] * 12  # beyond the interrupt
     monkeypatch.setattr(LayerStream, "load", load)
     (again,) = search_fronts([asked])
-    assert [*left[:-1], *loaded[12:]] == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0]
-    assert again.choices == lane.choices
+    scaling = [0, 1, 2, 3, 4]
+    assert [*left[:-1], *loaded[12:]] == [0, 1, 2, 3, 4, 4, 3, 2, 1, 0, *scaling]
+    assert (again.choices, again.excess) == (lane.choices, lane.excess)
     assert {path.name for path in asked.stats.iterdir()} == {
         path.name for path in (tmp_path / "whole").iterdir()
     }
+
+
+def test_costs_are_scaled_by_layer_as_they_are_felt_together(tmp_path: Path) -> None:
+    asked = auto(tmp_path, "none", candidates=("int3", "int8"))
+    (lane,) = search_fronts([asked])
+    early = [".layers.0." in choice.modules[0] for choice in lane.choices]
+    assert len({*zip(early, lane.excess, strict=True)}) == 2  # one scale for each of two layers
+    uniform = [lane.search.nearest(3.5)] * len(early)
+    (loss,) = lane.divergences([lane.search.schemes[uniform[0]]], Silent())
+    plain = sum(choice.costs[at] for choice, at in zip(lane.choices, uniform, strict=True))
+    assert abs(lane.expected(uniform) / loss - 1) < abs(plain / loss - 1)
+
+    bounds = [sum(choice.bytes[at] for choice in lane.choices) for at in (0, -2)]
+    shares = []
+    for first in (True, False):  # where the errors of a layer are felt more, it has more bytes
+        excess = tuple(3.0 * (one is first) for one in early)
+        found = replace(lane, excess=excess, level=1e-6).allocate(sum(bounds) // 2).chosen
+        pairs = zip(lane.choices, found, early, strict=True)
+        shares.append(sum(choice.bytes[at] for choice, at, one in pairs if one))
+    assert shares[0] > shares[1]
 
 
 def test_the_embedding_of_a_gguf_file_is_a_choice(tmp_path: Path) -> None:
