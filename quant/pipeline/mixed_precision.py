@@ -5,7 +5,7 @@ weighted by what the model's output feels of it (`sensitivity`). These costs are
 `allocate` solves for the least sum. They are measured behind the layers before, rounded to one scheme of the
 same size, and the choice must have a smaller KL divergence than that scheme. Errors are felt more the more
 there are of others: the program is solved again with costs that are scaled by block of layers, the more the
-larger all together are.
+larger all together are. The choice of less measured KL divergence is taken.
 
 HiGHS solves the allocation as a mixed-integer program. Each choice takes one of its candidates; what they
 cost adds up, and so do their bytes, which have a bound: the multiple-choice knapsack problem. Its front is
@@ -103,16 +103,20 @@ class Lane:
         Args:
             bytes_bound: that the linears may take; the others take `search.rest_bytes`.
         """
-        best = self._allocated(self.choices, bytes_bound)
+        return min(self.proposals(bytes_bound), key=lambda one: one.cost)
+
+    def proposals(self, bytes_bound: int) -> list[Allocation]:
+        """The mixtures of least expected KL divergence by plain costs and by scaled ones, if they differ."""
+        found = [self._allocated(self.choices, bytes_bound)]
         if self.excess:
-            scales = self._scales(best.cost)
+            scales = self._scales(found[0].cost)
             felt = [
                 replace(choice, costs=tuple(scale * cost for cost in choice.costs))
                 for choice, scale in zip(self.choices, scales, strict=True)
             ]
-            again = self._allocated(felt, bytes_bound)
-            best = min(best, again, key=lambda one: self.expected(one.chosen))
-        return replace(best, cost=self.expected(best.chosen))
+            found.append(self._allocated(felt, bytes_bound))
+        by_choice = {one.chosen: replace(one, cost=self.expected(one.chosen)) for one in found}
+        return [*by_choice.values()]
 
     def _allocated(self, choices: Sequence[Choice], bytes_bound: int) -> Allocation:
         """The least sum of costs that the format holds."""
@@ -201,21 +205,24 @@ class Lane:
 
 
 def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
-    """The plan with the schemes of least expected KL divergence under the target, where its KL divergence on
-    the samples, with their images, is below that of the uniform scheme; else the uniform plan.
+    """The plan with the schemes of least expected KL divergence under the target, by plain costs or by scaled
+    ones, whose KL divergence on the samples, with their images, is less; the uniform plan where its is least.
 
     Where a format holds one scheme a file, all linears have the same.
     """
     search = lane.search
     plan, num_tokens = search.plan, lane.samples[0].numel()
-    best = lane.allocate(search.budget)
-    mixed, uniform = lane.schemes_of(best), search.schemes[search.uniform]
-    check_plan(with_schemes(plan, mixed))
-    pair = mixed, uniform
-    losses = lane.divergences(pair, progress)
+    proposals = lane.proposals(search.budget)
+    mixtures = [lane.schemes_of(one) for one in proposals]
+    for each in mixtures:
+        check_plan(with_schemes(plan, each))
+    uniform = search.schemes[search.uniform]
+    *found, of_uniform = lane.divergences([*mixtures, uniform], progress)
+    at = found.index(min(found))
+    best, mixed, losses = proposals[at], mixtures[at], (found[at], of_uniform)
     is_mixed = losses[0] < losses[1]
     schemes = mixed if is_mixed else uniform
-    sizes = [search.bytes_of(kind) * 8 / search.num_weights for kind in pair]
+    sizes = [search.bytes_of(kind) * 8 / search.num_weights for kind in (mixed, uniform)]
     counts = Counter(scheme.label for scheme in schemes.values())
     counts["16 bits"] = len(search.sizes[0]) - len(schemes)
     shares = ", ".join(f"{count} {label}" for label, count in sorted(counts.items()) if count)

@@ -3,7 +3,7 @@
     python -m tests.support.mixtures recipes/models/stories3M --mixtures 60
 
 prints the rank correlation of random mixtures of about one size, plain and with the solver's scales of blocks of
-layers, which are measured on other text than the mixtures.
+layers, which are measured on other text than the mixtures, and the KL divergence of what is chosen with either.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--mixtures", type=int, default=40)
     parser.add_argument("--bpw", type=float, default=3.5)
+    parser.add_argument("--bits", type=float, nargs="*", default=[2.75, 3.25, 3.5, 4.25, 5])
     parser.add_argument("--samples", type=int, default=64, help="calibration, and held out")
     parser.add_argument("--seq-len", type=int, default=128)
     given = parser.parse_args()
@@ -124,10 +125,18 @@ def main() -> None:
         lane = replace(measured.lane, samples=(token_ids, ())).scaled(Silent())
         mixtures = measured.random_mixtures(given.mixtures)
         losses = pd.Series(measured.divergences(mixtures))
-        for name, one in (("plain", measured), ("scaled", Measured(lane))):
+        both = {"plain": measured, "scaled": Measured(lane)}
+        for name, one in both.items():
             expected = [one.expected(mixture) for mixture in mixtures]
             rank = pd.Series(expected).corr(losses, method="spearman")
             print(f"{name}: rank correlation {rank:.3f} over {len(mixtures)} mixtures")
+        for bits in given.bits:
+            bound = int(bits * lane.search.num_weights / 8)
+            chosen = [one.lane.allocate(bound).chosen for one in both.values()]
+            plain, scaled = measured.divergences(chosen)
+            print(
+                f"{bits:g} bits: KL {plain:.5f} plain, {scaled:.5f} scaled, {scaled / plain:.3f} of it"
+            )
 
 
 if __name__ == "__main__":

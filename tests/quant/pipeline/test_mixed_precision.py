@@ -21,7 +21,13 @@ from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.registry import read_scheme
 from llmopt.quant.pipeline import candidates
 from llmopt.quant.pipeline.candidates import Choice
-from llmopt.quant.pipeline.mixed_precision import allocate, c_prints_on_stderr, front
+from llmopt.quant.pipeline.mixed_precision import (
+    Lane,
+    allocate,
+    c_prints_on_stderr,
+    front,
+    mixed_plan,
+)
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.prepare import search_fronts
 from llmopt.quant.plan.request import QuantizeRequest
@@ -228,7 +234,9 @@ def test_a_killed_pass_for_sensitivities_goes_on(
     }
 
 
-def test_costs_are_scaled_by_layer_as_they_are_felt_together(tmp_path: Path) -> None:
+def test_costs_are_scaled_by_layer_as_they_are_felt_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = auto(tmp_path, "none", candidates=("int3", "int8"))
     (lane,) = search_fronts([asked])
     early = [".layers.0." in choice.modules[0] for choice in lane.choices]
@@ -238,13 +246,21 @@ def test_costs_are_scaled_by_layer_as_they_are_felt_together(tmp_path: Path) -> 
     plain = sum(choice.costs[at] for choice, at in zip(lane.choices, uniform, strict=True))
     assert abs(lane.expected(uniform) / loss - 1) < abs(plain / loss - 1)
 
-    bounds = [sum(choice.bytes[at] for choice in lane.choices) for at in (0, -2)]
+    bound = sum(sum(choice.bytes[at] for choice in lane.choices) for at in (0, -2)) // 2
     shares = []
     for first in (True, False):  # where the errors of a layer are felt more, it has more bytes
         excess = tuple(3.0 * (one is first) for one in early)
-        found = replace(lane, excess=excess, level=1e-6).allocate(sum(bounds) // 2).chosen
-        pairs = zip(lane.choices, found, early, strict=True)
+        search = replace(lane.search, budget=bound)
+        other = replace(lane, excess=excess, level=1e-6, search=search)
+        *_, found = both = other.proposals(bound)
+        pairs = zip(lane.choices, found.chosen, early, strict=True)
         shares.append(sum(choice.bytes[at] for choice, at, one in pairs if one))
+        assert len(both) == 2
+        for losses in ([1.0, 2.0, 3.0], [2.0, 1.0, 3.0]):  # the less measured one is taken
+            monkeypatch.setattr(Lane, "divergences", lambda *_, losses=losses: losses)
+            assert mixed_plan(other, Silent()).schemes == other.schemes_of(
+                both[losses.index(min(losses))]
+            )
     assert shares[0] > shares[1]
 
 
