@@ -392,7 +392,10 @@ class Model:
         what = f"{phase} of {self.name} in {self.weights}, batch {batch} at {context} tokens"
         if not self._world.has_verdicts or engine != OURS:
             return Finding(what, "", seen, None, numbers)
-        planned, most = self._planned(phase, batch, context)
+        device = self._world.planned_device
+        planned, most = planned_seconds(
+            self._deployment, device, self.table_name, phase, batch, context
+        )
         numbers["expected_seconds"] = planned
         expected = f"{1e3 * planned:.2f} ms, at most {1e3 * most:.2f}"
         return Finding(what, expected, seen, middle <= most, numbers)
@@ -401,20 +404,22 @@ class Model:
         named = {"model": self.name, "weights": self.weights, "engine": engine, "phase": phase}
         return named | {"batch": batch, "context": context}
 
-    def _planned(self, phase: str, batch: int, context: int) -> tuple[float, float]:
-        """Seconds that the planner expects, and the most that deployments like it took of such plans."""
-        device, setup = self._world.planned_device, Setup(engine="llmopt")
-        expected = Expectation.of(self._deployment, device, self.table_name, setup)
-        if phase == "decode":
-            planned = expected.decode(batch, context).seconds
-        else:
-            reserve = setup.reserve(device, self._deployment.weight_bytes)
-            planned = expected.prefill(context, reserve).seconds
-        # No deployment of this engine was measured; vLLM's on such a card bound what may be asked of it.
-        measured = Setup(engine="vllm")
-        band = Expectation.of(self._deployment, device, self.table_name, measured).band(batch)
-        bounds = (UNKNOWN_FACTORS,) * 2 if band is None else (band.tpot, band.ttft)
-        return planned, planned * bounds[phase == "prefill"][1]
+
+def planned_seconds(
+    deployment: Deployment, device: Device, name: str, phase: str, batch: int, context: int
+) -> tuple[float, float]:
+    """Seconds that the planner expects, and the most that deployments like it took of such plans."""
+    setup = Setup(engine="llmopt")
+    expected = Expectation.of(deployment, device, name, setup)
+    if phase == "decode":
+        planned = expected.decode(batch, context).seconds
+    else:
+        reserve = setup.reserve(device, deployment.weight_bytes)
+        planned = expected.prefill(context, reserve).seconds
+    # No deployment of this engine was measured; vLLM's on such a card bound what may be asked of it.
+    band = Expectation.of(deployment, device, name, Setup(engine="vllm")).band(batch)
+    bounds = (UNKNOWN_FACTORS,) * 2 if band is None else (band.tpot, band.ttft)
+    return planned, planned * bounds[phase == "prefill"][1]
 
 
 @contextmanager
