@@ -12,7 +12,16 @@ from typing import Any, cast
 import pytest
 import torch
 from llmopt.bench.contact import models, stages
-from llmopt.bench.contact.models import FULL, MODELS, SMALL, Model, World, decoding, largest
+from llmopt.bench.contact.models import (
+    FULL,
+    MODELS,
+    SMALL,
+    Model,
+    World,
+    planned_seconds,
+    decoding,
+    largest,
+)
 from llmopt.bench.contact.record import STAGES, Finding
 from llmopt.bench.contact.run import Refused
 from llmopt.bench.contact.stages import CASES, INT4, first_difference
@@ -98,7 +107,9 @@ def test_times_are_held_against_the_plan_of_the_card(tmp_path: Path) -> None:
         model._world = World("cuda", FULL, tmp_path)
         assert model._world.planned_device is find_device("H100 SXM")
         assert model.weights == "int4 g128 sym"
-        planned, most = model._planned("decode", 32, 4096)
+        planned, most = planned_seconds(
+            model._deployment, find_device("H100 SXM"), "llama-3.1-8b", "decode", 32, 4096
+        )
         assert 0 < planned < most
         told = [model.finding("decode", 32, 4096, [planned * factor]) for factor in (1, 9)]
         prefill = model.finding("prefill", 1, 8192, [9.0])
