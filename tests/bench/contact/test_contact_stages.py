@@ -18,9 +18,9 @@ from llmopt.bench.contact.models import (
     SMALL,
     Model,
     World,
-    planned_seconds,
     decoding,
     largest,
+    planned_seconds,
 )
 from llmopt.bench.contact.record import STAGES, Finding
 from llmopt.bench.contact.run import Refused
