@@ -216,8 +216,9 @@ def _mean_divergences(
                 for part, head in zip(hidden, heads, strict=True)
             )
             plain = next(logs)
+            shares = plain.exp()
             for number, other in enumerate(logs):
-                sums[number] += float((plain.exp() * (plain - other)).sum())
+                sums[number] += float((plain - other).mul_(shares).sum())
     return (sums / max(1, num_tokens)).tolist()
 
 
@@ -232,8 +233,9 @@ def plain_logits(
 def scaled_logits(stream: LayerStream, logits: torch.Tensor) -> torch.Tensor:
     """The logits with the scale and the soft cap of the config (Granite, Cohere, Gemma)."""
     config = stream.checkpoint.text_config
-    logits = (
-        logits * float(config.get("logit_scale") or 1) / float(config.get("logits_scaling") or 1)
-    )
+    if scale := config.get("logit_scale"):
+        logits = logits * float(scale)
+    if divisor := config.get("logits_scaling"):
+        logits = logits / float(divisor)
     cap = config.get("final_logit_softcapping")
     return logits if not cap else cap * torch.tanh(logits / cap)

@@ -71,8 +71,12 @@ def _holds(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> bool:
     """Whether the formats hold these schemes in one file; without any there is nothing to hold."""
     if not schemes:
         return True
+    mixed = with_schemes(plan, schemes)
     try:
-        check_plan(with_schemes(plan, schemes))
+        for (
+            weight_format
+        ) in plan.formats:  # a check of the plan reads the tokenizer for each mixture
+            mixed.config_in(weight_format)
     except BadInput:
         return False
     return True
