@@ -23,7 +23,8 @@ from ..gate.limits import GateOutcome, Limit
 from ..gate.quality_checks import check_promises
 from ..gate.verdict import LimitVerdict
 from ..load.started_server import preset
-from ..quality.summary import DOMAINS, score_of
+from ..quality.passage import DOMAINS
+from ..quality.summary import score_of
 from ..record.result import plain
 from ..studies.grid_plan import server_words
 from ..studies.jobs import jobs_of

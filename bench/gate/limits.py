@@ -17,10 +17,8 @@ from enum import StrEnum
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ..metrics.metrics import METRICS
-from ..quality.summary import DOMAINS
+from ..quality.passage import DOMAINS
 from ..record.comparable import served_weight_bytes
-from ..record.result import mean_output_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +221,18 @@ def _share_failed(result: Mapping[str, Any]) -> float | None:
     return result["failed"] / total if total else None
 
 
+def _mean_output_len(result: Mapping[str, Any]) -> float | None:
+    """Mean output tokens of the completed requests; None without any.
+
+    The token total of a run of fixed duration counts its window alone, so that run records the mean.
+    """
+    if not result["completed"] or result["total_output_tokens"] is None:
+        return None
+    if window := result["llmopt"].get("window"):
+        return window["mean_output_len"]
+    return result["total_output_tokens"] / result["completed"]
+
+
 COUNTED = {
     one.key: one
     for one in (
@@ -233,7 +243,7 @@ COUNTED = {
         Counted("error_rate", "Failed requests", "share", _share_failed),
         Counted("failed", "Failed requests", "requests", lambda result: result["failed"]),
         Counted("completed", "Completed requests", "requests", lambda result: result["completed"]),
-        Counted("mean_output_len", "Mean output length", "tokens", mean_output_len),
+        Counted("mean_output_len", "Mean output length", "tokens", _mean_output_len),
         Counted(
             "preemptions",
             "Preemptions",
@@ -292,10 +302,9 @@ def quantity(name: str, *, of_scores: bool = False) -> Quantity:
     )
     if of_scores:
         raise BadInput(f"gate: nothing is called {name!r}: {hint}")
-    metrics = ", ".join(metric for metric in METRICS if metric in SHORT)
     raise BadInput(
         f"gate: nothing is called {name!r}: {hint}{'' if near else '.'} Latencies are "
-        f"{{{','.join(STATISTICS)}}}_{{{metrics}}}_ms, such as p99_ttft_ms"
+        f"{{{','.join(STATISTICS)}}}_{{{', '.join(SHORT)}}}_ms, such as p99_ttft_ms"
     )
 
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from ...quant.stream.sources import Document, plain_text
 from ...recipes import DATA
-from .passage import Passage, PassageWindow
+from .passage import DOMAINS, Passage, PassageWindow
 from .positions import QualitySeries
-from .summary import DOMAINS, distance
+from .summary import distance
 from .task_items import ITEM_CONFIDENCE, Interval, mcnemar_exact, root_of, tango_interval
 
 DOMAIN_TEXTS = DATA / "domains.jsonl.xz"

@@ -22,6 +22,15 @@ from ...quant.base.errors import BadInput
 from ...recipes import DATA
 
 EVALUATION_TEXT = DATA / "evaluation.txt"
+# Domains of the bundled texts (`domains.py`), with their names for readers.
+DOMAINS = {
+    "prose": "prose",
+    "code": "code",
+    "math": "mathematics",
+    "chat": "chat",
+    "fr": "French",
+    "zh": "Chinese",
+}
 ProtocolName = Literal["documents", "gptq", "strided", "llama.cpp"]
 PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
 # The papers' window, and `--ctx-size` of llama-perplexity; a shorter context of the model is the window.

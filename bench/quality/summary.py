@@ -54,15 +54,6 @@ FORMULAS = {
 CONFIDENCE = 0.95
 RESAMPLES = 1000
 MIN_BLOCKS = 20
-# Domains of the bundled texts (`domains.py`), with their names for readers.
-DOMAINS = {
-    "prose": "prose",
-    "code": "code",
-    "math": "mathematics",
-    "chat": "chat",
-    "fr": "French",
-    "zh": "Chinese",
-}
 # The reference is sure of a token that it gives this probability.
 SURE = 0.9
 MIN_SEGMENT = 16

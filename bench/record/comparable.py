@@ -7,12 +7,10 @@ taken for a condition, so that nothing unknown passes silently.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
-
-from .imported import unknown_words
 
 PROMPTS = "prompts and their lengths"
 ARRIVAL = "arrival or concurrency"
@@ -182,7 +180,7 @@ def unknown_facts(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str,
     """Clauses on what of the hardware could not be compared; empty where all of it was."""
     if base["llmopt"]["run_id"] == new["llmopt"]["run_id"]:
         return ()
-    if words := unknown_words((base, new)):
+    if words := _unknown_words((base, new)):
         return words
     identities = base["llmopt"]["identity"], new["llmopt"]["identity"]
     before, after = (identity.get(HARDWARE) for identity in identities)
@@ -232,6 +230,14 @@ def series_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
     # Of a result of another tool; one of ours has neither.
     others = {key: identity[key] for key in ("tool", "shape") if key in identity}
     return {"model": name, **{key: identity[key] for key in SERIES_KEYS}, HARDWARE: known, **others}
+
+
+def _unknown_words(runs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """A clause on what the files of imported runs do not say; empty for runs of our own."""
+    found = [one["llmopt"]["imported"] for one in runs if "imported" in one["llmopt"]]
+    names = dict.fromkeys(name for one in found for name in one["unknown"])
+    tools = " and ".join(dict.fromkeys(one["tool"] for one in found))
+    return (f"unknown, as {tools} does not say: {', '.join(names)}",) if names else ()
 
 
 def served_weight_bytes(result: Mapping[str, Any]) -> int | None:

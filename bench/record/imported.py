@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
@@ -419,11 +419,3 @@ EVALUATIONS: tuple[tuple[tuple[str, ...], Callable[[Row, Path], ImportedRun]], .
     (("results", "configs", "n-shot"), _lm_eval),
     (("results", "config_general", "config_tasks"), _lighteval),
 )
-
-
-def unknown_words(runs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A clause on what the files of imported runs do not say; empty for runs of our own."""
-    found = [one["llmopt"]["imported"] for one in runs if "imported" in one["llmopt"]]
-    names = dict.fromkeys(name for one in found for name in one["unknown"])
-    tools = " and ".join(dict.fromkeys(one["tool"] for one in found))
-    return (f"unknown, as {tools} does not say: {', '.join(names)}",) if names else ()

@@ -133,18 +133,6 @@ class BenchRun:
         return self.result["llmopt"]["interrupted"]
 
 
-def mean_output_len(result: Mapping[str, Any]) -> float | None:
-    """Mean output tokens of the completed requests; None without any.
-
-    The token total of a run of fixed duration counts its window alone, so that run records the mean.
-    """
-    if not result["completed"] or result["total_output_tokens"] is None:
-        return None
-    if window := result["llmopt"].get("window"):
-        return window["mean_output_len"]
-    return result["total_output_tokens"] / result["completed"]
-
-
 def to_json(value: Any) -> str:
     """Strict JSON text: NaN and infinities become null, numpy values become plain ones."""
     return json.dumps(plain(value), indent=2, allow_nan=False) + "\n"

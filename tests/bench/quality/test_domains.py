@@ -24,9 +24,9 @@ from llmopt.bench.quality.domains import (
     predicted_share,
     smallest_loss,
 )
-from llmopt.bench.quality.passage import EVALUATION_TEXT
+from llmopt.bench.quality.passage import DOMAINS, EVALUATION_TEXT
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
-from llmopt.bench.quality.summary import DOMAINS, score_of
+from llmopt.bench.quality.summary import score_of
 from llmopt.bench.session.tasks import encode_pair
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.stream.sources import MIXED, STORIES, plain_text, read_documents

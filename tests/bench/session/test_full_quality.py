@@ -13,8 +13,8 @@ import pytest
 import torch
 import typer
 from llmopt.bench.quality import domains
+from llmopt.bench.quality.passage import DOMAINS
 from llmopt.bench.quality.scoring import score_passage
-from llmopt.bench.quality.summary import DOMAINS
 from llmopt.bench.session.tasks import encode_pair
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
