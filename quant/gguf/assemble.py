@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from .tokenizer import tokenizer_keys
 ROWS_AT_ONCE = 4096
 """Rows of an embedding that are rounded together."""
 _EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 
 
 def gguf_name(model_name: str, type_name: str) -> str:
@@ -182,7 +183,17 @@ def _tokenizer_keys(source: Checkpoint) -> Mapping[str, Any]:
     """The keys of the tokenizer: those of a GGUF source as they are, else of its `tokenizer.json`."""
     if source.source_tokenizer is not None:
         return source.source_tokenizer
-    return tokenizer_keys(source.folder, int(source.config["vocab_size"]))
+    files = [one for one in sorted(source.folder.iterdir()) if one.suffix in _TOKENIZER_SUFFIXES]
+    stamps = [(one.name, one.stat().st_mtime_ns, one.stat().st_size) for one in files]
+    return _read_keys(source.folder, int(source.config["vocab_size"]), tuple(stamps))
+
+
+@lru_cache(maxsize=1)
+def _read_keys(
+    folder: Path, vocab_size: int, stamps: tuple[tuple[str, int, int], ...]
+) -> Mapping[str, Any]:
+    """The keys of a `tokenizer.json`, read once for the plan and the file, as long as nothing changes."""
+    return tokenizer_keys(folder, vocab_size)
 
 
 class _Writer:

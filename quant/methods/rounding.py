@@ -245,8 +245,10 @@ def _rounded(problem: LayerProblem, linear: str) -> tuple[QuantizedTensor, Modul
     """A linear rounded to its scheme; an expert that is better without ranges of its own, in plain ones."""
     weight = problem.weights[linear]
     codes = round_weight(problem, linear, weight)
+    if linear not in problem.statistics:
+        return codes, problem.report(linear, weight, weight)  # no errors are measured
     effective = codes.dequantize()
-    if linear not in problem.statistics or problem.options.ranges != "weighted":
+    if problem.options.ranges != "weighted":
         return codes, problem.report(linear, effective, effective)
     plain = round_plain(problem, linear, weight)
     rounded = plain.dequantize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from llmopt.quant.kinds.ggml.tensor import (
 )
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.methods.rounding import round_plain, round_weight
+from llmopt.quant.methods.rounding import quantize_layer, round_plain, round_weight
 
 from ...support.layer_problems import one_linear
 from ...support.native_paths import native_paths
@@ -251,3 +252,10 @@ def test_rounding_takes_its_importance_from_the_inputs(name: str):
         weight * columns, torch.float16, importance=importance, name="q"
     )
     assert torch.equal(scaled.data, expected.parts()["data"])
+
+
+def test_rounding_without_errors_dequantizes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(one_linear(sample(8, 256), GgufScheme("Q4_K")), statistics={})
+    monkeypatch.delattr(GgufTensor, "dequantize")
+    result = quantize_layer(problem)
+    assert [report.error for report in result.reports] == [None]

@@ -26,7 +26,7 @@ from llmopt.quant.gguf.architecture import (
     to_halves,
     to_interleaved,
 )
-from llmopt.quant.gguf.assemble import assemble, check_source
+from llmopt.quant.gguf.assemble import assemble, check_source, planned_file
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
@@ -336,6 +336,25 @@ def test_tokenizers(tmp_path):
         assert found["tokenizer.ggml.pre"] == (split or "gpt-2")
         assert found["tokenizer.ggml.add_bos_token"] is False
         assert len(found["tokenizer.ggml.merges"]) > 100
+
+
+def test_the_tokenizer_is_read_once_until_it_changes(
+    model_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+
+    def counted(folder: Path, vocab_size: int) -> dict[str, Any]:
+        read.append(folder)
+        return tokenizer_keys(folder, vocab_size)
+
+    monkeypatch.setattr("llmopt.quant.gguf.assemble.tokenizer_keys", counted)
+    source = Checkpoint(model_copy)
+    check_source(source)
+    before = planned_file(source, {}, "Q4_0", "model").whole
+    assert len(read) == 1
+    (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}" * 9)
+    assert planned_file(source, {}, "Q4_0", "model").whole > before
+    assert len(read) == 2
 
 
 def test_integer_codes_become_blocks(tmp_path):
