@@ -21,6 +21,7 @@ from llmopt.quant.stream.calibration import load_calibration
 from llmopt.quant.stream.sources import STORIES
 
 from tests.support import greedy_mixes
+from tests.support.quantizer_times import TASKS, lines
 from tools.quality import mixes, real
 from tools.quality.cells import Cell, cells
 from tools.quality.dequantized import dequantize_checkpoint
@@ -242,3 +243,19 @@ def test_greedy_mixes_stand_beside_ours_of_their_bytes() -> None:
     assert greedy_mixes.markdown({"rows": rows}, {"rows": mixes}).splitlines()[2:] == [
         "| 3.30 | 100 | 0.4 (0.1 to 0.3) | 100 | 0.2 (0.1 to 0.3) | 0.50 |"
     ]
+
+
+def test_the_quantizer_table_marks_goals_and_says_what_failed() -> None:
+    def row(package: str, seconds: float) -> dict[str, Any]:
+        cell = next(one for one in TASKS[0].cells if one.package == package)
+        seen = {"kl_nats": 0.17, "cpu_seconds": seconds, "peak_bytes": 2**30}
+        about = {"name": cell.name, "package": package, "method": cell.method}
+        return about | {"options": dict(cell.options), **seen}
+
+    failed = {"name": TASKS[1].cells[1].name, "package": "gptqmodel", "method": "gptq"}
+    rows = [row("llmopt", 12.0), row("llamacpp", 6.0), failed | {"options": {}, "error": "refused"}]
+    _, _, ours, theirs, refused = lines(rows)
+    assert ours.endswith("| 0.17 | 12.0 | 1,024 | 2.00, 1.5 asked: **missed** |")
+    assert theirs.endswith("| 0.17 | 6.0 | 1,024 |  |")
+    assert "refused" in refused
+    assert next(line for line in lines([row("llmopt", 9.0), *rows[1:]]) if "met" in line)

@@ -18,7 +18,6 @@ from llmopt.engine.planner.speed import (
 from llmopt.engine.planner.weights import UNQUANTIZED_BYTES
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.families.shapes import ModelShape
-from llmopt.quant.models import open_checkpoint
 from worker import Run, serve
 
 BLOCK, SPARE_BLOCKS = 32, 8
@@ -55,7 +54,7 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
         return times
 
     about = {"version": "this one", "memory": asdict(engine.memory)}
-    shape = model_shape(open_checkpoint(options["model"]).config)
+    shape = model_shape(engine.model_config)
     work = {name: work_of(engine, shape, case) for name, case in options["cases"].items()}
     return run, {**about, "activation_bits": engine.activation_bits, "work": work}
 

@@ -151,7 +151,7 @@ def measure(cell: Cell, session: Session, python: Path) -> dict[str, Any]:
         scores = session.scorer(plain).score(folder)
     return row | {
         "version": answer["version"],
-        "seconds": answer["seconds"],
+        **{key: answer[key] for key in ("seconds", "cpu_seconds", "peak_bytes")},
         "bits_per_weight": stored.bits_per_weight,
         "file_bytes": stored.file_bytes,
         "perplexity": scores.perplexity,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -42,6 +43,7 @@ def llmopt(task: Task) -> Answer:
         seq_len=len(task["tokens"][0]),
         held_out=task.get("held_out", 0),
         seed=task.get("seed", 0),
+        errors=task.get("errors", True),
         options=MethodOptions(**options),
         **_own_grid(task),
     )
@@ -302,6 +304,8 @@ def main() -> None:
     begun = time.perf_counter()
     answer = PACKAGES[package](task)
     answer["seconds"] = time.perf_counter() - begun
+    used = resource.getrusage(resource.RUSAGE_SELF)  # imports included: a command has them, too
+    answer |= {"cpu_seconds": used.ru_utime + used.ru_stime, "peak_bytes": used.ru_maxrss * 1024}
     Path(answered).write_text(json.dumps(answer))
 
 

@@ -1,0 +1,100 @@
+"""Print the quantizer table: processor seconds and peak memory of ours and of other packages, at their errors.
+
+    python -m tests.support.quantizer_times --models DIR --environments DIR --install \\
+        --calibration c4_demo.jsonl --text wikitext2_wiki.test.raw --output FILE
+
+Takes the options of `tools/quality_table.py real`, quantizes the cells below each in a process of its own, one
+after another, and prints what they took, imports included, beside the KL of what they wrote. Processor seconds
+(user and system, all threads) are those of a busy machine, too. A ratio is to the quickest peer of the task.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tools.environments import install
+from tools.quality.cells import ITERS, Cell
+from tools.quality.environments import PACKAGES
+from tools.quality.real import fill, label, parse, prepare
+
+Row = Mapping[str, Any]
+ASYMMETRIC = {"symmetric": False}
+BY_STEPS = ASYMMETRIC | {"iters": ITERS}
+MIX = {"gguf_type": "Q4_K_M", "imatrix": False, "tables": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What several packages do, ours first; `at_most` is the goal for the ratio of its seconds."""
+
+    name: str
+    at_most: float
+    cells: tuple[Cell, ...]
+
+
+TASKS = (
+    Task(
+        "Q4_K_M",
+        1.5,
+        (
+            Cell("llmopt", "rtn", "Q4_K_M", 4, MIX | {"errors": False}),
+            Cell("llamacpp", "quantize", "Q4_K_M", 4, MIX),
+        ),
+    ),
+    *(
+        Task(
+            method,
+            at_most,
+            tuple(Cell(package, method, "int4", 4, options) for package in ("llmopt", *peers)),
+        )
+        for method, at_most, options, peers in (
+            ("gptq", 0.5, ASYMMETRIC, ("gptqmodel", "llmcompressor")),
+            ("awq", 0.5, ASYMMETRIC, ("gptqmodel", "llmcompressor")),
+            ("autoround", 1.0, BY_STEPS, ("autoround",)),
+        )
+    ),
+)
+
+
+def lines(rows: Sequence[Row]) -> Iterator[str]:
+    """The table's lines; a package that is not installed, or failed, has none or its reason."""
+    by_name = {row["name"]: row for row in rows}
+    yield "| task | package, method | KL, nats | processor, s | peak, MiB | ours / quickest peer |"
+    yield "|---|---|---:|---:|---:|---:|"
+    for task in TASKS:
+        found = [by_name[cell.name] for cell in task.cells if cell.name in by_name]
+        measured = [row for row in found if "cpu_seconds" in row]
+        peers = [row["cpu_seconds"] for row in measured if row["package"] != "llmopt"]
+        for row in found:
+            begin = f"| {task.name} | {label(row)}"
+            if row not in measured:
+                yield f"{begin} | {row.get('error', 'no times')} | | | |"
+                continue
+            verdict = ""
+            if row["package"] == "llmopt" and peers:
+                ratio = row["cpu_seconds"] / min(peers)
+                word = "met" if ratio <= task.at_most else "**missed**"
+                verdict = f"{ratio:.2f}, {task.at_most:g} asked: {word}"
+            yield (
+                f"{begin} | {row['kl_nats']:.3g} | {row['cpu_seconds']:.1f} "
+                f"| {row['peak_bytes'] / 2**20:,.0f} | {verdict} |"
+            )
+
+
+def main() -> None:
+    given = parse(sys.argv[1:])
+    torch.set_num_threads(given.threads)
+    cells = [cell for task in TASKS for cell in task.cells]
+    if given.install:
+        for package in dict.fromkeys(cell.package for cell in cells if cell.package in PACKAGES):
+            install(given.environments / package, PACKAGES[package])
+    print("\n".join(lines(fill(prepare(given), cells))))
+
+
+if __name__ == "__main__":
+    main()
