@@ -189,6 +189,10 @@ def test_our_mixes_have_the_bytes_of_theirs(session: real.Session) -> None:
     rows += [row_of(cell, 2**20, 0.1) for cell in own]
     table = mixes.markdown(real.record_of(session, rows))
     assert table.count("| 0.50 |") == 3
+    # Of two, each file has the larger one that is no larger than itself.
+    rows.append(row_of(own[0], 2**20 + 2, 0.05))
+    table = mixes.markdown(real.record_of(session, rows))
+    assert (table.count("| 0.50 |"), table.count("| 0.25 |")) == (2, 1)
     assert "Not run: llm-compressor's HIGGS, gptq at 3.5 bits: it refused" in table
 
 

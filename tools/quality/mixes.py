@@ -94,10 +94,13 @@ def kind_of(row: Mapping[str, Any]) -> str:
 
 
 def beside(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Our mix that another package's is held against; None: it was not made."""
+    """Our largest mix of no more bytes than another package's, else the smallest; None: none was made."""
+    wanted, size = (row["bits"], kind_of(row)), row["file_bytes"]
     own = [one for one in rows if one["method"] == "auto" and "kl_nats" in one]
-    wanted = row["bits"], kind_of(row)
-    return next((one for one in own if (one["bits"], kind_of(one)) == wanted), None)
+    own = [one for one in own if (one["bits"], kind_of(one)) == wanted]
+    return min(
+        own, default=None, key=lambda one: (one["file_bytes"] > size, abs(one["file_bytes"] - size))
+    )
 
 
 def beside_uniform(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float]]:
