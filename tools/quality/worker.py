@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,10 @@ PACKAGES: dict[str, Callable[[Task], Answer]] = {
 def main() -> None:
     package, given, answered = sys.argv[1:]
     task: Task = json.loads(Path(given).read_text())
+    if (
+        package == "llmopt"
+    ):  # as its command: torch's threads spin briefly if it is loaded before torch
+        import_module("llmopt.quant.base.processor")
     if package != "llamacpp":
         import torch
 

@@ -23,6 +23,7 @@ from ..fp4.kind import Fp4Tensor
 from ..fp4.scheme import Fp4Scheme
 from ..integer.kind import IntTensor
 from ..integer.scheme import IntScheme
+from .fit import native_search
 from .k_blocks import (
     affine_fields,
     dequantize_affine,
@@ -52,6 +53,8 @@ from .small_blocks import (
 
 # Weights per chunk: the search's temporaries stay in the processor's cache.
 _CHUNK_WEIGHTS = 2**17
+# The search in C keeps a block in registers, and wakes its threads at every call.
+_SEARCHED_WEIGHTS = 2**20
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -79,7 +82,9 @@ def quantize_blocks(
     width, block_bytes = GGUF_BLOCKS[type_name]
     if in_features % width:
         raise BadInput(f"{name}: {type_name} has blocks of {width}, which {in_features} is not in")
-    at_once = rows_at_once(weight.device, _CHUNK_WEIGHTS, in_features)
+    in_c = type_name.endswith("_K") and native_search().library is not None
+    chunk = _SEARCHED_WEIGHTS if in_c else _CHUNK_WEIGHTS
+    at_once = rows_at_once(weight.device, chunk, in_features)
     per_row = None if importance is None else _usable_importance(importance)
     packed = torch.empty(
         out_features, in_features // width * block_bytes, dtype=torch.uint8, device=weight.device
