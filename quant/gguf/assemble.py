@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -29,7 +29,7 @@ from .architecture import (
     to_gguf,
     to_interleaved,
 )
-from .container import TensorToWrite, data_bytes, gguf_bytes, write_gguf
+from .container import TensorToWrite, gguf_bytes, write_gguf
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
 from .tokenizer import tokenizer_keys
 
@@ -109,31 +109,26 @@ class _MappedShard:
         return self._handle.get_tensor(name)
 
 
-class PlannedFile(NamedTuple):
-    """Bytes of a file that `assemble` will write: of its tensors, and of the whole."""
-
-    tensors: int
-    whole: int
-
-
-def planned_file(
+def planned_tensors(
     source: Checkpoint,
     schemes: Mapping[str, Scheme],
     type_name: str,
-    stem: str,
     tables: Mapping[str, str] = MappingProxyType({}),
-) -> PlannedFile:
-    """The bytes of the file that `assemble` writes under the name `stem`, by headers alone."""
+) -> list[TensorToWrite]:
+    """The tensors of the file that `assemble` writes, by headers alone: they cannot be read."""
     layout = _layout(source)
     for module, scheme in schemes.items():
         _, (rows, columns) = layout[f"{module}.weight"]
         width, block_bytes = GGUF_BLOCKS[str(scheme.ggml_type)]
         layout[module + BLOCKS_SUFFIX] = "U8", (rows, columns // width * block_bytes)
-    tensors = _contents(source.config, layout, {}, schemes, type_name, tables)
-    return PlannedFile(
-        sum(data_bytes(tensor.type, tensor.shape) for tensor in tensors),
-        gguf_bytes(_metadata(source, stem, type_name), tensors),
-    )
+    return _contents(source.config, layout, {}, schemes, type_name, tables)
+
+
+def planned_bytes(
+    source: Checkpoint, tensors: Sequence[TensorToWrite], type_name: str, stem: str
+) -> int:
+    """The bytes of the file of these tensors that `assemble` writes under the name `stem`."""
+    return gguf_bytes(_metadata(source, stem, type_name), tensors)
 
 
 def _layout(source: Checkpoint) -> dict[str, Entry]:

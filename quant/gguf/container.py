@@ -292,6 +292,7 @@ def _typed(value: Any) -> bytes:
         return struct.pack("<I", _STRING) + _string(value)
     if value and isinstance(value[0], str):
         head = struct.pack("<IIQ", _ARRAY, _STRING, len(value))
-        return head + b"".join(_string(item) for item in value)
+        texts = [item.encode("utf-8", errors="surrogateescape") for item in value]
+        return head + b"".join(x for text in texts for x in (len(text).to_bytes(8, "little"), text))
     number, code = (6, "f") if value and isinstance(value[0], float) else (5, "i")
     return struct.pack(f"<IIQ{len(value)}{code}", _ARRAY, number, len(value), *value)

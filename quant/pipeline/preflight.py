@@ -15,8 +15,8 @@ from ..base.atomic_io import Entry, entry_bytes, file_bytes, layout_of
 from ..base.lanes import shares_of
 from ..base.progress import Progress, Silent, in_words
 from ..base.scheme import Scheme
-from ..gguf.assemble import gguf_name, planned_file
-from ..gguf.container import data_bytes
+from ..gguf.assemble import gguf_name, planned_bytes, planned_tensors
+from ..gguf.container import TensorToWrite, data_bytes
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint
@@ -219,9 +219,12 @@ def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
             data_bytes(str(plan.schemes[module].ggml_type), shape)
             for module, shape in plan.modules.items()
         )
-        planned = planned_file(plan.checkpoint, plan.schemes, plan.gguf_type, "", plan.gguf_tables)
-        return planned.tensors - blocks
+        return sum(data_bytes(one.type, one.shape) for one in _gguf_tensors(plan)) - blocks
     return sum(entry_bytes(entry) for entry in _unquantized(plan).values())
+
+
+def _gguf_tensors(plan: QuantizePlan) -> list[TensorToWrite]:
+    return planned_tensors(plan.checkpoint, plan.schemes, plan.gguf_type, plan.gguf_tables)
 
 
 def _unquantized(plan: QuantizePlan) -> dict[str, Entry]:
@@ -243,9 +246,7 @@ def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEnt
     if weight_format.name == "gguf":
         name = gguf_name(request.model_name or request.model.resolve().name, plan.gguf_type)
         stem = name.removesuffix(GGUF_SUFFIX)
-        return planned_file(
-            plan.checkpoint, plan.schemes, plan.gguf_type, stem, plan.gguf_tables
-        ).whole
+        return planned_bytes(plan.checkpoint, _gguf_tensors(plan), plan.gguf_type, stem)
     tensors = {
         module + suffix: entry
         for module, entries in packed.items()

@@ -26,7 +26,7 @@ from llmopt.quant.gguf.architecture import (
     to_halves,
     to_interleaved,
 )
-from llmopt.quant.gguf.assemble import assemble, check_source, planned_file
+from llmopt.quant.gguf.assemble import assemble, check_source, planned_bytes
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
@@ -350,10 +350,10 @@ def test_the_tokenizer_is_read_once_until_it_changes(
     monkeypatch.setattr("llmopt.quant.gguf.assemble.tokenizer_keys", counted)
     source = Checkpoint(model_copy)
     check_source(source)
-    before = planned_file(source, {}, "Q4_0", "model").whole
+    before = planned_bytes(source, [], "Q4_0", "model")
     assert len(read) == 1
     (model_copy / "chat_template.jinja").write_text("{{ messages[0].content }}" * 9)
-    assert planned_file(source, {}, "Q4_0", "model").whole > before
+    assert planned_bytes(source, [], "Q4_0", "model") > before
     assert len(read) == 2
 
 
