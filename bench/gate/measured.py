@@ -485,12 +485,15 @@ def paired_error(
     if len(shared) < 2 or not passes_base or not passes_new:
         return 0.0
     tables = [
-        np.array([side[request][:passes] for request in shared]).T
+        np.array([side[request][:passes] for request in shared], float).T
         for side, passes in ((base, passes_base), (new, passes_new))
     ]
+    # Chunks that were read at once have a gap of 0: no shorter than the shortest that was seen.
+    least = min(table[table > 0].min(initial=np.inf) for table in tables)
+    if np.isinf(least):
+        return 0.0
     rng = np.random.default_rng(seed)
     draws = rng.integers(0, len(shared), size=(RESAMPLES, len(shared)))
-    logs = [
-        np.log(np.percentile(table[:, draws], percentile, axis=-1)).mean(axis=0) for table in tables
-    ]
+    found = [np.percentile(table[:, draws], percentile, axis=-1) for table in tables]
+    logs = [np.log(np.maximum(values, least)).mean(axis=0) for values in found]
     return float((logs[1] - logs[0]).std(ddof=1))

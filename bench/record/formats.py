@@ -143,11 +143,13 @@ def aiperf_requests(_: Row, path: Path) -> list[dict[str, Any]]:
     for one in read_rows(records) if records.is_file() else ():
         metrics: Row = one.get("metrics") or {}
         length = at(metrics, "input_sequence_length.value")
+        # Its own count is of the text tokenized again, which differs between answers of equal lengths.
+        output = at(metrics, "usage_completion_tokens.value")
         table.append(
             {
                 "request_id": f"{at(one, 'metadata.session_num')}:{length}",
                 "prompt_len": length,
-                "output_len": at(metrics, "output_sequence_length.value"),
+                "output_len": output or at(metrics, "output_sequence_length.value"),
                 "success": not one.get("error"),
                 "error": str(one.get("error") or ""),
                 "ttft_ms": at(metrics, "time_to_first_token.value"),
@@ -361,6 +363,7 @@ FORMATS: tuple[Format, ...] = (
             "e2el": ("successes.latency.request_latency", SECONDS),
         },
         values={
+            "duration": ("benchmark_time_seconds", 1.0),
             "completed": ("successes.count", 1.0),
             "failed": ("failures.count", 1.0),
             "total_input_tokens": ("successes.prompt_tokens.total", 1.0),
