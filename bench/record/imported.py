@@ -344,7 +344,8 @@ def _lm_eval(content: Row, file: Path) -> ImportedRun:
 
 
 def _lighteval(content: Row, file: Path) -> ImportedRun:
-    """`results/MODEL/results_TIME.json` of lighteval, with `details/MODEL/TIME/details_TASK_TIME.parquet`."""
+    """`results/MODEL/results_TIME.json` of lighteval, with `details/MODEL/TIME/details_TASK_TIME.parquet`;
+    MODEL is a path of any depth."""
     rows, samples = [], {}
     time = file.stem.removeprefix("results_")
     for key, values in content["results"].items():
@@ -353,6 +354,10 @@ def _lighteval(content: Row, file: Path) -> ImportedRun:
         name, _, shots = key.rpartition("|")
         task = name.replace("|", ":") or key
         samples[task] = _details(file, f"details_{key}_{time}.parquet")
+        directions = {
+            at(one, "metric_name"): at(one, "higher_is_better")
+            for one in (content["config_tasks"].get(key) or {}).get("metrics") or ()
+        }
         rows += [
             {
                 "task": task,
@@ -364,13 +369,14 @@ def _lighteval(content: Row, file: Path) -> ImportedRun:
                 "filter": "none",
                 "value": value,
                 "stderr": values.get(f"{metric}_stderr"),
-                "higher_is_better": None,
+                "higher_is_better": directions.get(metric),
             }
             for metric, value in values.items()
             if isinstance(value, int | float) and not metric.endswith("_stderr")
         ]
     said = {
-        "model": at(content, "config_general.model_name"),
+        "model": at(content, "config_general.model_name")
+        or at(content, "config_general.model_config.model_name"),
         "version.lighteval": at(content, "config_general.lighteval_sha"),
     }
     said = {
@@ -385,7 +391,7 @@ def _lighteval(content: Row, file: Path) -> ImportedRun:
 def _details(file: Path, name: str) -> list[Row]:
     """The samples of a task, as lm-eval logs them."""
     beside = [file.with_name(name)]
-    roots = (parent / "details" for parent in file.parents[:5])
+    roots = (one.parent / "details" for one in file.parents if one.name == "results")
     found = next(
         (
             one

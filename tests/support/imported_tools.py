@@ -38,12 +38,13 @@ class Tool:
     """A benchmark.
 
     Attributes:
-        packages: what is installed; the first one's version is shown.
+        packages: what is installed, below versions that the tool does not run with.
         words: the command line, by the server's URL and the folder for results; its first word is a program of
             the environment.
         result: pattern of the file that is read, or of the folder that holds it.
         python: that it needs, where that is not every one.
         count: of requests or items that must be in its file.
+        is_offline: it asks the hub for what it has, unless it is told that there is none.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Tool:
     result: str
     python: str = ""
     count: int = 8
+    is_offline: bool = False
 
 
 def vllm(url: str, folder: Path) -> list[str]:
@@ -107,13 +109,21 @@ def inference_perf(url: str, folder: Path) -> list[str]:
     return ["inference-perf", "--config_file", str(folder / "config.yaml")]
 
 
-def lm_eval(url: str, folder: Path) -> list[str]:
+def write_items(folder: Path) -> Path:
+    """Items of two choices, in a folder of their own."""
     rows = [
-        {"query": f"Once upon a time there was a {name}", "choices": [" who", " of"], "gold": 0}
-        for name in ("girl", "boy", "dog", "cat", "bird", "frog") * (ITEMS // 6)
+        {"query": f"The {size} {name} was", "choices": [" happy", " of"], "gold": number % 2}
+        for number, name in enumerate(("girl", "boy", "dog", "cat", "bird", "frog"))
+        for size in ("big", "little", "old", "red")
     ]
-    data = folder / "items.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "items" / "test.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def lm_eval(url: str, folder: Path) -> list[str]:
+    data = write_items(folder)
     (folder / "items.yaml").write_text(
         f"task: items\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data}\n"
         'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{query}}"\n'
@@ -124,6 +134,40 @@ def lm_eval(url: str, folder: Path) -> list[str]:
         *("lm_eval", "run", "--model", "local-completions", "--model_args", model),
         *("--tasks", "items", "--include_path", str(folder), "--log_samples"),
         *("--output_path", str(folder)),
+    ]
+
+
+LIGHTEVAL_TASK = """
+from lighteval.metrics.metrics import Metrics
+from lighteval.tasks.lighteval_task import LightevalTaskConfig
+from lighteval.tasks.requests import Doc
+
+
+def prompt(line, task_name=None):
+    return Doc(task_name=task_name, query=line["query"], choices=line["choices"], gold_index=line["gold"])
+
+
+TASKS_TABLE = [
+    LightevalTaskConfig(
+        name="items", prompt_function=prompt, hf_repo={repo!r}, hf_subset="default", metrics=[Metrics.loglikelihood_acc],
+        hf_avail_splits=["test"], evaluation_splits=["test"], few_shots_split=None,
+    )
+]
+"""
+
+
+def lighteval(url: str, folder: Path) -> list[str]:
+    """The model in its own process: its client of servers asks for no log-probabilities."""
+    # Fetched at its start, from a host that there may be no way to, for tasks that do not run here.
+    for own in folder.parent.glob("environment/lib/*/site-packages/lighteval/tasks/tasks"):
+        (own / "tinyBenchmarks.pkl").touch()
+    # It keeps answers beside the model.
+    model = shutil.copytree(MODEL, folder / MODEL.name)
+    tasks = folder / "tasks.py"
+    tasks.write_text(LIGHTEVAL_TASK.format(repo=str(write_items(folder).parent)))
+    return [
+        *("lighteval", "accelerate", f"model_name={model}", "items|0", "--custom-tasks"),
+        *(str(tasks), "--output-dir", str(folder), "--save-details"),
     ]
 
 
@@ -139,7 +183,15 @@ TOOLS = (
         python="python3.12",
         count=0,
     ),
-    Tool("lm-eval", ("lm-eval[api]",), lm_eval, "**/results_*.json", count=ITEMS),
+    Tool("lm-eval", ("lm-eval[api]",), lm_eval, "**/results_*.json", count=ITEMS, is_offline=True),
+    Tool(
+        "lighteval",
+        ("lighteval", "huggingface-hub<1", "xxhash<4"),
+        lighteval,
+        "**/results_*.json",
+        count=ITEMS,
+        is_offline=True,
+    ),
 )
 
 
@@ -166,6 +218,8 @@ def run(tool: Tool, programs: Path, url: str, folder: Path) -> Path:
     folder.mkdir(parents=True)
     program, *words = tool.words(url, folder)
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "NO_COLOR": "1"}
+    if tool.is_offline:
+        environment["HF_HUB_OFFLINE"] = "1"
     with (folder / "log.txt").open("w") as log:
         done = subprocess.run(
             [programs / program, *words],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -134,8 +135,15 @@ def test_a_single_pair_says_what_it_could_see_and_what_settles_it() -> None:
 
 
 @pytest.mark.parametrize("tool", ["lm-eval", "lighteval"])
-def test_evaluations_that_tools_wrote_are_paired_by_item(tool: str) -> None:
-    found = compare(read(f"{tool}/real_base"), read(f"{tool}/real_new"), threshold=0.05)
+def test_evaluations_that_tools_wrote_are_paired_by_item(tool: str, tmp_path: Path) -> None:
+    """In the depth of folders that lighteval gives the path of a model; a bar is in no name of this repository."""
+    for side in ("base", "new"):
+        shutil.copytree(RESULTS / tool / f"real_{side}", tmp_path / side)
+    for path in list(tmp_path.rglob("details_items_0*")):
+        path.rename(path.with_name(path.name.replace("items_0", "items|0")))
+    base, new = (RunData.read(tmp_path / side) for side in ("base", "new"))
+    assert str(base.result["model_id"]).endswith("stories3M")
+    found = compare(base, new, threshold=0.05)
     assert found.outcome is GateOutcome.PASS and found.tasks
     assert {(one.num_items, one.lost, one.gained) for one in found.tasks} == {(24, 0, 0)}
 
