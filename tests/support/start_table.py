@@ -1,10 +1,12 @@
 """Print the start table: import, load, first token and resident memory of ours, llama.cpp and transformers.
 
     python -m tests.support.start_table --files MODEL.gguf FOLDER --environments DIR --rounds 5 [--output FILE]
+    python -m tests.support.start_table --show docs/measured/cpu/starts.json
 
 Takes the options of `tools/cpu_peers.py` and starts its workers alone, in turns, once a round; nothing else is
 measured. Goals of our rows, each marked: from process to first token in 1.5 times `import torch` and half a
-second, loading in twice llama.cpp's, and no more resident than the weights and 400 MB.
+second, loading in twice llama.cpp's, and no more resident than the weights and 400 MB. `--show` prints
+the tables of a record, and writes them into docs/peers.md.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from llmopt.engine.base.host import cpu_model
 
 from tools.cpu_peers import arguments, chosen_rows, load_ratios, measure_loads, start
+from tools.document_part import write_part
 from tools.peers.record import RESIDENT, TORCH, loads_table, seconds
 
+DOCS, PART = Path(__file__).parents[2] / "docs/peers.md", "../tests/support/start_table.py"
 OWN = "llmopt "
 TORCH_TIMES, TORCH_MORE, LOAD_TIMES, MORE_BYTES = 1.5, 0.5, 2, 400e6
 
@@ -58,16 +63,30 @@ def goals_table(loads: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def tables(record: Mapping[str, Any]) -> str:
+    """The processor, the starts with their ratios, and the goals."""
+    loads = record["loads"]
+    rounds = 1 + max(one["round"] for one in loads)
+    about = f"{record['processor']}, {record['threads']} threads, {rounds} rounds"
+    parts = [[about], loads_table(loads, record["ratios"]), goals_table(loads)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
 def main() -> None:
     given = arguments()
+    if given.show:
+        text = tables(json.loads(given.show.read_text(encoding="utf-8")))
+        print(text)
+        write_part(DOCS, PART, text)
+        return
     cases = given.cases.split(",")
     rows = [row for row in chosen_rows(given, cases) if not row.label]
     starts = {row.name: partial(start, given, cases, row) for row in rows}
     loads = measure_loads(starts, given.rounds)
-    tables = [loads_table(loads, load_ratios(rows, loads)), goals_table(loads)]
-    print("\n\n".join("\n".join(table) for table in tables))
+    record = {"processor": cpu_model(), "threads": given.threads, "loads": loads}
+    record["ratios"] = load_ratios(rows, loads)
+    print(tables(record))
     if given.output:
-        record = {"processor": cpu_model(), "threads": given.threads, "loads": loads}
         given.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
