@@ -49,7 +49,8 @@ def llmopt(task: Task) -> Answer:
         **_own_grid(task),
     )
     answer: Answer = {"version": "llmopt", "notes": quantize(request).notes}
-    if manifest := next(Path(task["output"]).rglob(MANIFEST_NAME), None):
+    manifest = next(Path(task["output"]).rglob(MANIFEST_NAME), None)
+    if manifest and request.errors:  # without errors it read no text
         answer["calibration_sha256"] = json.loads(manifest.read_text())["calibration"]["sha256"]
     return answer
 
