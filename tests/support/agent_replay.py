@@ -95,10 +95,10 @@ class Agents:
         self.counts[what] = self.counts.get(what, 0) + 1
 
     async def live(self, number: int) -> None:
-        """Tasks one after the other."""
+        """Tasks one after the other, in one session: a replay on a slower machine has no more agents."""
         await asyncio.sleep(self.drawn.uniform(0, 3))
         while time.monotonic() < self.until:
-            await self.work(f"agent-{number}-{time.monotonic_ns()}", self.drawn.randint(4, 14))
+            await self.work(f"agent-{number}", self.drawn.randint(4, 14))
 
     async def work(self, name: str, turns: int, *, is_sub: bool = False) -> None:
         """One task: answers and tool results in turns."""
