@@ -102,7 +102,7 @@ def llmcompressor(task: Task) -> Answer:
         return QuantizationScheme(targets=["Linear"], weights=weights)
 
     if "scheme" in task:
-        grid = {"targets": "Linear", "scheme": task["scheme"]}
+        grid: dict[str, Any] = {"targets": "Linear", "scheme": task["scheme"]}
     elif "target_bpw" in task:
         from llmcompressor.entrypoints.higgs import get_higgs_config
 
