@@ -42,7 +42,9 @@ from .divergence import divergences, solver_facts
 _POINTS = 16  # of the front
 _BLOCKS = 10  # of layers, each with a scale of its costs
 _SCALED_BITS = 4.0  # of the kind by which scales are measured
-_SCALE_TOKENS = 8192
+SCALE_TOKENS = (
+    8192  # by which they are measured; of fewer they are noise, and costs stay as they are
+)
 _LARGEST = 4.0  # scale
 
 
@@ -164,6 +166,9 @@ class Lane:
         That is what leaving the block in 16 bits spares one kind everywhere, measured over expected. The kind
         is the same under every target: a mixture is found again by its bytes.
         """
+        token_ids, images = self.samples
+        if token_ids.numel() < SCALE_TOKENS:
+            return self
         number = self.search.nearest(_SCALED_BITS)
         kind, count = self.search.schemes[number], self.search.plan.num_layers
         starts = [f"{self.search.plan.architecture.layer_prefix(at)}." for at in range(count)]
@@ -176,8 +181,7 @@ class Lane:
             expected[block] += choice.costs[number]
             for module in choice.modules:
                 without[block].pop(module, None)
-        token_ids, images = self.samples
-        few = max(1, _SCALE_TOKENS // token_ids.shape[1])
+        few = max(1, SCALE_TOKENS // token_ids.shape[1])
         part = replace(self, samples=(token_ids[:few], images[:few]))
         whole, *less = part.divergences([kind, *without.values()], progress)
         spared = dict(zip(without, (whole - one for one in less), strict=True))
