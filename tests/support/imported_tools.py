@@ -238,7 +238,7 @@ def run(tool: Tool, programs: Path, url: str, folder: Path) -> Path:
 
 
 def verdict(tool: Tool, paths: list[Path]) -> str:
-    """What `llmopt compare` says to both files.
+    """Run `llmopt compare` on both files; returns what it says.
 
     Raises:
         RuntimeError: it does not read them, or not all requests or items.

@@ -30,7 +30,7 @@ MIX = {"gguf_type": "Q4_K_M", "imatrix": False, "tables": True}
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What several packages do, ours first; `at_most` is the goal for the ratio of its seconds."""
+    """Name what several packages do, ours first; `at_most` is the goal for the ratio of its seconds."""
 
     name: str
     at_most: float

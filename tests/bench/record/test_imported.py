@@ -275,7 +275,7 @@ REAL = {
 
 @pytest.mark.parametrize("names", REAL)
 def test_files_that_tools_wrote_are_read_and_paired(names: str) -> None:
-    """Of equal builds on a busy machine: no verdict, for the noise alone."""
+    """Give equal builds on a busy machine no verdict, for the noise alone."""
     base, new = (read(names.format(side)) for side in ("base", "new"))
     assert {key: base.result[key] for key in REAL[names]} == pytest.approx(REAL[names])
     shared = base.by_request("e2el_ms").keys() & new.by_request("e2el_ms").keys()

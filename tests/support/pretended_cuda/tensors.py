@@ -281,7 +281,7 @@ class Dispatch(TorchDispatchMode):
         return tree_map(wrap, result)
 
     def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What the host computes; zeros of its shape where a tensor is larger than the card computes."""
+        """Compute on the host; zeros of the result's shape where a tensor is larger than the card computes."""
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if all(leaf.numel() <= self._card.computed for leaf in leaves):
             return func(*args, **kwargs)
