@@ -42,10 +42,9 @@ from .divergence import divergences, solver_facts
 _POINTS = 16  # of the front
 _BLOCKS = 10  # of layers, each with a scale of its costs
 _SCALED_BITS = 4.0  # of the kind by which scales are measured
-SCALE_TOKENS = (
-    8192  # by which they are measured; of fewer they are noise, and costs stay as they are
-)
 _LARGEST = 4.0  # scale
+SCALE_TOKENS = 8192
+"""Tokens by which scales are measured: of fewer they are noise, and costs stay as they are."""
 
 
 def with_schemes(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> QuantizePlan:
