@@ -20,10 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import aiohttp
@@ -46,16 +48,21 @@ LETTERS = "bdfgklmnprstvz", "aeiou"
 
 @contextmanager
 def running(*words: str) -> Iterator[str]:
-    """A server of this package; yields its first line. Interrupted at the end, and waited for."""
+    """A server of this package; yields its first line. Interrupted at the end, and waited for.
+
+    Its log is read to the end: it would wait for a full pipe after some 500 requests.
+    """
     process = subprocess.Popen(
         [*LLMOPT, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None
     try:
-        yield next(line for line in process.stdout if "http://" in line)
+        ready = next(line for line in process.stdout if "http://" in line)
+        Thread(target=deque, args=(process.stdout, 0), daemon=True).start()
+        yield ready
     finally:
         process.send_signal(2)
-        process.communicate(timeout=60)
+        process.wait(timeout=60)
 
 
 @contextmanager
