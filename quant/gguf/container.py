@@ -15,9 +15,10 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,6 +60,19 @@ class TensorInfo:
     nbytes: int
 
 
+_Header = tuple[dict[str, Any], dict[str, TensorInfo]]
+"""Keys and values, and tensors by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A header that was read, with what tells that a file has the same."""
+
+    header: _Header
+    end: int
+    digest: bytes
+
+
 def data_bytes(type_name: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor of this type; rows are whole blocks."""
     per_block, block_bytes = TYPE_SIZES[type_name]
@@ -76,6 +90,8 @@ class GgufFile:
         BadInput: not a GGUF file, another version, cut off, or a tensor type that cannot be read here.
     """
 
+    _last: ClassVar[_Kept | None] = None
+
     def __init__(self, path: Path | str):
         self.path = Path(path)
         try:
@@ -86,6 +102,24 @@ class GgufFile:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise BadInput(f"{self.path} cannot be read: {error.strerror}") from error
+        self.metadata, self.tensors = self._header()
+
+    def _header(self) -> _Header:
+        """The keys and the tensors; those of the file that was opened last are kept: a start opens its
+        model three times, and a vocabulary has hundreds of thousands of strings."""
+        kept = GgufFile._last
+        if kept is None or self._digest(kept.end) != kept.digest:
+            header, end = self._read_header()
+            GgufFile._last = kept = _Kept(header, end, self._digest(end))
+        return kept.header
+
+    def _digest(self, end: int) -> bytes:
+        """Of the file's size and of the header in its first bytes."""
+        size = len(self._bytes)
+        return sha256(self._bytes[:end] + size.to_bytes(8, "little")).digest()
+
+    def _read_header(self) -> tuple[_Header, int]:
+        """(the header, the bytes that it takes)."""
         cursor = _Cursor(self._bytes, self.path)
         if cursor.take(4, "its first bytes") != GGUF_MAGIC:
             raise BadInput(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
@@ -94,13 +128,16 @@ class GgufFile:
             raise BadInput(f"{self.path} has GGUF version {version}: this reads version {VERSION}")
         num_tensors = cursor.number("Q", "the number of tensors")
         num_keys = cursor.number("Q", "the number of keys")
-        self.metadata: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
         for index in range(num_keys):
             key = cursor.string(f"key {index} of {num_keys}")
-            self.metadata[key] = cursor.value(cursor.number("I", key), key)
-        self.tensors = self._read_infos(cursor, num_tensors)
+            metadata[key] = cursor.value(cursor.number("I", key), key)
+        infos = self._read_infos(cursor, num_tensors, metadata)
+        return (metadata, infos), cursor.position
 
-    def _read_infos(self, cursor: _Cursor, count: int) -> dict[str, TensorInfo]:
+    def _read_infos(
+        self, cursor: _Cursor, count: int, metadata: Mapping[str, Any]
+    ) -> dict[str, TensorInfo]:
         raw = []
         for index in range(count):
             name = cursor.string(f"tensor {index} of {count}")
@@ -110,7 +147,7 @@ class GgufFile:
             sizes = [cursor.number("Q", name) for _ in range(dims)]
             number, offset = cursor.number("I", name), cursor.number("Q", name)
             raw.append((name, tuple(reversed(sizes)), number, offset))
-        alignment = self.metadata.get("general.alignment", ALIGNMENT)
+        alignment = metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise BadInput(f"{self.path}: general.alignment is {alignment!r}: it is damaged")
         base = -(-cursor.position // alignment) * alignment
@@ -144,7 +181,9 @@ class GgufFile:
         return np.frombuffer(self._bytes, np.uint8, count=info.nbytes, offset=info.start)
 
     def release(self) -> None:
-        """Drop the mapped pages read so far (`madvise`); they are read again on access."""
+        """Drop the mapped pages read so far (`madvise`), which are read again on access, and what is kept of
+        the header for the next who opens the file."""
+        GgufFile._last = None
         if hasattr(mmap, "MADV_DONTNEED"):
             self._bytes.madvise(mmap.MADV_DONTNEED)
 

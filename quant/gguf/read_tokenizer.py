@@ -128,13 +128,15 @@ def _bpe(keys: _Keys, *, raw: bool) -> Any:
 
     vocab = {text: index for index, text in enumerate(keys.tokens)}
     merges = [_pair(line) for line in keys.list("merges", str)]
-    if raw:
-        merges += _newline_merges(vocab)
     options: dict[str, Any] = {"byte_fallback": raw, "ignore_merges": keys.pre in IGNORES_MERGES}
     if raw:
+        merges = _of_tokens(merges + _newline_merges(vocab), vocab)
         options |= {"unk_token": keys.special("unknown"), "fuse_unk": True}
-    merges = [(a, b) for a, b in merges if a in vocab and b in vocab and a + b in vocab]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    try:
+        merging = models.BPE(vocab=vocab, merges=merges, **options)
+    except Exception:  # of what is no token; the package has no type of its own for it
+        merging = models.BPE(vocab=vocab, merges=_of_tokens(merges, vocab), **options)
+    tokenizer = Tokenizer(merging)
     cuts: list[Any] = [
         pre_tokenizers.Split(Regex(expression), behavior="isolated")
         for expression in EXPRESSIONS[keys.pre]
@@ -188,6 +190,13 @@ def _scored_merges(keys: _Keys, vocab: Mapping[str, int]) -> list[tuple[str, str
         for cut in range(1, len(text))
         if (left := text[:cut]) in vocab and (right := text[cut:]) in vocab
     ]
+
+
+def _of_tokens(
+    merges: Sequence[tuple[str, str]], vocab: Mapping[str, int]
+) -> list[tuple[str, str]]:
+    """The merges of tokens that make a token."""
+    return [(a, b) for a, b in merges if a in vocab and b in vocab and a + b in vocab]
 
 
 def _newline_merges(vocab: Mapping[str, int]) -> list[tuple[str, str]]:

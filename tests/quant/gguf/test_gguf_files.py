@@ -100,6 +100,19 @@ def test_a_file_gives_back_what_was_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["a.gguf"]
 
 
+def test_a_header_is_read_again_where_it_changed(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for text in ("first", "other"):
+        write_gguf(tmp_path / "new.gguf", {"general.name": text}, [])
+        data = (tmp_path / "new.gguf").read_bytes()
+        path.write_bytes(data)  # of the same size, at once, in the same file
+        found = GgufFile(path)
+        assert found.metadata["general.name"] == text
+        assert GgufFile(path).metadata is found.metadata
+        found.release()
+        assert GgufFile(path).metadata is not found.metadata
+
+
 def test_the_owner_reads_the_container(tmp_path):
     gguf = pytest.importorskip("gguf")
     path = tmp_path / "a.gguf"

@@ -91,6 +91,16 @@ def test_a_text_is_cut_as_llama_cpp_cuts_it(
     assert [piece for piece, _ in cut] == pieces
 
 
+def test_merges_of_what_is_no_token_are_left_out(
+    tmp_path: Path, byte_level: dict[str, Any]
+) -> None:
+    merges = "tokenizer.ggml.merges"
+    plain = read_tokenizer(written(tmp_path, byte_level))
+    odd = [*byte_level[merges], "no token", "noneither"]
+    found = read_tokenizer(written(tmp_path, byte_level | {merges: odd}))
+    assert [found(text).input_ids for text in TEXTS] == [plain(text).input_ids for text in TEXTS]
+
+
 def test_special_ids_that_are_missing_or_no_token_s(tmp_path: Path) -> None:
     keys = tokenizer_keys(STORIES, 512)
     names = [f"tokenizer.ggml.{kind}_token_id" for kind in ("bos", "eos", "unknown")]
