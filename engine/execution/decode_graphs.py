@@ -65,15 +65,17 @@ class StepGraphs:
     def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
         """Capture the sizes now, the largest first, whose memory the others reuse.
 
-        On a CPU the largest and powers of two; others at their first use, which takes a step's time or
-        two, where all of them would be a second of every start.
+        On a CPU the largest and the smallest; others at their first use, which takes a step's time or two,
+        where all of them would be a second of every start.
         """
 
         def capture() -> None:
-            for place, size in enumerate(reversed(self._sizes)):
-                if self._all_early or place == 0 or size.bit_count() == 1:
-                    for adapters in self._setting.with_and_without_adapters:
-                        self._graph(DecodeKind(size, 0, aux_hidden_state_layers, adapters))
+            falling = self._sizes[::-1]
+            for size in (
+                falling if self._all_early else dict.fromkeys((*falling[:1], *falling[-1:]))
+            ):
+                for adapters in self._setting.with_and_without_adapters:
+                    self._graph(DecodeKind(size, 0, aux_hidden_state_layers, adapters))
 
         if not succeeds(capture, "decode steps"):
             self.give_up()
