@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import ceil, floor
+from typing import Any
 
 from ..base.units import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
@@ -48,6 +50,22 @@ class LoadPlan:
         """GPU hours of a million output tokens, with the prefill of their prompts."""
         rate = self.result.output_tokens_per_second
         return self.deployment.gpus * MILLION / rate / SECONDS_PER_HOUR
+
+
+_SIMULATIONS = deque[tuple[tuple[Any, ...], LoadResult]](maxlen=64)
+
+
+def _simulated(
+    server: SimulatedServer, clock: StepModel | SpeculativeSteps, load: Load, counted: int
+) -> LoadResult:
+    """`simulate`, once for equal arguments, of which parts have no hash: mixtures of the same kinds differ in
+    bytes alone, which are no limit where memory is ample."""
+    asked = server, clock, load, counted
+    for known, result in _SIMULATIONS:
+        if known == asked:
+            return result
+    _SIMULATIONS.append((asked, simulate(*asked)))
+    return _SIMULATIONS[-1][1]
 
 
 class LoadPlanner:
@@ -176,8 +194,14 @@ class LoadPlanner:
     ) -> LoadPlan:
         server = self._server(deployment, load, bundle)
         steps, draft = self._steps(deployment), self._setup.speculation
+        # Equal where their times are: these are no part of them.
+        steps = replace(
+            steps,
+            recipe=replace(steps.recipe, stored_bytes=None),
+            device=replace(steps.device, memory_bytes=0),
+        )
         clock = steps if draft is None else SpeculativeSteps(steps, draft)
-        result = simulate(server, clock, load, counted)
+        result = _simulated(server, clock, load, counted)
         return LoadPlan(deployment, load, result, server.num_blocks)
 
     def _server(self, deployment: Deployment, load: Load, bundle: int) -> SimulatedServer:

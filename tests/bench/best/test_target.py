@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from llmopt.bench.best.decision import mean_speed
 from llmopt.bench.best.finalists import affordable
 from llmopt.bench.best.search import Target
 from llmopt.bench.best.target import DEFAULT_MAX_KL, BestRequest, open_folder
+from llmopt.engine.planner import load_plan
+from llmopt.engine.planner.simulation import simulate
 from llmopt.engine.planner.weights import WeightRecipe
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
@@ -144,6 +147,24 @@ def test_the_speed_of_a_mixture_is_that_of_its_kinds() -> None:
     edges = zip(fast["band"], slow["band"], strict=True)
     assert mixed["band"] == pytest.approx([sum(one) / 2 for one in edges])
     assert mean_speed([(0.5, fast), (0.5, slow | {"band": None})])["band"] is None
+
+
+def test_mixtures_of_other_bytes_are_not_simulated_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those of another kind."""
+    monkeypatch.setattr(load_plan, "_SIMULATIONS", deque(maxlen=64))
+    asked: list[Any] = []
+
+    def counted(server: Any, clock: Any, *rest: Any) -> Any:
+        asked.append(clock.recipe.name)
+        return simulate(server, clock, *rest)
+
+    monkeypatch.setattr(load_plan, "simulate", counted)
+    target = Target.of(BestRequest(gpu="h100", sequences=64, loads_in="vllm"), "stories3M")
+    asks = ("fp8", 10**7), ("fp8", 2 * 10**7), ("int8", 10**7)
+    kinds = [WeightRecipe(name, 8, scale_bits=0, stored_bytes=size) for name, size in asks]
+    first, other, third = (target.planned(kind, "bf16") for kind in kinds)
+    assert first == other != third
+    assert asked == ["fp8", "int8"]
 
 
 def test_a_budget_makes_the_finalists_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
