@@ -382,7 +382,8 @@ class _Work:
         problem, linears = self.problem, self.linears
         columns = {name: linear.columns for name, linear in linears.items()} | self.router_columns
         rows = {name: linear.rows for name, linear in linears.items()}
-        solved = gptq.quantize_layer(scaled_problem(problem, columns, rows))
+        scaled = replace(scaled_problem(problem, columns, rows), measures_errors=False)
+        solved = gptq.quantize_layer(scaled)
         reports = dict(zip(solved.weights, solved.reports, strict=True))
 
         def finish(name: str) -> tuple[QuantizedTensor, ModuleReport]:

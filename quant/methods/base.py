@@ -256,6 +256,7 @@ class LayerProblem:
         devices: several share the linears, where they are independent; the tensors are on the first.
         layer_error: squared error of the layer's output with these weights; None: not asked for.
         importance: given mean squares of inputs `[in]`, in place of the statistics' for ggml's blocks.
+        measures_errors: whether reports are to have errors; an expert's, on which its codes depend, have.
     """
 
     prefix: str
@@ -275,6 +276,7 @@ class LayerProblem:
     layer_error: Callable[[Mapping[str, torch.Tensor]], float] | None = None
     options: MethodOptions = field(default_factory=MethodOptions)
     importance: dict[str, torch.Tensor] = field(default_factory=dict)
+    measures_errors: bool = True
     _energies: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def part(self, linears: Collection[str], device: torch.device) -> LayerProblem:

@@ -113,7 +113,16 @@ def solve_layer(
             modules={module: plan.modules[module] for module in names},
             schemes=dict.fromkeys(names, scheme),
         )
-        work = quantize_tensors(part, family, prefix, tensors, None, measured, revert_worse=False)
+        work = quantize_tensors(
+            part,
+            family,
+            prefix,
+            tensors,
+            None,
+            measured,
+            revert_worse=False,
+            measures_errors=False,
+        )
         for name, codes in work.result.weights.items():
             yield (full_name(prefix, name), scheme), codes.dequantize().to(plan.device)
 

@@ -128,6 +128,7 @@ def quantize_tensors(
     *,
     revert_worse: bool,
     allow_fallback: bool = False,
+    measures_errors: bool = True,
 ) -> QuantizedLayer:
     """Quantize the linears of a layer.
 
@@ -137,6 +138,7 @@ def quantize_tensors(
     Args:
         tensors: of the layer in the checkpoint's dtype, by relative name.
         weights: its linears in float32, where they are in memory already.
+        measures_errors: whether the reports are to have errors.
     """
     began = time.perf_counter()
     device = plan.device
@@ -178,6 +180,7 @@ def quantize_tensors(
             for name in linears
             if full_name(prefix, name) in plan.importance
         },
+        measures_errors=measures_errors,
     )
     with torch.no_grad(), creating_on(device):
         result = _solved(plan, problem, allow_fallback) if linears else LayerResult({}, {}, [])

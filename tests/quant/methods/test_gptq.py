@@ -376,6 +376,19 @@ def layer_problem(**options: object) -> LayerProblem:
     return problem_of(weights, statistics, IntScheme(4, 16, True), family=LLAMA, options=settings)
 
 
+def test_codes_are_the_same_where_no_errors_are_measured() -> None:
+    problem = replace(layer_problem(), remeasure=None)
+    with_errors, without = (
+        METHODS["gptq"].quantize_layer(replace(problem, measures_errors=each))
+        for each in (True, False)
+    )
+    for name, codes in without.weights.items():
+        assert same(codes, with_errors.weights[name])  # pyright: ignore[reportArgumentType]
+    assert all(report.error is not None for report in with_errors.reports)
+    assert all(report.error is None for report in without.reports)
+    assert [one.damp for one in without.reports] == [one.damp for one in with_errors.reports]
+
+
 def test_later_linears_see_what_the_earlier_ones_became() -> None:
     problem = replace(layer_problem(), statistics={})
     calls: list[tuple[dict[str, torch.Tensor], set[str]]] = []
