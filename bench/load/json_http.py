@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
@@ -127,15 +128,8 @@ class JsonClient:
             raise RequestFailed(f"{request.full_url} answers no JSON") from error
 
     def _open(self, request: urllib.request.Request) -> bytes:
-        context = ssl.create_default_context()
-        if not self.verify_tls:
-            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        # Ignore proxies of the environment: the measurement must reach the server directly.
-        opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-        )
         try:
-            with opener.open(request, timeout=self.timeout) as answer:
+            with _opener(self.verify_tls).open(request, timeout=self.timeout) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             message = refusal(error.code, [(0.0, error.read())])
@@ -146,6 +140,19 @@ class JsonClient:
             raise RequestFailed(_reason(error), is_unreachable=True) from error
         except http.client.HTTPException as error:
             raise RequestFailed(f"{request.full_url} answers no HTTP") from error
+
+
+@cache
+def _opener(verify_tls: bool) -> urllib.request.OpenerDirector:
+    """Opens URLs. Made once: it reads the system's certificates for 30 ms, and a server's metrics are read
+    every second beside its measurement."""
+    context = ssl.create_default_context()
+    if not verify_tls:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    # Ignore proxies of the environment: the measurement must reach the server directly.
+    return urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    )
 
 
 def _reason(error: object) -> str:

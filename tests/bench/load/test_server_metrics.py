@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from llmopt.bench.load.address import Address
+from llmopt.bench.load.json_http import _opener
 from llmopt.bench.load.server_metrics import Sample, Scraper, parse_samples, pass_metrics
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.page.templates import sections_of
@@ -113,6 +115,24 @@ def without_metrics() -> Iterator[str]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
+
+
+def test_scrapes_read_the_systems_certificates_once(
+    without_metrics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[ssl.SSLContext] = []
+    honest = ssl.create_default_context
+
+    def counted() -> ssl.SSLContext:
+        read.append(honest())
+        return read[-1]
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    _opener.cache_clear()
+    monkeypatch.setattr(Silent, "status", 200)
+    for _ in range(3):
+        assert Address.parse(without_metrics).get("/metrics") == b""
+    assert len(read) == 1
 
 
 @pytest.mark.parametrize(
