@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import select
 import sys
 import time
 from collections import Counter
@@ -18,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TextIO
 from urllib.parse import quote, urlsplit, urlunsplit
 
 from starlette.datastructures import Headers
@@ -40,6 +41,8 @@ LEVELS = {
 }
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}")
 """With the backslash that some clients write before a slash."""
+_PATIENCE_SECONDS = 0.1
+"""For the reader of a full pipe, before the first line is dropped."""
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _CONTROL |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 
@@ -114,14 +117,41 @@ def configure_logging(form: LogFormat) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to `sys.stderr` as it is at each line: a process may replace it after the server's start."""
+    """Writes to `sys.stderr` as it is at each line: a process may replace it after the server's start.
+
+    Lines that nobody takes are dropped, and counted in the next one that somebody does: who starts a server
+    with a pipe and does not read it would find it standing still once the pipe is full.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
+            if not _takes_a_line(sys.stderr, 0.0 if self._dropped else _PATIENCE_SECONDS):
+                self._dropped += 1
+                return
+            if self._dropped:
+                dropped, self._dropped = self._dropped, 0
+                text = "%d lines of the log are lost: nobody read it"
+                level = logging.WARNING
+                self.emit(logging.LogRecord(record.name, level, "", 0, text, (dropped,), None))
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
         except (OSError, ValueError):
             self.handleError(record)
+
+
+def _takes_a_line(stream: TextIO, seconds: float) -> bool:
+    """Whether 4 kB can be written to a stream without waiting, at the latest after so many seconds."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # in memory
+        return True
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLOUT)
+    return bool(waiting.poll(1000 * seconds))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,9 @@ import contextlib
 import io
 import json
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
@@ -140,3 +142,30 @@ def test_a_failed_request_s_traceback_has_its_id(strict: RunningServer, monkeypa
         entries = [json.loads(line) for line in lines()]
     failed = next(entry for entry in entries if entry["level"] == "error")
     assert failed["request_id"] == "bad" and "TypeError: no\nluck" in failed["exception"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_log_that_nobody_reads_stops_nobody(
+    form: LogFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe holds some 64 kB; once it is read again, a line says how many are missing."""
+    reading, writing = os.pipe()
+    with (
+        logging_as(form, monkeypatch),
+        os.fdopen(writing, "w") as pipe,
+        os.fdopen(reading, "rb", 0) as end,
+    ):
+        monkeypatch.setattr(sys, "stderr", pipe)
+        log = logging.getLogger("llmopt.access")
+        writer = threading.Thread(
+            target=lambda: [log.info("line %d %s", number, "x" * 99) for number in range(2000)],
+            daemon=True,
+        )
+        writer.start()
+        writer.join(30)
+        assert not writer.is_alive()
+        kept = end.read(2**20).decode().count("x" * 99)
+        assert 100 < kept < 2000
+        log.info("read again")
+        told, again = end.read(2**20).decode().splitlines()
+        assert f"{2000 - kept} lines of the log are lost" in told and "read again" in again
