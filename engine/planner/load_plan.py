@@ -55,7 +55,7 @@ class LoadPlan:
 _SIMULATIONS = deque[tuple[tuple[Any, ...], LoadResult]](maxlen=64)
 
 
-def _simulated(
+def _remembered(
     server: SimulatedServer, clock: StepModel | SpeculativeSteps, load: Load, counted: int
 ) -> LoadResult:
     """`simulate`, once for equal arguments, of which parts have no hash: mixtures of the same kinds differ in
@@ -201,7 +201,7 @@ class LoadPlanner:
             device=replace(steps.device, memory_bytes=0),
         )
         clock = steps if draft is None else SpeculativeSteps(steps, draft)
-        result = _simulated(server, clock, load, counted)
+        result = _remembered(server, clock, load, counted)
         return LoadPlan(deployment, load, result, server.num_blocks)
 
     def _server(self, deployment: Deployment, load: Load, bundle: int) -> SimulatedServer:
