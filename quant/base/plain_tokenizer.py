@@ -112,7 +112,8 @@ def quiet(tokenizer: Any) -> Any:
 
 _IGNORED = """
 tokenizer_class model_max_length clean_up_tokenization_spaces legacy name_or_path backend is_local
-chat_template padding_side model_input_names use_default_system_prompt add_bos_token add_eos_token
+local_files_only chat_template padding_side model_input_names use_default_system_prompt
+add_bos_token add_eos_token
 """
 """Keys of a tokenizer_config.json that change neither ids nor texts: transformers puts around a text what
 tokenizer.json does, whatever `add_bos_token` says."""

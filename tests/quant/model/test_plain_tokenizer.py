@@ -70,6 +70,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         ({}, True),
         ({"add_bos_token": False}, True),
         ({"add_eos_token": True}, True),
+        ({"is_local": True, "local_files_only": True}, True),
         ({"bos_token": {"__type": "AddedToken", "content": "<s>", "special": True}}, True),
         ({"chat_template": "{{ 1 }}"}, True),
         ({"eos_token": "<|new|>"}, False),
