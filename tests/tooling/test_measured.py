@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import greedy_mixes, start_table
 from tests.support.agents import __main__ as agents
 from tools import calibration_table, quality_table
 from tools.document_part import part_of
@@ -51,6 +52,12 @@ def test_the_tables_of_the_peers_are_those_of_the_records() -> None:
     assert part_of(DOCS / "peers.md", "peers/record.py") == peers_record.made()
 
 
+def test_the_start_table_is_that_of_the_record() -> None:
+    assert part_of(start_table.DOCS, start_table.PART) == start_table.tables(
+        record("cpu/starts.json")
+    )
+
+
 def test_the_quality_tables_are_those_of_the_records() -> None:
     bundled = record("cpu/quality-table.json")
     rows = [quality_table.Row(**row) for row in bundled["rows"]]
@@ -65,6 +72,8 @@ def test_the_table_of_mixes_is_that_of_the_record() -> None:
     for name, part in (("stories", ""), ("real", " real")):
         made = mixes.markdown(record(f"cpu/mixes-{name}.json"))
         assert part_of(DOCS / "commands/best.md", f"quality_table.py mixes{part}") == made
+    made = greedy_mixes.markdown(record("cpu/mixes-greedy.json"), record("cpu/mixes-real.json"))
+    assert part_of(DOCS / "commands/best.md", "../tests/support/greedy_mixes.py") == made
 
 
 def test_the_calibration_table_is_that_of_the_record() -> None:
