@@ -114,7 +114,7 @@ class GgufFile:
         return kept.header
 
     def _digest(self, end: int) -> bytes:
-        """Of the file's size and of the header in its first bytes."""
+        """Hash the file's size and the header in its first bytes."""
         size = len(self._bytes)
         return sha256(self._bytes[:end] + size.to_bytes(8, "little")).digest()
 
