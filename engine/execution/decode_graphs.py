@@ -70,10 +70,8 @@ class StepGraphs:
         """
 
         def capture() -> None:
-            falling = self._sizes[::-1]
-            for size in (
-                falling if self._all_early else dict.fromkeys((*falling[:1], *falling[-1:]))
-            ):
+            early = self._sizes if self._all_early else {*self._sizes[:1], *self._sizes[-1:]}
+            for size in sorted(early, reverse=True):
                 for adapters in self._setting.with_and_without_adapters:
                     self._graph(DecodeKind(size, 0, aux_hidden_state_layers, adapters))
 

@@ -102,9 +102,9 @@ class GgufFile:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise BadInput(f"{self.path} cannot be read: {error.strerror}") from error
-        self.metadata, self.tensors = self._header()
+        self.metadata, self.tensors = self._kept_header()
 
-    def _header(self) -> _Header:
+    def _kept_header(self) -> _Header:
         """The keys and the tensors; those of the file that was opened last are kept: a start opens its
         model three times, and a vocabulary has hundreds of thousands of strings."""
         kept = GgufFile._last

@@ -268,12 +268,13 @@ class StageWork:
         for name, weight in zip(names, weights, strict=True):
             codes = whole.rows(slice(first, first + weight.shape[0])) if len(names) > 1 else whole
             first += weight.shape[0]
-            if router_of(problem, name) is None and not problem.measures_errors:
+            is_expert = router_of(problem, name) is not None
+            if not (is_expert or problem.measures_errors):
                 unmeasured = f"{problem.prefix}.{name}", None, None
                 self.codes[name] = codes
                 self.reports[name] = ModuleReport(*unmeasured, damp=factor.damp)
                 continue
-            if workers.count() > 1 and router_of(problem, name) is None:
+            if workers.count() > 1 and not is_expert:
                 self.codes[name], self.damps[name] = codes, factor.damp
                 continue
             plain = round_plain(problem, name, weight)

@@ -96,7 +96,7 @@ def test_what_was_captured_before_the_first_request(monkeypatch: pytest.MonkeyPa
 def test_a_later_capture_that_fails_leaves_every_step_eager(
     logprobs: int | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of sizes 5 and 1 at the start, and of 3 within a step, with inputs made of any kind."""
+    """Sizes 5 and 1 are captured at the start, 3 within a step, with inputs made of any kind."""
     made: list[int] = []
 
     def capture(call: Any) -> Graph:
