@@ -12,9 +12,10 @@ KL(p ‖ q) = Σ p·(ln p − ln q), from the logits r and a with one exp each:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -131,7 +132,7 @@ class SharedScores:
             for first, windows in left:
                 with atomic_file(self._file(passage, first)) as file, ExitStack() as written:
                     to = None
-                    for scores in _score_windows(first, windows, passes):
+                    for scores in _score_windows(first, windows, _steps(windows, passes), passes):
                         step = pa.table(typed(scores))
                         to = to or written.enter_context(pq.ParquetWriter(file, step.schema))
                         to.write_table(step)
@@ -179,14 +180,16 @@ def score_passage(
 def _score_groups(
     passage: Passage, passes: Sequence[PromptPass], writer: SeriesWriter, progress: Progress
 ) -> ScoringSpeed:
-    speed = ScoringSpeed(passage.num_scored, passage.num_tokens - len(passage.windows))
+    speed = ScoringSpeed(passage.num_scored)
     sample = passage.windows[0].token_ids
     prefills = [_Prefill(each, sample) for each in passes]
     for first, windows in _groups(passage.windows):
         for prefill in prefills:
             prefill.run()
         begun = time.perf_counter()
-        for scores in _score_windows(first, windows, passes):
+        steps = list(_steps(windows, passes))
+        speed.num_computed += sum(end - begin for step in steps for _, begin, end, _ in step)
+        for scores in _score_windows(first, windows, steps, passes):
             writer.add(scores)
             progress.advance(len(scores))
         speed.seconds += time.perf_counter() - begun
@@ -230,13 +233,31 @@ class _Prefill:
             hidden[-1, 0].item()  # waits for the device
 
 
+def _steps(windows: Sequence[PassageWindow], passes: Sequence[PromptPass]) -> Iterator[list[Span]]:
+    """The steps of the windows; their last tokens predict nothing."""
+    lengths = [len(window.token_ids) - 1 for window in windows]
+    return plan_steps(lengths, passes, _shared(windows))
+
+
+def _shared(windows: Sequence[PassageWindow]) -> list[int]:
+    """First tokens of each window that the one before it has too, before the one that predicts a score."""
+    shared = [0]
+    for before, window in pairwise(windows):
+        unscored = window.token_ids[: window.first_scored - 1]
+        pairs = zip(before.token_ids[:-1], unscored, strict=False)
+        shared.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return shared
+
+
 def _score_windows(
-    first: int, windows: Sequence[PassageWindow], passes: Sequence[PromptPass]
+    first: int,
+    windows: Sequence[PassageWindow],
+    steps: Iterable[Sequence[Span]],
+    passes: Sequence[PromptPass],
 ) -> Iterator[PositionScores]:
     """Scores step by step; `first` is the number of the first window."""
-    # The last token of a window predicts nothing.
     prompts = [window.token_ids[:-1] for window in windows]
-    for step in plan_steps([len(prompt) for prompt in prompts], passes):
+    for step in steps:
         hidden = [each.hidden(step, prompts) for each in passes]
         places = _places(step, windows)
         if places.rows:
@@ -257,7 +278,7 @@ class _Places:
 def _places(step: Sequence[Span], windows: Sequence[PassageWindow]) -> _Places:
     places = _Places()
     offset = 0
-    for prompt, begin, end in step:
+    for prompt, begin, end, _ in step:
         # The row of position p scores the token at p + 1.
         scored = range(max(windows[prompt].first_scored, begin + 1), end + 1)
         places.rows += range(offset + scored.start - 1 - begin, offset + scored.stop - 1 - begin)

@@ -1,11 +1,13 @@
 """Prompt passes: batched prefill of whole prompts outside the scheduler, for scoring and embeddings.
 
-The prompts share steps, without prefix cache and without sampling: a step returns hidden states, and logits
-are computed for slices of them, so that memory is independent of vocabulary and number of tokens.
+The prompts share steps, and each the KV blocks of its beginning with the one before it; nothing is sampled: a
+step returns hidden states, and logits are computed for slices of them, so that memory is independent of
+vocabulary and number of tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Self
 
@@ -21,11 +23,16 @@ from .model_runner import ModelRunner
 
 
 class Span(NamedTuple):
-    """Tokens `begin` to `end` of the prompt of that index."""
+    """Tokens `begin` to `end` of the prompt of that index.
+
+    Attributes:
+        is_kept: its blocks are, behind its last token: the next step begins with a prompt that shares them.
+    """
 
     prompt: int
     begin: int
     end: int
+    is_kept: bool = False
 
 
 class PromptPass:
@@ -47,6 +54,7 @@ class PromptPass:
         self._states = StatePool() if states is None else states
         self._tables: dict[int, tuple[list[int], range]] = {}
         self._slots: dict[int, int] = {}
+        self._kept: int | None = None  # a prompt that has ended: the next one shares its blocks
 
     def __enter__(self) -> Self:
         return self
@@ -80,6 +88,12 @@ class PromptPass:
         return self._states.num_free if self._states.num_slots else self.max_tokens
 
     @property
+    def shared_block(self) -> int:
+        """Tokens of a block that prompts can share; 0 where a state or a window follows the tokens."""
+        alone = self._states.num_slots or self._config.window is not None
+        return 0 if alone else self._config.block_size
+
+    @property
     def num_free_blocks(self) -> int:
         return self._pool.num_free
 
@@ -106,21 +120,27 @@ class PromptPass:
     def hidden(self, spans: Sequence[Span], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run a step; returns the final normed hidden states of its tokens, [tokens, hidden].
 
-        The spans of a prompt come in order; with its last token a prompt's blocks are freed.
+        The spans of a prompt come in order; whose first one begins later shares the blocks before it with the
+        prompt before. With its last token a prompt's blocks are freed.
         """
         config, runs = self._config, []
-        for prompt, begin, end in spans:
-            table, _ = self._tables.setdefault(prompt, ([], range(0)))
+        for prompt, begin, end, _ in spans:
+            if prompt not in self._tables:
+                self._tables[prompt] = self._shared(prompt, begin), range(0)
+            table, _ = self._tables[prompt]
             table += self._pool.allocate(config.num_blocks(end) - len(table))
             if prompt not in self._slots:
                 self._slots[prompt] = self._states.allocate()
             slot = self._slots[prompt]
             runs.append(Run(begin, prompts[prompt][begin:end], table, state_slot=slot))
         hidden = self._runner.hidden(runs, self._lora)
-        for prompt, _, end in spans:
+        for prompt, _, end, is_kept in spans:
             table, evicted = self._tables[prompt]
             if end == len(prompts[prompt]):
-                self._free(prompt)
+                if is_kept:
+                    self._kept = prompt
+                else:
+                    self._free(prompt)
                 continue
             now = config.evicted(end)
             self._pool.free(evict_blocks(table, evicted, now))
@@ -131,40 +151,63 @@ class PromptPass:
         """Logits, float32 [rows, vocab], of rows of `hidden`."""
         return self._runner.decoder.logits(hidden)
 
+    def _shared(self, prompt: int, num_tokens: int) -> list[int]:
+        """The blocks of the first tokens, which the prompt before it holds."""
+        if not num_tokens:
+            return []
+        table = self._tables[prompt - 1][0][: self._config.num_blocks(num_tokens)]
+        self._pool.share(table)
+        if self._kept is not None:
+            self._free(self._kept)
+            self._kept = None
+        return table
+
     def _free(self, prompt: int) -> None:
         table, evicted = self._tables.pop(prompt)
         self._pool.free([*table[: evicted.start], *table[evicted.stop :]])
         self._states.free(self._slots.pop(prompt, NULL_SLOT))
 
 
-def plan_steps(lengths: Sequence[int], passes: Sequence[PromptPass]) -> Iterator[list[Span]]:
+def plan_steps(
+    lengths: Sequence[int], passes: Sequence[PromptPass], shared: Sequence[int] = ()
+) -> Iterator[list[Span]]:
     """Steps over all prompts in order, with as many tokens in each as every one of `passes` takes.
 
     A prompt begins where the KV blocks and state slots of all that have begun and of it are free in every
     pass. The prompts fit one by one (`PromptPass.check_fits`).
+
+    Args:
+        shared: first tokens of each prompt that the one before it has too, and whose hidden states nobody
+            needs: whole blocks of them are not computed again.
     """
     max_tokens = min(each.max_tokens for each in passes)
     chunk = min(each.chunk for each in passes)
     free = [each.num_free_blocks for each in passes]
     max_prompts = min(each.max_prompts for each in passes)
+    unit = math.lcm(*(each.shared_block for each in passes))  # 0 where a pass shares none
     step: list[Span] = []
     held = [0] * len(passes)  # blocks of the prompts in this step
     left = max_tokens
     for prompt, length in enumerate(lengths):
-        needed = [each.num_blocks(length) for each in passes]
-        begin = 0
+        whole = [each.num_blocks(length) for each in passes]
+        start = begin = shared[prompt] // unit * unit if unit and shared else 0
+        # The first prompt of a step holds what it shares alone.
+        own = [n - each.num_blocks(start) for n, each in zip(whole, passes, strict=True)]
         while begin < length:
-            fits = begin > 0 or (
+            needed = own if step else whole
+            fits = begin > start or (
                 all(h + n <= f for h, n, f in zip(held, needed, free, strict=True))
                 and len(step) < max_prompts
             )
             if left == 0 or not fits:
                 assert step, "a prompt does not fit the free blocks"
+                if begin == start > 0:
+                    step[-1] = step[-1]._replace(is_kept=True)
                 yield step
                 step, left = [], max_tokens
-                held = [0] * len(passes) if begin == 0 else needed
+                held = [0] * len(passes) if begin == start else whole
                 continue
-            if begin == 0:
+            if begin == start:
                 held = [h + n for h, n in zip(held, needed, strict=True)]
             end = min(length, begin + min(left, chunk))
             step.append(Span(prompt, begin, end))
