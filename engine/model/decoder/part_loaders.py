@@ -19,8 +19,8 @@ from ....quant.families.spec_parts import (
     StateMixer,
 )
 from ...kernels.attention.batch import AttentionRule
-from ...kernels.linear.linear import OneDnnLinear, onednn_rows
 from ...kernels.linear.native_linear import LooksUpRows
+from ...kernels.linear.onednn_linear import OneDnnLinear
 from ..layers.altup import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLayerInput
 from ..layers.attention import LatentAttention, Rotation
 from ..layers.embedding import EmbeddingTable, PackedEmbedding, TokenEmbedding
@@ -55,7 +55,7 @@ def load_embedding(
     if not tied or shard is not None:
         return EmbeddingTable(table)
     head = reader.stacked([table], None)
-    rows = onednn_rows(head.kernel, table) if isinstance(head.kernel, OneDnnLinear) else None
+    rows = head.kernel.rows() if isinstance(head.kernel, OneDnnLinear) else None
     return EmbeddingTable(table) if rows is None else PackedEmbedding(head, rows, hidden, dtype)
 
 
