@@ -343,15 +343,26 @@ static inline void fetch_outputs(const Job *job, int64_t panel, int64_t first, i
     }
 }
 
+static void multiply_row(const Job *job, int64_t panel, int64_t row, float *acc) {
+    const Weight *w = job->weight;
+    const int8_t *x = (const int8_t *)(job->values + row * job->stride);
+    const int64_t at = row * num_steps(w);
+    const uint8_t *sums = (const uint8_t *)job->sums + at * 4;
+    const float *scales = job->scales + at;
+    const int plain = w->scale_kind == SCALE_F16 && w->offset_kind == OFFSET_BASE;
+    if (w->bits == 4 && plain) row_tile(4, 1, w, panel, x, sums, scales, acc);
+    else if (w->bits == 4) row_tile(4, 0, w, panel, x, sums, scales, acc);
+    else if (w->bits == 8 && plain) row_tile(8, 1, w, panel, x, sums, scales, acc);
+    else row_tile(0, 0, w, panel, x, sums, scales, acc);
+}
+
 static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t rows) {
     const Weight *w = job->weight;
     int input_dtype = (int)job->call->input_dtype;
     _Alignas(64) uint8_t scratch[MAX_BLOCK * PANEL], floats[MAX_BLOCK * PANEL * 4];
     _Alignas(64) float acc[ROWS_AT_ONCE * PANEL];
     if (rows == 1 && input_dtype == INPUT_S8 && takes_row_tile(w)) {
-        const int8_t *x = (const int8_t *)(job->values + first * job->stride);
-        int64_t at = first * num_steps(w);
-        row_tile(w, panel, x, (const int32_t *)job->sums + at, job->scales + at, acc);
+        multiply_row(job, panel, first, acc);
         store_rows(job, panel, first, rows, acc);
         return;
     }
