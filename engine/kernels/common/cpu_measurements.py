@@ -29,6 +29,8 @@ class NoRoofs(RuntimeError):
 class CpuRoofs:
     """Roofline ceilings of the whole machine: bytes and 8-bit operations per second, one sample per round.
 
+    Operations are those of AMX where the system gives its tiles, else of dot products of vectors.
+
     Raises:
         NoRoofs: there are no C kernels to measure with.
     """

@@ -4,6 +4,8 @@
 #include "parallel.h"
 #include "vectors.h"
 
+#include "amx.h"
+
 #define SLICE (1 << 20)
 #define ROUNDS_AT_ONCE 4096
 
@@ -50,9 +52,42 @@ static void multiply_registers(void *argument) {
     roof->sink += isum_lanes(sums[0]);
 }
 
-/* Runs the operations, of all threads together, and returns their number: two (multiply, add) per pair of bytes. */
+#if HAS_MATRIX_UNIT
+/* The same with AMX's tiles: four of sums, as the linears have them. */
+static void multiply_tiles(void *argument) {
+    Roof *roof = argument;
+    begin_tiles();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
+    while (atomic_fetch_add(&roof->next, ROUNDS_AT_ONCE) < roof->rounds)
+        for (int round = 0; round < ROUNDS_AT_ONCE; round++) {
+            _tile_dpbsud(0, 4, 6);
+            _tile_dpbsud(1, 4, 7);
+            _tile_dpbsud(2, 5, 6);
+            _tile_dpbsud(3, 5, 7);
+        }
+    end_tiles();
+}
+enum { TILE_OPERATIONS = 4 * UNIT_ROWS * 16 * UNIT_BYTES * 2 };
+#endif
+
+/* Runs the operations, of all threads together, and returns their number: two (multiply, add) per pair of
+ * bytes. Those of AMX where the system gives its tiles: a round of them takes as long as ten of the vectors'. */
 int64_t llmopt_multiply(int64_t rounds, int64_t threads) {
-    Roof roof = {.rounds = (rounds * threads + ROUNDS_AT_ONCE - 1) / ROUNDS_AT_ONCE * ROUNDS_AT_ONCE};
+    int64_t count = has_matrix_unit() ? rounds / 10 : rounds;
+    Roof roof = {.rounds = (count * threads + ROUNDS_AT_ONCE - 1) / ROUNDS_AT_ONCE * ROUNDS_AT_ONCE};
+#if HAS_MATRIX_UNIT
+    if (has_matrix_unit()) {
+        run_parallel(multiply_tiles, &roof, threads);
+        return roof.rounds * TILE_OPERATIONS;
+    }
+#endif
     run_parallel(multiply_registers, &roof, threads);
     return roof.sink == 1 ? 0 : roof.rounds * 12 * LANES * 4 * 2;
 }
