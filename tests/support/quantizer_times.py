@@ -6,6 +6,7 @@
 Takes the options of `tools/quality_table.py real`, quantizes the cells below each in a process of its own, one
 after another, and prints what they took, imports included, beside the KL of what they wrote. Processor seconds
 (user and system, all threads) are those of a busy machine, too. A ratio is to the quickest peer of the task.
+`--docs docs/quantization.md` writes the table there.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 
 import torch
 
+from tools.document_part import write_part
 from tools.environments import install
 from tools.quality.cells import ITERS, Cell
 from tools.quality.environments import PACKAGES
 from tools.quality.real import fill, label, parse, prepare
 
 Row = Mapping[str, Any]
+PART = "../tests/support/quantizer_times.py"
 ASYMMETRIC = {"symmetric": False}
 BY_STEPS = ASYMMETRIC | {"iters": ITERS}
 MIX = {"gguf_type": "Q4_K_M", "imatrix": False, "tables": True}
@@ -93,7 +96,10 @@ def main() -> None:
     if given.install:
         for package in dict.fromkeys(cell.package for cell in cells if cell.package in PACKAGES):
             install(given.environments / package, PACKAGES[package])
-    print("\n".join(lines(fill(prepare(given), cells))))
+    text = "\n".join(lines(fill(prepare(given), cells)))
+    print(text)
+    if given.docs:
+        write_part(given.docs, PART, text)
 
 
 if __name__ == "__main__":

@@ -40,18 +40,15 @@ def goals(loads: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, float,
     for row in dict.fromkeys(one["row"] for one in loads if one["row"].startswith(OWN)):
         theirs = median(f"llamacpp {row.removeprefix(OWN)}", "load_seconds")
         weights = median(row, "weight_bytes")
-        for label, column, goal in (
-            (
-                "process to first token, s",
-                "process_seconds",
-                torch and TORCH_TIMES * torch + TORCH_MORE,
-            ),
-            ("loading, s", "load_seconds", theirs and LOAD_TIMES * theirs),
-            ("resident, bytes", RESIDENT, weights and weights + MORE_BYTES),
+        started = torch and TORCH_TIMES * torch + TORCH_MORE
+        for label, column, unit, goal in (
+            ("process to first token, s", "process_seconds", 1, started),
+            ("loading, s", "load_seconds", 1, theirs and LOAD_TIMES * theirs),
+            ("resident, MiB", RESIDENT, 2**20, weights and weights + MORE_BYTES),
         ):
             found = median(row, column)
             if goal and found is not None:
-                yield row, label, found, goal
+                yield row, label, found / unit, goal / unit
 
 
 def goals_table(loads: Sequence[Mapping[str, Any]]) -> list[str]:
