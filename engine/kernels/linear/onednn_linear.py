@@ -16,7 +16,7 @@ from ..common.graphs import launch
 ONEDNN_BLOCKS = (16, 32, 48, 64)
 """Output channels side by side in the layouts for bfloat16: `[out / block, in / 2, block, 2]`, padded."""
 FEW_ROWS = 16
-"""Rows up to which `few_rows.c` is faster than oneDNN, whose threads take turns with those of other kernels."""
+"""Rows up to which `few_rows.c` is faster than oneDNN, whose threads take turns with those of our kernels."""
 
 native_few_rows = beside(__file__, "few_rows.c")
 """The compiled kernel, or the reason why there is none."""
