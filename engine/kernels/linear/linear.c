@@ -353,6 +353,7 @@ static void multiply_row(const Job *job, int64_t panel, int64_t row, float *acc)
     if (w->bits == 4 && plain) row_tile(4, 1, w, panel, x, sums, scales, acc);
     else if (w->bits == 4) row_tile(4, 0, w, panel, x, sums, scales, acc);
     else if (w->bits == 8 && plain) row_tile(8, 1, w, panel, x, sums, scales, acc);
+    else if (w->bits == 8) row_tile(8, 0, w, panel, x, sums, scales, acc);
     else row_tile(0, 0, w, panel, x, sums, scales, acc);
 }
 

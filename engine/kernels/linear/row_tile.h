@@ -11,7 +11,7 @@ static inline int takes_row_tile(const Weight *w) {
     return w->kind == CODES_INTEGER && w->group == CHUNK && w->step == CHUNK;
 }
 
-/* `bits` 4 or 8: multiplied as they are packed; 0: any, unpacked to bytes. `plain`: float16 scales and no
+/* `bits` 4 or 8: multiplied as they are packed; 0: any but 8, unpacked to bytes. `plain`: float16 scales and no
  * offsets. `sums` and `input_scales` are the row's, [chunks]; `acc` is [PANEL]. */
 INLINE void row_tile(const int bits, const int plain, const Weight *w, int64_t panel, const int8_t *x,
                      const uint8_t *sums, const float *input_scales, float *acc) {
