@@ -14,6 +14,7 @@ from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import load_engine
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.kernels.linear.native_linear import PackedLinear
+from llmopt.engine.kernels.linear.onednn_linear import OneDnnLinear
 from llmopt.engine.planner.speed import decode_step_bytes
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -95,6 +96,18 @@ def with_packed_weights(seen: TensorsRead) -> Callable[..., torch.Tensor]:
     return call
 
 
+def with_few_rows(seen: TensorsRead) -> Callable[..., torch.Tensor]:
+    """The same of `OneDnnLinear`, where it is multiplied in its packed layout."""
+    honest = OneDnnLinear.__call__
+
+    def call(linear: OneDnnLinear, x: torch.Tensor) -> torch.Tensor:
+        if linear.words is not None:
+            seen.read[linear.words.data_ptr()] = linear.words.nbytes
+        return honest(linear, x)
+
+    return call
+
+
 @pytest.mark.parametrize("kind", ["plain", "quantized"])
 def test_counted_bytes_are_those_of_the_tensors_read(
     kind: str, quantized: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +119,7 @@ def test_counted_bytes_are_those_of_the_tensors_read(
     engine.step()  # the prompt
     with TensorsRead() as seen:
         monkeypatch.setattr(PackedLinear, "__call__", with_packed_weights(seen))
+        monkeypatch.setattr(OneDnnLinear, "__call__", with_few_rows(seen))
         engine.step()
     engine.abort("one")
     # The cache is one or a few large buffers, counted by what is used of it, not whole.

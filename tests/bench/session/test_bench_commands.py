@@ -65,7 +65,8 @@ def test_bench_leaves_a_whole_run_folder(plain: Path) -> None:
     assert ours["quality"]["top1_agreement"] == 1.0
     assert 2 < ours["quality"]["perplexity"] < 6
     assert ours["prefix_cache_hit_rate"] < 0.2
-    assert all(0 < point["of_roof"] < 1 for point in ours["roofline"]["points"])
+    # Not below 1: this model is in the cache, and the ceiling is that of memory.
+    assert all(point["of_roof"] > 0 for point in ours["roofline"]["points"])
     assert ours["environment"]["libraries"]["torch"]
     assert len(result["generated_texts"]) == 96 and all(result["generated_texts"])
     table = pq.read_table(plain / "requests.parquet").to_pydict()
