@@ -46,7 +46,8 @@ class OneDnnLinear:
         self.weight_bytes = weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.words is None or not 0 < len(x) <= FEW_ROWS:
+        is_plain = x.dim() == 2 and x.dtype is torch.bfloat16
+        if self.words is None or not is_plain or not 0 < len(x) <= FEW_ROWS:
             return torch.ops.mkldnn._linear_pointwise(x, self.packed, None, "none", [], "")
         x = x if x.stride(1) == 1 else x.contiguous()
         y = x.new_empty(len(x), self._shape[0])

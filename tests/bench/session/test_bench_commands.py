@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import typer
@@ -65,8 +66,9 @@ def test_bench_leaves_a_whole_run_folder(plain: Path) -> None:
     assert ours["quality"]["top1_agreement"] == 1.0
     assert 2 < ours["quality"]["perplexity"] < 6
     assert ours["prefix_cache_hit_rate"] < 0.2
-    # Not below 1: this model is in the cache, and the ceiling is that of memory.
-    assert all(point["of_roof"] > 0 for point in ours["roofline"]["points"])
+    # A decode may be above 1: this model is in the cache, and the ceiling is that of memory.
+    for point in ours["roofline"]["points"]:
+        assert 0 < point["of_roof"] < (1 if point["phase"] == "prefill" else np.inf)
     assert ours["environment"]["libraries"]["torch"]
     assert len(result["generated_texts"]) == 96 and all(result["generated_texts"])
     table = pq.read_table(plain / "requests.parquet").to_pydict()

@@ -53,6 +53,9 @@ def test_few_rows_are_multiplied_each_by_itself(out: int, inputs: int) -> None:
     for rows in range(1, module.FEW_ROWS + 1):
         assert torch.equal(linear(every[:rows]), alone[:rows])
     assert linear(every[:0]).shape == (0, out)
+    assert torch.allclose(
+        linear(every[None, :2])[0].float(), alone[:2].float(), rtol=2**-7, atol=1e-3
+    )
     assert torch.allclose(linear(every).float(), alone.float(), rtol=2**-7, atol=1e-3)
 
 
