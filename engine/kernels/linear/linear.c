@@ -151,10 +151,11 @@ static void prepare_float(Job *job, int64_t row) {
     const Weight *w = job->weight;
     float values[CHUNK];
     float *sums = (float *)job->sums + row * num_steps(w);
-    memset(sums, 0, (size_t)num_steps(w) * sizeof(float));
+    if (has_own_offsets(w)) memset(sums, 0, (size_t)num_steps(w) * sizeof(float));
     for (int64_t k = 0; k < w->in_features; k += CHUNK) {
         load_chunk(job->call, row, k, w->in_features, values);
-        for (int i = 0; i < CHUNK; i++) sums[(k + i) / w->step] += values[i];
+        if (has_own_offsets(w))
+            for (int i = 0; i < CHUNK; i++) sums[(k + i) / w->step] += values[i];
         if (job->call->input_dtype == INPUT_F32) {
             memcpy(job->values + row * job->stride + k * 4, values, sizeof values);
             continue;
@@ -285,25 +286,18 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
 #endif
                 S8(2) S8(1)
             }
+#if FLOAT_ROWS == 6
+#define FLOAT_TILES(halves) \
+    FLOATS(6, halves) FLOATS(5, halves) FLOATS(4, halves) FLOATS(3, halves) FLOATS(2, halves) FLOATS(1, halves)
+#else
+#define FLOAT_TILES(halves) FLOATS(3, halves) FLOATS(2, halves) FLOATS(1, halves)
+#endif
 #if HAS_PAIRS
         } else if (input_dtype == INPUT_BF16) {
-            switch (count) {
-#if FLOAT_ROWS >= 6
-                FLOATS(6, 1) FLOATS(5, 1) FLOATS(4, 1) FLOATS(3, 1)
-#endif
-                FLOATS(2, 1) FLOATS(1, 1)
-            }
+            switch (count) { FLOAT_TILES(1) }
 #endif
         } else {
-            switch (count) {
-#if FLOAT_ROWS >= 6
-                FLOATS(6, 0) FLOATS(5, 0)
-#endif
-#if FLOAT_ROWS >= 4
-                FLOATS(4, 0) FLOATS(3, 0)
-#endif
-                FLOATS(2, 0) FLOATS(1, 0)
-            }
+            switch (count) { FLOAT_TILES(0) }
         }
         /* clang-format on */
         r += count;
@@ -380,8 +374,9 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     b.has_offsets = has_own_offsets(w);
     int64_t base = input_dtype == INPUT_S8 ? 0 : w->base; /* already subtracted from unpacked floats */
     int64_t chunks = num_chunks(w), size = chunk_bytes(w);
-    /* Short steps are batched into a block. */
-    int64_t block = w->step >= 256 ? w->step : 256 / w->step * w->step;
+    /* Short steps are batched into a block, whose floats fit half of L1: beside them lie the rows of a tile. */
+    const int64_t short_steps = input_dtype == INPUT_F32 ? 128 : 256;
+    int64_t block = w->step >= short_steps ? w->step : short_steps / w->step * w->step;
     int64_t block_chunks = block / CHUNK;
     const uint8_t *packed = w->codes + panel * chunks * size;
     int in_bf16 = input_dtype == INPUT_BF16, in_tables = w->kind == CODES_CHANNEL_TABLE;

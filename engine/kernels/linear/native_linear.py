@@ -69,8 +69,8 @@ def lookup_rows(weight: PackedWeight, ids: torch.Tensor, dtype: torch.dtype) -> 
 
 InputDtype = Literal["int8", "bfloat16", "float32"]
 _INPUT_DTYPES: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
-_MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 256}
-"""Input channels per accumulation step: an unpacked block fits L1, and int8 sums are exact as floats."""
+_MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 128}
+"""Input channels per accumulation step: an unpacked block fits half of L1, and int8 sums are exact as floats."""
 
 
 class CallStruct(ctypes.Structure):

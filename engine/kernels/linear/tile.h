@@ -79,7 +79,7 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
 #define FLOAT_ROWS 6
 #define CHAINS 2 /* accumulators for even and odd channels: hides the latency of the FMA chain */
 #else
-#define FLOAT_ROWS 2
+#define FLOAT_ROWS 3
 #define CHAINS 1
 #endif
 
@@ -98,13 +98,13 @@ INLINE void tile_float(const int rows, const Block *b, const int halves, const u
             fetch_ahead(b, ahead, q * width);
             for (int c = 0; c < CHAINS; c++) {
                 const uint8_t *at = b->weights + (q + c) * PANEL * 4;
-                ivec weights[VECTORS];
-                for (int v = 0; v < VECTORS; v++) weights[v] = iload(at + v * LANES * 4);
-                for (int r = 0; r < rows; r++) {
-                    ivec word = ibroadcast(x + r * stride + (q + c) * 4);
-                    for (int v = 0; v < VECTORS; v++) {
+                ivec inputs[FLOAT_ROWS];
+                for (int r = 0; r < rows; r++) inputs[r] = ibroadcast(x + r * stride + (q + c) * 4);
+                for (int v = 0; v < VECTORS; v++) {
+                    const ivec weights = iload(at + v * LANES * 4);
+                    for (int r = 0; r < rows; r++) {
                         fvec *sum = &part[r][v][c];
-                        *sum = multiply_add(*sum, weights[v], word, halves);
+                        *sum = multiply_add(*sum, weights, inputs[r], halves);
                     }
                 }
             }
