@@ -37,7 +37,7 @@ from ...engine.kernels.elementwise.dispatch import (
     RowKernelQuery,
     rope_trial,
 )
-from ...engine.kernels.linear.linear import LINEAR, LinearKernelQuery
+from ...engine.kernels.linear.linear import HALVES, LINEAR, LinearKernelQuery, keeps_halves
 from ...engine.kernels.linear.native_linear import has_bf16, native_linear
 from ...engine.kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
 from ...engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
@@ -100,7 +100,10 @@ def table(device: torch.device, dtype: torch.dtype) -> list[KernelChoice]:
         ),
         *(operation.explain(RowKernelQuery(device.type, dtype, size)) for operation, size in ROWS),
         SAMPLING.explain(SamplingKernelQuery(device.type)),
-        LINEAR.explain(LinearKernelQuery(device.type, dtype, 4096, 4096)),
+        *(
+            LINEAR.explain(LinearKernelQuery(device.type, stored, 4096, 4096, dtype))
+            for stored in _weight_dtypes(device, dtype)
+        ),
         *(
             EXPERTS.explain(ExpertsKernelQuery(device.type, dtype, is_block_fp8=is_block_fp8))
             for is_block_fp8 in (False, True)
@@ -375,7 +378,8 @@ def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> It
         recurrence = operation.trial(heads)
         assert recurrence is not None
         yield Check(operation, heads, recurrence.compute, recurrence.tolerance)
-    yield _linear(random, kind, dtype, sizes, most)
+    for stored in _weight_dtypes(device, dtype):
+        yield _linear(random, kind, stored, dtype, sizes, most)
     yield _experts(random, kind, dtype, sizes, most)
     yield _sampling(SamplingKernelQuery(kind))
     for scheme, input_bits in SCHEMES:
@@ -385,15 +389,23 @@ def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> It
 Random = Callable[..., torch.Tensor]
 
 
-def _linear(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: float) -> Check:
-    weight = random(sizes.out, sizes.row)
+def _weight_dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of unquantized weights that a decoder in `dtype` may hold."""
+    return (dtype, *HALVES) if keeps_halves(device, dtype) else (dtype,)
+
+
+def _linear(
+    random: Random, kind: str, stored: torch.dtype, dtype: torch.dtype, sizes: Sizes, most: float
+) -> Check:
+    weight = random(sizes.out, sizes.row).to(stored)
     inputs = [random(count, sizes.row) for count in sizes.tokens]
 
     def compute(make: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
         kernel = make(weight)
         return [kernel(x) for x in inputs]
 
-    return Check(LINEAR, LinearKernelQuery(kind, dtype, sizes.out, sizes.row), compute, most)
+    query = LinearKernelQuery(kind, stored, sizes.out, sizes.row, dtype)
+    return Check(LINEAR, query, compute, most)
 
 
 def _experts(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: float) -> Check:

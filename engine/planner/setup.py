@@ -227,7 +227,7 @@ class PlannedWorkload:
 class Setup:
     """Options of the engine and the devices; None leaves one to the solver or its default.
 
-    `cpu_plain_bytes` are those of an unquantized weight in llmopt's engine on a CPU; None: as stored.
+    `cpu_plain_bytes` are those of the dtype of llmopt's engine on a CPU; None: every weight is as stored.
     """
 
     tp: int | None = None

@@ -31,8 +31,8 @@ class WeightRecipe:
     A scale of `scale_bits` (and a zero point of `zero_bits`) covers `group_size` input channels of
     `rows_per_scale` output channels; group size -1 means all input channels. A tensor also takes
     `bytes_per_tensor`, and `bytes_per_input` for each input channel. Unquantized elements take
-    `plain_bytes`; output head and embedding may have bits of their own. `stored_bytes` is the size of a local
-    checkpoint, if there is one: it overrides the sum.
+    `plain_bytes`, those of vectors `vector_bytes` where an engine widens them; output head and embedding may
+    have bits of their own. `stored_bytes` is the size of a local checkpoint, if any: it overrides the sum.
     """
 
     name: str
@@ -44,6 +44,7 @@ class WeightRecipe:
     bytes_per_tensor: int = 0
     bytes_per_input: int = 0
     plain_bytes: int = UNQUANTIZED_BYTES
+    vector_bytes: int | None = None
     roles: tuple[Role, ...] = ("linear", "expert")
     head_bits: int | Fraction = 16
     embedding_bits: int | Fraction = 16
@@ -65,7 +66,9 @@ class WeightRecipe:
         elif tensor.role == "embedding":
             bits = self.embedding_bits
         if bits >= 16:
-            return tensor.num_elements * self.plain_bytes
+            is_vector = tensor.role in ("norm", "bias", "expert_bias", "router", "position")
+            widened = self.vector_bytes if is_vector else None
+            return tensor.num_elements * (widened or self.plain_bytes)
         groups = 1 if self.group_size < 0 else ceil(tensor.in_features / self.group_size)
         scales = groups * ceil(tensor.out_features / self.rows_per_scale)
         packed = tensor.num_elements * bits + scales * (self.scale_bits + self.zero_bits)
@@ -76,12 +79,15 @@ class WeightRecipe:
         )
 
     def as_run(self, shape: ModelShape, plain_bytes: int) -> WeightRecipe:
-        """The recipe in memory, where an engine keeps unquantized weights in `plain_bytes`."""
+        """The recipe in memory, where an engine computes in `plain_bytes`: one in float32 keeps linears and
+        embeddings of 16 bits as they are stored, one in bfloat16 rounds those of 32."""
         if self.plain_bytes == plain_bytes:
             return self
-        run = replace(self, plain_bytes=plain_bytes, stored_bytes=None)
-        if self.bits >= 16:
-            run = replace(run, name="float32" if plain_bytes == 4 else "bf16", bits=8 * plain_bytes)
+        run = replace(self, vector_bytes=plain_bytes, stored_bytes=None)
+        if plain_bytes == UNQUANTIZED_BYTES:
+            run = replace(run, plain_bytes=plain_bytes, vector_bytes=None)
+            if self.bits >= 16:
+                run = replace(run, name="bf16", bits=8 * plain_bytes)
         if self.stored_bytes is None:
             return run
         tensors = [*shape.tensors()]

@@ -147,8 +147,8 @@ class _HeadSource:
         shape, shared = self.spec.shape, self.target.weights.embedding
         if "embed_tokens.weight" not in self.checkpoint and shared.width == shape.hidden_size:
             return shared
-        table = self.reader.tensor("embed_tokens.weight", shape.vocab_size, shape.hidden_size)
-        return EmbeddingTable(table)
+        table = self.reader.weight("embed_tokens.weight", shape.vocab_size, shape.hidden_size)
+        return EmbeddingTable(table, self.loader.dtype)
 
     def fc(self, in_features: int) -> Projection:
         """The linear `fc` [hidden, in_features]."""

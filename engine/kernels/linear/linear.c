@@ -14,6 +14,7 @@
 #include "matrix_tile.h"
 #include "row_tile.h"
 #include "tile.h"
+#include "unpack.h"
 
 #include "amx_tile.h"
 
@@ -180,63 +181,6 @@ static void prepare_rows(void *argument) {
     }
 }
 
-/* Dequantizes some chunks, unscaled, to floats [channel][PANEL]. */
-static void unpack_f32(const Weight *w, const uint8_t *bytes, int64_t chunks, float *floats) {
-    fvec base = fset((float)w->base);
-    ftable table = {0};
-    if (w->kind == CODES_TABLE) table = table_load(w->table);
-    for (int64_t quad = 0; quad < chunks * QUADS; quad++)
-        for (int v = 0; v < VECTORS; v++) {
-            ivec codes = iload(bytes + quad * QUAD_BYTES + v * LANES * 4);
-            float *to = floats + quad * 4 * PANEL + v * LANES;
-            for (int byte = 0; byte < 4; byte++)
-                fstore(to + byte * PANEL, code_to_float(w, codes, byte, base, table));
-        }
-}
-
-#if HAS_PAIRS
-/* Dequantizes some chunks to bfloat16 [pair][PANEL][2]; a quad's pairs are channels (0, 2) and (1, 3). */
-static void unpack_bf16(const Weight *w, const uint8_t *bytes, int64_t chunks, uint8_t *halves) {
-    fvec base = fset((float)w->base);
-    ftable table = {0};
-    ivec high = iset((int32_t)0xffff0000);
-    if (w->kind == CODES_TABLE) table = table_load(w->table);
-    for (int64_t quad = 0; quad < chunks * QUADS; quad++)
-        for (int v = 0; v < VECTORS; v++) {
-            ivec codes = iload(bytes + quad * QUAD_BYTES + v * LANES * 4);
-            ivec f[4];
-            for (int byte = 0; byte < 4; byte++) f[byte] = ibits(code_to_float(w, codes, byte, base, table));
-            uint8_t *to = halves + quad * 2 * QUAD_BYTES + v * LANES * 4;
-            istore(to, ior(ISHR(f[0], 16), iand(f[2], high)));
-            istore(to + QUAD_BYTES, ior(ISHR(f[1], 16), iand(f[3], high)));
-        }
-}
-
-/* The same for 4-bit codes, directly from the packed bytes: `values` is the table of 16 bfloat16. */
-static void unpack_bf16_4(const uint8_t *packed, int64_t chunks, htable values, uint8_t *halves) {
-    for (int64_t two = 0; two < chunks * QUADS / 2; two++)
-        for (int v = 0; v < VECTORS; v++) {
-            ivec codes = iload(packed + two * QUAD_BYTES + v * LANES * 4);
-            uint8_t *to = halves + two * 4 * QUAD_BYTES + v * LANES * 4;
-            istore(to, halves_look(values, codes));
-            istore(to + 2 * QUAD_BYTES, halves_look(values, ISHR(codes, 4)));
-            istore(to + QUAD_BYTES, halves_look(values, ISHR(codes, 8)));
-            istore(to + 3 * QUAD_BYTES, halves_look(values, ISHR(codes, 12)));
-        }
-}
-
-static htable sixteen_values(const Weight *w) {
-    uint16_t halves[16];
-    for (int code = 0; code < 16; code++) {
-        float value = w->kind == CODES_TABLE ? w->table[code] : (float)(code - w->base);
-        uint32_t bits;
-        memcpy(&bits, &value, 4);
-        halves[code] = (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-    }
-    return halves_load(halves);
-}
-#endif
-
 /* Whether threads that multiply rows of a call have AMX's tiles. */
 static inline int has_tiles(const Weight *w, const Call *call) {
     return call->input_dtype == INPUT_S8 && call->rows >= UNIT_ROWS && fits_matrix_unit(w);
@@ -273,9 +217,9 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
         else if (NARROW_IS_FASTER && b->narrow) { S8_AS(n, 1, 0) } \
         else { S8_AS(n, 0, 0) } \
         break;
-#define FLOATS(n, halves) \
+#define FLOATS(n, from) \
     case n: \
-        tile_float(n, b, halves, x, job->stride, (const float *)sums, to, ahead); \
+        tile_float(n, b, from, x, job->stride, (const float *)sums, to, ahead); \
         break;
         if (HAS_MATRIX_TILES && input_dtype == INPUT_S8 && count > MAX_ROWS) {
             matrix_tile(count, b, (const int8_t *)x, job->stride, sums, input_scales, to, ahead);
@@ -287,17 +231,21 @@ static void multiply_tiles(const Job *job, const Block *b, int64_t first, int64_
                 S8(2) S8(1)
             }
 #if FLOAT_ROWS == 6
-#define FLOAT_TILES(halves) \
-    FLOATS(6, halves) FLOATS(5, halves) FLOATS(4, halves) FLOATS(3, halves) FLOATS(2, halves) FLOATS(1, halves)
+#define FLOAT_TILES(from) \
+    FLOATS(6, from) FLOATS(5, from) FLOATS(4, from) FLOATS(3, from) FLOATS(2, from) FLOATS(1, from)
 #else
-#define FLOAT_TILES(halves) FLOATS(3, halves) FLOATS(2, halves) FLOATS(1, halves)
+#define FLOAT_TILES(from) FLOATS(3, from) FLOATS(2, from) FLOATS(1, from)
 #endif
 #if HAS_PAIRS
-        } else if (input_dtype == INPUT_BF16) {
-            switch (count) { FLOAT_TILES(1) }
+        } else if (b->from == FROM_PAIRS) {
+            switch (count) { FLOAT_TILES(FROM_PAIRS) }
 #endif
+        } else if (b->from == FROM_BF16) {
+            switch (count) { FLOAT_TILES(FROM_BF16) }
+        } else if (b->from == FROM_F16) {
+            switch (count) { FLOAT_TILES(FROM_F16) }
         } else {
-            switch (count) { FLOAT_TILES(0) }
+            switch (count) { FLOAT_TILES(FROM_F32) }
         }
         /* clang-format on */
         r += count;
@@ -372,6 +320,8 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     b.in_nibbles = input_dtype == INPUT_S8 && !in_tiles && w->bits == 4 && w->kind == CODES_INTEGER &&
                    (UNPACKING_IS_FREE || rows <= most);
     b.has_offsets = has_own_offsets(w);
+    b.from = input_dtype == INPUT_BF16 ? FROM_PAIRS : FROM_F32;
+    if (is_half(w) && rows <= most) b.from = w->kind == CODES_BF16 ? FROM_BF16 : FROM_F16;
     int64_t base = input_dtype == INPUT_S8 ? 0 : w->base; /* already subtracted from unpacked floats */
     int64_t chunks = num_chunks(w), size = chunk_bytes(w);
     /* Short steps are batched into a block, whose floats fit half of L1: beside them lie the rows of a tile. */
@@ -398,8 +348,11 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         const uint8_t *run = packed + c * size;
         b.ahead = run + AHEAD / CHUNK * size;
         fetch_outputs(job, panel, first + c * rows / chunks, first + (c + now) * rows / chunks);
-        if (b.in_nibbles) {
+        if (b.in_nibbles || b.from == FROM_BF16 || b.from == FROM_F16) {
             b.weights = run;
+        } else if (is_half(w)) {
+            widen_halves(w, run, now, (float *)floats);
+            b.weights = floats;
         } else if (input_dtype == INPUT_S8) {
             b.weights = operand_bytes(w, run, now, scratch);
         } else if (input_dtype == INPUT_F32) {

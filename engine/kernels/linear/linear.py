@@ -1,4 +1,8 @@
-"""Linear layers with unquantized weights: `y [tokens, out] = x [tokens, in] @ weight [out, in].T`."""
+"""Linear layers with unquantized weights: `y [tokens, out] = x [tokens, in] @ weight [out, in].T`.
+
+Beside float32 inputs on a CPU, weights of 16 bits stay so in memory and are widened by the kernel: nothing is
+lost, and a token reads half of the bytes.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
-from ..common.devices import serves_all
-from ..common.dispatch import Candidate, Operation
+from ..common.devices import refuses_cpu, serves_all
+from ..common.dispatch import Candidate, Operation, lazily
+from .native_pack import native_pack
 from .onednn_linear import OneDnnLinear
+
+HALVES = (torch.bfloat16, torch.float16)
 
 
 class LinearKernel(Protocol):
@@ -45,19 +52,31 @@ class GivesFloat32(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearKernelQuery:
-    """Kernel query of an unquantized linear: device, dtype, shape."""
+    """Kernel query of an unquantized linear: device, dtype of the weight, shape, and dtype of the inputs
+    where it is another."""
 
     device: str
     dtype: torch.dtype
     out_features: int
     in_features: int
+    inputs: torch.dtype | None = None
+
+    @property
+    def widens(self) -> bool:
+        """Whether the kernel widens the weight."""
+        return self.inputs not in (None, self.dtype)
 
     def __str__(self) -> str:
-        return f"{self.out_features} × {self.in_features} in {self.dtype} on {self.device}"
+        inputs = f", inputs in {self.inputs}," if self.widens else ""
+        return f"{self.out_features} × {self.in_features} in {self.dtype}{inputs} on {self.device}"
+
+
+WIDENED_AT_ONCE = 512
+"""Output channels whose weights torch widens at once: they stay near for the GEMM behind."""
 
 
 class TorchLinear:
-    """The reference: `torch.nn.functional.linear`."""
+    """The reference: `torch.nn.functional.linear`, of a widened weight where the inputs are wider."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
@@ -70,10 +89,22 @@ class TorchLinear:
         self.weight_bytes += bias.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight, self.bias)
+        if x.dtype is self.weight.dtype:
+            return functional.linear(x, self.weight, self.bias)
+        some = self.weight.split(WIDENED_AT_ONCE)
+        y = torch.cat([functional.linear(x, weight.to(x.dtype)) for weight in some], dim=-1)
+        return y if self.bias is None else y + self.bias
+
+
+def _refuses_packed(kernel_query: LinearKernelQuery) -> str | None:
+    if not kernel_query.widens:
+        return "its inputs are of another dtype than its weights"
+    return refuses_cpu(kernel_query.device) or native_pack().reason
 
 
 def _refuses_onednn(kernel_query: LinearKernelQuery) -> str | None:
+    if kernel_query.widens:
+        return "its inputs are of the weight's dtype"
     if kernel_query.device != "cpu":
         return "it is a CPU library"
     if kernel_query.dtype is not torch.bfloat16:
@@ -89,14 +120,22 @@ LINEAR: Operation[LinearKernelQuery, Callable[[torch.Tensor], LinearKernel]] = O
     "linear",
     [
         Candidate("onednn-prepacked", _refuses_onednn, OneDnnLinear),
+        Candidate(
+            "native-16bit-weights", _refuses_packed, lazily("linear.native_linear", "HalfLinear")
+        ),
         Candidate("torch", serves_all, TorchLinear),
     ],
 )
 
 
-def prepare_linear(weight: torch.Tensor) -> LinearKernel:
-    """Prepack `weight` [out, in] for the best kernel of its device and dtype."""
+def keeps_halves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether an engine of that dtype takes linears of 16 bits as they are stored."""
+    return device.type == "cpu" and dtype is torch.float32
+
+
+def prepare_linear(weight: torch.Tensor, dtype: torch.dtype) -> LinearKernel:
+    """Prepack `weight` [out, in] for the best kernel of its device and dtype, and inputs in `dtype`."""
     kernel_query = LinearKernelQuery(
-        weight.device.type, weight.dtype, weight.shape[0], weight.shape[1]
+        weight.device.type, weight.dtype, weight.shape[0], weight.shape[1], dtype
     )
     return LINEAR.select(kernel_query).run(weight)

@@ -6,7 +6,7 @@
 #include "weight.h"
 
 typedef struct {
-    const Weight *weight;  /* integer codes or a table of 16 values */
+    const Weight *weight;  /* integer codes, a table of 16 values or 16-bit floats */
     const int64_t *ids;    /* [rows], output channels of the weight */
     void *y;               /* [rows][in_features] */
     int64_t rows;
@@ -43,30 +43,49 @@ static void channel_codes(const Weight *w, const uint8_t *chunk, int64_t channel
     }
 }
 
+/* One output channel of 16-bit floats in a chunk, widened. */
+static void channel_halves(const Weight *w, const uint8_t *chunk, int64_t channel, float values[CHUNK]) {
+    for (int k = 0; k < CHUNK; k++) {
+        uint16_t lanes[LANES] = {0};
+        float wide[LANES];
+        memcpy(lanes, chunk + (k * PANEL + channel) * 2, 2);
+        fstore(wide, fload_half(w->kind == CODES_BF16, lanes));
+        values[k] = wide[0];
+    }
+}
+
+/* One output channel of codes in chunk `c`, dequantized; `count`: the input channels that there are. */
+static void channel_values(const Weight *w, const uint8_t *chunk, int64_t panel, int64_t channel, int64_t c,
+                           int64_t count, float values[CHUNK]) {
+    const int own_offsets = has_own_offsets(w);
+    float scales[PANEL], offsets[PANEL];
+    uint32_t words[QUADS];
+    channel_codes(w, chunk, channel, words);
+    for (int64_t k = 0, held = -1; k < count; k++) {
+        int64_t group = (c * CHUNK + k) / w->group;
+        if (group != held) group_scales(w, panel, held = group, 0, scales, offsets);
+        uint32_t code = words[k / 4] >> (8 * (k % 4)) & 255;
+        float value = w->kind == CODES_TABLE ? w->table[code] : (float)code;
+        if (!own_offsets && w->kind != CODES_TABLE) value -= (float)w->base;
+        values[k] = value * scales[channel] - (own_offsets ? offsets[channel] : 0.0f);
+    }
+}
+
 static void lookup_row(const LookupCall *call, int64_t row) {
     const Weight *w = call->weight;
-    int64_t panel = call->ids[row] / PANEL, channel = call->ids[row] % PANEL, held = -1;
-    int own_offsets = has_own_offsets(w);
-    float scales[PANEL], offsets[PANEL], values[CHUNK];
+    int64_t panel = call->ids[row] / PANEL, channel = call->ids[row] % PANEL;
     for (int64_t c = 0; c < num_chunks(w); c++) {
-        uint32_t words[QUADS];
-        channel_codes(w, w->codes + (panel * num_chunks(w) + c) * chunk_bytes(w), channel, words);
+        const uint8_t *chunk = w->codes + (panel * num_chunks(w) + c) * chunk_bytes(w);
         int64_t left = w->in_features - c * CHUNK, count = left < CHUNK ? left : CHUNK;
-        for (int64_t k = 0; k < count; k++) {
-            int64_t group = (c * CHUNK + k) / w->group;
-            if (group != held) group_scales(w, panel, held = group, 0, scales, offsets);
-            uint32_t code = words[k / 4] >> (8 * (k % 4)) & 255;
-            float value = w->kind == CODES_TABLE ? w->table[code] : (float)code;
-            if (!own_offsets && w->kind != CODES_TABLE) value -= (float)w->base;
-            values[k] = value * scales[channel] - (own_offsets ? offsets[channel] : 0.0f);
-        }
+        float values[CHUNK] = {0};
+        if (is_half(w)) channel_halves(w, chunk, channel, values);
+        else channel_values(w, chunk, panel, channel, c, count, values);
         int64_t at = row * w->in_features + c * CHUNK;
         if (!call->is_bf16) {
             memcpy((float *)call->y + at, values, (size_t)count * sizeof(float));
             continue;
         }
         uint16_t halves[CHUNK];
-        memset(values + count, 0, (size_t)(CHUNK - count) * sizeof(float));
         store_bf16(halves, values, CHUNK);
         memcpy((uint16_t *)call->y + at, halves, (size_t)count * sizeof(uint16_t));
     }

@@ -23,7 +23,14 @@ from ..elementwise.reference import (
     Rows,
     fake_quantize_inputs,
 )
-from .grid import CodeGrid, LatticeGrid, NativeGrid, with_whole_groups, with_whole_table
+from .grid import (
+    CodeGrid,
+    HalfGrid,
+    LatticeGrid,
+    NativeGrid,
+    with_whole_groups,
+    with_whole_table,
+)
 from .linear import LinearKernel
 from .native_pack import CHUNK, PackedWeight, WeightStruct
 
@@ -70,7 +77,7 @@ def lookup_rows(weight: PackedWeight, ids: torch.Tensor, dtype: torch.dtype) -> 
 InputDtype = Literal["int8", "bfloat16", "float32"]
 _INPUT_DTYPES: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
 _MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 128}
-"""Input channels per accumulation step: an unpacked block fits half of L1, and int8 sums are exact as floats."""
+"""Input channels per accumulation step: unpacked they fit half of L1, and int8 sums are exact as floats."""
 
 
 class CallStruct(ctypes.Structure):
@@ -113,7 +120,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        grid: NativeGrid,
+        grid: NativeGrid | HalfGrid,
         input_dtype: InputDtype,
         *,
         input_block: int = 0,
@@ -245,6 +252,16 @@ class _Packed:
         return self.linear.rows(ids, dtype)
 
 
+class HalfLinear(_Packed):
+    """GEMM of float32 inputs with an unquantized weight of 16 bits, which is widened in registers."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__(PackedLinear(HalfGrid(weight), "float32"))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
 class Packed16Linear(_Packed):
     """Mixed-input GEMM (W4A16, W8A16): inputs in the engine's dtype, float32 accumulation.
 
@@ -329,7 +346,7 @@ class PackedOutlierLinear(_Packed):
 
 def packed_of(kernel: LinearKernel | None) -> PackedLinear | None:
     """The packed GEMM that is all a kernel does; None: it does more, or is another kernel."""
-    if not isinstance(kernel, Packed8Linear | Packed16Linear):
+    if not isinstance(kernel, Packed8Linear | Packed16Linear | HalfLinear):
         return None
     if isinstance(kernel, Packed16Linear) and kernel.quantizes_inputs:
         return None

@@ -1,4 +1,4 @@
-/* Weight packing: from one byte per code, or from ggml's blocks, to the layout that weight.h describes. */
+/* Weight packing: from one byte per code, ggml's blocks or 16-bit floats, to the layout that weight.h describes. */
 #include <stdatomic.h>
 #include <string.h>
 
@@ -7,7 +7,7 @@
 #include "weight.h"
 
 typedef struct {
-    const uint8_t *codes;  /* [out_features][in_features], or as many blocks */
+    const uint8_t *codes;  /* [out_features][in_features], of bytes or 16-bit floats; or as many blocks */
     uint8_t *packed;       /* [panels][chunks][bits][QUAD_BYTES] */
     Blocks blocks;         /* of no runs: bytes */
     int64_t out_features, in_features, bits, threads;
@@ -70,6 +70,20 @@ INLINE void pack_panel(const PackCall *c, int64_t panel, int bits) {
     }
 }
 
+static void pack_halves(const PackCall *c, int64_t panel) {
+    const int64_t channels = ceil_div(c->in_features, CHUNK) * CHUNK;
+    const uint16_t *from = (const uint16_t *)c->codes + panel * PANEL * c->in_features;
+    uint16_t *to = (uint16_t *)c->packed + panel * channels * PANEL;
+    const int64_t left = c->out_features - panel * PANEL, rows = left < PANEL ? left : PANEL;
+    if (rows < PANEL) memset(to, 0, (size_t)(channels * PANEL) * sizeof(uint16_t));
+    memset(to + c->in_features * PANEL, 0, (size_t)((channels - c->in_features) * PANEL) * sizeof(uint16_t));
+    for (int64_t k = 0; k < c->in_features; k += CHUNK) {
+        const int64_t end = c->in_features - k < CHUNK ? c->in_features : k + CHUNK;
+        for (int64_t o = 0; o < rows; o++)
+            for (int64_t i = k; i < end; i++) to[i * PANEL + o] = from[o * c->in_features + i];
+    }
+}
+
 static void pack_panels(void *argument) {
     PackCall *c = argument;
     for (;;) {
@@ -80,6 +94,7 @@ static void pack_panels(void *argument) {
         case 5: pack_panel(c, panel, 5); break;
         case 6: pack_panel(c, panel, 6); break;
         case 8: pack_panel(c, panel, 8); break;
+        case 16: pack_halves(c, panel); break;
         default: pack_panel(c, panel, (int)c->bits); break;
         }
     }

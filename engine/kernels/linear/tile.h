@@ -18,6 +18,7 @@ typedef struct {
     int64_t ahead_rate;                   /* bytes of them that a tile prefetches per input channel */
     int narrow, has_offsets;
     int in_nibbles;                       /* 4-bit codes as they are packed, two quads in one */
+    int from;                             /* FROM_...: of floats, what the weights are */
     float scales[MAX_BLOCK_STEPS][PANEL], offsets[MAX_BLOCK_STEPS][PANEL];
 } Block;
 
@@ -83,11 +84,15 @@ INLINE void tile_s8(const int rows, const Block *b, const int narrow, const int 
 #define CHAINS 1
 #endif
 
-/* Float micro-kernel: weights and inputs in float32; with `halves`, pairs of bfloat16. */
-INLINE void tile_float(const int rows, const Block *b, const int halves, const uint8_t *x, int64_t stride,
+/* What the float micro-kernel multiplies: float32 weights and inputs; pairs of bfloat16; or float32 inputs with
+ * 16-bit weights, which it widens: as they are packed, for as few rows as a tile has. */
+enum { FROM_F32, FROM_PAIRS, FROM_BF16, FROM_F16 };
+
+INLINE void tile_float(const int rows, const Block *b, const int from, const uint8_t *x, int64_t stride,
                        const float *sums, float *acc, const uint8_t *ahead) {
     int64_t step = b->step;
-    const int width = halves ? 2 : 1; /* input channels in a lane */
+    const int width = from == FROM_PAIRS ? 2 : 1; /* input channels in a lane */
+    const int bytes = from == FROM_BF16 || from == FROM_F16 ? 2 : 4; /* of a weight, or a pair */
     for (int64_t s = 0, k = 0; k < b->channels; s++, k += step) {
         fvec part[FLOAT_ROWS][VECTORS][CHAINS];
         for (int r = 0; r < rows; r++)
@@ -97,14 +102,17 @@ INLINE void tile_float(const int rows, const Block *b, const int halves, const u
         for (int64_t q = k / width; q < end / width; q += CHAINS) {
             fetch_ahead(b, ahead, q * width);
             for (int c = 0; c < CHAINS; c++) {
-                const uint8_t *at = b->weights + (q + c) * PANEL * 4;
+                const uint8_t *at = b->weights + (q + c) * PANEL * bytes;
                 ivec inputs[FLOAT_ROWS];
                 for (int r = 0; r < rows; r++) inputs[r] = ibroadcast(x + r * stride + (q + c) * 4);
                 for (int v = 0; v < VECTORS; v++) {
-                    const ivec weights = iload(at + v * LANES * 4);
+                    const uint8_t *some = at + v * LANES * bytes;
+                    ivec weights;
+                    if (bytes == 4) weights = iload(some);
+                    else weights = ibits(fload_half(from == FROM_BF16, (const uint16_t *)some));
                     for (int r = 0; r < rows; r++) {
                         fvec *sum = &part[r][v][c];
-                        *sum = multiply_add(*sum, weights, inputs[r], halves);
+                        *sum = multiply_add(*sum, weights, inputs[r], from == FROM_PAIRS);
                     }
                 }
             }

@@ -4,7 +4,7 @@
  * contiguous: the bit planes of its codes, widest first. A chunk is eight quads (four input channels of every
  * output channel of the panel, PANEL x 4 bytes); a plane of p bits packs 8 / p quads into one, the first in
  * the lowest bits. So 4-bit codes are 512 bytes, and 5-bit codes 512 for the low four bits and 128 for the
- * highest. Panels and chunks are zero-padded.
+ * highest. 16-bit floats are no planes: [channel][PANEL]. Panels and chunks are zero-padded.
  *
  * Scales and offsets are [panel][group][PANEL]: w = scale * code - offset. */
 #ifndef LLMOPT_WEIGHT_H
@@ -19,7 +19,8 @@
 
 #include "lattice.h"
 
-enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2, CODES_LATTICE = 3, CODES_CHANNEL_TABLE = 4 };
+enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2, CODES_LATTICE = 3, CODES_CHANNEL_TABLE = 4,
+       CODES_BF16 = 5, CODES_F16 = 6 };
 enum { SCALE_F32 = 0, SCALE_F16 = 1, SCALE_NESTED = 2, SCALE_TABLE = 3, SCALE_NIBBLE = 4,
        SCALE_ODD = 5 };
 enum { OFFSET_BASE = 0, OFFSET_CODE = 1, OFFSET_F16 = 2, OFFSET_NESTED = 3, OFFSET_NIBBLE = 4 };
@@ -61,6 +62,14 @@ static inline int64_t chunk_bytes(const Weight *w) {
     return w->kind == CODES_LATTICE ? lattice_bytes(&w->lattice) : w->bits * PANEL * CHUNK / 8;
 }
 
+/* Whether the weights are 16-bit floats, with scales of 1. */
+static inline int is_half(const Weight *w) { return w->kind == CODES_BF16 || w->kind == CODES_F16; }
+
+/* LANES 16-bit floats, widened. */
+INLINE fvec fload_half(const int is_bf16, const uint16_t *at) {
+    return is_bf16 ? fbits(ISHL(iwiden_u16(at), 16)) : fload_f16(at);
+}
+
 /* Whether there are offsets other than base * scale. */
 static inline int has_own_offsets(const Weight *w) { return w->offset_kind != OFFSET_BASE; }
 
@@ -68,6 +77,10 @@ static inline int has_own_offsets(const Weight *w) { return w->offset_kind != OF
  * is subtracted from the codes. */
 INLINE void group_scales(const Weight *w, int64_t panel, int64_t group, int64_t base, float *scales,
                          float *offsets) {
+    if (is_half(w)) {
+        for (int i = 0; i < PANEL; i += LANES) fstore(scales + i, fset(1.0f));
+        return;
+    }
     int64_t at = (panel * num_groups(w) + group) * PANEL;
     int64_t outer = 0, byte_at = at;
     if (w->scale_kind == SCALE_ODD) byte_at = (panel * ceil_div(num_groups(w), 2) + group / 2) * PANEL;

@@ -51,12 +51,15 @@ def load_embedding(
     packed = reader.packed_table(name, vocab, hidden) if shard is None else None
     if packed is not None and isinstance(packed.kernel, LooksUpRows):
         return PackedEmbedding(packed, packed.kernel, hidden, dtype)
-    table = reader.tensor(name, vocab, hidden)
+    table = reader.weight(name, vocab, hidden)
     if not tied or shard is not None:
-        return EmbeddingTable(table)
+        return EmbeddingTable(table, dtype)
     head = reader.stacked([table], None)
-    rows = head.kernel.rows() if isinstance(head.kernel, OneDnnLinear) else None
-    return EmbeddingTable(table) if rows is None else PackedEmbedding(head, rows, hidden, dtype)
+    rows = head.kernel.rows() if isinstance(head.kernel, OneDnnLinear) else head.kernel
+    is_looked_up = isinstance(rows, LooksUpRows)
+    return (
+        PackedEmbedding(head, rows, hidden, dtype) if is_looked_up else EmbeddingTable(table, dtype)
+    )
 
 
 def load_latent_attention(
@@ -258,7 +261,7 @@ def load_per_layer_embedding(
     """Load the inputs of all layers, below the decoder's prefix `base`."""
     shape, width = spec.shape, spec.per_layer_width
     total = shape.num_layers * width
-    table = reader.tensor(f"{base}embed_tokens_per_layer.weight", spec.per_layer_vocab, total)
+    table = reader.weight(f"{base}embed_tokens_per_layer.weight", spec.per_layer_vocab, total)
     return PerLayerEmbedding(
         table,
         # transformers rounds the factor to the model's dtype.

@@ -25,6 +25,7 @@ from ....quant.kinds.fp4.formats import METHOD, mxfp4_names, read_mxfp4
 from ....quant.model.checkpoint import Checkpoint
 from ...base.device import placed_on
 from ...kernels.elementwise.dispatch import RowKernelQuery
+from ...kernels.linear.linear import HALVES, keeps_halves
 from ...kernels.linear.native_linear import LooksUpRows, native_lookup
 from ..layers.mlp import ACTIVATIONS
 from ..layers.parallel import Shard, WeightSlice, take, take_rows
@@ -69,8 +70,15 @@ class CheckpointReader:
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint
 
+    def weight(self, name: str, *shape: int) -> torch.Tensor:
+        """The weight of a linear or an embedding, as `tensor`; of 16 bits where its kernels widen it."""
+        return self._float(name, shape, None)
+
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A float tensor, which must have `shape`, in `dtype` (default: the engine's)."""
+        return self._float(name, shape, dtype or self._dtype)
+
+    def _float(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:
         tensor = self._checkpoint.tensor(name)
         if tuple(tensor.shape) != shape:
             raise BadInput(
@@ -80,7 +88,10 @@ class CheckpointReader:
         if not tensor.is_floating_point():
             raise BadInput(f"{self._checkpoint.path}: {name} holds {tensor.dtype}, not floats")
         self._unread.discard(name)
-        moved = tensor.to(self._device, dtype or self._dtype)
+        if dtype is None:
+            stays = tensor.dtype in HALVES and keeps_halves(self._device, self._dtype)
+            dtype = tensor.dtype if stays else self._dtype
+        moved = tensor.to(self._device, dtype)
         # A tensor that still aliases the mapped file would keep all of the file in memory.
         is_mapped = moved.device.type == "cpu" and moved.data_ptr() == tensor.data_ptr()
         return moved.clone() if is_mapped else moved
@@ -211,9 +222,9 @@ class CheckpointReader:
         `transposed` fused tensors are [experts, out, in].
         """
         if not self._has_mxfp4 and transposed:
-            return self.tensor(projection, num_experts, out_features, in_features).unbind()
+            return self.weight(projection, num_experts, out_features, in_features).unbind()
         if not self._has_mxfp4:
-            whole = self.tensor(projection, num_experts, in_features, out_features)
+            whole = self.weight(projection, num_experts, in_features, out_features)
             return whole.transpose(1, 2).unbind()
         self._unread.difference_update(mxfp4_names(projection))
         codes = read_mxfp4(self._checkpoint, projection, num_experts, out_features, in_features)
@@ -222,7 +233,8 @@ class CheckpointReader:
     def dense(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
         """The weight of a linear, dequantized if the checkpoint quantizes it."""
         weight = self._weight(module, out_features, in_features)
-        return weight if isinstance(weight, torch.Tensor) else weight.dequantize(self._dtype)
+        is_plain = isinstance(weight, torch.Tensor)
+        return weight.to(self._dtype) if is_plain else weight.dequantize(self._dtype)
 
     def kv_scales(self, layer: str, num_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Calibrated scales of a layer's fp8 KV cache, float32 [num_heads] or [1]; None where it has none.
@@ -272,7 +284,7 @@ class CheckpointReader:
         self, module: str, out_features: int, in_features: int
     ) -> torch.Tensor | QuantizedTensor:
         if module not in self._quantized:
-            return self.tensor(f"{module}.weight", out_features, in_features)
+            return self.weight(f"{module}.weight", out_features, in_features)
         weight = read_quantized(self._checkpoint, module)
         if weight.shape != (out_features, in_features):
             raise BadInput(
@@ -283,7 +295,7 @@ class CheckpointReader:
         return weight.to(self._device)
 
     def _transposed(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
-        return self.tensor(f"{module}.weight", in_features, out_features).T.contiguous()
+        return self.weight(f"{module}.weight", in_features, out_features).T.contiguous()
 
 
 def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:

@@ -39,7 +39,7 @@ class PerLayerEmbedding:
         width = self.norm.size
         if self.is_short:
             token_ids = token_ids.where(token_ids < len(self.table), 0)
-        rows = functional.embedding(token_ids, self.table) * self.table_scale
+        rows = functional.embedding(token_ids, self.table).to(hidden.dtype) * self.table_scale
         projected = self.projection(hidden) * self.projection_scale
         normed = self.norm(projected.view(len(hidden), -1, width))
         return (normed + rows.view_as(normed)) * 2.0**-0.5

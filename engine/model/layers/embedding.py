@@ -122,19 +122,19 @@ def _longrope(
 
 
 class EmbeddingTable:
-    """An embedding of floats [vocab, width]; `nbytes` are what it holds."""
+    """An embedding of floats [vocab, width], whose vectors are in `dtype`; `nbytes` are what it holds."""
 
-    def __init__(self, table: torch.Tensor) -> None:
-        self._table = table
+    def __init__(self, table: torch.Tensor, dtype: torch.dtype) -> None:
+        self._table, self._dtype = table, dtype
         self.width, self.nbytes, self.device = table.shape[1], table.nbytes, table.device
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Vectors [tokens, width] of token ids, int64 [tokens]."""
-        return embedding_rows(self._table, token_ids)
+        return embedding_rows(self._table, token_ids).to(self._dtype)
 
     def head(self, part: slice) -> Projection:
         """The tied LM head of a part of the vocabulary."""
-        return Projection([self._table[part]], None, self._table.dtype)
+        return Projection([self._table[part]], None, self._dtype)
 
 
 class PackedEmbedding:

@@ -301,7 +301,7 @@ def _prepare(
 ) -> LinearKernel:
     plain = [weight for weight in run if isinstance(weight, torch.Tensor)]
     if plain:
-        return prepare_linear(plain[0] if len(plain) == 1 else torch.cat(plain))
+        return prepare_linear(plain[0] if len(plain) == 1 else torch.cat(plain), dtype)
     stack = [weight for weight in run if isinstance(weight, QuantizedTensor)]
     whole: Any = stack[0]
     if len(stack) > 1:

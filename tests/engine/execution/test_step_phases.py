@@ -48,14 +48,17 @@ def test_the_phases_of_a_step_fit_into_it(loop: Any, monkeypatch: pytest.MonkeyP
     steps = traced(opened(), phases=True)
     assert len(steps) == 6
     for step in steps:
-        assert set(step.phases) == set(PLAIN) and min(step.phases.values()) > 0
+        # A graph whose every kernel is ours takes the largest logit, too.
+        may_lack = {"sample"} if step.replayed and loop is not DeviceAsyncLoop else set()
+        assert set(PLAIN) - may_lack <= set(step.phases) <= set(PLAIN)
+        assert min(step.phases.values()) > 0
         assert step.step_seconds >= sum(step.phases.values())
         assert step.schedule_seconds >= step.phases["schedule"]
         assert step.update_seconds >= step.phases["update"] + step.phases["detokenize"]
         # The async loop counts a step from the end of its predecessor on the device.
         if loop is not DeviceAsyncLoop:
             inside = ("prepare_inputs", "forward", "sample", "fetch_tokens")
-            assert step.execute_seconds >= sum(step.phases[name] for name in inside)
+            assert step.execute_seconds >= sum(step.phases.get(name, 0.0) for name in inside)
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -22,7 +22,7 @@ def weight_of(out: int, inputs: int) -> torch.Tensor:
 @pytest.mark.parametrize(("out", "inputs"), [(512, 256), (70, 100), (33, 640), (1, 32), (5000, 64)])
 def test_rows_are_those_of_the_weight(out: int, inputs: int) -> None:
     weight = weight_of(out, inputs)
-    linear = prepare_linear(weight)
+    linear = prepare_linear(weight, torch.bfloat16)
     if not isinstance(linear, OneDnnLinear):
         pytest.skip("oneDNN has no bfloat16 here")
     rows = linear.rows()
@@ -41,7 +41,7 @@ SHAPES = [(512, 256), (70, 100), (33, 640), (1, 32), (5000, 64), (576, 1536), (1
 @pytest.mark.parametrize(("out", "inputs"), SHAPES)
 def test_few_rows_are_multiplied_each_by_itself(out: int, inputs: int) -> None:
     weight = weight_of(out, inputs)
-    linear = prepare_linear(weight)
+    linear = prepare_linear(weight, torch.bfloat16)
     if not isinstance(linear, OneDnnLinear) or linear.words is None:
         pytest.skip("no bfloat16 of oneDNN, no compiler, or another layout")
     wide = torch.randn(module.FEW_ROWS + 2, inputs + 3).bfloat16()
@@ -71,7 +71,7 @@ def test_a_tied_head_of_floats_is_in_memory_once_and_changes_no_logit(
     monkeypatch.setattr(module, "ONEDNN_BLOCKS", ())
     held_apart, expected = logits()
     assert torch.equal(got, expected)
-    if not isinstance(prepare_linear(weight_of(512, 256)), OneDnnLinear):
+    if not isinstance(prepare_linear(weight_of(512, 256), torch.bfloat16), OneDnnLinear):
         pytest.skip("oneDNN has no bfloat16 here")
     monkeypatch.undo()
     if OneDnnLinear(weight_of(512, 256)).words is not None:

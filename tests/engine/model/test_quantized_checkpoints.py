@@ -88,7 +88,9 @@ def test_the_codes_stay_packed(checkpoint):
 def test_a_tied_head_counts_once_unless_its_kernel_copies_it():
     parameters = 3_083_008
     plain = engine(SOURCE, "float32").memory
-    assert plain.weight_bytes == plain.weight_bytes_per_step == parameters * 4
+    # The file's bfloat16 stays, the head included, beside norms in float32.
+    assert plain.weight_bytes == plain.weight_bytes_per_step
+    assert 2 <= plain.weight_bytes / parameters < 2.03
     copied = engine(SOURCE, "bfloat16").memory
     assert copied.weight_bytes_per_step == parameters * 2
     assert copied.weight_bytes - copied.weight_bytes_per_step in (0, 512 * 256 * 2)
