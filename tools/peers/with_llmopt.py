@@ -28,7 +28,7 @@ def opened(options: dict[str, Any]) -> tuple[Run, dict[str, Any]]:
         EngineConfig(
             options["model"],
             device="cpu",
-            dtype="bfloat16",
+            dtype="auto",
             num_threads=options["threads"],
             max_model_len=options["max_len"],
             max_num_seqs=options["max_seqs"],
