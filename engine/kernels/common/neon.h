@@ -76,6 +76,7 @@ static inline ivec shift_left(ivec v, int n) {
 }
 #define ISHR(v, n) shift_right(v, n)
 #define ISHL(v, n) shift_left(v, n)
+#define ISHR_SIGNED(v, n) ((ivec){U32(vshrq_n_s32(S32((v).a), n)), U32(vshrq_n_s32(S32((v).b), n))})
 static inline ivec iwiden_s8(const void *p) {
     int16x8_t words = vmovl_s8(vld1_s8(p));
     return (ivec){U32(vmovl_s16(vget_low_s16(words))), U32(vmovl_high_s16(words))};

@@ -41,6 +41,7 @@ static inline ivec ilook_bytes(const uint8_t *p, ivec bytes) {
 }
 #define ISHR(v, n) _mm512_srli_epi32(v, n)
 #define ISHL(v, n) _mm512_slli_epi32(v, n)
+#define ISHR_SIGNED(v, n) _mm512_srai_epi32(v, n)
 static inline ivec iwiden_s8(const void *p) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 }
@@ -150,6 +151,7 @@ static inline ivec ilook_bytes(const uint8_t *p, ivec bytes) {
 }
 #define ISHR(v, n) _mm256_srli_epi32(v, n)
 #define ISHL(v, n) _mm256_slli_epi32(v, n)
+#define ISHR_SIGNED(v, n) _mm256_srai_epi32(v, n)
 static inline ivec iwiden_s8(const void *p) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
 }
@@ -315,9 +317,9 @@ INLINE void store_bf16(uint16_t *to, const float *values, int64_t count) {
 }
 
 /* Dequantizes an e4m3 code in the lowest byte of each lane: its bits, shifted into a float, are the value
- * times 2^-120. */
+ * times 2^-120. The shift back to the right leaves copies of the sign between it and the exponent. */
 INLINE fvec e4m3_to_float(ivec code) {
-    ivec bits = ior(ISHL(iand(code, iset(0x80)), 24), ISHL(iand(code, iset(0x7f)), 20));
+    ivec bits = iand(ISHR_SIGNED(ISHL(code, 24), 4), iset((int32_t)0x87f00000));
     return fmul(fbits(bits), fset(0x1p120f));
 }
 

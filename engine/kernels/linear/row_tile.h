@@ -1,7 +1,8 @@
-/* GEMV micro-kernel: one int8 row times a panel of integer codes that has a scale per chunk.
+/* GEMV micro-kernels: one row times a panel.
  *
- * A single row waits for memory. Scales that are read beside their codes, without a block of them first, keep
- * more reads in flight. Sums are scaled in the order of `tile_s8`: results are bit-identical. */
+ * A single row waits for memory. An int8 row reads the scale of each chunk of integer codes beside them, without
+ * a block of scales first, which keeps more reads in flight; a float32 row dequantizes codes in registers. Sums
+ * are taken and scaled in the order of `tile_s8` and `tile_float`: results are bit-identical. */
 #ifndef LLMOPT_ROW_TILE_H
 #define LLMOPT_ROW_TILE_H
 
@@ -55,6 +56,62 @@ INLINE void row_tile(const int bits, const int plain, const Weight *w, int64_t p
                 whole[v] = ffnma(fload(offsets + v * LANES), fbits(ibroadcast(sums + 4 * c)), whole[v]);
         }
         codes += size, halves += PANEL, x += CHUNK;
+    }
+    for (int v = 0; v < VECTORS; v++) fstore(acc + v * LANES, whole[v]);
+}
+
+static inline int takes_float_row(const Weight *w) {
+    return w->kind == CODES_INTEGER || w->kind == CODES_TABLE || w->kind == CODES_FP8;
+}
+
+/* `bits` 4 or 8: read as they are packed; 0: any other, unpacked to bytes. `kind` is the weight's; `sums` are
+ * those of the row's steps; `acc` is [PANEL]. */
+INLINE void float_row_tile(const int bits, const int kind, const Weight *w, int64_t panel, const float *x,
+                           const float *sums, float *acc) {
+    const int each = bits == 4 ? 8 : 4; /* input channels in a word of codes */
+    const int64_t size = bits ? bits * PANEL * CHUNK / 8 : chunk_bytes(w), chunks = num_chunks(w);
+    const uint8_t *packed = w->codes + panel * chunks * size;
+    const fvec base = fset((float)w->base);
+    ftable table = {0};
+    if (kind == CODES_TABLE) table = table_load(w->table);
+    _Alignas(64) uint8_t bytes[CHUNK * PANEL];
+    float scales[PANEL], offsets[PANEL];
+    fvec whole[VECTORS], part[VECTORS][CHAINS];
+    for (int v = 0; v < VECTORS; v++) whole[v] = fset(0.0f);
+    for (int64_t c = 0, left = 0, s = 0; c < chunks; c++, packed += size) {
+        const uint8_t *from = bits ? packed : codes_as_bytes(w, packed, 1, bytes);
+        for (int k = 0; k < CHUNK; k += each, from += QUAD_BYTES, x += each) {
+            if (left == 0) {
+                left = w->step;
+                for (int v = 0; v < VECTORS; v++)
+                    for (int chain = 0; chain < CHAINS; chain++) part[v][chain] = fset(0.0f);
+            }
+            const uint8_t *ahead = packed + AHEAD / CHUNK * size + k * size / CHUNK;
+            __builtin_prefetch(ahead, 0, IN_L2);
+            __builtin_prefetch(ahead + 64, 0, IN_L2);
+            ivec words[VECTORS];
+            for (int v = 0; v < VECTORS; v++) words[v] = iload(from + v * LANES * 4);
+            for (int i = 0; i < each; i++) {
+                const fvec input = fset(x[i]);
+                for (int v = 0; v < VECTORS; v++) {
+                    const ivec code = ISHR(words[v], i % 4 * 8 + i / 4 * 4);
+                    fvec *sum = &part[v][i % CHAINS];
+                    *sum = ffma(code_to_float(kind, bits == 4 ? 15 : 255, code, base, table), input, *sum);
+                }
+            }
+            if ((left -= each) > 0 && (c + 1 < chunks || k + each < CHUNK)) continue;
+            left = 0;
+            int64_t group = s * w->step / w->group;
+            if (group >= num_groups(w)) group = num_groups(w) - 1;
+            group_scales(w, panel, group, w->base, scales, offsets);
+            for (int v = 0; v < VECTORS; v++) {
+                fvec sum = part[v][0];
+                for (int chain = 1; chain < CHAINS; chain++) sum = fadd(sum, part[v][chain]);
+                whole[v] = ffma(sum, fload(scales + v * LANES), whole[v]);
+                if (has_own_offsets(w)) whole[v] = ffnma(fload(offsets + v * LANES), fset(sums[s]), whole[v]);
+            }
+            s++;
+        }
     }
     for (int v = 0; v < VECTORS; v++) fstore(acc + v * LANES, whole[v]);
 }

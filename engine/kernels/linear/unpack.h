@@ -24,7 +24,7 @@ static void unpack_f32(const Weight *w, const uint8_t *bytes, int64_t chunks, fl
             ivec codes = iload(bytes + quad * QUAD_BYTES + v * LANES * 4);
             float *to = floats + quad * 4 * PANEL + v * LANES;
             for (int byte = 0; byte < 4; byte++)
-                fstore(to + byte * PANEL, code_to_float(w, codes, byte, base, table));
+                fstore(to + byte * PANEL, code_to_float((int)w->kind, 255, ISHR(codes, byte * 8), base, table));
         }
 }
 
@@ -39,7 +39,8 @@ static void unpack_bf16(const Weight *w, const uint8_t *bytes, int64_t chunks, u
         for (int v = 0; v < VECTORS; v++) {
             ivec codes = iload(bytes + quad * QUAD_BYTES + v * LANES * 4);
             ivec f[4];
-            for (int byte = 0; byte < 4; byte++) f[byte] = ibits(code_to_float(w, codes, byte, base, table));
+            for (int byte = 0; byte < 4; byte++)
+                f[byte] = ibits(code_to_float((int)w->kind, 255, ISHR(codes, byte * 8), base, table));
             uint8_t *to = halves + quad * 2 * QUAD_BYTES + v * LANES * 4;
             istore(to, ior(ISHR(f[0], 16), iand(f[2], high)));
             istore(to + QUAD_BYTES, ior(ISHR(f[1], 16), iand(f[3], high)));

@@ -185,12 +185,12 @@ static const uint8_t *operand_bytes(const Weight *w, const uint8_t *packed, int6
     return scratch;
 }
 
-/* Dequantizes byte `byte` (0..3) of every lane to float, unscaled, less `base`. */
-INLINE fvec code_to_float(const Weight *w, ivec quad, int byte, fvec base, ftable table) {
-    ivec code = iand(ISHR(quad, byte * 8), iset(0xff));
-    if (w->kind == CODES_TABLE) return table_look(table, code);
-    if (w->kind == CODES_FP8) return e4m3_to_float(code);
-    return fsub(itof(code), base);
+/* Dequantizes a code in the low bits of every lane to float, unscaled, less `base`; `mask`: its bits. Bits above
+ * them count for nothing. */
+INLINE fvec code_to_float(const int kind, const int mask, ivec code, fvec base, ftable table) {
+    if (kind == CODES_TABLE) return table_look(table, code);
+    if (kind == CODES_FP8) return e4m3_to_float(code);
+    return fsub(itof(iand(code, iset(mask))), base);
 }
 
 #endif

@@ -96,6 +96,11 @@ def error(got: torch.Tensor, x: torch.Tensor, weight: QuantizedTensor) -> float:
     return float(((got.double() - exact).norm(dim=1) / (scale * exact.shape[1] ** 0.5)).max())
 
 
+TABLES_AND_FLOATS = (
+    *(CodebookScheme("nf4"), Fp4Scheme("nvfp4"), Fp4Scheme("mxfp4"), FloatScheme("channel")),
+    *(GgufScheme("Q6_K"), GgufScheme("IQ4_XS"), IntScheme(3, 96, False)),
+)
+"""One float32 row has a kernel of its own for all codes but lattices and tables per channel."""
 integers = st.builds(
     lambda bits, group, symmetric: IntScheme(bits, group, symmetric),
     st.sampled_from([2, 3, 4, 5, 6, 8]),
@@ -306,6 +311,7 @@ def test_a_row_never_depends_on_its_neighbours(path: str, way: Any) -> None:
         # One row has a kernel of its own where each 32 codes have a scale.
         *(IntScheme(bits, 32, bits % 2 > 0) for bits in (2, 3, 5, 6, 8)),
         *(GgufScheme(kind) for kind in ("Q4_0", "Q8_0", "Q4_K", "Q5_K")),
+        *(TABLES_AND_FLOATS if way == "float32" else ()),
     ):
         grid = grid_of(weight_of(scheme, 70, 768))
         assert grid is not None
