@@ -299,15 +299,15 @@ static void multiply_row(const Job *job, int64_t panel, int64_t row, float *acc)
     else row_tile(0, 0, w, panel, x, sums, scales, acc);
 }
 
-static void multiply_float_row(const Job *job, int64_t panel, int64_t row, float *acc) {
+INLINE void multiply_float_row(const Job *job, const int pairs, int64_t panel, int64_t row, float *acc) {
     const Weight *w = job->weight;
-    const float *x = (const float *)(job->values + row * job->stride);
+    const uint8_t *x = job->values + row * job->stride;
     const float *sums = (const float *)job->sums + row * num_steps(w);
-    if (w->kind == CODES_TABLE) float_row_tile(4, CODES_TABLE, w, panel, x, sums, acc);
-    else if (w->kind == CODES_FP8) float_row_tile(8, CODES_FP8, w, panel, x, sums, acc);
-    else if (w->bits == 4) float_row_tile(4, CODES_INTEGER, w, panel, x, sums, acc);
-    else if (w->bits == 8) float_row_tile(8, CODES_INTEGER, w, panel, x, sums, acc);
-    else float_row_tile(0, CODES_INTEGER, w, panel, x, sums, acc);
+    if (w->kind == CODES_TABLE) float_row_tile(pairs, 4, CODES_TABLE, w, panel, x, sums, acc);
+    else if (w->kind == CODES_FP8) float_row_tile(pairs, 8, CODES_FP8, w, panel, x, sums, acc);
+    else if (w->bits == 4) float_row_tile(pairs, 4, CODES_INTEGER, w, panel, x, sums, acc);
+    else if (w->bits == 8) float_row_tile(pairs, 8, CODES_INTEGER, w, panel, x, sums, acc);
+    else float_row_tile(pairs, 0, CODES_INTEGER, w, panel, x, sums, acc);
 }
 
 static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t rows) {
@@ -320,8 +320,9 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         store_rows(job, panel, first, rows, acc);
         return;
     }
-    if (rows == 1 && input_dtype == INPUT_F32 && takes_float_row(w)) {
-        multiply_float_row(job, panel, first, acc);
+    if (rows == 1 && input_dtype != INPUT_S8 && takes_float_row(w)) {
+        if (HAS_PAIRS && input_dtype == INPUT_BF16) multiply_float_row(job, 1, panel, first, acc);
+        else multiply_float_row(job, 0, panel, first, acc);
         store_rows(job, panel, first, rows, acc);
         return;
     }

@@ -1,12 +1,13 @@
 /* GEMV micro-kernels: one row times a panel.
  *
  * A single row waits for memory. An int8 row reads the scale of each chunk of integer codes beside them, without
- * a block of scales first, which keeps more reads in flight; a float32 row dequantizes codes in registers. Sums
+ * a block of scales first, which keeps more reads in flight; a row of floats dequantizes codes in registers. Sums
  * are taken and scaled in the order of `tile_s8` and `tile_float`: results are bit-identical. */
 #ifndef LLMOPT_ROW_TILE_H
 #define LLMOPT_ROW_TILE_H
 
 #include "tile.h"
+#include "unpack.h"
 
 static inline int takes_row_tile(const Weight *w) {
     return w->kind == CODES_INTEGER && w->group == CHUNK && w->step == CHUNK;
@@ -64,23 +65,55 @@ static inline int takes_float_row(const Weight *w) {
     return w->kind == CODES_INTEGER || w->kind == CODES_TABLE || w->kind == CODES_FP8;
 }
 
-/* `bits` 4 or 8: read as they are packed; 0: any other, unpacked to bytes. `kind` is the weight's; `sums` are
- * those of the row's steps; `acc` is [PANEL]. */
-INLINE void float_row_tile(const int bits, const int kind, const Weight *w, int64_t panel, const float *x,
-                           const float *sums, float *acc) {
-    const int each = bits == 4 ? 8 : 4; /* input channels in a word of codes */
+/* What codes are dequantized with. */
+typedef struct {
+    fvec base;
+    ftable table;
+#if HAS_PAIRS
+    htable sixteen;
+#endif
+} Dequantizer;
+
+static inline Dequantizer dequantizer(const Weight *w, const int pairs) {
+    Dequantizer d = {.base = fset((float)w->base)};
+    if (w->kind == CODES_TABLE) d.table = table_load(w->table);
+#if HAS_PAIRS
+    if (pairs && w->bits == 4) d.sixteen = sixteen_values(w);
+#else
+    (void)pairs;
+#endif
+    return d;
+}
+
+/* The weights of term `i` of a word of codes, in the order of the unpacked ones. */
+INLINE ivec term(const int pairs, const int bits, const int kind, const int i, ivec word, const Dequantizer *d) {
+    const int mask = bits == 4 ? 15 : 255;
+#if HAS_PAIRS
+    if (pairs && bits == 4) return halves_look(d->sixteen, ISHR(word, i % 2 * 8 + i / 2 * 4));
+    if (pairs) {
+        fvec low = code_to_float(kind, mask, ISHR(word, i * 8), d->base, d->table);
+        fvec high = code_to_float(kind, mask, ISHR(word, i * 8 + 16), d->base, d->table);
+        return ior(ISHR(ibits(low), 16), iand(ibits(high), iset((int32_t)0xffff0000)));
+    }
+#endif
+    return ibits(code_to_float(kind, mask, ISHR(word, i % 4 * 8 + i / 4 * 4), d->base, d->table));
+}
+
+/* `pairs`: of bfloat16, as prepared; else float32. `bits` 4 or 8: read as they are packed; 0: any other, unpacked
+ * to bytes. `kind` is the weight's; `sums` are those of the row's steps; `acc` is [PANEL]. */
+INLINE void float_row_tile(const int pairs, const int bits, const int kind, const Weight *w, int64_t panel,
+                           const uint8_t *x, const float *sums, float *acc) {
+    const int each = bits == 4 ? 8 : 4, terms = pairs ? each / 2 : each; /* input channels in a word of codes */
     const int64_t size = bits ? bits * PANEL * CHUNK / 8 : chunk_bytes(w), chunks = num_chunks(w);
     const uint8_t *packed = w->codes + panel * chunks * size;
-    const fvec base = fset((float)w->base);
-    ftable table = {0};
-    if (kind == CODES_TABLE) table = table_load(w->table);
+    const Dequantizer d = dequantizer(w, pairs);
     _Alignas(64) uint8_t bytes[CHUNK * PANEL];
     float scales[PANEL], offsets[PANEL];
     fvec whole[VECTORS], part[VECTORS][CHAINS];
     for (int v = 0; v < VECTORS; v++) whole[v] = fset(0.0f);
     for (int64_t c = 0, left = 0, s = 0; c < chunks; c++, packed += size) {
         const uint8_t *from = bits ? packed : codes_as_bytes(w, packed, 1, bytes);
-        for (int k = 0; k < CHUNK; k += each, from += QUAD_BYTES, x += each) {
+        for (int k = 0; k < CHUNK; k += each, from += QUAD_BYTES, x += 4 * terms) {
             if (left == 0) {
                 left = w->step;
                 for (int v = 0; v < VECTORS; v++)
@@ -91,12 +124,11 @@ INLINE void float_row_tile(const int bits, const int kind, const Weight *w, int6
             __builtin_prefetch(ahead + 64, 0, IN_L2);
             ivec words[VECTORS];
             for (int v = 0; v < VECTORS; v++) words[v] = iload(from + v * LANES * 4);
-            for (int i = 0; i < each; i++) {
-                const fvec input = fset(x[i]);
+            for (int i = 0; i < terms; i++) {
+                const ivec input = ibroadcast(x + 4 * i);
                 for (int v = 0; v < VECTORS; v++) {
-                    const ivec code = ISHR(words[v], i % 4 * 8 + i / 4 * 4);
                     fvec *sum = &part[v][i % CHAINS];
-                    *sum = ffma(code_to_float(kind, bits == 4 ? 15 : 255, code, base, table), input, *sum);
+                    *sum = multiply_add(*sum, term(pairs, bits, kind, i, words[v], &d), input, pairs);
                 }
             }
             if ((left -= each) > 0 && (c + 1 < chunks || k + each < CHUNK)) continue;

@@ -100,7 +100,7 @@ TABLES_AND_FLOATS = (
     *(CodebookScheme("nf4"), Fp4Scheme("nvfp4"), Fp4Scheme("mxfp4"), FloatScheme("channel")),
     *(GgufScheme("Q6_K"), GgufScheme("IQ4_XS"), IntScheme(3, 96, False)),
 )
-"""One float32 row has a kernel of its own for all codes but lattices and tables per channel."""
+"""One row of floats has a kernel of its own for all codes but lattices and tables per channel."""
 integers = st.builds(
     lambda bits, group, symmetric: IntScheme(bits, group, symmetric),
     st.sampled_from([2, 3, 4, 5, 6, 8]),
@@ -311,7 +311,7 @@ def test_a_row_never_depends_on_its_neighbours(path: str, way: Any) -> None:
         # One row has a kernel of its own where each 32 codes have a scale.
         *(IntScheme(bits, 32, bits % 2 > 0) for bits in (2, 3, 5, 6, 8)),
         *(GgufScheme(kind) for kind in ("Q4_0", "Q8_0", "Q4_K", "Q5_K")),
-        *(TABLES_AND_FLOATS if way == "float32" else ()),
+        *(TABLES_AND_FLOATS if way in ("bfloat16", "float32") else ()),
     ):
         grid = grid_of(weight_of(scheme, 70, 768))
         assert grid is not None
