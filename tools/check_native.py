@@ -27,7 +27,16 @@ SUPPRESSIONS = ROOT / "tools" / "thread_sanitizer.txt"
 TESTS = [
     *(
         f"tests/engine/kernels/test_native_{part}.py"
-        for part in ("linear", "lookup", "attention", "layer", "experts", "argmax", "rows", "halves")
+        for part in (
+            "linear",
+            "lookup",
+            "attention",
+            "layer",
+            "experts",
+            "argmax",
+            "rows",
+            "halves",
+        )
     ),
     "tests/engine/kernels/test_packed_scales.py",
     "tests/engine/kernels/test_trellis_linear.py",

@@ -36,6 +36,7 @@ from typing import Any
 
 from llmopt.engine.base.host import cpu_model, usable_cores
 from llmopt.engine.kernels.common.cpu_measurements import CpuRoofs
+from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.quant.base.processor import without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -203,6 +204,7 @@ def write(
     record = {
         "shape": "real files" if given.files else given.shape,
         "processor": cpu_model(),
+        "instructions": native_linear().path,
         "threads": given.threads,
         "rounds": 1 + max(one["round"] for one in found),
         "cases": cases,

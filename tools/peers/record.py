@@ -48,8 +48,9 @@ def show(record: Mapping[str, Any]) -> str:
     """All tables of a record."""
     roof = max(record["read_bytes_per_second"])
     operations = max(record["int8_operations_per_second"])
+    level = f" by {record['instructions']}" if record.get("instructions") else ""
     head = (
-        f"{record['shape']}, {record['processor']}, {record['threads']} threads, "
+        f"{record['shape']}, {record['processor']}{level}, {record['threads']} threads, "
         f"{record['rounds']} rounds, roofs: read {roof / 1e9:.1f} GB/s, 8-bit {operations / 1e9:,.0f} GOP/s"
     )
     tables = [rates_table(record), ratios_table(record["ratios"]), memory_table(record)]
@@ -161,7 +162,8 @@ def memory_table(record: Mapping[str, Any]) -> list[str]:
 def made() -> str:
     """The tables of each record under its name."""
     parts = []
-    for path in sorted((ROOT / "docs/measured/cpu").glob("cpu-peers-*.json")):
+    folder = ROOT / "docs/measured/cpu"
+    for path in [*sorted(folder.glob("cpu-peers-*.json")), *sorted(folder.glob("cpu-formats-*.json"))]:
         record = json.loads(path.read_text(encoding="utf-8"))
         parts.append(f"### {path.name}\n\n{show(record)}")
     return "\n\n".join(parts)
