@@ -50,7 +50,8 @@ class Cell:
     Attributes:
         grid: the cells of a grid are compared with each other: `int4` in groups of 64, or a GGUF mix.
         options: of the package's worker, beside `bits`, `group_size` and the calibration tokens.
-            `tables` in a GGUF file: the embedding and the output head count, too.
+            `tables` in a GGUF file: the embedding and the output head count, too. `samples`: so many of the
+            calibration's, in place of all.
     """
 
     package: str
@@ -74,6 +75,8 @@ class Cell:
                 words.append(f"{value} {TARGETS[key]}")
             elif key == "finetune_steps":
                 words.append("tuned")
+            elif key == "samples":
+                words.append(f"{value} samples")
             elif key == "rotations":
                 words += value
         return " ".join(words)
