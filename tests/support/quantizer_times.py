@@ -84,6 +84,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             if row not in measured:
                 yield f"{begin} | {row.get('error', 'no times')} | | | |"
                 continue
+            peak = f"{row['peak_bytes'] / 2**20:,.0f}" if row.get("peak_bytes") else ""
             verdict = ""
             if row["package"] == "llmopt" and quickest is not None:
                 ratio = row["cpu_seconds"] / quickest["cpu_seconds"]
@@ -92,8 +93,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
                     word += " at more error"
                 verdict = f"{ratio:.2f}, {task.at_most:g} asked: {word}"
             yield (
-                f"{begin} | {row['kl_nats']:.3g} | {row['cpu_seconds']:.1f} "
-                f"| {row['peak_bytes'] / 2**20:,.0f} | {verdict} |"
+                f"{begin} | {row['kl_nats']:.3g} | {row['cpu_seconds']:.1f} | {peak} | {verdict} |"
             )
 
 

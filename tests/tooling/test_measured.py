@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import greedy_mixes, start_table
+from tests.support import greedy_mixes, quantizer_times, start_table
 from tests.support.agents import __main__ as agents
 from tools import calibration_table, quality_table
 from tools.document_part import part_of
@@ -50,6 +50,13 @@ def test_every_record_names_its_command_machine_date_and_commit() -> None:
 
 def test_the_tables_of_the_peers_are_those_of_the_records() -> None:
     assert part_of(DOCS / "peers.md", "peers/record.py") == peers_record.made()
+
+
+def test_the_times_of_quantizers_are_those_of_the_record() -> None:
+    rows = record("cpu/quantizers.json")["rows"]
+    assert part_of(DOCS / "quantization.md", quantizer_times.PART) == "\n".join(
+        quantizer_times.lines(rows)
+    )
 
 
 def test_the_start_table_is_that_of_the_record() -> None:

@@ -163,7 +163,10 @@ def made() -> str:
     """The tables of each record under its name."""
     parts = []
     folder = ROOT / "docs/measured/cpu"
-    for path in [*sorted(folder.glob("cpu-peers-*.json")), *sorted(folder.glob("cpu-formats-*.json"))]:
+    for path in [
+        *sorted(folder.glob("cpu-peers-*.json")),
+        *sorted(folder.glob("cpu-formats-*.json")),
+    ]:
         record = json.loads(path.read_text(encoding="utf-8"))
         parts.append(f"### {path.name}\n\n{show(record)}")
     return "\n\n".join(parts)
