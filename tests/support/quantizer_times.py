@@ -88,7 +88,7 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             verdict = ""
             if row["package"] == "llmopt" and quickest is not None:
                 ratio = row["cpu_seconds"] / quickest["cpu_seconds"]
-                word = "met" if ratio <= task.at_most else "missed"
+                word = "met" if ratio <= task.at_most else "**missed**"
                 if row["kl_nats"] > quickest["kl_nats"]:
                     word += " at more error"
                 verdict = f"{ratio:.2f}, {task.at_most:g} asked: {word}"

@@ -256,10 +256,13 @@ def test_the_quantizer_table_marks_goals_and_says_what_failed() -> None:
         about = {"name": cell.name, "package": package, "method": cell.method}
         return about | {"options": dict(cell.options), **seen}
 
-    failed = {"name": TASKS[1].cells[1].name, "package": "gptqmodel", "method": "gptq"}
+    cell = next(one for one in TASKS[1].cells if one.package == "gptqmodel")
+    failed = {"name": cell.name, "package": "gptqmodel", "method": "gptq"}
     rows = [row("llmopt", 12.0), row("llamacpp", 6.0), failed | {"options": {}, "error": "refused"}]
     _, _, ours, theirs, refused = lines(rows)
     assert ours.endswith("| 0.17 | 12.0 | 1,024 | 2.00, 1.5 asked: **missed** |")
     assert theirs.endswith("| 0.17 | 6.0 | 1,024 |  |")
     assert "refused" in refused
     assert next(line for line in lines([row("llmopt", 9.0), *rows[1:]]) if "met" in line)
+    worse = row("llmopt", 9.0) | {"kl_nats": 0.18}
+    assert next(line for line in lines([worse, *rows[1:]]) if "met at more error |" in line)
