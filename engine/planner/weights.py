@@ -16,10 +16,16 @@ from typing import Any
 
 from ...quant.base.atomic_io import Entry, file_bytes
 from ...quant.base.errors import BadInput
+from ...quant.families.registry import model_family
 from ...quant.families.shapes import ModelShape, Role, Tensor
 from ...quant.kinds.ggml.scheme import GgufScheme
 
 UNQUANTIZED_BYTES = 2
+WIDENED: tuple[Role, ...] = (
+    *("norm", "bias", "expert_bias", "router", "position"),
+    *("vision", "projector"),
+)
+"""Roles that a decoder in float32 widens: neither linears of its own nor its embedding."""
 GROUP_SIZES = (128, 64, 32, 16)  # as `llmopt quantize` tries them
 FORMATS = ("awq", "compressed-tensors")
 
@@ -31,8 +37,8 @@ class WeightRecipe:
     A scale of `scale_bits` (and a zero point of `zero_bits`) covers `group_size` input channels of
     `rows_per_scale` output channels; group size -1 means all input channels. A tensor also takes
     `bytes_per_tensor`, and `bytes_per_input` for each input channel. Unquantized elements take
-    `plain_bytes`, those of vectors `vector_bytes` where an engine widens them; output head and embedding may
-    have bits of their own. `stored_bytes` is the size of a local checkpoint, if any: it overrides the sum.
+    `plain_bytes`, those of `WIDENED` roles `widened_bytes` where an engine widens them; output head and
+    embedding may have bits of their own. `stored_bytes`, the size of a local checkpoint, overrides the sum.
     """
 
     name: str
@@ -44,7 +50,7 @@ class WeightRecipe:
     bytes_per_tensor: int = 0
     bytes_per_input: int = 0
     plain_bytes: int = UNQUANTIZED_BYTES
-    vector_bytes: int | None = None
+    widened_bytes: int | None = None
     roles: tuple[Role, ...] = ("linear", "expert")
     head_bits: int | Fraction = 16
     embedding_bits: int | Fraction = 16
@@ -66,8 +72,7 @@ class WeightRecipe:
         elif tensor.role == "embedding":
             bits = self.embedding_bits
         if bits >= 16:
-            is_vector = tensor.role in ("norm", "bias", "expert_bias", "router", "position")
-            widened = self.vector_bytes if is_vector else None
+            widened = self.widened_bytes if tensor.role in WIDENED else None
             return tensor.num_elements * (widened or self.plain_bytes)
         groups = 1 if self.group_size < 0 else ceil(tensor.in_features / self.group_size)
         scales = groups * ceil(tensor.out_features / self.rows_per_scale)
@@ -79,15 +84,18 @@ class WeightRecipe:
         )
 
     def as_run(self, shape: ModelShape, plain_bytes: int) -> WeightRecipe:
-        """The recipe in memory, where an engine computes in `plain_bytes`: one in float32 keeps linears and
-        embeddings of 16 bits as they are stored, one in bfloat16 rounds those of 32."""
+        """The recipe in memory, where an engine computes in `plain_bytes`. A decoder of ours in float32 keeps
+        linears and embeddings of 16 bits as they are stored; all else, and all that transformers' modules
+        hold, is in the engine's dtype."""
         if self.plain_bytes == plain_bytes:
             return self
-        run = replace(self, vector_bytes=plain_bytes, stored_bytes=None)
-        if plain_bytes == UNQUANTIZED_BYTES:
-            run = replace(run, plain_bytes=plain_bytes, vector_bytes=None)
+        if plain_bytes > self.plain_bytes and model_family(shape.family) is not None:
+            run = replace(self, widened_bytes=plain_bytes, stored_bytes=None)
+        else:
+            run = replace(self, plain_bytes=plain_bytes, stored_bytes=None)
             if self.bits >= 16:
-                run = replace(run, name="bf16", bits=8 * plain_bytes)
+                name = "float32" if plain_bytes == 4 else "bf16"
+                run = replace(run, name=name, bits=8 * plain_bytes)
         if self.stored_bytes is None:
             return run
         tensors = [*shape.tensors()]

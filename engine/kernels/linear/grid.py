@@ -2,9 +2,8 @@
 
 A grid is affine (`w = scale * code - offset` per group of input channels), a lookup table of 16 values for
 4-bit codes, or e4m3 floats. Lattice codes (ggml's IQ1 to IQ3), points of 4 or 8 weights and their signs, and
-lookup tables per output channel have forms of their own, for the C kernels; so have weights that are not
-quantized, of 16 bits beside float32 inputs. Trellis codes and points of E8P have decoders instead
-(`hadamard_linear.py`).
+lookup tables per output channel have forms of their own, for the C kernels. Trellis codes and points of E8P
+have decoders instead (`hadamard_linear.py`).
 """
 
 from __future__ import annotations
@@ -327,18 +326,6 @@ def lattice_grid(weight: GgufTensor) -> LatticeGrid:
         head.reshape(out, -1).to(torch.float16),
         lattice.unit / _MOST if lattice.signs == "in the points" else lattice.unit,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class HalfGrid:
-    """A weight `[out, in]` that is not quantized, bfloat16 or float16."""
-
-    weight: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """`(out_features, in_features)`."""
-        return self.weight.shape[0], self.weight.shape[1]
 
 
 NativeGrid = CodeGrid | LatticeGrid | LookupTensor

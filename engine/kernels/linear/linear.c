@@ -155,8 +155,10 @@ static void prepare_float(Job *job, int64_t row) {
     if (has_own_offsets(w)) memset(sums, 0, (size_t)num_steps(w) * sizeof(float));
     for (int64_t k = 0; k < w->in_features; k += CHUNK) {
         load_chunk(job->call, row, k, w->in_features, values);
-        if (has_own_offsets(w))
-            for (int i = 0; i < CHUNK; i++) sums[(k + i) / w->step] += values[i];
+        for (int i = 0; i < CHUNK && has_own_offsets(w); i += CHUNK / 2) { /* a step is no shorter */
+            float *sum = sums + (k + i) / w->step;
+            for (int j = i; j < i + CHUNK / 2; j++) *sum += values[j];
+        }
         if (job->call->input_dtype == INPUT_F32) {
             memcpy(job->values + row * job->stride + k * 4, values, sizeof values);
             continue;

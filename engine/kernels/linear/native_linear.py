@@ -23,14 +23,7 @@ from ..elementwise.reference import (
     Rows,
     fake_quantize_inputs,
 )
-from .grid import (
-    CodeGrid,
-    HalfGrid,
-    LatticeGrid,
-    NativeGrid,
-    with_whole_groups,
-    with_whole_table,
-)
+from .grid import CodeGrid, LatticeGrid, NativeGrid, with_whole_groups, with_whole_table
 from .linear import LinearKernel
 from .native_pack import CHUNK, PackedWeight, WeightStruct
 
@@ -110,7 +103,8 @@ class PackedLinear:
     Batch-invariant: a row's result does not depend on the other rows.
 
     Args:
-        grid: the weight; lookup tables per channel take no int8 inputs.
+        grid: the weight; lookup tables per channel take no int8 inputs, and 16-bit floats, a tensor, none
+            but float32.
         input_dtype: dtype of the GEMM's inputs. "int8" quantizes them.
         input_block: the most int8 inputs that share a scale, a multiple of 32; 0: all of a token.
         levels: the int8 code of a block's largest magnitude.
@@ -120,7 +114,7 @@ class PackedLinear:
 
     def __init__(
         self,
-        grid: NativeGrid | HalfGrid,
+        grid: NativeGrid | torch.Tensor,
         input_dtype: InputDtype,
         *,
         input_block: int = 0,
@@ -256,7 +250,7 @@ class HalfLinear(_Packed):
     """GEMM of float32 inputs with an unquantized weight of 16 bits, which is widened in registers."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__(PackedLinear(HalfGrid(weight), "float32"))
+        super().__init__(PackedLinear(weight, "float32"))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x)

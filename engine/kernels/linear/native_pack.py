@@ -15,7 +15,7 @@ from ....quant.base.build import beside, fields
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.ggml.tensor import Blocks, GgufTensor, blocks_of
 from ....quant.kinds.lookup.kind import LookupTensor
-from .grid import BASE, CodeGrid, HalfGrid, LatticeGrid, NativeGrid, bytes_of
+from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of
 
 native_pack = beside(__file__, "pack.c")
 """The compiled packing, or the reason why there is none."""
@@ -114,11 +114,11 @@ class PackedWeight:
     """A grid in the C kernels' layout: its tensors, and the struct that points at them.
 
     Args:
-        grid: the weight.
+        grid: the weight; a tensor is one of 16-bit floats.
         max_step: the most input channels that are accumulated before a scale is applied.
     """
 
-    def __init__(self, grid: NativeGrid | HalfGrid, max_step: int) -> None:
+    def __init__(self, grid: NativeGrid | torch.Tensor, max_step: int) -> None:
         whole_row = -(-grid.shape[1] // CHUNK) * CHUNK
         if isinstance(grid, LookupTensor):
             tensors = _lookup_tensors(grid)
@@ -129,9 +129,9 @@ class PackedWeight:
                 "step": max_step,
                 "scale_kind": SCALE_KINDS.index(grid.table.dtype),
             }
-        elif isinstance(grid, HalfGrid):
-            tensors = {"codes": pack_codes(grid.weight, 16)}
-            kind = 5 if grid.weight.dtype is torch.bfloat16 else 6
+        elif isinstance(grid, torch.Tensor):
+            tensors = {"codes": pack_codes(grid, 16)}
+            kind = 5 if grid.dtype is torch.bfloat16 else 6
             read = {"bits": 16, "kind": kind, "group": whole_row, "step": max_step}
         elif isinstance(grid, LatticeGrid):
             tensors = _lattice_tensors(grid)

@@ -11,7 +11,6 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.kernels.linear.linear import HALVES, LinearKernel, TorchLinear, prepare_linear
 from llmopt.engine.kernels.linear.native_linear import HalfLinear, LooksUpRows
-from llmopt.engine.kernels.linear.native_pack import native_pack
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.processor import VARIABLE
 from llmopt.recipes import MODELS
@@ -25,8 +24,6 @@ SHAPES = [(512, 256), (70, 100), (33, 31), (1, 7), (96, 640)]
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Every path, forced, and torch without one."""
     monkeypatch.setenv(VARIABLE, request.param)
-    if request.param != "off" and native_pack().library is None:
-        pytest.skip(str(native_pack().reason))
     yield request.param
 
 

@@ -13,6 +13,7 @@ from llmopt.engine.base.host import cpu_has_bf16
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
+from llmopt.engine.planner.weights import BF16
 from llmopt.quant.base.processor import VARIABLE
 
 # What the engine holds and what a plan says, in a process whose CPU is kept from some instructions.
@@ -22,6 +23,7 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
+from llmopt.engine.planner.weights import BF16
 from llmopt.quant.base.processor import VARIABLE
 built = Engine(EngineConfig("stories3M", device="cpu"))
 plan = plan_as_dict(plan_for(PlanRequest("stories3M", gpus=("cpu",))))
@@ -78,3 +80,13 @@ def test_an_explicit_format_is_planned_as_asked(monkeypatch: pytest.MonkeyPatch)
     plan = plan_as_dict(plan_for(ask))
     assert plan["weight_bytes_per_rank"] == plan["weight_bytes"] == 6_166_016
     assert find_model("stories3M").stored_bytes == 6_166_016
+
+
+def test_a_float32_engine_widens_what_is_no_linear_of_its_own() -> None:
+    """A decoder of ours keeps linears and embeddings; transformers' modules hold everything in float32."""
+    ours, theirs = find_model("llama-3.1-8b"), find_model("glm-5")
+    kept = BF16.as_run(ours.shape, 4).bytes_of(ours.shape.tensors())
+    norms = sum(one.num_elements * one.count for one in ours.shape.tensors() if one.role == "norm")
+    assert kept == BF16.bytes_of(ours.shape.tensors()) + 2 * norms
+    widened = BF16.as_run(theirs.shape, 4)
+    assert widened.bytes_of(theirs.shape.tensors()) == 2 * BF16.bytes_of(theirs.shape.tensors())
