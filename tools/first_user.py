@@ -5,7 +5,7 @@
 From a GGUF and its plain form: six quantizations in three formats, each verified, all benched with quality,
 each pair compared, one report. Runs of their own that are too noisy for a limit are measured in turns, with
 more passes until the limit is told. It ends with 1 where a pair without a verdict names no condition of the
-list, or where a number is not the same in a table, a page and the JSON.
+list or stays without one, or where a number is not the same in a table, a page and the JSON.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ QUANTIZATIONS: dict[str, tuple[str, ...]] = {
 LOAD = ("--num-threads", "1", "--max-concurrency", "4")
 SHORT = ("--num-prompts", "8", "--output-len", "8", "--num-runs", "3", "--quality-tokens", "512")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-MORE_PASSES = (12, 48)
 NUMBER = re.compile(r"[+-]?[\d,]*\d(?:\.\d+)?")
 
 
@@ -57,10 +56,14 @@ class FirstUser:
 
     Attributes:
         load: options of every benchmark.
+        more_passes: passes in turns for a pair whose runs do not tell, one try after the other.
+        undecided: the pairs that they did not tell either, which the machine decides and no code.
     """
 
     folder: Path
     load: Words = (*LOAD, *SHORT)
+    more_passes: Sequence[int] = (12, 48)
+    undecided: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     outcomes: dict[str, str] = field(default_factory=dict)
     compared: int = 0
@@ -144,7 +147,7 @@ class FirstUser:
     def settle(self, base: str, new: str, models: Mapping[str, Path | str]) -> None:
         """Measure a pair in turns, with more passes until every limit is told."""
         pair = f"{new} against {base}"
-        for passes in MORE_PASSES:
+        for passes in self.more_passes:
             target = self.folder / "runs" / f"{base}-{new}-{passes}"
             load = (*self.load, "--num-runs", str(passes), "--no-quality", "-o", target)
             words = ("bench", models[new], "--against", models[base], *load)
@@ -152,7 +155,7 @@ class FirstUser:
             result = json.loads((target / "result.json").read_text(encoding="utf-8"))
             if self.judge(pair, result["llmopt"]["verdict"]):
                 return
-        self.problems.append(f"{pair}: {MORE_PASSES[-1]} passes in turns do not tell")
+        self.undecided.append(f"{pair}: {self.more_passes[-1]} passes in turns do not tell")
 
     def numbers(
         self, what: str, delta: Mapping[str, Any], sides: Sequence[float], printed: str, page: str
@@ -265,8 +268,8 @@ def main() -> None:
     for pair, outcome in user.outcomes.items():
         print(f"{pair}: {outcome}")
     print(f"{len(user.outcomes)} pairs, {user.compared} numbers, {len(user.problems)} problems")
-    if user.problems:
-        sys.exit("\n".join(user.problems))
+    if wrong := [*user.problems, *user.undecided]:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":
