@@ -34,9 +34,10 @@ typedef struct {
     int64_t gives_bf16;    /* of y; else float32 */
     int64_t input_dtype;   /* INPUT_... */
     int64_t threads;
-    int64_t input_block;   /* int8 inputs: input channels that share a scale, whole steps; 0: all of them */
-    float levels;          /* int8 inputs: the code of the largest magnitude, 127 or 127.5 */
-    float fixed_scale;     /* int8 inputs: the static scale; 0: dynamic */
+    int64_t as_e4m3;       /* float inputs: whether they are rounded to e4m3, times a scale */
+    int64_t input_block;   /* input channels that share a scale: whole steps of int8, chunks of e4m3; 0: all */
+    float levels;          /* the code of the largest magnitude: 127 or 127.5 of int8, 448 of e4m3 */
+    float fixed_scale;     /* the static scale of int8 or e4m3 inputs; 0: dynamic */
     float threshold;       /* int8 inputs: outliers from here up count as 0; 0: no threshold */
 } Call;
 
@@ -110,6 +111,18 @@ INLINE void load_inliers(const Call *call, int64_t row, int64_t begin, int64_t i
         fstore(values + i, fzero_unless_below(fload(values + i), fset(call->threshold)));
 }
 
+/* The static scale, or that of a block of a row. */
+INLINE float scale_of_inputs(const Job *job, int64_t row, int64_t begin, int64_t end) {
+    float values[CHUNK];
+    if (job->call->fixed_scale != 0.0f) return job->call->fixed_scale;
+    fvec largest = fset(0.0f);
+    for (int64_t k = begin; k < end; k += CHUNK) {
+        load_inliers(job->call, row, k, job->weight->in_features, values);
+        for (int i = 0; i < CHUNK; i += LANES) largest = fmax_(largest, fabs_(fload(values + i)));
+    }
+    return scale_of(largest, job->call->levels);
+}
+
 /* Prepares a row: quantizes it to int8, with a dynamic scale per block or the static scale. */
 static void prepare_s8(Job *job, int64_t row) {
     const Weight *w = job->weight;
@@ -119,15 +132,7 @@ static void prepare_s8(Job *job, int64_t row) {
     int64_t at = row * num_steps(w), padded = padded_inputs(w), block = input_block(job);
     for (int64_t begin = 0; begin < padded; begin += block) {
         int64_t end = begin + block < padded ? begin + block : padded;
-        float scale = call->fixed_scale;
-        if (scale == 0.0f) {
-            fvec largest = fset(0.0f);
-            for (int64_t k = begin; k < end; k += CHUNK) {
-                load_inliers(call, row, k, w->in_features, values);
-                for (int i = 0; i < CHUNK; i += LANES) largest = fmax_(largest, fabs_(fload(values + i)));
-            }
-            scale = scale_of(largest, call->levels);
-        }
+        float scale = scale_of_inputs(job, row, begin, end);
         ivec sum = iset(0);
         int64_t left = w->step; /* of the step, in channels */
         for (int64_t k = begin; k < end; k += CHUNK) {
@@ -147,14 +152,30 @@ static void prepare_s8(Job *job, int64_t row) {
     }
 }
 
+/* Rounds a chunk to e4m3 times a scale, and where the inputs are in bfloat16, to bfloat16. */
+INLINE void round_chunk(const Call *call, float scale, float *values) {
+    for (int i = 0; i < CHUNK; i += LANES)
+        fstore(values + i, fmul(nearest_e4m3(fdiv(fload(values + i), fset(scale))), fset(scale)));
+    if (!call->is_bf16) return;
+    uint16_t halves[CHUNK];
+    store_bf16(halves, values, CHUNK);
+    for (int i = 0; i < CHUNK; i += LANES) fstore(values + i, fbits(ISHL(iwiden_u16(halves + i), 16)));
+}
+
 /* Prepares a row in floats; in bfloat16 the middle two of every four are swapped, to match the weights. */
 static void prepare_float(Job *job, int64_t row) {
     const Weight *w = job->weight;
-    float values[CHUNK];
+    float values[CHUNK], scale = 0.0f;
     float *sums = (float *)job->sums + row * num_steps(w);
+    const int64_t block = input_block(job);
     if (has_own_offsets(w)) memset(sums, 0, (size_t)num_steps(w) * sizeof(float));
     for (int64_t k = 0; k < w->in_features; k += CHUNK) {
         load_chunk(job->call, row, k, w->in_features, values);
+        if (job->call->as_e4m3) {
+            const int64_t end = k + block < w->in_features ? k + block : w->in_features;
+            if (k % block == 0) scale = scale_of_inputs(job, row, k, end);
+            round_chunk(job->call, scale, values);
+        }
         for (int i = 0; i < CHUNK && has_own_offsets(w); i += CHUNK / 2) { /* a step is no shorter */
             float *sum = sums + (k + i) / w->step;
             for (int j = i; j < i + CHUNK / 2; j++) *sum += values[j];

@@ -13,11 +13,13 @@ from ....quant.base.build import beside, fields
 from ....quant.base.scheme import Activations, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor
+from ....quant.kinds.fp8.kind import E4M3_MAX
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ..common.graphs import launch
 from ..elementwise.reference import (
+    RUN,
     ActivationQuant,
     QuantizedActivations,
     Rows,
@@ -79,7 +81,7 @@ class CallStruct(ctypes.Structure):
     _fields_ = [
         *fields(
             "weight x scales y bias",
-            "rows x_stride is_bf16 gives_bf16 input_dtype threads input_block",
+            "rows x_stride is_bf16 gives_bf16 input_dtype threads as_e4m3 input_block",
         ),
         ("levels", ctypes.c_float),
         ("fixed_scale", ctypes.c_float),
@@ -132,7 +134,7 @@ class PackedLinear:
         self.input_block = max(CHUNK, self._weight.struct.step) if input_block else 0
         self._order = grid.order if isinstance(grid, CodeGrid) else None
         self._is_padded = self._order is not None and bool((self._order == self._in_features).any())
-        self._input_dtype, self._levels = _INPUT_DTYPES[input_dtype], levels
+        self._input_dtype, self._levels, self._as_e4m3 = _INPUT_DTYPES[input_dtype], levels, False
         self._fixed_scale, self._threshold = fixed_scale, threshold
         self.bias: torch.Tensor | None = None
         self.weight_bytes = self._weight.nbytes
@@ -176,6 +178,7 @@ class PackedLinear:
             x.dtype is torch.bfloat16,
             self._input_dtype,
             torch.get_num_threads(),
+            self._as_e4m3,
             self.input_block,
             self._levels,
             self._fixed_scale,
@@ -200,12 +203,27 @@ class PackedLinear:
             return None
         shape = (weight.out_features, weight.in_features, weight.step, weight.base)
         offsets = weight.offset_kind > 0
-        return (*shape, offsets, self._input_dtype, self.input_block, self._levels)
+        inputs = (self._input_dtype, self._as_e4m3, self.input_block, self._levels)
+        return (*shape, offsets, *inputs)
 
     def fuse_bias(self, bias: torch.Tensor) -> None:
         """Add `bias [out]` to every row, in float32, before the cast to the output dtype."""
         self.bias = bias.to(torch.float32).contiguous()
         self.weight_bytes += self.bias.nbytes
+
+    def fuse_e4m3(self, activations: Activations, input_scale: torch.Tensor | None) -> bool:
+        """Round float inputs to e4m3 as they are prepared, bit-equal to `fake_quantize_activations`.
+
+        Returns:
+            False where `activations` are others, or groups of them are not neighbours in the packed weight.
+        """
+        in_groups = activations.granularity == "group128"
+        if activations.kind != "fp8" or (in_groups and self.is_permuted):
+            return False
+        self._as_e4m3, self._levels, self.input_block = True, E4M3_MAX, RUN if in_groups else 0
+        if not activations.dynamic and input_scale is not None:
+            self._fixed_scale = float(input_scale)
+        return True
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantized weights of some output channels, `[ids, in]`; not of fp8 codes, tables per
@@ -259,7 +277,8 @@ class HalfLinear(_Packed):
 class Packed16Linear(_Packed):
     """Mixed-input GEMM (W4A16, W8A16): inputs in the engine's dtype, float32 accumulation.
 
-    Where the scheme quantizes activations in a way that has no integer GEMM, they are fake-quantized.
+    Where the scheme quantizes activations in a way that has no integer GEMM, they are fake-quantized: to fp8
+    as the GEMM prepares them, else by torch.
     """
 
     def __init__(
@@ -269,10 +288,12 @@ class Packed16Linear(_Packed):
         dtype: torch.dtype,
     ) -> None:
         self._scheme: Scheme = weight.scheme
-        self.quantizes_inputs = weight.scheme.activations is not None
         self._input_scale = weight.parts().get("input_scale")
-        input_dtype: InputDtype = "bfloat16" if dtype is torch.bfloat16 else "float32"
-        super().__init__(PackedLinear(grid, input_dtype))
+        linear = PackedLinear(grid, "bfloat16" if dtype is torch.bfloat16 else "float32")
+        activations = weight.scheme.activations
+        is_fused = activations is not None and linear.fuse_e4m3(activations, self._input_scale)
+        self.quantizes_inputs = activations is not None and not is_fused
+        super().__init__(linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(self._rounded(x))
@@ -282,6 +303,8 @@ class Packed16Linear(_Packed):
         return self.linear(self._rounded(x), torch.float32)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.quantizes_inputs:
+            return x
         return fake_quantize_inputs(x, self._scheme, self._input_scale)
 
 
