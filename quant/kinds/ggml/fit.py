@@ -23,6 +23,7 @@ import torch
 
 from ...base.build import beside, fields
 from ...base.device import rows_at_once
+from ...base.sums import folded
 from ..base.grid import where
 
 # Rounds multiples of a step to the values of a grid.
@@ -132,17 +133,6 @@ def outermost(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if values[0].device.type != "cpu":
         return values
     return tuple(part.movedim(-1, 0).contiguous().movedim(0, -1) for part in values)
-
-
-def folded(values: torch.Tensor) -> torch.Tensor:
-    """Sum the last dimension, which stays; on a CPU its upper half onto its lower, as `search.c` does."""
-    width = values.shape[-1]
-    if values.device.type != "cpu" or width & (width - 1):
-        return any_order(values)
-    while width > 1:
-        width //= 2
-        values = values[..., :width] + values[..., width:]
-    return values
 
 
 def half(values: torch.Tensor) -> torch.Tensor:

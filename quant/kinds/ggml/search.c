@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "fold.h"
 #include "parallel.h"
 
 #if defined __AVX__
@@ -72,12 +73,6 @@ static inline Lanes fold_lanes(Lanes *parts, int count) {
 
 /* Of `width` terms, four of which are a quarter apart: what `fold_lanes` makes of a quarter's sums. */
 #define QUARTERS(sum, term) (sum) = ((term)[0] + (term)[2]) + ((term)[1] + (term)[3])
-
-static inline float fold(float *parts, int count) {
-    for (int half = count / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
-    return parts[0];
-}
 
 static inline float float_of(uint16_t bits) {
     uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff, word;

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import PER_CHANNEL
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.methods.autoround import IntRounding
+from llmopt.quant.methods.int_rounding import IntRounding, native_rounding
 
 from ...support.layer_problems import heavy_weight
+from ...support.native_paths import native_paths
 
 SCHEMES = [
     IntScheme(bits, size, symmetric)
@@ -130,3 +132,28 @@ def test_what_was_kept_is_recalled() -> None:
     assert not torch.equal(written(rounding, weight), kept)
     rounding.recall()
     assert torch.equal(written(rounding, weight), kept)
+
+
+@pytest.mark.skipif(not native_paths(), reason="C wants AVX2 or NEON, and a compiler")
+@pytest.mark.parametrize("path", native_paths() or ["off"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
+def test_c_finds_the_bits_of_torch(
+    scheme: IntScheme, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, shares and offsets after some steps; a row of one channel is of odd width."""
+    width = 93 if scheme.group_size == PER_CHANNEL else 96
+    weight = heavy_weight(40, width)
+    weight[3], weight[4] = 0, weight[4].abs()
+    found: list[list[torch.Tensor]] = []
+    for name in ("off", path):
+        monkeypatch.setenv(VARIABLE, name)
+        assert (native_rounding().library is None) == (name == "off")
+        rounding = IntRounding(weight.clone(), scheme, torch.float16)
+        generator = torch.Generator().manual_seed(5)
+        result = torch.empty(weight.shape, dtype=dtype)
+        for rate in (0.3, 0.25, 0.2, 0.15):
+            rounding.descend(torch.randn(weight.shape, generator=generator).to(dtype), rate)
+        rounding.write(result)
+        found.append([result, rounding.tensor().scales, rounding.tensor().codes])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

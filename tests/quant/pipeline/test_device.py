@@ -19,8 +19,8 @@ from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.trellis import viterbi
-from llmopt.quant.methods.autoround import IntRounding
 from llmopt.quant.methods.base import InputStatistics, LayerResult
+from llmopt.quant.methods.int_rounding import IntRounding
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.pipeline import quantized_layer
