@@ -189,8 +189,8 @@ class IntRounding(TunedRounding):
     def _descend(
         self, rows: slice, grid: _Grid, gradient: torch.Tensor, rate: float
     ) -> torch.Tensor:
-        """Move the offsets of some groups; returns the slopes `[rows, 3]` by the step, and by the values of
-        weights below the lowest code and above the largest."""
+        """Move the offsets of some groups; returns their slopes, one column by the step, and for asymmetric
+        ones two by the values of weights below the lowest code and above the largest."""
         scale, zero = grid.scale[rows, None], grid.zero[rows, None]
         slope, steps = gradient.to(torch.float32), self._groups[rows] / scale
         wanted = (steps + self._offset[rows]).round_().add_(zero)
@@ -198,10 +198,11 @@ class IntRounding(TunedRounding):
         inside = codes == wanted
         # d w'/d s: what rounding added to the code, and all of the code where it is clamped; there is an
         # asymmetric weight an end of the range, up to the rounding of the zero code.
-        by_step = codes.sub_(zero).sub_(steps.mul_(inside))
+        by_step, others = codes.sub_(zero).sub_(steps.mul_(inside)), ()
         if grid.exact is not None:
             by_step = torch.where(inside, by_step, grid.exact[rows, None] - zero)
-        terms = by_step * slope, slope * (wanted < 0), slope * (wanted > self._scheme.max_code)
+            others = slope * (wanted < 0), slope * (wanted > self._scheme.max_code)
+        terms = by_step * slope, *others
         sign = slope.sign().mul_(inside).mul_(scale.sign())
         self._offset[rows].sub_(sign, alpha=rate).clamp_(-0.5, 0.5)
         return torch.cat([folded(each) for each in terms], dim=1)
@@ -209,13 +210,14 @@ class IntRounding(TunedRounding):
     def _move_ranges(self, slopes: torch.Tensor, rate: float) -> None:
         """Symmetric: only the end of the range that sets the scale has a gradient. Else a weight beyond an
         end is that end, and one inside depends on both, through the scale."""
-        by_step, by_low, by_high = slopes.unbind(1)
+        by_step, *beyond = slopes.unbind(1)
         if self._scheme.symmetric:
             low, high = self._range()
             sign, of_low = by_step.sign(), -low > high
             signs = torch.where(of_low, sign, 0.0), torch.where(of_low, 0.0, -sign)
         else:
             by_scale = by_step / self._scheme.max_code
+            by_low, by_high = beyond
             ends = (self._low, by_low - by_scale), (self._high, by_high + by_scale)
             signs = ((end * slope).sign_() for end, slope in ends)
         for share, sign in zip((self._low_share, self._high_share), signs, strict=True):
