@@ -63,6 +63,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 512,
         "max_position_embeddings": 8192,
     },
+    # Two layers of Llama 3.2 1B's dimensions, for contexts whose KV cache is read longer than the weights.
+    "long": {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 40960,
+    },
 }
 LAYERS = 2
 """Made and quantized of a shape, and repeated: of a file with mixed types, the last of them has more bits."""

@@ -28,6 +28,8 @@ CASES = {
     "batch 16": Case(16, 32, 16),
     "prefill 512": Case(1, 512, 1),
     "alone at 2048": Case(1, 2000, 24, is_kept=True),
+    "alone at 8192": Case(1, 8000, 24, is_kept=True),
+    "alone at 32768": Case(1, 32000, 24, is_kept=True),
     "batch 8 at 2048": Case(8, 2000, 24, is_kept=True),
 }
 LONG = tuple(name for name, case in CASES.items() if case.is_kept)
