@@ -42,24 +42,10 @@ static inline const uint8_t *vector_at(const Paged *p, int64_t slot, int64_t hea
     return p->data + slot * p->slot_bytes + head * p->head_bytes;
 }
 
-/* Prefetches a run of vectors of some heads, which are contiguous. (It must be inline: gcc treats a function
- * that only prefetches as having no effect, and drops calls of it.) */
-INLINE void fetch(const Paged *p, const SlotRun *slot_run, int64_t head, int64_t end) {
-    int64_t bytes = p->dim * (p->type == STORED_F32 ? 4 : p->type == STORED_BF16 ? 2 : 1);
-    if (head >= end) return;
-    bytes += (end - 1 - head) * p->head_bytes;
-    for (int i = 0; i < RUN; i++) {
-        const uint8_t *vector = vector_at(p, slot_run->slots[i], head);
-        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(vector + at);
-    }
-}
-
-/* Words `first` to first + LANES - 1 of a vector, zero-padded. */
-INLINE ivec load_words(const uint8_t *vector, int64_t first, int64_t words) {
-    if (words - first >= LANES) return iload(vector + first * 4);
-    int32_t some[LANES] = {0};
-    memcpy(some, vector + first * 4, (size_t)(words - first) * 4);
-    return iload(some);
+/* Prefetches into L2: the vectors of a run of many heads are more than L1 holds. (It must be inline: gcc treats a
+ * function that only prefetches as having no effect, and drops calls of it.) */
+INLINE void fetch(const uint8_t *vectors, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(vectors + at, 0, 2);
 }
 
 /* Two 8-bit codes of every word as a pair of bfloat16, which hold them exactly; 0 <= part < 2. */
@@ -75,11 +61,15 @@ INLINE void read_columns_of(const int64_t type, const int pairs, int64_t words, 
     const int parts = type == STORED_F32 ? 1 : type == STORED_BF16 || pairs ? 2 : 4;
     for (int half = 0; half < RUN; half += LANES)
         for (int64_t first = 0; first < words; first += LANES) {
+            const int64_t count = words - first < LANES ? words - first : LANES;
+            const uint8_t *vectors[LANES];
+            uint8_t padded[LANES][LANES * 4];
+            for (int i = 0; i < LANES; i++) {
+                vectors[i] = vector_at(p, slot_run->slots[half + i], head) + first * 4;
+                if (count < LANES) vectors[i] = memcpy(padded[i], vectors[i], (size_t)count * 4);
+            }
             ivec block[LANES];
-            for (int i = 0; i < LANES; i++)
-                block[i] = load_words(vector_at(p, slot_run->slots[half + i], head), first, words);
-            transpose(block);
-            int64_t count = words - first < LANES ? words - first : LANES;
+            load_transposed(vectors, block);
             for (int64_t w = 0; w < count; w++)
                 for (int part = 0; part < parts; part++)
                     fstore(columns + ((first + w) * parts + part) * RUN + half,

@@ -353,6 +353,15 @@ static void soften(const Tile *tile, int64_t count, float *scores, State *state)
     }
 }
 
+/* Prefetches the share of a run that is the current head's, of as many whole positions for each: their heads are
+ * contiguous, so that memory is read in its order. */
+INLINE void fetch_share(const Paged *p, const SlotRun *slot_run, const Tile *tile) {
+    const int64_t heads = tile->heads_end - tile->heads_begin, at = tile->head - tile->heads_begin;
+    const int64_t bytes = (heads - 1) * p->head_bytes + p->dim * 4 / word_floats(p);
+    for (int64_t i = RUN * at / heads; i < RUN * (at + 1) / heads; i++)
+        fetch(vector_at(p, slot_run->slots[i], tile->heads_begin), bytes);
+}
+
 /* One segment for all heads of a tile. The heads of a position are contiguous in memory, so heads are the
  * innermost loop and reads are sequential. */
 static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s) {
@@ -367,8 +376,8 @@ static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s)
     for (int64_t i = 0; i < count; i++) {
         for (tile->head = tile->heads_begin; tile->head < tile->heads_end; tile->head++) {
             const Part *part = s->parts + (tile->head - tile->heads_begin);
-            if (i + 1 < count) fetch(&c->keys, slot_run + i + 1, tile->head, tile->head + 1);
-            else fetch(&c->values, slot_run, tile->head, tile->head + 1);
+            if (i + 1 < count) fetch_share(&c->keys, slot_run + i + 1, tile);
+            else fetch_share(&c->values, slot_run, tile);
             int as = in_codes(c) ? AS_CODES : in_pairs(c, &c->keys) ? AS_PAIRS : AS_FLOATS;
             read_columns(&c->keys, slot_run + i, tile->head, as, s->run);
             float *scores = part->scores + i * RUN;
@@ -400,7 +409,7 @@ static void attend_segment(const Call *c, Tile *tile, int64_t begin, Scratch *s)
                         fstore(weights + r * SEGMENT + k,
                                fmul(fload(weights + r * SEGMENT + k), fload(scales + k)));
             }
-            if (i + 1 < count) fetch(&c->values, slot_run + i + 1, tile->head, tile->head + 1);
+            if (i + 1 < count) fetch_share(&c->values, slot_run + i + 1, tile);
             read_rows(&c->values, slot_run + i, tile->head, in_pairs(c, &c->values), s->run);
             mix_run(c, tile->rows, weights, s->run, part->segment.mixed);
         }

@@ -152,15 +152,16 @@ static inline void transpose_4(uint32x4_t *w, uint32x4_t *x, uint32x4_t *y, uint
     *y = vreinterpretq_u32_u64(vtrn2q_u64(a, c));
     *z = vreinterpretq_u32_u64(vtrn2q_u64(b, d));
 }
-static inline void transpose(ivec v[LANES]) {
-    for (int i = 0; i < LANES; i += 4) {
-        transpose_4(&v[i].a, &v[i + 1].a, &v[i + 2].a, &v[i + 3].a);
-        transpose_4(&v[i].b, &v[i + 1].b, &v[i + 2].b, &v[i + 3].b);
-    }
-    for (int i = 0; i < 4; i++) {
-        uint32x4_t kept = v[i].b;
-        v[i].b = v[4 + i].a;
-        v[4 + i].a = kept;
+/* Lane i of to[w] is word w of row i. */
+static inline void load_transposed(const uint8_t *const rows[LANES], ivec to[LANES]) {
+    for (int w = 0; w < LANES; w += 4) {
+        ivec *v = to + w;
+        for (int i = 0; i < 4; i++) {
+            v[i].a = vld1q_u32((const uint32_t *)(rows[i] + w * 4));
+            v[i].b = vld1q_u32((const uint32_t *)(rows[4 + i] + w * 4));
+        }
+        transpose_4(&v[0].a, &v[1].a, &v[2].a, &v[3].a);
+        transpose_4(&v[0].b, &v[1].b, &v[2].b, &v[3].b);
     }
 }
 

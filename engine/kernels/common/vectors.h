@@ -86,28 +86,13 @@ static inline fvec fround(fvec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO
 static inline fvec fzero_unless_above(fvec v, fvec x, fvec bound) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, bound, _CMP_GT_OQ), v);
 }
-static inline void transpose(ivec v[LANES]) {
-    ivec pairs[LANES], fours[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4) {
-        fours[i] = _mm512_unpacklo_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 1] = _mm512_unpackhi_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 2] = _mm512_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-        fours[i + 3] = _mm512_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        ivec a = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0x88);
-        ivec b = _mm512_shuffle_i32x4(fours[i], fours[4 + i], 0xdd);
-        ivec c = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0x88);
-        ivec d = _mm512_shuffle_i32x4(fours[8 + i], fours[12 + i], 0xdd);
-        v[i] = _mm512_shuffle_i32x4(a, c, 0x88);
-        v[4 + i] = _mm512_shuffle_i32x4(b, d, 0x88);
-        v[8 + i] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        v[12 + i] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
+#define UNPACK(half, width, a, b) _mm512_unpack##half##_epi##width(a, b)
+/* 16 bytes of each of four rows, four apart. */
+static inline ivec iload_quarters(const uint8_t *const *rows, int64_t at) {
+    const ivec one = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[0] + at)));
+    const ivec two = _mm512_inserti32x4(one, _mm_loadu_si128((const __m128i *)(rows[4] + at)), 1);
+    const ivec three = _mm512_inserti32x4(two, _mm_loadu_si128((const __m128i *)(rows[8] + at)), 2);
+    return _mm512_inserti32x4(three, _mm_loadu_si128((const __m128i *)(rows[12] + at)), 3);
 }
 
 /* Dot product of four unsigned weights and signed inputs in every lane, added to `sum` (VNNI). `narrow`:
@@ -211,22 +196,11 @@ static inline fvec fround(fvec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAR
 static inline fvec fzero_unless_above(fvec v, fvec x, fvec bound) {
     return _mm256_and_ps(_mm256_cmp_ps(x, bound, _CMP_GT_OQ), v);
 }
-static inline void transpose(ivec v[LANES]) {
-    ivec pairs[LANES], fours[LANES];
-    for (int i = 0; i < LANES; i += 2) {
-        pairs[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
-        pairs[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-    }
-    for (int i = 0; i < LANES; i += 4) {
-        fours[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
-        fours[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
-        fours[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        v[i] = _mm256_permute2x128_si256(fours[i], fours[4 + i], 0x20);
-        v[4 + i] = _mm256_permute2x128_si256(fours[i], fours[4 + i], 0x31);
-    }
+#define UNPACK(half, width, a, b) _mm256_unpack##half##_epi##width(a, b)
+/* 16 bytes of each of two rows, four apart. */
+static inline ivec iload_quarters(const uint8_t *const *rows, int64_t at) {
+    const ivec one = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(rows[0] + at)));
+    return _mm256_inserti128_si256(one, _mm_loadu_si128((const __m128i *)(rows[4] + at)), 1);
 }
 
 static inline ivec dot4(ivec sum, ivec weights, ivec inputs, int narrow) {
@@ -257,6 +231,19 @@ static inline fvec table_look(ftable t, ivec codes) {
 }
 
 #endif
+
+/* Lane i of to[w] is word w of row i: four words of each row at a time, four rows of which share the lanes of 16
+ * bytes, within which unpacking stays. */
+static inline void load_transposed(const uint8_t *const rows[LANES], ivec to[LANES]) {
+    for (int w = 0; w < LANES; w += 4) {
+        ivec v[4];
+        for (int i = 0; i < 4; i++) v[i] = iload_quarters(rows + i, w * 4);
+        const ivec a = UNPACK(lo, 32, v[0], v[1]), b = UNPACK(hi, 32, v[0], v[1]);
+        const ivec c = UNPACK(lo, 32, v[2], v[3]), d = UNPACK(hi, 32, v[2], v[3]);
+        to[w] = UNPACK(lo, 64, a, c), to[w + 1] = UNPACK(hi, 64, a, c);
+        to[w + 2] = UNPACK(lo, 64, b, d), to[w + 3] = UNPACK(hi, 64, b, d);
+    }
+}
 
 #if defined(__AVX512BF16__)
 #define HAS_PAIRS 1
