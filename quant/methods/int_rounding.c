@@ -32,6 +32,15 @@ static inline float least_of(float a, float b) { return a < b ? a : b; }
 static inline float most_of(float a, float b) { return a > b ? a : b; }
 static inline float bounded(float a, float low, float high) { return least_of(most_of(a, low), high); }
 
+/* By bits, as gcc does not vectorize a choice between floats that are computed. */
+static inline float pick(int first, float a, float b) {
+    uint32_t bits, others;
+    memcpy(&bits, &a, sizeof bits), memcpy(&others, &b, sizeof others);
+    bits = (bits & -(uint32_t)first) | (others & ((uint32_t)first - 1));
+    memcpy(&a, &bits, sizeof bits);
+    return a;
+}
+
 static inline float widened(uint16_t half) {
     const uint32_t word = (uint32_t)half << 16;
     float value;
@@ -78,12 +87,12 @@ static void descend_row(const RoundingCall *call, int64_t row, float *restrict g
         const float steps = weights[i] / scale, slope = gradient[i];
         const float wanted = rounded(steps + offsets[i]) + zero, code = bounded(wanted, 0.0f, largest);
         const int below = wanted < 0.0f, above = wanted > largest, inside = wanted == code;
-        const float of_code = code - zero - (inside ? steps : 0.0f);
-        by_step[i] = (symmetric | inside ? of_code : beyond) * slope;
-        by_low[i] = below ? slope : 0.0f;
-        by_high[i] = above ? slope : 0.0f;
+        const float of_code = code - zero - pick(inside, steps, 0.0f);
+        by_step[i] = pick(symmetric | inside, of_code, beyond) * slope;
+        by_low[i] = pick(below, slope, 0.0f);
+        by_high[i] = pick(above, slope, 0.0f);
         const float sign = (float)((slope > 0.0f) - (slope < 0.0f));
-        offsets[i] = bounded(offsets[i] - (inside ? sign * length : 0.0f), -0.5f, 0.5f);
+        offsets[i] = bounded(offsets[i] - pick(inside, sign * length, 0.0f), -0.5f, 0.5f);
     }
     float *slopes = call->slopes + 3 * row;
     slopes[0] = fold(by_step, width), slopes[1] = fold(by_low, width), slopes[2] = fold(by_high, width);
