@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
 from llmopt.engine.kernels.elementwise.reference import fake_quantize_inputs
 from llmopt.engine.kernels.linear.grid import native_grid_of
 from llmopt.engine.kernels.linear.native_linear import (
@@ -66,4 +65,3 @@ def test_inputs_are_rounded_as_torch_rounds_them(
     expected = plain(fake_quantize_inputs(x, scheme, held.parts().get("input_scale")))
     assert torch.equal(fused(x), expected)
     assert not torch.equal(fused(x), plain(x))
-
