@@ -39,8 +39,8 @@ native_rounding = beside(__file__, "int_rounding.c")
 
 
 class _Grid(NamedTuple):
-    """Of each group: scale in the stored dtype, and scale and zero code in float32; `exact`: the zero code
-    before it was rounded, None where it is fixed."""
+    """Scale in the stored dtype, and scale and zero code in float32, of each group `[groups]`; `exact`: the
+    zero code before it was rounded, None where it is fixed."""
 
     stored: torch.Tensor
     scale: torch.Tensor
