@@ -21,6 +21,7 @@ from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -95,6 +96,7 @@ def selected(experts: list[GatedMlp], dtype: torch.dtype, on_inputs: bool = Fals
         (IntScheme(8, -1, True, Activations("int8")), 16),
         (GgufScheme("Q8_0"), 8),
         (Fp4Scheme("mxfp4"), 16),
+        (FloatScheme("block", Activations("fp8", "group128")), 16),
         (LookupScheme(3, 0.01), 16),
     ],
     ids=str,
