@@ -63,7 +63,8 @@ class HadamardBlocks:
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         """Transform each block; 128 divides the width."""
-        return (values.unflatten(-1, (-1, BLOCK)) @ sylvester(BLOCK, values.device)).flatten(-2)
+        blocks = values.contiguous().unflatten(-1, (-1, BLOCK))  # else a product for every row
+        return (blocks @ sylvester(BLOCK, values.device)).flatten(-2)
 
     backward = forward
 
@@ -90,7 +91,7 @@ class HadamardTransform:
 
     def _transformed(self, values: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
         order = 1 if factor is None else len(factor)
-        turned, size = values.reshape(-1, values.shape[-1]), self.block // order
+        turned, size = values.contiguous().view(-1, values.shape[-1]), self.block // order
         inner = 1
         while inner < size:  # H is a Kronecker product of small ones
             step = min(BLOCK, size // inner)

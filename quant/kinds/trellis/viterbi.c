@@ -12,11 +12,11 @@
 #include "parallel.h"
 
 /* MOST: of a 16-bit cost, half of its range; a step adds at most the other. */
-enum { STATES = 65536, BLOCK = 256, PAIR = 2, NARROW = 4, MOST = 32767 };
+enum { STATES = 65536, LANES = 32, PAIR = 2, NARROW = 4, MOST = 32767 };
 
 typedef struct {
     const void *targets;  /* [sequences][length]; int16 up to 4 bits, beyond float */
-    const void *values;   /* [STATES], of the same type; int16 transposed: [2^K j][2^K k][a] */
+    const void *values;   /* [STATES], of the same type; int16 as [a / LANES][2^K j][2^K k][a % LANES] */
     const int32_t *first; /* [sequences], the node that a path starts and ends at; -1: any */
     uint16_t *states;     /* [sequences][length] */
     int64_t sequences, length, bits, threads;
@@ -38,27 +38,31 @@ static inline float wide_square(float value, float target) {
     return (value - target) * (value - target);
 }
 
+#define PRAGMA(text) _Pragma(#text)
+#define UNROLLED(count) PRAGMA(GCC unroll count)
 #define LESSER(a, b) ((b) < (a) ? (b) : (a))
 
-/* One step of two sequences, which share the reading of the values. A vector runs over `a`. */
-#define NARROW_STEP(NAME, K)                                                                                    \
+/* One step of two sequences, which share the reading of the values. A vector runs over `a`; AT_ONCE of the vectors
+ * that choices j win stay in registers until they are stored in turns. */
+#define NARROW_STEP(NAME, K, AT_ONCE)                                                                           \
     static void NAME(const void *table, const void *const costs[PAIR], const void *const targets[PAIR],         \
                      void *const next[PAIR]) {                                                                  \
         enum { CHOICES = 1 << (K), INNER = 1 << (16 - 2 * (K)) };                                               \
         const int16_t *restrict values = table;                                                                 \
         const int16_t target = *(const int16_t *)targets[0], target_too = *(const int16_t *)targets[1];         \
-        for (int base = 0; base < INNER; base += BLOCK) {                                                       \
-            uint16_t won[PAIR][CHOICES][BLOCK];                                                                 \
+        for (int base = 0; base < INNER; base += LANES) {                                                       \
+            uint16_t won[PAIR][CHOICES][LANES];                                                                 \
             const uint16_t *restrict before = (const uint16_t *)costs[0] + base;                                \
             const uint16_t *restrict before_too = (const uint16_t *)costs[1] + base;                            \
-            for (int j = 0; j < CHOICES; j++) {                                                                 \
-                const int16_t *row = values + j * CHOICES * INNER + base;                                       \
-                for (int i = 0; i < BLOCK; i++) {                                                               \
+            UNROLLED(AT_ONCE) for (int j = 0; j < CHOICES; j++) {                                               \
+                const int16_t *row = values + (base * CHOICES + j * LANES) * CHOICES;                           \
+                for (int i = 0; i < LANES; i++) {                                                               \
                     uint16_t least = MOST, least_too = MOST;                                                    \
                     _Pragma("GCC unroll 16") for (int k = 0; k < CHOICES; k++) {                                \
                         const int at = k * INNER + i;                                                           \
-                        const uint16_t cost = before[at] + narrow_square(row[at], target);                      \
-                        const uint16_t cost_too = before_too[at] + narrow_square(row[at], target_too);          \
+                        const int16_t value = row[k * LANES + i];                                               \
+                        const uint16_t cost = before[at] + narrow_square(value, target);                        \
+                        const uint16_t cost_too = before_too[at] + narrow_square(value, target_too);            \
                         least = LESSER(least, cost);                                                            \
                         least_too = LESSER(least_too, cost_too);                                                \
                     }                                                                                           \
@@ -66,19 +70,19 @@ static inline float wide_square(float value, float target) {
                     won[1][j][i] = least_too;                                                                   \
                 }                                                                                               \
             }                                                                                                   \
-            for (int which = 0; which < PAIR; which++) {                                                        \
+            _Pragma("GCC unroll 2") for (int which = 0; which < PAIR; which++) {                                \
                 uint16_t *restrict out = (uint16_t *)next[which] + base * CHOICES;                              \
-                for (int i = 0; i < BLOCK; i++)                                                                 \
+                for (int i = 0; i < LANES; i++)                                                                 \
                     _Pragma("GCC unroll 16") for (int j = 0; j < CHOICES; j++)                                  \
                         out[i * CHOICES + j] = won[which][j][i];                                                \
             }                                                                                                   \
         }                                                                                                       \
     }
 
-NARROW_STEP(step_1, 1)
-NARROW_STEP(step_2, 2)
-NARROW_STEP(step_3, 3)
-NARROW_STEP(step_4, 4)
+NARROW_STEP(step_1, 1, 2)
+NARROW_STEP(step_2, 2, 4)
+NARROW_STEP(step_3, 3, 8)
+NARROW_STEP(step_4, 4, 1)
 
 static inline int32_t bits_of(float value) {
     int32_t bits;
@@ -171,10 +175,15 @@ static void start(const Search *search) {
     }
 }
 
-/* Subtracts the smallest of 16-bit costs from all. */
-static void lower(uint16_t *costs, int nodes) {
+static uint16_t least_of(const uint16_t *costs, int nodes) {
     uint16_t least = MOST;
     for (int node = 0; node < nodes; node++) least = LESSER(least, costs[node]);
+    return least;
+}
+
+/* Subtracts the smallest of 16-bit costs from all. */
+static void lower(uint16_t *costs, int nodes) {
+    const uint16_t least = least_of(costs, nodes);
     for (int node = 0; node < nodes; node++) costs[node] -= least;
 }
 
@@ -184,7 +193,8 @@ static inline float cost_of_step(const Search *search, const void *target, int k
     if (bits > NARROW)
         return wide_square(((const float *)search->values)[k << (16 - bits) | node], *(const float *)target);
     const int a = node >> bits, j = node & ((1 << bits) - 1);
-    const int16_t value = ((const int16_t *)search->values)[(j << bits | k) << (16 - 2 * bits) | a];
+    const int16_t *values = (const int16_t *)search->values + ((a / LANES * LANES) << 2 * bits);
+    const int16_t value = values[(j << bits | k) * LANES + a % LANES];
     return narrow_square(value, *(const int16_t *)target);
 }
 
@@ -194,18 +204,28 @@ static int is_reached(const Search *search, int64_t step, int node) {
     return search->first < 0 || node >> shift == (search->first & ((STATES >> search->bits) - 1) >> shift);
 }
 
-/* The states of the steps from `begin` to `end`, backwards from a node behind them; the node before them.
- * A node some steps before `last` has its upper bits as lower ones; its other bits, the `way`, are free. */
+/* The node some steps before `last`, whose upper bits are its lower ones; its other bits, the `way`, are free. */
+static inline int node_before(const Search *search, int way, int steps, int last) {
+    return way << (16 - search->bits - search->bits * steps) | last >> search->bits * steps;
+}
+
+/* Asks for the costs that the way back from a node over so many steps reads. */
+static void prefetch_ways(const Search *search, int64_t begin, int steps, int last) {
+    const uint8_t *row = row_before(search, begin);
+    for (int way = 0; way < 1 << search->bits * steps; way++)
+        __builtin_prefetch(row + node_before(search, way, steps, last) * number_bytes(search->bits));
+}
+
+/* The states of the steps from `begin` to `end`, backwards from a node behind them; the node before them. */
 static int trace_stretch(const Search *search, int64_t begin, int64_t end, int last, uint16_t *states) {
     const int bits = search->bits, size = 16 - bits, length = (int)(end - begin);
     float costs[STRETCH + 1][WAYS];
     for (int way = 0; way < 1 << bits * length; way++)
-        costs[length][way] =
-            cost_of(search, row_before(search, begin), way << (size - bits * length) | last >> bits * length);
+        costs[length][way] = cost_of(search, row_before(search, begin), node_before(search, way, length, last));
     for (int distance = length - 1; distance > 0; distance--) {
         const void *target = target_of(search, end - 1 - distance);
         for (int way = 0; way < 1 << bits * distance; way++) {
-            const int node = way << (size - bits * distance) | last >> bits * distance;
+            const int node = node_before(search, way, distance, last);
             float least = MOST;
             for (int k = 0; k < 1 << bits; k++) {
                 const float before = costs[distance + 1][k << bits * distance | way];
@@ -234,17 +254,33 @@ static int trace_stretch(const Search *search, int64_t begin, int64_t end, int l
     return node;
 }
 
-/* The path that ends at the first node, or at the cheapest one. */
-static void trace(const Search *search, int64_t length, uint16_t *states) {
-    const void *row = row_before(search, length);
-    int node = search->first < 0 ? 0 : search->first;
-    if (search->first < 0)
-        for (int other = 1; other < STATES >> search->bits; other++)
-            if (cost_of(search, row, other) < cost_of(search, row, node)) node = other;
-    const int stretch = stretch_of(search->bits);
+/* The node that a path ends at: its first one, or the cheapest. */
+static int last_node(const Search *search, const void *row) {
+    const int nodes = STATES >> search->bits;
+    int node = 0;
+    if (search->first >= 0) return search->first;
+    if (search->bits > NARROW) {
+        for (int other = 1; other < nodes; other++)
+            if (((const float *)row)[other] < ((const float *)row)[node]) node = other;
+        return node;
+    }
+    const uint16_t least = least_of(row, nodes);
+    while (((const uint16_t *)row)[node] != least) node++;
+    return node;
+}
+
+/* The paths of a pair, a stretch of each at a time: the costs that one is to read come meanwhile. */
+static void trace(const Search searches[PAIR], int64_t length, uint16_t *const states[PAIR]) {
+    const int stretch = stretch_of(searches[0].bits);
+    int nodes[PAIR];
+    for (int which = 0; which < PAIR; which++)
+        nodes[which] = last_node(&searches[which], row_before(&searches[which], length));
     for (int64_t end = length, begin; end > 0; end = begin) {
         begin = (end - 1) / stretch * stretch;
-        node = trace_stretch(search, begin, end, node, states);
+        for (int which = 0; which < PAIR; which++) {
+            nodes[which] = trace_stretch(&searches[which], begin, end, nodes[which], states[which]);
+            if (begin) prefetch_ways(&searches[which], begin - stretch, stretch, nodes[which]);
+        }
     }
 }
 
@@ -271,8 +307,8 @@ static void search_pair(const ViterbiCall *call, int64_t pair, uint8_t *memory) 
         for (int which = 0; which < PAIR; which++)
             if (bits <= NARROW && (step + 1) % stretch_of(bits) == 0) lower(next[which], STATES >> bits);
     }
-    for (int which = 0; which < PAIR && pair + which < call->sequences; which++)
-        trace(&searches[which], call->length, call->states + (pair + which) * call->length);
+    uint16_t *const states = call->states + pair * call->length;
+    trace(searches, call->length, (uint16_t *[]){states, pair + 1 < call->sequences ? states + call->length : states});
 }
 
 static void search_all(void *argument) {
