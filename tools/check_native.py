@@ -43,12 +43,14 @@ TESTS = [
     "tests/engine/kernels/test_trellis_linear.py",
     "tests/engine/kernels/test_e8p_linear.py",
     "tests/quant/gguf/test_block_codes.py",
+    "tests/quant/grids/test_ranged.py",
     "tests/quant/methods/test_int_rounding.py",
     "tests/quant/trellis/test_viterbi.py",
 ]
 RACES = (
     "never_depends or own_prefix or whatever_the_threads or loop_bit_for_bit or rope or gates "
-    "or dequantized_weight or argmax or multiplied_exactly or codes_are_those or bits_of_torch"
+    "or dequantized_weight or argmax or multiplied_exactly or codes_are_those or ranges_are_those "
+    "or bits_of_torch"
 )
 """Tests of every kernel, with two threads."""
 

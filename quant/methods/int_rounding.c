@@ -6,6 +6,7 @@
 
 #include "fold.h"
 #include "parallel.h"
+#include "rounded.h"
 
 #define VALUES_AT_ONCE 16384
 
@@ -25,12 +26,6 @@ typedef struct {
     atomic_long next;
     atomic_int failed;
 } RoundingJob;
-
-/* Half to even; beyond 2^22 nothing depends on it. */
-static inline float rounded(float a) { return a + 12582912.0f - 12582912.0f; }
-static inline float least_of(float a, float b) { return a < b ? a : b; }
-static inline float most_of(float a, float b) { return a > b ? a : b; }
-static inline float bounded(float a, float low, float high) { return least_of(most_of(a, low), high); }
 
 /* By bits, as gcc does not vectorize a choice between floats that are computed. */
 static inline float pick(int first, float a, float b) {

@@ -13,8 +13,9 @@ import torch
 from torch.nn import functional
 
 from ...base.device import HOST, rows_at_once
-from ..base.grid import Affine, Parameters, RangedGrid, Table, fitted_steps
+from ..base.grid import Affine, Parameters, Table
 from ..base.kind import Kind, Rounding
+from ..base.ranged import Line, RangedGrid
 from ..base.tensor import QuantizedTensor
 from .scheme import CodebookScheme
 
@@ -112,6 +113,8 @@ class CodebookGrid(RangedGrid):
     are the dequantized absmax of all blocks and the tensors they are stored in.
     """
 
+    of_integers = False
+
     def __init__(self, scheme: CodebookScheme, out_features: int, in_features: int):
         self.scheme, self._shape = scheme, (out_features, in_features)
         self._blocks_alone = in_features % scheme.block_size == 0 and not scheme.double_quant
@@ -134,11 +137,8 @@ class CodebookGrid(RangedGrid):
     def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
         return (torch.maximum(-low, high),)
 
-    def refitted(
-        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
-    ) -> Parameters:
-        levels = self.levels(values, parameters)
-        return (fitted_steps(values, levels, importance, parameters[0]),)
+    def refitted(self, line: Line, parameters: Parameters) -> Parameters:
+        return (line.slope(parameters[0]),)
 
     def affine(self, parameters: Parameters) -> Affine:
         step = parameters[0].unsqueeze(-1)

@@ -10,13 +10,11 @@ from ..base.grid import (
     Affine,
     Grid,
     Parameters,
-    RangedGrid,
     ScalarGrid,
-    fitted_line,
-    fitted_steps,
     snap_to_integers,
 )
 from ..base.kind import Kind, Rounding
+from ..base.ranged import Line, RangedGrid
 from .fit import (
     AffineCodes,
     SignedCodes,
@@ -75,15 +73,12 @@ class SimpleBlockGrid(RangedGrid):
             scale = torch.where(-low >= high, low, high) / (-self._levels / 2)
         return scale.to(torch.float16), torch.zeros_like(scale, dtype=torch.float16)
 
-    def refitted(
-        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
-    ) -> Parameters:
-        levels = self.levels(values, parameters)
+    def refitted(self, line: Line, parameters: Parameters) -> Parameters:
         scale, low = (part.to(torch.float32) for part in parameters)
+        scale = line.slope(scale)
         if self.symmetric:
-            return fitted_steps(values, levels, importance, scale).to(torch.float16), parameters[1]
-        scale, low = fitted_line(values, levels, importance, scale, low)
-        return scale.to(torch.float16), low.to(torch.float16)
+            return scale.to(torch.float16), parameters[1]
+        return scale.to(torch.float16), line.offset(scale, low).to(torch.float16)
 
     def affine(self, parameters: Parameters) -> Affine:
         scale, low = (part.to(torch.float32).unsqueeze(-1) for part in parameters)
@@ -93,9 +88,6 @@ class SimpleBlockGrid(RangedGrid):
         if self.scheme.type == "Q8_0":
             return Affine(scale, None, -127, 127)
         return Affine(scale, None, -self._levels // 2, self._levels // 2 - 1)
-
-    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
-        snap_to_integers(scaled, affine)
 
     def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
         codes = levels.view(-1, WIDTH)

@@ -9,16 +9,9 @@ from typing import ClassVar
 import torch
 
 from ...base.device import rows_at_once
-from ..base.grid import (
-    Affine,
-    Parameters,
-    RangedGrid,
-    fitted_line,
-    fitted_steps,
-    snap_to_integers,
-    where,
-)
+from ..base.grid import Affine, Parameters, where
 from ..base.kind import Kind, Rounding
+from ..base.ranged import Line, RangedGrid
 from ..base.tensor import QuantizedTensor, with_scale_dtype
 from .scheme import IntScheme
 
@@ -161,18 +154,11 @@ class IntGrid(RangedGrid):
     def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
         return range_grid(low, high, self.scheme, self.scale_dtype)
 
-    def refitted(
-        self, values: torch.Tensor, importance: torch.Tensor, parameters: Parameters
-    ) -> Parameters:
-        levels = self.levels(values, parameters)
+    def refitted(self, line: Line, parameters: Parameters) -> Parameters:
         scales, zeros = (part.to(torch.float32) for part in parameters)
-        if self.scheme.symmetric:
-            scales = fitted_steps(values, levels, importance, scales)
-        else:  # a line, whose zero is rounded to a code
-            scales, offsets = fitted_line(
-                values, levels, importance, scales, torch.zeros_like(zeros)
-            )
-            zeros = zeros - offsets / scales
+        scales = line.slope(scales)
+        if not self.scheme.symmetric:  # the zero is rounded to a code
+            zeros = zeros - line.offset(scales, torch.zeros_like(zeros)) / scales
         stored = scales.to(self.scale_dtype)
         usable = torch.isfinite(stored) & (stored > 0)
         zeros = zeros.round_().clamp_(0, self.scheme.max_code).to(torch.uint8)
@@ -186,9 +172,6 @@ class IntGrid(RangedGrid):
             return Affine(step, None, -middle, self.scheme.max_code - middle)
         zero = zeros.to(torch.float32).unsqueeze(-1)
         return Affine(step, None, -zero, self.scheme.max_code - zero)
-
-    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
-        snap_to_integers(scaled, affine)
 
     def coded(self, levels: torch.Tensor, parameters: Parameters) -> IntTensor:
         (scales, zeros), scheme = parameters, self.scheme
