@@ -254,7 +254,7 @@ def chosen_rows(given: argparse.Namespace, cases: Sequence[str]) -> list[Row]:
     rows = [row for name, path in named.items() for row in rows_of(name, path)]
     if given.beside:
         rows += [Row("llmopt", name, path, BESIDE) for name, path in named.items()]
-    skipped = set(given.without.split(","))
+    skipped = set(filter(None, given.without.split(",")))
     return [
         row
         for row in rows

@@ -108,6 +108,11 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{begin} | {row['kl_nats']:.3g} | {row['cpu_seconds']:.1f} | {peak} | {end} |"
 
 
+def part_for(is_plain: bool) -> str:
+    """The part of the document that has the table of SmolLM2, or of another model."""
+    return f"{PART} --plain" if is_plain else PART
+
+
 def main() -> None:
     given = parse(sys.argv[1:])
     torch.set_num_threads(given.threads)
@@ -118,7 +123,7 @@ def main() -> None:
     text = "\n".join(lines(fill(prepare(given), cells)))
     print(text)
     if given.docs:
-        write_part(given.docs, PART, text)
+        write_part(given.docs, part_for(given.plain is not None), text)
 
 
 if __name__ == "__main__":

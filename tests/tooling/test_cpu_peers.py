@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 
 from tests.support.start_table import goals_table
-from tools.cpu_peers import measure_loads
+from tools.cpu_peers import chosen_rows, measure_loads
 from tools.peers.models import repeat_in_gguf
 from tools.peers.plan import BESIDE, CASES, Row, ratios_of, rows_of
 from tools.peers.record import TORCH, loads_table, over, roof_share, seconds, spread
@@ -96,3 +97,19 @@ def test_goals_of_a_start_are_marked() -> None:
         ["0.80", "**missed** |"],
         ["476.84", "met |"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("without", "left"),
+    [
+        ("", ["llmopt m", "llamacpp m", "openvino m"]),
+        ("openvino,llmopt m", ["llamacpp m"]),
+        ("fastest,llmopt,openvino", ["llamacpp m"]),
+    ],
+)
+def test_rows_are_left_out_by_package_label_or_name_and_none_by_default(
+    without: str, left: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "m.gguf").touch()
+    given = Namespace(files=[tmp_path / "m.gguf"], beside=None, without=without)
+    assert [row.name for row in chosen_rows(given, ["alone"])] == left

@@ -53,10 +53,9 @@ def test_the_tables_of_the_peers_are_those_of_the_records() -> None:
 
 
 def test_the_times_of_quantizers_are_those_of_the_record() -> None:
-    rows = record("cpu/quantizers.json")["rows"]
-    assert part_of(DOCS / "quantization.md", quantizer_times.PART) == "\n".join(
-        quantizer_times.lines(rows)
-    )
+    for name, is_plain in (("quantizers", False), ("quantizers-1.1B", True)):
+        made = "\n".join(quantizer_times.lines(record(f"cpu/{name}.json")["rows"]))
+        assert part_of(DOCS / "quantization.md", quantizer_times.part_for(is_plain)) == made
 
 
 def test_the_start_table_is_that_of_the_record() -> None:
