@@ -126,8 +126,8 @@ class Preflight:
         return f"{words}; with {quick} about {in_words(self.quick_seconds)}"
 
 
-TIMED_FROM = 60.0
-"""Seconds of a predicted run from which a layer is timed."""
+TIMED_FROM = 300.0
+"""Seconds of a predicted run from which a layer is timed; of a shorter one it would be too large a part."""
 
 
 def preflight(
