@@ -162,7 +162,7 @@ def linked_workload(tmp_path: Path) -> Path:
             "max_tokens": 400,
             "arrival": 0.1,
             "ended": "cancelled",
-            "seconds": 0.1,
+            "seconds": 0.001,  # no processor makes 400 tokens in it
         },
     ]
     path = tmp_path / "linked.jsonl"
@@ -183,7 +183,7 @@ def test_the_engine_is_sent_turns_links_and_cancellations(tmp_path: Path) -> Non
     )
     session = EngineSession(options)
     first, left, after = session.workload.items
-    assert len(first.turns) == 1 and after.after == ("bench-0", 1) and left.cancel_seconds == 0.1
+    assert len(first.turns) == 1 and after.after == ("bench-0", 1) and left.cancel_seconds == 0.001
     assert session.run_pass()
     (load,) = session.passes
     assert load.cancelled == 1 and all(trace.success for trace in load.traces)
