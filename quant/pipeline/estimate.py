@@ -16,7 +16,7 @@ from ..methods.gptq import execution_stages
 from ..methods.registry import METHODS
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, Shapes, matrix_shape
-from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
+from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH, TUNED_PER_BATCH
 from .quantized_layer import HEAD_FAMILY
 
 _FLOAT = 4
@@ -110,7 +110,8 @@ def estimate_memory(
                 )
             )
         if blockwise:
-            graph = batch * (_SAVED_HIDDEN * hidden_size + _SAVED_WIDEST * layer.widest) * _FLOAT
+            tuned = min(tokens, TUNED_PER_BATCH)
+            graph = tuned * (_SAVED_HIDDEN * hidden_size + _SAVED_WIDEST * layer.widest) * _FLOAT
             moments.append(
                 MemoryEstimate(
                     libraries=_LIBRARY_BYTES + _GRADIENT_LIBRARY_BYTES,

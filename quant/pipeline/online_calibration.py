@@ -24,7 +24,7 @@ from ..stream.calibration import Calibration
 from ..stream.calls import States, write_states
 from ..stream.final_submodules import Finals, FinalSubmodules
 from ..stream.kv_scales import KvRanges
-from ..stream.layer_stream import LayerStream
+from ..stream.layer_stream import TUNED_PER_BATCH, LayerStream
 from .quantized_layer import LayerStatistics, QuantizedLayer
 
 _CALIBRATION, _HELD_OUT, _FLOAT = "calibration", "held_out", "float"  # in the file of the states
@@ -304,7 +304,8 @@ class StreamedBlock:
 
     def batches(self, samples: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         if self._share is None:
-            yield from enumerate(samples.split(self._stream.rows(self._inputs.token_ids)))
+            rows = self._stream.rows(self._inputs.token_ids, TUNED_PER_BATCH)
+            yield from enumerate(samples.split(rows))
             return
         own = self._share.own
         for place, sample in enumerate(samples.split(1)):
