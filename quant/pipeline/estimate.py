@@ -16,7 +16,8 @@ from ..methods.gptq import execution_stages
 from ..methods.registry import METHODS
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, Shapes, matrix_shape
-from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH, TUNED_PER_BATCH
+from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
+from .online_calibration import TUNED_PER_BATCH
 from .quantized_layer import HEAD_FAMILY
 
 _FLOAT = 4

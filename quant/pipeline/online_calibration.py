@@ -24,10 +24,11 @@ from ..stream.calibration import Calibration
 from ..stream.calls import States, write_states
 from ..stream.final_submodules import Finals, FinalSubmodules
 from ..stream.kv_scales import KvRanges
-from ..stream.layer_stream import TUNED_PER_BATCH, LayerStream
+from ..stream.layer_stream import LayerStream
 from .quantized_layer import LayerStatistics, QuantizedLayer
 
 _CALIBRATION, _HELD_OUT, _FLOAT = "calibration", "held_out", "float"  # in the file of the states
+TUNED_PER_BATCH = 2048  # tokens of a pass with gradients: less time than with 1,024, more memory
 _JUDGED_SAMPLES = 16  # with which `awq --judge layer` runs a layer
 _LAYERS = 2**16  # more than any model has: seeds of layers do not meet
 

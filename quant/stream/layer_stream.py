@@ -42,9 +42,6 @@ from .replay import Replay, SampleReplay, VisionReplay
 
 KEPT_BYTES = 2**30  # of final submodules' outputs, or as much as the hidden states
 TOKENS_PER_BATCH = 1024  # larger: page faults of temporaries; smaller: slower GEMMs
-TUNED_PER_BATCH = (
-    2048  # tokens of a pass with gradients: 6 % less time, and less of it with more memory
-)
 _IGNORED_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints; every model computes it
 
 
@@ -164,10 +161,10 @@ class LayerStream:
         """Weight `[vocabulary, hidden]` and bias of the output projection, as stored."""
         return self._meta_model.output_projection()
 
-    def rows(self, token_ids: torch.Tensor, tokens: int | None = None) -> int:
-        """Batch size: samples `[samples, length]` per forward, of so many tokens."""
-        tokens = TOKENS_PER_BATCH if tokens is None else tokens
-        return self._walk.max_rows or max(1, tokens // max(1, token_ids.shape[1]))
+    def rows(self, token_ids: torch.Tensor, tokens: int = 0) -> int:
+        """Batch size: samples `[samples, length]` per forward, of so many tokens; 0: as many as usual."""
+        most = tokens or TOKENS_PER_BATCH
+        return self._walk.max_rows or max(1, most // max(1, token_ids.shape[1]))
 
     def batches(self, states: States) -> Iterator[slice]:
         """Cut samples into as many at a time as the layers are run on."""
