@@ -111,7 +111,7 @@ def unpack_states(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 STATES = 1 << STATE_BITS
-_SEAM = 128  # bits on each side of the seam that the first search sees; more gain nothing
+_SEAM = 128  # bits on each side of the seam that the first search sees; more have up to 0.8 % less error
 _NARROW = 4  # bits up to which costs are 16-bit integers
 _MOST, _BLOCKED = (1 << 15) - 1, 1e30  # the highest of these; a float's where no path has arrived
 # Of the largest value: what targets are clipped to, and what differences reach as 16-bit integers. Larger
