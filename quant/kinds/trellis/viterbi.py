@@ -117,9 +117,8 @@ _MOST, _BLOCKED = (1 << 15) - 1, 1e30  # the highest of these; a float's where n
 # Of the largest value: what targets are clipped to, and what differences reach as 16-bit integers. Larger
 # ones, up to 2.25, wrap around to no less than 1.25, far from all that a path would take.
 _CLIPPED, _REACH = 1.25, 1.75
-_TRANSITION = (
-    2.5  # operations of a GEMM in the time of a transition in C: 1.4 to 3.1, measured on Zen 5
-)
+# Operations of a GEMM in the time of a transition in C: 1.4 to 3.1, measured on Zen 5.
+_TRANSITION = 2.5
 _LANES = 32  # of viterbi.c: 16-bit values that lie together
 _TILES = 64  # sequences at a time in torch: 16 MB for every array over the transitions
 _TRIED = 3, 40  # sequences and targets that Triton's search is held against torch's with
