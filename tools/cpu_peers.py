@@ -241,6 +241,8 @@ def start(given: argparse.Namespace, cases: Sequence[str], row: Row) -> Worker:
         python, scripts = given.beside / ".venv/bin/python", given.beside / "tools/peers"
     elif row.package not in ("llmopt", "transformers"):
         python = given.environments / row.package / "bin/python"
+    if not python.exists():
+        sys.exit(f"{python} is missing: --install makes it, --without {row.package} leaves it out")
     return Worker(row, python, {**options, "scripts": scripts})
 
 
