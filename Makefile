@@ -19,7 +19,7 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo best-demo test test-all test-rest test-random test-levels test-arm nightly real gpu-matrix gpu-check contact lint lint-deploy resolve lowest install owners agents clean
+.PHONY: demo best-demo test test-all test-rest test-random test-profiles test-arm nightly real gpu-matrix gpu-check contact lint lint-deploy resolve lowest install owners agents clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -31,9 +31,9 @@ best-demo: $(INSTALLED)
 	$(VENV)/bin/llmopt best --max-kl 0.05 --finalists 5 --output build/best-demo
 
 # The models of the tests are too small for a second thread to pay; a second process does.
-test test-rest test-random test-levels test-arm nightly gpu-check: export OMP_NUM_THREADS = 1
+test test-rest test-random test-profiles test-arm nightly gpu-check: export OMP_NUM_THREADS = 1
 # Workers and commands in fresh interpreters read compiled modules, which some environments keep them from writing.
-test test-rest test-random test-levels: export PYTHONDONTWRITEBYTECODE =
+test test-rest test-random test-profiles: export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(VENV)/bin/python -m pytest
 ALONE = $(shell grep -rl --include='test_*.py' '^@pytest.mark.alone' tests)
 
@@ -53,9 +53,9 @@ SEED ?= 0
 test-random: $(INSTALLED)
 	$(PYTEST) -m "not alone" -n 2 --dist loadfile -p tests.support.random_order --order-seed $(SEED)
 
-# What depends on the processor, at its lower instruction levels (AVX2 alone, ...) and without a C compiler.
-test-levels: $(INSTALLED)
-	$(VENV)/bin/python -m tools.instruction_levels $(LEVELS)
+# What depends on the processor, as one without vector instructions, with AVX-VNNI, and without a C compiler.
+test-profiles: $(INSTALLED)
+	$(VENV)/bin/python -m tools.processor_profiles $(PROFILES)
 
 # The C kernels' tests on aarch64 (NEON, DotProd, I8MM) in an emulator, by the Debian packages gcc-aarch64-linux-gnu,
 # libc6-dev-arm64-cross and qemu-user. Without them every test is skipped and says so.

@@ -10,6 +10,11 @@ Each loads what it needs at its first use.
 
 from __future__ import annotations
 
+import os
+
+if os.environ.get("LLMOPT_CPU"):  # the libraries read their variables when torch is first used
+    from llmopt.quant.base import processor as processor
+
 __version__: str
 __all__ = ["__version__"]
 

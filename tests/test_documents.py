@@ -90,8 +90,8 @@ def test_tests_that_make_and_tools_choose_exist() -> None:
     listed = subprocess.run(
         ["make", "--silent", rule, "lists"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    levels = text_of(ROOT / "tools" / "instruction_levels.py")
-    chosen = {*listed.stdout.split(), *re.findall(r'"(tests/[^"]+)"', levels)}
+    profiles = text_of(ROOT / "tools" / "processor_profiles.py")
+    chosen = {*listed.stdout.split(), *re.findall(r'"(tests/[^"]+)"', profiles)}
     assert len(chosen) > 40
     assert not sorted(path for path in chosen if not (ROOT / path).exists())
 

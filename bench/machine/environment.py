@@ -19,14 +19,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ...engine.base.host import CLOCK_MEMORY, CLOCK_SM, Nvml, cpu_model, usable_cores
+from ...engine.base.host import CLOCK_MEMORY, CLOCK_SM, Nvml, usable_cores
+from ...quant.base.processor import CPUINFO, cpu_model
 from ...quant.model.checkpoint import gguf_file_of
 
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
 SECRET_OPTIONS = ("--api-key", "--header", "--serve-args")
 WHOLE_HASH_BYTES = 2 << 30
 SAMPLE_BYTES, NUM_SAMPLES = 1 << 20, 64
-CPUINFO = Path("/proc/cpuinfo")
 SYS = Path("/sys")
 
 
@@ -248,7 +248,7 @@ def machine_state(device: str, sys: Path = SYS) -> dict[str, Any]:
     return found
 
 
-def cpu_clocks(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[float] | None:
+def cpu_clocks(cpuinfo: Path = CPUINFO) -> list[float] | None:
     """Lowest and highest current CPU clock."""
     try:
         lines = cpuinfo.read_text().splitlines()

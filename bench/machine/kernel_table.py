@@ -47,6 +47,7 @@ from ...engine.model.layers.projection import Projection
 from ...engine.sampling.sampler import SAMPLING, SamplingKernelQuery
 from ...quant.base.build import parallel_start
 from ...quant.base.errors import BadInput
+from ...quant.base.processor import processor_flags, torch_capability
 from ...quant.base.scheme import Activations, Scheme
 from ...quant.kinds.base.kind import kind_of
 from ...quant.kinds.codebook.scheme import CodebookScheme
@@ -172,12 +173,12 @@ def report() -> dict[str, Any] | None:
     }
 
 
-# CPU features that the kernels use, and the probes of torch for them.
 FEATURES = {
-    "bfloat16 products": "_is_avx512_bf16_supported",
-    "8-bit dot products": "_is_vnni_supported",
-    "matrix tiles": "_is_amx_tile_supported",
+    "bfloat16 products": "avx512_bf16",
+    "8-bit dot products": "avx512_vnni",
+    "matrix tiles": "amx_tile",
 }
+"""Features of x86 processors that oneDNN uses, and the flags that name them."""
 
 
 def examine() -> dict[str, Any]:
@@ -189,8 +190,8 @@ def examine() -> dict[str, Any]:
     devices += [torch.device("mps")] if has_mps else []
     found["cpu"] |= {
         "threads": _threads(found["cpu"]["threads"]),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "features": [name for name, probe in FEATURES.items() if _has(probe)],
+        "capability": torch_capability(),
+        "features": [name for name, flag in FEATURES.items() if flag in processor_flags()],
     }
     found["native"] |= _native()
     return found | {
@@ -250,12 +251,6 @@ def _kernels(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             for choice in table(device, dtype)
         ],
     }
-
-
-def _has(probe: str) -> bool:
-    """Calls a probe of torch; they are private and differ between its releases."""
-    has = getattr(torch.cpu, probe, None)
-    return bool(has and has())
 
 
 HEAD_DIM = 128

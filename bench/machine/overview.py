@@ -21,7 +21,6 @@ from ...engine.base.host import (
     Nvml,
     available_memory_bytes,
     cache_bytes,
-    cpu_model,
     place,
     read_topology,
     thread_limit,
@@ -35,7 +34,16 @@ from ...quant.base.build import (
     compiler_version,
     open_library,
 )
-from ...quant.base.processor import PATHS, VARIABLE, choose_path, processor_flags
+from ...quant.base.processor import (
+    NATIVE,
+    PATHS,
+    VARIABLE,
+    choose_path,
+    computes_in_bf16,
+    cpu_model,
+    processor_flags,
+    profile,
+)
 
 PACKAGES = ("llmopt", "torch", "transformers")
 EXTRAS = {
@@ -52,7 +60,7 @@ EXTRAS = {
     "wandb": "bench reports to Weights & Biases",
 }
 """Purpose of each extra of the distribution."""
-SMALLEST_KERNELS = Path(__file__).parents[1] / "kernels/elementwise/rows.c"
+SMALLEST_KERNELS = Path(__file__).parents[2] / "engine/kernels/elementwise/rows.c"
 """The C kernels that show whether the compiler serves: every model needs them."""
 
 
@@ -76,6 +84,8 @@ def overview() -> dict[str, Any]:
         | {package: _version(package) or "not installed" for package in PACKAGES},
         "cpu": {
             "model": cpu_model(),
+            "profile": NATIVE if (chosen := profile()) is None else chosen.name,
+            "default_dtype": "bfloat16" if computes_in_bf16() else "float32",
             "cores": os.cpu_count(),
             "usable_cores": usable_cores(),
             "threads": _threads(),

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ...bench.machine.overview import EXTRAS
 from ...engine.base.units import format_gib
+from ...quant.base.processor import NATIVE
 from .console import table_of
 
 Row = tuple[str, str]
@@ -62,6 +63,8 @@ def _machine(findings: Mapping[str, Any]) -> Table:
 def _processor_rows(cpu: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[Row]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "processor", f"{cpu['model']}: {cpu['usable_cores']} of {cpu['cores']} cores usable"
+    forced = "" if cpu["profile"] == NATIVE else f", as LLMOPT_CPU={cpu['profile']} asks"
+    yield "default dtype", f"{cpu['default_dtype']}{forced}"
     if cpu["cache_bytes"]:
         sizes = (f"{level} {size // 1024:,} KiB" for level, size in cpu["cache_bytes"].items())
         yield "caches", ", ".join(sizes)

@@ -12,6 +12,7 @@ import torch
 
 from ...quant.base.device import cuda_problem, has_nvidia_gpu
 from ...quant.base.errors import BadInput
+from ...quant.base.processor import computes_in_bf16
 from ...quant.model.checkpoint import Checkpoint
 
 CheckpointT = TypeVar("CheckpointT", bound=Checkpoint)
@@ -61,8 +62,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     if device.type == "mps":  # Metal has bfloat16 from macOS 14 on
         return torch.bfloat16 if torch.backends.mps.is_macos_or_newer(14, 0) else torch.float32
-    # Without bf16 instructions a CPU emulates it, tens of times slower than float32.
-    has_bf16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    has_bf16 = torch.backends.mkldnn.is_available() and computes_in_bf16()
     return torch.bfloat16 if has_bf16 else torch.float32
 
 

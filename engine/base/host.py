@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -243,35 +242,6 @@ def give_back_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def cpu_model() -> str:
-    """The CPU model as the system names it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Hardware", "cpu model")):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
-_NARROWER = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
-
-
-def cpu_has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether oneDNN computes in bfloat16 on this CPU: with AVX-512, AVX-NE-CONVERT or Arm's BF16, unless
-    `ONEDNN_MAX_CPU_ISA` keeps it from them. The engine asks torch, which has to be imported for that."""
-    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _NARROWER:
-        return False
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-    named = (line for line in lines if line.lower().startswith(("flags", "features")))
-    flags = set(next(named, "").lower().partition(":")[2].split())
-    return flags >= _AVX512 or bool(flags & {"avx_ne_convert", "bf16"})
 
 
 LIBRARY = "libnvidia-ml.so.1"

@@ -16,8 +16,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from ...quant.base.errors import BadInput
+from ...quant.base.processor import computes_in_bf16
 from ...quant.families.shapes import ModelShape
-from ..base.host import cpu_has_bf16
 from ..base.units import parse_bytes, parse_size, parse_tokens, required_slo
 from ..config.config import EngineConfig
 from ..config.plan_request import PlanRequest
@@ -67,7 +67,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         load = _asked(ask, ((workload.prompt_tokens, workload.answer_tokens),))
     workload = replace(workload, load=load)
     # Where the CPU has no bfloat16 llmopt's engine runs float32; an explicit format is an explicit --dtype.
-    plain_bytes = 2 if cpu_has_bf16() else 4
+    plain_bytes = 2 if computes_in_bf16() else 4
     if engine != "llmopt" or ask.weights is not None:
         plain_bytes = None
     setup = Setup(

@@ -1,8 +1,13 @@
-"""Instruction paths of the C kernels, their detection and selection: AVX2, AVX-VNNI, AVX-512 VNNI; NEON,
-DotProd, I8MM.
+"""What the processor can do, and every decision that rests on it. No other module asks torch or the system.
 
-An aarch64's features come from the kernel's auxiliary vector on Linux, from `sysctlbyname` on macOS. How long
-idle threads of torch's OpenMP spin beside the C kernels is set here, before torch is loaded.
+`LLMOPT_CPU` names a profile of x86 processors. The flags of this machine are then reduced to those of the
+profile, and torch, oneDNN, MKL and OpenBLAS are told to do the same through their own variables, which they
+read when they are first used. So default dtypes, kernels, compiler options and captured steps are those of a
+machine of that kind; the number of cores and the speed of memory remain this machine's.
+
+`LLMOPT_NATIVE` chooses the instruction path of the C kernels alone. An aarch64's features come from the
+kernel's auxiliary vector on Linux, from `sysctlbyname` on macOS. How long idle threads of torch's OpenMP spin
+between the calls of C kernels is set here too, before torch is loaded.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import ctypes
 import os
 import platform
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +30,98 @@ HWCAP2 = {"i8mm": 1 << 13, "bf16": 1 << 14}
 """Bits of Linux's `asm/hwcap.h`, under the names that /proc/cpuinfo gives them."""
 SYSCTL = {"asimddp": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
 """Names below `hw.optional.arm` on macOS; every arm64 of Apple has NEON."""
+
+CPUINFO = Path("/proc/cpuinfo")
+PROFILE_VARIABLE = "LLMOPT_CPU"
+NATIVE = "native"
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq"})
+_ICE_LAKE = _AVX2 | _AVX512 | {"avx512cd", "avx512_vnni", "avx512vbmi", "avx512_vbmi2"}
+_SAPPHIRE_RAPIDS = frozenset({"avx_vnni", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A kind of x86 processor, as `LLMOPT_CPU` names it.
+
+    Attributes:
+        flags: flags that such a processor has, by their names in /proc/cpuinfo; no others are used.
+        libraries: environment that keeps torch, oneDNN, MKL and OpenBLAS to these instructions.
+    """
+
+    name: str
+    flags: frozenset[str]
+    libraries: Mapping[str, str]
+
+
+def _libraries(torch: str, onednn: str, mkl: str, openblas: str) -> dict[str, str]:
+    return {
+        "ATEN_CPU_CAPABILITY": torch,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+        "OPENBLAS_CORETYPE": openblas,
+    }
+
+
+PROFILES = (
+    Profile("generic", frozenset(), _libraries("default", "SSE41", "SSE4_2", "Nehalem")),
+    Profile("avx2", _AVX2, _libraries("avx2", "AVX2", "AVX2", "Haswell")),
+    Profile("avx512", _ICE_LAKE, _libraries("avx512", "AVX512_CORE_VNNI", "AVX512", "SkylakeX")),
+    Profile(
+        "avx512_bf16",
+        _ICE_LAKE | {"avx512_bf16"},
+        _libraries("avx512", "AVX512_CORE_BF16", "AVX512", "SkylakeX"),
+    ),
+    Profile(
+        "amx",
+        _ICE_LAKE | {"avx512_bf16"} | _SAPPHIRE_RAPIDS,
+        _libraries("avx512", "AVX512_CORE_AMX", "AVX512", "SkylakeX"),
+    ),
+)
+"""Any x86-64; Haswell to Zen 3; Ice Lake and newer Xeons without bfloat16; Zen 4; Sapphire Rapids."""
+
+
+def profile() -> Profile | None:
+    """The profile that `LLMOPT_CPU` names; None for this machine as it is.
+
+    Raises:
+        BadInput: an unknown profile, or one whose instructions this processor lacks.
+    """
+    name = os.environ.get(PROFILE_VARIABLE) or NATIVE
+    if name == NATIVE:
+        return None
+    chosen = next((known for known in PROFILES if known.name == name), None)
+    if chosen is None:
+        names = ", ".join(known.name for known in PROFILES)
+        raise BadInput(f"{PROFILE_VARIABLE}={name}: choose {NATIVE}, {names}")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise BadInput(
+            f"{PROFILE_VARIABLE}={name}: this is no x86 processor but {platform.machine()}; "
+            f"choose {NATIVE}"
+        )
+    if missing := sorted(chosen.flags - machine_flags()):
+        raise BadInput(f"{PROFILE_VARIABLE}={name}: this processor lacks {', '.join(missing)}")
+    return chosen
+
+
+def apply_profile() -> None:
+    """Set the variables of the libraries for `LLMOPT_CPU`; call it before torch is imported.
+
+    A wrong value is reported where a decision first needs it, as one line.
+    """
+    try:
+        chosen = profile()
+    except BadInput:
+        return
+    if chosen is None:
+        return
+    late = [name for name, value in chosen.libraries.items() if os.environ.get(name) != value]
+    if late and "torch" in sys.modules:
+        warnings.warn(
+            f"{PROFILE_VARIABLE}={chosen.name} is incomplete: torch was imported before llmopt",
+            stacklevel=2,
+        )
+    os.environ.update(chosen.libraries)
 
 
 def arm_features() -> frozenset[str]:
@@ -87,12 +185,11 @@ class InstructionPath:
         return self.options + tuple(option for flag, option in self.extras if flag in flags)
 
 
-_AVX2 = frozenset({"avx2", "fma", "f16c"})
 _AVX2_OPTIONS = ("-mavx2", "-mfma", "-mf16c")
 PATHS = (
     InstructionPath(
         "avx512vnni",
-        _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"},
+        _AVX2 | _AVX512 | {"avx512_vnni"},
         (*_AVX2_OPTIONS, *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni"))),
         (
             ("avx512_bf16", "-mavx512bf16"),
@@ -116,21 +213,74 @@ PATHS = (
 """Best first, of x86-64 and then of aarch64."""
 
 
-@lru_cache(maxsize=1)
 def processor_flags() -> frozenset[str]:
+    """The flags that may be used: this machine's, within the profile of `LLMOPT_CPU`.
+
+    Raises:
+        BadInput: as `profile`.
+    """
+    chosen = profile()
+    return machine_flags() if chosen is None else machine_flags() & chosen.flags
+
+
+@lru_cache(maxsize=1)
+def machine_flags() -> frozenset[str]:
     """Flags of an x86-64 as /proc/cpuinfo lists them, or features of an aarch64; else empty."""
     if platform.machine() in ("aarch64", "arm64"):
         return arm_features()
     if platform.machine() not in ("x86_64", "AMD64"):
         return frozenset()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return next(
-        (frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")),
-        frozenset(),
+    return frozenset(_cpuinfo("flags").split())
+
+
+def cpu_model() -> str:
+    """The model of the processor as the system names it, with the profile that it is used as."""
+    chosen = profile()
+    name = (
+        _cpuinfo("model name", "Hardware", "cpu model")
+        or platform.processor()
+        or platform.machine()
     )
+    return name if chosen is None else f"{name} used as {chosen.name}"
+
+
+def _cpuinfo(*names: str) -> str:
+    """The first value of one of the names in /proc/cpuinfo; empty where there is none."""
+    try:
+        lines = CPUINFO.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    values = (line.partition(":")[2].strip() for line in lines if line.startswith(names))
+    return next(values, "")
+
+
+_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
+
+
+def computes_in_bf16() -> bool:
+    """Whether oneDNN computes in bfloat16 here, natively or by converting in registers.
+
+    It does with AVX-512, AVX-NE-CONVERT or Arm's BF16, unless `ONEDNN_MAX_CPU_ISA` forbids them; torch for
+    macOS has no oneDNN. Elsewhere torch emulates bfloat16, tens of times slower than float32.
+    """
+    if sys.platform == "darwin":
+        return False
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BF16:
+        return False
+    flags = processor_flags()
+    return flags >= _AVX512 or bool(flags & {"avx_ne_convert", "bf16"})
+
+
+def multiplies_bf16() -> bool:
+    """Whether a GEMM in bfloat16 is faster than one in float32: there are instructions for its products."""
+    return computes_in_bf16() and "avx512_bf16" in processor_flags()
+
+
+def torch_capability() -> str:
+    """The instruction level of torch's own operations, as torch names it; imports torch."""
+    import torch
+
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def choose_path() -> InstructionPath | str:
@@ -176,4 +326,5 @@ def without_openmp_spins(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if (name, value) not in bounded}
 
 
+apply_profile()
 OPENMP_SPINS_ARE_BOUNDED = _bound_openmp_spins()

@@ -19,6 +19,7 @@ from torch import nn
 from ..base.device import HOST, hooks, temporaries_kept
 from ..base.errors import BadInput, first_line
 from ..base.lanes import Share, share_of
+from ..base.processor import multiplies_bf16
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics, in_lanes
 from ..model.architecture import Architecture
@@ -459,7 +460,7 @@ def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) 
         if device.type == "cuda":
             quick = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
-            quick = torch.cpu._is_avx512_bf16_supported()
+            quick = multiplies_bf16()
         return torch.bfloat16 if quick and stored == torch.bfloat16 else torch.float32
     if asked not in ("float32", "bfloat16"):
         raise BadInput(f"--compute {asked!r}: choose auto, float32 or bfloat16")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,20 @@ def test_a_screen_without_torch_that_compiles_one_kernel(tmp_path: Path) -> None
     facts = {"versions", "processor", "threads", "C kernels", "C compiler", "memory", "NVIDIA GPUs"}
     assert facts <= rows and "--all" in out
     assert len(list(tmp_path.rglob("*.so"))) <= 1
+    assert "No such file" not in out
+
+
+def test_the_profile_shows_in_what_torch_says_of_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "llmopt", "doctor", "--json"],
+        capture_output=True,
+        check=True,
+        env=os.environ | {"LLMOPT_CPU": "generic"},
+    )
+    found = json.loads(done.stdout)
+    assert (found["cpu"]["profile"], found["cpu"]["default_dtype"]) == ("generic", "float32")
+    assert (found["cpu"]["capability"], found["cpu"]["features"]) == ("DEFAULT", [])
+    assert found["native"]["path"] is None
 
 
 def test_what_is_wrong_comes_with_a_remedy(

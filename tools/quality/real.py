@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from llmopt.bench.quality.passage import Passage, ProtocolOptions, read_passage
 from llmopt.bench.quality.summary import FORMULAS
-from llmopt.engine.base.host import cpu_model
 from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.base.errors import BadInput
+from llmopt.quant.base.processor import cpu_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.calibration import Calibration, load_calibration

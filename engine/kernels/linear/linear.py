@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
+from ....quant.base.processor import computes_in_bf16
 from ..common.devices import refuses_cpu, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from .native_pack import native_pack
@@ -111,7 +112,7 @@ def _refuses_onednn(kernel_query: LinearKernelQuery) -> str | None:
         return f"it gains nothing in {kernel_query.dtype}"
     if not torch.backends.mkldnn.is_available():
         return "this torch has no oneDNN"
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not computes_in_bf16():
         return "this processor has no bf16 instructions"
     return None
 

@@ -16,7 +16,13 @@ from llmopt.engine.kernels.elementwise.reference import ActivationQuant
 from llmopt.engine.kernels.linear.grid import grid_of, lattice_grid
 from llmopt.engine.kernels.linear.native_linear import InputDtype, PackedLinear, native_linear
 from llmopt.quant.base import processor
-from llmopt.quant.base.processor import VARIABLE, choose_path, processor_flags
+from llmopt.quant.base.processor import (
+    PROFILE_VARIABLE,
+    VARIABLE,
+    choose_path,
+    machine_flags,
+    processor_flags,
+)
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
@@ -49,13 +55,14 @@ def test_the_path_follows_the_features(
     monkeypatch.setattr(processor.platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(processor, "arm_features", lambda: features)
     monkeypatch.setenv(VARIABLE, "auto")
-    processor_flags.cache_clear()
+    monkeypatch.delenv(PROFILE_VARIABLE, raising=False)
+    machine_flags.cache_clear()
     try:
         path = choose_path()
         assert not isinstance(path, str) and path.name == name
         assert path.compiler_options(processor_flags())[-1] == option
     finally:
-        processor_flags.cache_clear()
+        machine_flags.cache_clear()
 
 
 def test_macos_is_asked_by_sysctl(monkeypatch: pytest.MonkeyPatch) -> None:

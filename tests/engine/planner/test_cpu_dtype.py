@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from llmopt.engine.base.device import choose_dtype
-from llmopt.engine.base.host import cpu_has_bf16
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.engine.planner.weights import BF16
-from llmopt.quant.base.processor import VARIABLE
+from llmopt.quant.base.processor import PROFILE_VARIABLE, VARIABLE
 
 # What the engine holds and what a plan says, in a process whose CPU is kept from some instructions.
 HELD = """
@@ -35,47 +32,26 @@ built.close()
 """
 
 
-@pytest.mark.parametrize(("widest", "native"), [(None, "auto"), ("AVX2", "auto"), ("AVX2", "off")])
+@pytest.mark.parametrize(
+    ("profile", "native"),
+    [("native", "auto"), ("avx2", "auto"), ("avx2", "off"), ("generic", "auto")],
+)
 def test_the_planned_weights_are_those_in_memory(
-    widest: str | None, native: str, monkeypatch: pytest.MonkeyPatch
+    profile: str, native: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, native)
-    if widest is not None:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", widest)
+    if profile != "native":
+        monkeypatch.setenv(PROFILE_VARIABLE, profile)
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
     held, planned, stored, blocks, planned_blocks = json.loads(done.stdout)
     assert held == planned
     assert blocks == planned_blocks
-    if widest is not None:  # the norms alone are wider than in the file
+    if profile != "native":  # the norms alone are wider than in the file
         assert stored < held < 1.01 * stored
 
 
-def test_the_flags_of_the_cpu_say_what_torch_says() -> None:
-    import torch
-
-    runs = choose_dtype("auto", torch.device("cpu"))
-    assert cpu_has_bf16() == (runs is torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("line", "has"),
-    [
-        ("flags\t\t: fpu sse2 avx2 avx512f avx512bw avx512vl avx512dq", True),
-        ("flags\t\t: fpu sse2 avx2 avx_ne_convert", True),
-        ("Features\t: fp asimd i8mm bf16", True),
-        ("flags\t\t: fpu sse2 avx2 avx512f", False),
-        ("", False),
-    ],
-)
-def test_flags(line: str, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    path = tmp_path / "cpuinfo"
-    path.write_text(f"processor\t: 0\n{line}\n")
-    assert cpu_has_bf16(path) is has
-
-
 def test_an_explicit_format_is_planned_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setenv(PROFILE_VARIABLE, "generic")
     ask = PlanRequest("stories3M", gpus=("cpu",), weights="bf16")
     plan = plan_as_dict(plan_for(ask))
     assert plan["weight_bytes_per_rank"] == plan["weight_bytes"] == 6_166_016

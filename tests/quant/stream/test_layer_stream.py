@@ -11,6 +11,7 @@ from llmopt.quant.methods.base import InputStatistics
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.model.experts import SplitExperts
+from llmopt.quant.stream import layer_stream
 from llmopt.quant.stream.calls import States
 from llmopt.quant.stream.chain import HIDDEN as HIDDEN_STATES
 from llmopt.quant.stream.layer_stream import LayerStream, compute_dtype
@@ -345,7 +346,7 @@ def test_the_dtype_of_the_gemms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compute_dtype("float32", torch.bfloat16) == torch.float32
     assert compute_dtype("bfloat16", torch.float32) == torch.bfloat16
     for quick in (True, False):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda quick=quick: quick)
+        monkeypatch.setattr(layer_stream, "multiplies_bf16", lambda quick=quick: quick)
         chosen = torch.bfloat16 if quick else torch.float32
         assert compute_dtype("auto", torch.bfloat16) == chosen
         assert compute_dtype("auto", torch.float32) == torch.float32
