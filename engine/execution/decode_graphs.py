@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -199,8 +199,9 @@ class DecodeStep:
     """A CPU graph of the layers on `inputs`, with the LM head of its result, captured behind it.
 
     The logits of all sizes share their memory, as one of them runs at a time.
-    Where both are kernel launches alone, a step is one call of C. One of greedy rows takes its tokens and
-    positions from the step before it, if that was computed here: the host then writes nothing but new blocks.
+    Where both are kernel launches alone, the forward pass is one call of C, and the argmax of greedy rows is
+    another. Greedy rows take their tokens and positions from the step before, if that was computed here: the
+    host then writes nothing but new blocks.
 
     Attributes:
         launches: of its kernels, in order; none where torch has a part in it.
@@ -227,10 +228,7 @@ class DecodeStep:
         def call() -> torch.Tensor:
             # Free at once: memory of the pool that holds the logits of every size, whichever comes first.
             torch.empty(inputs.most_rows, model.vocab_size)
-            logits = model.logits(hidden)
-            if self._tokens is not None:
-                argmax_rows(logits, self._tokens)
-            return logits
+            return model.logits(hidden)
 
         self._forward = Forward(lambda: model.logits(graph.replay()))
         try:
@@ -239,12 +237,12 @@ class DecodeStep:
             return
         if not head.is_native:  # each replay would copy the logits that torch makes
             return
-        tokens = None
-        if self._tokens is not None:
-            tokens = (ctypes.c_int64 * size).from_address(self._tokens.data_ptr())
         head.share_result()
         self._graphs = graph, head  # keep alive what their launches point at
-        self._forward = Forward(self._captured(graph, head), tokens)
+        sampled = None
+        if self._tokens is not None:
+            sampled = _captured_argmax(head.result, self._tokens, capture)
+        self._forward = Forward(self._captured(graph, head), sampled)
 
     def prepare(self, rows: DecodeRows, adapter_slots: Sequence[int] = ()) -> Forward:
         """The step, with the inputs of `rows` in place."""
@@ -281,3 +279,19 @@ class DecodeStep:
             return logits
 
         return run
+
+
+def _captured_argmax(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    capture: Callable[[Callable[[], torch.Tensor]], CpuGraph],
+) -> Callable[[], Iterable[int]]:
+    """A function that writes the argmax of each row to `tokens` [rows] and returns them as a host view."""
+    argmax = capture(lambda: argmax_rows(logits, tokens))
+    on_host = (ctypes.c_int64 * len(tokens)).from_address(tokens.data_ptr())
+
+    def sample() -> Iterable[int]:
+        argmax.replay()
+        return on_host
+
+    return sample

@@ -166,11 +166,12 @@ class Forward(NamedTuple):
     Attributes:
         run: the final hidden states [tokens, hidden], or of a decode batch the logits [rows, vocab]; valid
             until the next step, of whatever size.
-        tokens: the argmax of each row of a decode batch once it has run; None: `run` is all that it gives.
+        sample: argmax of each row of a greedy decode batch, to be called after `run`; None: the sampler takes
+            the logits.
     """
 
     run: Callable[[], torch.Tensor]
-    tokens: Iterable[int] | None = None
+    sample: Callable[[], Iterable[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

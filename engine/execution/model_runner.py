@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -163,9 +164,11 @@ class ModelRunner:
                 logits = forward.run()
             if self.cache.states is not None and (checkpoints := plan.checkpoints):
                 self._save_states(checkpoints)
-            if forward.tokens is not None:
+            if forward.sample is not None:
+                with timer("sample"):
+                    tokens = forward.sample()
                 with timer("fetch_tokens"):
-                    result.tokens = _by_name(rows, forward.tokens)
+                    result.tokens = _by_name(rows, tokens)
                 return LaunchedStep(lambda: result)
         if logits is None:
             return LaunchedStep(lambda: result)
@@ -235,6 +238,12 @@ class ModelRunner:
         adapters = rows_by_adapter([(lora, len(run.token_ids)) for run in runs], self._device)
         inputs = replace(self._inputs_of(runs), adapters=adapters)
         return self.decoder.forward(inputs, self.cache.layers)
+
+    def on_cache(self, cache: KvCache) -> ModelRunner:
+        """A runner of the same model whose `hidden` reads and writes another KV cache."""
+        other = copy(self)
+        other.cache = cache
+        return other
 
     def _inputs(self, layout: StepLayout, sampled: SampledTokens | None = None) -> StepInputs:
         inputs = self._inputs_of(layout.runs)
