@@ -14,17 +14,19 @@ from ..quant.base.errors import BadInput
 from .base.image_input import NO_IMAGES, Images
 from .base.sampling_params import PoolingParams, SamplingParams
 from .build import build_engine
-from .cache.kv_cache import stored_name
+from .cache.kv_cache import KvCache, check_fits_memory, kv_block_bytes, stored_name
 from .config.adapters import adapter_salt
 from .config.compatibility import refuse
 from .config.config import EngineConfig
 from .execution.lora_manager import LoraManager
 from .execution.output_processor import BestOf, OutputProcessor
 from .execution.prompt_pass import PromptPass, plan_steps
+from .execution.start_up import explaining_out_of_memory
 from .execution.step import UNTIMED, PhaseTimer, StepHook, StepResult, StepTimer
 from .execution.step_loop import InFlightStep, SerialLoop, StepLoop, StepRecorder
 from .model.layers.lora import AdapterParts
 from .multimodal.encoder import EncodingError
+from .scheduling.block_pool import BlockPool
 from .scheduling.outputs import EngineStats, RequestOutput
 from .scheduling.request import NO_TURN, Request, RequestTimes, Turn
 
@@ -354,6 +356,28 @@ class Engine:
         self._wait_for_thread()
         scheduler = self.scheduler
         return PromptPass(self.runner, scheduler.pool, scheduler.config, adapter, scheduler.states)
+
+    def unrounded_prompt_pass(self, num_tokens: int, lora: str | None = None) -> PromptPass | None:
+        """As `prompt_pass`, over a KV cache of its own of at least `num_tokens` in the dtype of computation.
+
+        None where this engine's cache rounds nothing, where layers keep a constant state, and with workers.
+        The cache is freed with the pass.
+
+        Raises:
+            BadInput: an unknown adapter, or not enough memory for that cache.
+        """
+        runner, scheduler = self.runner, self.scheduler
+        if runner.cache.dtype == self.dtype or runner.cache.states or self.workers is not None:
+            return None
+        adapter = None if lora is None else self.loras.loaded.key(lora)
+        size = scheduler.config.block_size
+        num_blocks = 1 + -(-num_tokens // size)
+        layouts = runner.decoder.kv_layouts
+        check_fits_memory(num_blocks * kv_block_bytes(layouts, self.dtype, size), self.device)
+        with explaining_out_of_memory("an unrounded KV cache", self.device):
+            cache = KvCache(layouts, num_blocks, size, self.device, self.dtype)
+        unrounded = runner.on_cache(cache)
+        return PromptPass(unrounded, BlockPool(num_blocks), scheduler.config, adapter)
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes and their counters, as a benchmark does between runs."""

@@ -60,6 +60,7 @@ SCORED = {
         Scored("top1", "Top-1 agreement", "share", "top1_agreement", "top1"),
         Scored("flips", "Answers that change", "share", "flips.share"),
         Scored("kl.sure", "KL where the reference is sure", "nats", "sure.kl_nats"),
+        Scored("kl.cache", "KL of rounding the KV cache", "nats", "kv_cache.kl_nats"),
         *(
             Scored(f"kl.{name}", f"KL of {label}", "nats", f"domains.{name}.kl_nats")
             for name, label in DOMAINS.items()

@@ -44,6 +44,9 @@ FORMULAS = {
     "calibration saw",
     "flips": "share of the bundled multiple-choice items whose answer, the option of the highest "
     "log-likelihood behind the context, differs from the reference's; interval: Clopper and Pearson, 95 %",
+    "KL of rounding the KV cache": "mean KL of this model from itself with keys and values in the dtype of "
+    "its activations, over about the first 4,000 scored positions; the reference's cache has the default "
+    "dtype, so that a model is at no distance from itself",
     "rank moved": "share of the scored positions at which the actual token has another rank in this model's "
     "distribution than in the reference's",
     "quality interval": "95 %: block bootstrap over documents, or the windows of a joined text (segments of "
@@ -202,6 +205,8 @@ class Quality:
         interval_method: how the intervals were made.
         speed: rates of scoring (`ScoringSpeed`).
         hurt: the passages that lost most (`hurt_passages`).
+        kv_cache: distance of the model from itself on a KV cache that rounds nothing; None where its own does
+            not round, and for servers.
     """
 
     protocol: str
@@ -230,6 +235,7 @@ class Quality:
     interval_method: str = ""
     speed: Mapping[str, float | None] | None = None
     hurt: list[dict[str, Any]] | None = None
+    kv_cache: Mapping[str, Any] | None = None
 
 
 def summarize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,15 +30,18 @@ from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..quality.domains import FullPassage
 from ..quality.passage import EVALUATION_TEXT, Passage, PassageWindow, ProtocolOptions, read_passage
 from ..quality.positions import PositionScores, QualitySeries, SeriesWriter
-from ..quality.summary import summarize, truncated_kl
+from ..quality.summary import distance, summarize, truncated_kl
 from .tasks import encode_pair
 
 if TYPE_CHECKING:
     from ...engine.engine import Engine
+    from ...engine.execution.prompt_pass import PromptPass
     from ..quality.scoring import SharedScores
 
 # Sequences per decode step of the reference, which makes none.
 SCORING_SEQUENCES = 1
+# Scored tokens from which the KL of rounding the KV cache is taken: it is two more passes of the model.
+CACHE_TOKENS = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ def score_quality(
     """
     from ..quality.scoring import score_passage
 
+    rounding = None
     full = full_passage(options, engine.tokenizer, engine.max_model_len)
     passages = [passage] if full is None else [passage, full.passage]
     if shared is not None and all(map(shared.holds, passages)):
@@ -94,6 +99,8 @@ def score_quality(
         named: dict[str, Any] = {"progress": progress, "what": options.name or "model"}
         pairs = [score_passage(each, model, reference, **named) for each in passages]
         (series, *others), speed = (pair[0] for pair in pairs), pairs[0][1].as_dict()
+        if reference is not None:
+            rounding = _cache_rounding(options, model, passage, progress)
     quality = summarize(
         passage,
         series,
@@ -105,7 +112,43 @@ def score_quality(
     record = asdict(quality)
     if full is not None:
         record |= full.summary(others[0], options.seed)
+    record["kv_cache"] = rounding
     return ScoredQuality(record, series)
+
+
+def _cache_rounding(
+    options: BenchOptions, model: WithAdapter, passage: Passage, progress: Progress
+) -> dict[str, Any] | None:
+    """The distance of the model from itself on a KV cache that rounds nothing; None where its own does not.
+
+    A 16-bit cache next to float32 activations, or one of 8 bits, is a cost of its own: the reference has the
+    cache that the engine takes by default, so that a model is at no distance from itself.
+    """
+    from ..quality.scoring import score_passage
+
+    totals = accumulate(window.num_scored for window in passage.windows)
+    count = next((n for n, sum_ in enumerate(totals, 1) if sum_ >= CACHE_TOKENS), None)
+    part = replace(passage, windows=passage.windows[:count])
+    engine = model.engine
+    num_tokens = _cache_tokens(options, engine.device.type, [part])
+    exact = engine.unrounded_prompt_pass(num_tokens, model.lora)
+    if exact is None:
+        return None
+    opened = _OpenedPass(exact)
+    series, _ = score_passage(part, model, opened, progress=progress, what="KV cache")
+    scored = distance(series, np.ones(len(series.needed("kl")), dtype=bool), options.seed)
+    computed = str(engine.dtype).removeprefix("torch.")
+    return {"dtype": engine.stats.kv_dtype, "computed_in": computed} | (scored or {})
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedPass:
+    """Prompt scorer over a prompt pass that is open already."""
+
+    prompts: PromptPass
+
+    def prompt_pass(self) -> PromptPass:
+        return self.prompts
 
 
 def score_share(
@@ -156,17 +199,13 @@ def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine
     Raises:
         BadInput: the model cannot be served, or its context is shorter than a window.
     """
-    from ...engine.base.device import choose_device, choose_dtype
+    from ...engine.base.device import choose_device
     from ...engine.engine import Engine
-    from ...engine.planner.cache_size import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS
+    from ...engine.planner.cache_size import DEFAULT_BLOCK_SIZE
 
-    device = choose_device(options.device)
-    block_size = options.block_size or DEFAULT_BLOCK_SIZE[device.type]
-    step = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[device.type]
-    # A window, the step after it, and a block for each document that is shorter than one.
-    longest = max(passage.longest for passage in passages)
-    most = max(len(passage.windows) for passage in passages)
-    num_tokens = longest + 2 * step + block_size * min(step, most)
+    kind = choose_device(options.device).type
+    block_size = options.block_size or DEFAULT_BLOCK_SIZE[kind]
+    num_tokens = _cache_tokens(options, kind, passages)
     config = replace(
         options.engine,
         model=resolve_model(options.reference),
@@ -176,8 +215,7 @@ def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine
         cpu_activations=16,
         gpu_memory_utilization=None,
         swap_space_bytes=0,
-        # Not "auto": a reference rounds nothing that it has computed.
-        kv_cache_dtype=str(choose_dtype(options.dtype, device)).removeprefix("torch."),
+        kv_cache_dtype="auto",
         window=None,
         attention_sinks=0,
         kv_budget=None,
@@ -187,6 +225,18 @@ def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine
         speculation=None,
     )
     return Engine(config)
+
+
+def _cache_tokens(options: BenchOptions, kind: str, passages: Sequence[Passage]) -> int:
+    """Tokens of a KV cache that holds a window, the step after it, and a block for each document shorter than
+    one, on a device of that kind."""
+    from ...engine.planner.cache_size import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS
+
+    block_size = options.block_size or DEFAULT_BLOCK_SIZE[kind]
+    step = options.max_num_batched_tokens or DEFAULT_MAX_NUM_BATCHED_TOKENS[kind]
+    longest = max(passage.longest for passage in passages)
+    most = max(len(passage.windows) for passage in passages)
+    return longest + 2 * step + block_size * min(step, most)
 
 
 @dataclass(frozen=True, slots=True)

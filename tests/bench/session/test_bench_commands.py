@@ -15,6 +15,7 @@ from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
+from llmopt.quant.base.processor import computes_in_bf16
 
 FAST = ["--num-prompts", "16", "--output-len", "12", "--num-threads", "1", "--num-runs", "6"]
 
@@ -62,8 +63,14 @@ def test_bench_leaves_a_whole_run_folder(plain: Path) -> None:
     assert ours["peaks"]["requests_in_flight"] == 8
     assert ours["workload"]["is_stand_in"]
     assert 0 < result["median_ttft_ms"] < result["median_e2el_ms"]
-    assert ours["quality"]["kl_nats"] == pytest.approx(0, abs=1e-6)
+    assert (ours["quality"]["kl_nats"], ours["quality"]["max_kl_nats"]) == (0, 0)
     assert ours["quality"]["top1_agreement"] == 1.0
+    rounding = ours["quality"]["kv_cache"]
+    if computes_in_bf16():
+        assert rounding is None
+    else:
+        assert (rounding["dtype"], rounding["computed_in"]) == ("bfloat16", "float32")
+        assert 0 < rounding["kl_nats"] < 1e-3
     assert 2 < ours["quality"]["perplexity"] < 6
     assert ours["prefix_cache_hit_rate"] < 0.2
     # A decode may be above 1: this model is in the cache, and the ceiling is that of memory.

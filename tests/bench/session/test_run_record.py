@@ -9,6 +9,7 @@ import pytest
 from llmopt.bench.load.certify import known_server
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.run_sessions import run_bench
+from llmopt.quant.base.processor import computes_in_bf16
 
 # By the path of the object that holds them, `llmopt` being "". What is "*" differs from machine to
 # machine or from run to run.
@@ -61,7 +62,8 @@ IN_PROCESS = {
     "memory.kv_cache": "dtype bytes_per_token tokens blocks",
     "quality": "protocol description settings source token_sha256 num_tokens num_windows perplexity nll_nats "
     "reference reference_perplexity perplexity_ratio kl_nats median_kl_nats p90_kl_nats p95_kl_nats "
-    "p99_kl_nats p999_kl_nats max_kl_nats top1_agreement rank_moved sure intervals interval_method speed hurt",
+    "p99_kl_nats p999_kl_nats max_kl_nats top1_agreement rank_moved sure intervals interval_method speed hurt "
+    "kv_cache",
     "quality.settings": "*",
     "quality.sure": "num_tokens kl_nats top1_agreement intervals",
     "quality.sure.intervals": "*",
@@ -72,6 +74,11 @@ IN_PROCESS = {
     "roofline.points": "phase num_steps seconds bytes_per_step flops_per_step intensity achieved_flops "
     "achieved_bandwidth mbu mfu of_roof bound explanation",
 }
+if not computes_in_bf16():  # float32 activations next to a cache of 16 bits
+    IN_PROCESS |= {
+        "quality.kv_cache": "dtype computed_in num_tokens kl_nats top1_agreement intervals",
+        "quality.kv_cache.intervals": "*",
+    }
 OVER_HTTP = {
     "": "client silent_failures server server_metrics quality_reason tasks",
     "identity": "server",

@@ -11,6 +11,7 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.execution.prompt_pass import plan_steps
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
@@ -282,3 +283,24 @@ def test_a_cache_beyond_the_free_memory_is_refused():
         BadInput, match=r"a KV cache of 1,048,576.*: .* is free; lower kv_cache_mem"
     ):
         engine("auto", kv_cache_memory_bytes=2**50)
+
+
+@pytest.mark.parametrize("kv", ["bfloat16", "int8"])
+def test_a_pass_over_an_unrounded_cache_is_that_of_a_float32_cache(kv: str) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 128}
+    tokens = [1, *range(20, 70)]
+    rounded = Engine(EngineConfig("stories260K", kv_cache_dtype=kv, **options))
+    exact = Engine(EngineConfig("stories260K", kv_cache_dtype="float32", **options))
+    assert exact.unrounded_prompt_pass(64) is None, "its own cache rounds nothing"
+    free = rounded.scheduler.pool.num_free
+    prompts = rounded.unrounded_prompt_pass(64)
+    assert prompts is not None
+    with prompts:
+        prompts.check_fits(len(tokens))
+        steps = plan_steps([len(tokens)], [prompts])
+        hidden = torch.cat([prompts.hidden(step, [tokens]) for step in steps])
+    assert torch.equal(prompts.logits(hidden), exact.prompt_logits(tokens))
+    assert not torch.equal(rounded.prompt_logits(tokens), exact.prompt_logits(tokens))
+    assert rounded.scheduler.pool.num_free == free
+    with pytest.raises(BadInput, match="of memory is free"):
+        rounded.unrounded_prompt_pass(2**50)

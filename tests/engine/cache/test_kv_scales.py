@@ -83,13 +83,20 @@ def test_queries_and_outputs_take_the_scales_of_a_cache_without(
         llm = LLM(str(tmp_path / "out"), kv_cache_dtype=name, **options)
         params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True)
         (answer,) = llm.generate([[1, 20, 30, 40, 50]], params)
-        codes = llm.engine.runner.cache.layers[0].keys.codes[1, :5].view(torch.uint8)
+        parts = [part for layer in llm.engine.runner.cache.layers for part in layer.parts]
+        codes = [part[1, :5].view(torch.uint8) for part in parts if part.itemsize == 1]
         assert answer.logprobs is not None
         found.append((codes, [(each.token_id, each.logprob) for each in answer.logprobs]))
     (codes, wanted), (alone, got) = found
-    assert torch.equal(codes, alone) and bool(codes.any())
+    assert torch.equal(codes[0], alone[0]) and bool(codes[0].any())
+    # A deeper layer's inputs differ by the order of sums: a value halfway between two codes may take either.
+    steps = torch.cat(
+        [(a.int() - b.int()).abs().flatten() for a, b in zip(codes, alone, strict=True)]
+    )
+    assert int(steps.max()) <= 1 and float(steps.float().mean()) < 0.01
+    tolerance = 1e-2 if steps.any() else 1e-4
     assert [token for token, _ in got] == [token for token, _ in wanted]
-    assert [each for _, each in got] == pytest.approx([each for _, each in wanted], abs=1e-4)
+    assert [each for _, each in got] == pytest.approx([each for _, each in wanted], abs=tolerance)
 
 
 def test_latents_are_cached_by_the_scale_of_the_checkpoint(tmp_path: Path) -> None:
