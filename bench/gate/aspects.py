@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 from ..metrics.metrics import higher_is_better
-from ..page.page import number, percent, size
+from ..page.page import number, signed_percent, size, sizes
 from .limits import MEASURED, PREFIX, SCORED, GateOutcome
 from .verdict import Interval, LimitVerdict, MeasuredVerdict
 
@@ -99,15 +99,18 @@ class AspectVerdict:
         """The quantity, its change with the interval, and the limit, as a clause."""
         if self.new is None:
             return self.reason
+        base, new = sizes(self.base, self.new)
+        if self.unit != "bytes":
+            base, new = _number(self.base), _number(self.new)
         value = size if self.unit == "bytes" else _number
         unit = "" if self.unit in ("", "bytes", "share") else f" {self.unit}"
-        said = f"{self.label} {value(self.new)}{unit}"
+        said = f"{self.label} {new}{unit}"
         if self.is_of_value:
             said += self._between(value)
         elif self.change is not None:
-            signed = partial(percent, digits=2 if self.aspect == QUALITY else 1, signed=True)
+            signed = partial(signed_percent, digits=2 if self.aspect == QUALITY else 1)
             said = f"{self.label} {signed(self.change)}{self._between(signed)}"
-            said += f", {value(self.base)} to {value(self.new)}{unit}"
+            said += f", {base} to {new}{unit}"
         return said if self.limit is None else f"{said}; limit {self.limit}"
 
     def _between(self, words: Callable[[float], str]) -> str:

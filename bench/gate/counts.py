@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..metrics.statistics import Effect, binomial_tails, fisher_tails, p_values, rate_tails
-from ..page.page import size
+from ..page.page import signed_percent, size, sizes
 from ..record.result import RunData
 from .limits import Counted, GateOutcome, Limit
 from .verdict import FALSE_REGRESSION, Excess, LimitVerdict, Tails
@@ -34,8 +34,10 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
     value, said = after, f"{counted.label} is {shown(after, counted.unit)}"
     if limit.relative and before is not None:
         value = relative_change(before, after)
-        said = f"{counted.label} went from {shown(before, counted.unit)} to "
-        said += f"{shown(after, counted.unit)} ({value * 100:+.2f} %)"
+        ends = shown(before, counted.unit), shown(after, counted.unit)
+        if counted.unit == "bytes":
+            ends = sizes(before, after)
+        said = f"{counted.label} went from {ends[0]} to {ends[1]} ({signed_percent(value, 2)})"
     evidence = tails_of(counted.key, limit, base, new)
     if evidence is None:
         evidence = Excess.of(limit, (value, value))

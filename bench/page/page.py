@@ -31,6 +31,21 @@ def percent(value: float | None, digits: int = 1, *, signed: bool = False) -> st
     return f"{value * 100:{'+' if signed else ''}.{digits}f} %"
 
 
+def signed_percent(value: float | None, digits: int = 1) -> str:
+    """0.123 as `+12.3 %`, with as many more digits as tell a small change from none."""
+    while value and digits < 6 and abs(value) * 100 < 0.5 * 10**-digits:
+        digits += 1
+    return percent(value, digits, signed=True)
+
+
+def sizes(before: float | None, after: float | None) -> tuple[str, str]:
+    """Two sizes as text: in bytes where `size` would print different ones alike."""
+    shown = size(before), size(after)
+    if before is None or after is None or before == after or shown[0] != shown[1]:
+        return shown
+    return f"{before:,.0f} B", f"{after:,.0f} B"
+
+
 def size(num_bytes: float | None) -> str:
     """Bytes in the binary unit that leaves one to four digits before the point."""
     if num_bytes is None:

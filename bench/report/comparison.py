@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from ..gate.compare import Comparison, RunData
@@ -25,7 +24,8 @@ from ..page.page import (
     markdown_table,
     number,
     percent,
-    size,
+    signed_percent,
+    sizes,
 )
 from .figures import SHARED_ROOFLINE, captioned, comparison_figures, label_of
 from .parts import named_notes, report_page
@@ -96,13 +96,11 @@ def check_rows(checks: Sequence[LimitVerdict]) -> list[list[str]]:
     rows = []
     for check in checks:
         base, new = check.base, check.new
-        change = "" if check.change is None else percent(check.change, 2, signed=True)
-        shown = size if check.unit == "bytes" else partial(number, digits=4)
+        moved = "" if check.change is None else signed_percent(check.change, 2)
+        ends = sizes(base, new) if check.unit == "bytes" else (number(base, 4), number(new, 4))
         label = check.label if check.unit in ("", "bytes") else f"{check.label} ({check.unit})"
         between = score_interval_words(check)
-        rows.append(
-            [label, shown(base), shown(new), change, between, check.limit, check.outcome.value]
-        )
+        rows.append([label, *ends, moved, between, check.limit, check.outcome.value])
     return rows
 
 
@@ -132,7 +130,7 @@ def memory_rows(comparison: Comparison) -> list[list[str]]:
         "peak_resident_bytes": "Peak resident",
     }
     return [
-        [names[key], size(base), size(new), percent(new / base - 1, signed=True)]
+        [names[key], *sizes(base, new), signed_percent(new / base - 1)]
         for key, (base, new) in comparison.memory.items()
         if base and new
     ]
@@ -352,6 +350,6 @@ def delta_cards(comparison: Comparison) -> list[Card]:
     base, new = comparison.memory.get("served_weight_bytes", (None, None))
     if base and new:
         cards.append(
-            Card("Weights", percent(new / base - 1, signed=True), "", f"{size(base)} → {size(new)}")
+            Card("Weights", signed_percent(new / base - 1), "", " → ".join(sizes(base, new)))
         )
     return cards

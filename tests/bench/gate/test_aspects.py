@@ -10,7 +10,7 @@ import pytest
 from llmopt.bench.gate.aspects import AspectVerdict
 from llmopt.bench.gate.compare import Comparison, RunData, compare
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
-from llmopt.bench.page.page import number, percent, to_markdown
+from llmopt.bench.page.page import number, percent, signed_percent, sizes, to_markdown
 from llmopt.bench.report.comparison import comparison_page, deltas_table
 from llmopt.bench.studies.recipe_page import HEADER, recipe_page, summary_table
 from llmopt.cli.output.bench_tables import print_comparison
@@ -166,3 +166,11 @@ def test_the_error_of_rtn_stands_once() -> None:
         one.result["llmopt"]["memory"]["kv_cache"] = None
     text = to_markdown(recipe_page(run))
     assert "| 0.00612 | 0.834 |" in text and "0.00734" not in text
+
+
+def test_what_differs_is_printed_as_different() -> None:
+    assert signed_percent(0.0001234) == "+0.01 %" and signed_percent(0.0) == "+0.0 %"
+    assert (signed_percent(-0.0000012, 2), signed_percent(-0.123)) == ("-0.0001 %", "-12.3 %")
+    assert sizes(6_176_768, 6_177_512) == ("6,176,768 B", "6,177,512 B")
+    assert sizes(6_176_768, 6_176_768) == ("5.89 MiB", "5.89 MiB")
+    assert sizes(6_176_768, 3_088_384) == ("5.89 MiB", "2.95 MiB")

@@ -229,7 +229,8 @@ def test_compare_lists_what_was_varied_and_names_the_condition(
     identity = RunData.read(base).result["llmopt"]["identity"]
     engine = {**identity["engine"], "cpu_activations": 8, "max_num_seqs": 3}
     varied = changed_copy(root, tmp_path / "varied", quantization="gguf", engine=engine)
-    gate = ("--gate", "weight_bytes<=+0% kl<=0.5")
+    # In float32 the norms of a checkpoint that counts as quantized are wider than in the file.
+    gate = ("--gate", "weight_bytes<=+0.1% kl<=0.5")
     capsys.readouterr()
     assert llmopt("compare", base, varied, *gate, "--markdown", tmp_path / "page.md") == 0
     shown = capsys.readouterr().out

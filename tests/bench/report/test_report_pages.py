@@ -382,3 +382,14 @@ def test_a_plan_is_shown_beside_what_was_measured() -> None:
     (section,) = sections_of("report/plan_residuals.jinja", part=part, planned=planned)
     assert section.tables[0].rows == [["TPOT, ms", "2", "3", "+50.0 %", "8 sequences of 40 tokens"]]
     assert "Not as planned: tokens of a block: 32" in section.paragraphs[1]
+
+
+@pytest.mark.parametrize(("seconds", "is_shown"), [(2.9, False), (3.1, True)])
+def test_the_peak_of_a_second_needs_passes_of_three(seconds: float, is_shown: bool) -> None:
+    """A second that the pass does not fill is counted as one: the peak stood below the mean."""
+    made = passes()
+    for load_pass in made:
+        load_pass.duration = seconds
+    result = a_result(BenchOptions(), made)
+    assert ("Peak output token throughput" in console_table(result, ("ttft",), (99.0,))) == is_shown
+    assert result["max_output_tokens_per_s"] > 0, "the record has what vLLM's has"
