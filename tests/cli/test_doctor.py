@@ -21,7 +21,7 @@ from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
 from llmopt.engine.kernels.elementwise.dispatch import GATE
 from llmopt.engine.kernels.elementwise.reference import torch_silu_gate
 
-from ..support.native_paths import needs_compiler
+from ..support.native_paths import needs_compiler, needs_x86
 from .test_shell import told
 
 
@@ -42,6 +42,7 @@ def test_a_screen_without_torch_that_compiles_one_kernel(tmp_path: Path) -> None
     assert "No such file" not in out
 
 
+@needs_x86
 def test_the_profile_shows_in_what_torch_says_of_itself() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "llmopt", "doctor", "--json"],

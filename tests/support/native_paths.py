@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 
 import pytest
 from llmopt.quant.base.build import BuildFailed, compiler_command
@@ -22,4 +23,7 @@ def native_paths() -> list[str]:
 
 needs_compiler = pytest.mark.skipif(
     not native_paths(), reason="without a C compiler it takes minutes, or there is nothing to test"
+)
+needs_x86 = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="profiles are of x86 processors"
 )

@@ -13,6 +13,8 @@ from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.engine.planner.weights import BF16
 from llmopt.quant.base.processor import PROFILE_VARIABLE, VARIABLE
 
+from ...support.native_paths import needs_x86
+
 # What the engine holds and what a plan says, in a process whose CPU is kept from some instructions.
 HELD = """
 import json
@@ -32,6 +34,7 @@ built.close()
 """
 
 
+@needs_x86
 @pytest.mark.parametrize(
     ("profile", "native"),
     [("native", "auto"), ("avx2", "auto"), ("avx2", "off"), ("generic", "auto")],
@@ -50,6 +53,7 @@ def test_the_planned_weights_are_those_in_memory(
         assert stored < held < 1.01 * stored
 
 
+@needs_x86
 def test_an_explicit_format_is_planned_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROFILE_VARIABLE, "generic")
     ask = PlanRequest("stories3M", gpus=("cpu",), weights="bf16")

@@ -13,6 +13,8 @@ from llmopt.quant.base import processor
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.processor import PATHS, PROFILES, VARIABLE
 
+from ...support.native_paths import needs_x86
+
 ROOT = Path(__file__).resolve().parents[3]
 VARIABLES = (processor.PROFILE_VARIABLE, "ONEDNN_MAX_CPU_ISA")
 AVX512 = "avx512f avx512bw avx512vl avx512dq"
@@ -51,6 +53,7 @@ def decisions(name: str, monkeypatch: pytest.MonkeyPatch) -> dict:
     return json.loads(done.stdout)
 
 
+@needs_x86
 @pytest.mark.parametrize(
     ("name", "dtype", "compute", "linear", "path", "torch"),
     [
@@ -104,6 +107,7 @@ def test_the_command_line_reports_it_with_exit_code_2() -> None:
     assert re.fullmatch(r"error: LLMOPT_CPU=avx9: choose [\w, ]+\n", done.stderr)
 
 
+@needs_x86
 def test_torch_that_came_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "import torch, llmopt.quant.base.processor"
     monkeypatch.setenv(processor.PROFILE_VARIABLE, "generic")
