@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from ...quant.base.errors import BadInput
+from ...quant.base.extras import require
 from ..machine.pass_usage import process_cpu_seconds
 from .trace_writer import Passed, TraceWriter
 
@@ -199,12 +200,7 @@ def record(
     parts = urlsplit(upstream)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BadInput(f"--upstream {upstream}: give a URL such as http://localhost:8000")
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError as error:
-        raise BadInput(
-            "llmopt record needs the package aiohttp: pip install 'llmopt[record]'"
-        ) from error
+    require("llmopt record", "record", "aiohttp")
     # The thread that parses must not hold the streams up.
     sys.setswitchinterval(0.0005)
     secret = salt.encode() if salt else secrets.token_bytes(32)

@@ -11,11 +11,11 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...quant.base.errors import BadInput
+from ...quant.base.extras import import_extra
 from ...quant.base.option import option
 
 BATCH = 100  # MLflow's limit of parameters in one request
@@ -157,8 +157,8 @@ class MlflowTracker:
     name = "MLflow"
 
     def __init__(self, uri: str, experiment: str) -> None:
-        mlflow = _package("mlflow", "--mlflow-uri needs MLflow")
-        self._entities: Any = import_module("mlflow.entities")
+        mlflow = import_extra("--mlflow-uri", "mlflow", "mlflow")
+        self._entities: Any = import_extra("--mlflow-uri", "mlflow", "mlflow.entities")
         self._uri = uri
         # By default the library retries for minutes where no server answers.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -191,15 +191,6 @@ def _key(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
-def _package(name: str, needed: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise BadInput(
-            f"{needed}: pip install 'llmopt[{name}]', or leave the option away"
-        ) from error
-
-
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
@@ -214,7 +205,7 @@ class WandbTracker:
     name = "W&B"
 
     def __init__(self, project: str, entity: str | None = None) -> None:
-        self._wandb = _package("wandb", "--wandb-project needs wandb")
+        self._wandb = import_extra("--wandb-project", "wandb", "wandb")
         self._project, self._entity = project, entity
         if os.environ.get("WANDB_MODE") in WITHOUT_LOGIN:
             return

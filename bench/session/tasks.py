@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ...engine.base.sampling_params import SamplingParams
 from ...quant.base.errors import BadInput, first_line
+from ...quant.base.extras import import_extra
 from ..options.options import BenchOptions
 from ..quality.domains import BUNDLED_TASKS, ChoiceTask, bundled_task, scored_bundled
 from ..quality.task_items import TaskItems, items_of, metric_rows
@@ -65,12 +66,8 @@ def prepare_tasks(words: Sequence[str], options: BenchOptions | None = None) -> 
 
 
 def _lm_eval_tasks(words: Sequence[str]) -> TaskSet:
-    try:
-        package, tasks = import_module("lm_eval"), import_module("lm_eval.tasks")
-    except ImportError as error:
-        raise BadInput(
-            f"--tasks needs lm-eval ({first_line(error)}): pip install 'llmopt[eval]'"
-        ) from error
+    package = import_extra("--tasks", "eval", "lm_eval")
+    tasks = import_extra("--tasks", "eval", "lm_eval.tasks")
     paths = [word for word in words if word.endswith((".yaml", ".yml"))]
     for path in paths:
         if not Path(path).is_file():

@@ -12,12 +12,12 @@ import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
+from ...quant.base.extras import import_extra
 from ...quant.base.progress import Progress
 from ..record.result import RESULT_NAME, RunData
 from .recipe import BASE_NAME, Recipe, bench_of
@@ -164,10 +164,7 @@ def require_ray() -> Any:
     Raises:
         BadInput: it is not installed.
     """
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise BadInput("--on ray needs Ray: pip install 'llmopt[ray]'") from error
+    return import_extra("--on ray", "ray", "ray")
 
 
 def run_on_ray(stages: Stages, work: Callable[[Path, str], None], progress: Progress) -> None:

@@ -9,12 +9,12 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ...quant.base.atomic_io import expanded
 from ...quant.base.errors import BadInput, first_line
+from ...quant.base.extras import import_extra
 from .synthetic import IMAGE_NOTE, data_url
 from .workload import Tokenizer, Workload, numbered, oversampled, read_text
 
@@ -183,12 +183,7 @@ def hub_rows(
     Raises:
         BadInput: the package `datasets`, the data set, the subset or the split is missing.
     """
-    try:
-        datasets = import_module("datasets")
-    except ImportError as error:
-        raise BadInput(
-            "--dataset hf needs the package datasets: pip install 'llmopt[hub]'"
-        ) from error
+    datasets = import_extra("--dataset hf", "hub", "datasets")
     try:
         rows = datasets.load_dataset(name, name=subset, split=split, streaming=True)
         if shuffle:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...quant.base.errors import BadInput
+from ...quant.base.extras import missing
 from ...quant.families.shapes import ModelShape
 from .devices import Device, find_device
 from .probed_shape import ProbedShape
@@ -340,7 +341,7 @@ def _folders() -> Mapping[str, Path]:
     """
     spec = find_spec(PACKAGE.replace("-", "_"))
     if spec is None or not spec.submodule_search_locations:
-        raise BadInput(f"--operators silicon needs {PACKAGE}: pip install 'llmopt[silicon]'")
+        raise missing("--operators silicon", PACKAGE, "silicon")
     systems = Path(next(iter(spec.submodule_search_locations))) / "systems" / "data"
     found = {_device_of(folder.name): folder for folder in systems.iterdir()}
     return {name: folder for name, folder in found.items() if name}

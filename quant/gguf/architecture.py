@@ -10,13 +10,13 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import BadInput
+from ..base.extras import import_extra
 from ..families.family import GgufRules, ModelFamily
 from ..families.registry import all_families, model_family, type_of
 from ..model.checkpoint import read_json
@@ -374,12 +374,7 @@ def to_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
 @cache
 def _tensor_map(architecture: str) -> dict[str, str]:
     """GGUF names of the tensors of one layer, by every name that the `gguf` package knows."""
-    try:
-        gguf = import_module("gguf")
-    except ImportError as error:
-        raise BadInput(
-            "GGUF files need the package gguf for their tensor names: pip install 'llmopt[gguf]'"
-        ) from error
+    gguf = import_extra("a GGUF file", "gguf", "gguf")
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(numbers[architecture], 1).mapping
     return {name: tensor for name, (_, tensor) in table.items()}

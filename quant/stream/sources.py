@@ -14,6 +14,7 @@ from typing import Any
 from ...recipes import DATA, MODELS
 from ..base.atomic_io import expanded
 from ..base.errors import BadInput, first_line
+from ..base.extras import import_extra
 
 STORIES = DATA / "calibration.txt"
 MIXED = DATA / "calibration_mixed.jsonl.xz"
@@ -159,14 +160,12 @@ def _turn(turn: Any, where: str) -> dict[str, str]:
 
 
 def _from_hub(dataset_id: str) -> Iterator[Document]:
+    use = f"{dataset_id!r} is no file here; reading it from the hub"
+    datasets = import_extra(use, "hub", "datasets")
     try:
-        from datasets import load_dataset  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise BadInput(
-            f"{dataset_id!r} is no file here; to read it from the hub: pip install 'llmopt[hub]'"
-        ) from error
-    try:
-        rows = list(islice(load_dataset(dataset_id, split="train", streaming=True), _HUB_ROWS))
+        rows = list(
+            islice(datasets.load_dataset(dataset_id, split="train", streaming=True), _HUB_ROWS)
+        )
     except Exception as error:  # the library raises many types; the user needs one line
         reason = first_line(error)
         raise BadInput(f"the hub did not give dataset {dataset_id!r}: {reason}") from error

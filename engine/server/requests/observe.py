@@ -27,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.logging import DefaultFormatter
 
 from ....quant.base.errors import BadInput
+from ....quant.base.extras import import_extra
 from ..protocol.generation_protocol import REQUEST_ID
 from ..protocol.server_options import LogFormat
 from .request_record import CURRENT, RequestRecord, Totals, new_request_id, set_record
@@ -300,13 +301,8 @@ def check_tracing(endpoint: str) -> str:
     for name in _PROTOCOL_VARIABLES:
         if os.environ.get(name, _PROTOCOL) != _PROTOCOL:
             raise BadInput(f"{name}={os.environ[name]}: traces are sent as {_PROTOCOL} alone")
-    try:
-        import opentelemetry.exporter.otlp.proto.http.trace_exporter
-        import opentelemetry.sdk.trace  # noqa: F401
-    except ImportError as error:
-        raise BadInput(
-            f"--otlp-traces-endpoint needs the package {error.name}: pip install 'llmopt[otel]'"
-        ) from error
+    for module in ("exporter.otlp.proto.http.trace_exporter", "sdk.trace"):
+        import_extra("--otlp-traces-endpoint", "otel", f"opentelemetry.{module}")
     parts = urlsplit(endpoint)
     return endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path=TRACES_PATH))
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ...base.errors import BadInput
+from ...base.extras import import_extra
 from ..base.grid import where
 from .fit import error_weights, fit_signed, half, reciprocal
 from .small_blocks import pack_bits, read_half, unpack_bits
@@ -60,12 +59,7 @@ def points(type_name: str, device: torch.device) -> torch.Tensor:
     Raises:
         BadInput: the package `gguf` is not installed.
     """
-    try:
-        quants = import_module("gguf.quants")
-    except ImportError as error:
-        raise BadInput(
-            f"{type_name} needs the package gguf for its codebook: pip install 'llmopt[gguf]'"
-        ) from error
+    quants = import_extra(f"the codebook of {type_name}", "gguf", "gguf.quants")
     reader = getattr(quants, type_name)
     reader.init_grid()
     table = torch.from_numpy(np.array(reader.grid).reshape(reader.grid_shape)).to(device)

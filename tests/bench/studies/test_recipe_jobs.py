@@ -103,7 +103,7 @@ def test_without_ray_one_line_says_what_to_install(mine: Path, tmp_path: Path) -
             capture_output=True,
             text=True,
         )
-        assert done.stderr == "error: --on ray needs Ray: pip install 'llmopt[ray]'\n"
+        assert done.stderr == "error: --on ray needs the package ray: pip install 'llmopt[ray]'\n"
         assert done.returncode == 2 and not (tmp_path / "out").exists()
 
 

@@ -155,7 +155,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     clear()
     monkeypatch.setattr(operator_tables, "find_spec", lambda name: None)
     with pytest.raises(
-        BadInput, match=r"needs aiconfigurator-core: pip install 'llmopt\[silicon\]'"
+        BadInput, match=r"needs the package aiconfigurator-core: pip install 'llmopt\[silicon\]'"
     ):
         tables()
 
