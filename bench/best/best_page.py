@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...quant.base.extras import is_installed
 from ..page.page import (
     MISSING,
     Card,
@@ -17,6 +18,7 @@ from ..page.page import (
     ReportTable,
     ReportVerdict,
     Tone,
+    drawn,
     number,
     percent,
     size,
@@ -238,6 +240,7 @@ def front_figures(decision: Decision) -> list[Figure]:
     return figures
 
 
+@drawn
 def front_svg(decision: Decision, against: str) -> str:
     """KL on a logarithmic axis against MiB or milliseconds a token; down and left is better."""
 
@@ -320,7 +323,7 @@ def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | 
         for one in decision["finalists"]
         if (point := points.get(one["id"])) and point["expected_kl"]
     ]
-    if len(pairs) < 2:
+    if len(pairs) < 2 or not is_installed("matplotlib"):
         return None
     from scipy.stats import rankdata
 
@@ -373,6 +376,7 @@ def layers_figure(point: Mapping[str, Any]) -> Figure | None:
     return Figure(f"layers-{point['id']}", layers_svg(cells, point), caption)
 
 
+@drawn
 def layers_svg(cells: Mapping[str, Mapping[int, str]], point: Mapping[str, Any]) -> str:
     """Cells whose colour is the family of their kind, the stronger the more bits it has."""
     kinds = sorted(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, ParamSpec
 
 from ...quant.base.atomic_io import write_atomically
+from ...quant.base.extras import is_installed
 
 if TYPE_CHECKING:
     import jinja2
@@ -119,6 +120,19 @@ class Figure:
     svg: str
     caption: str = ""
     half: bool = False
+
+
+P = ParamSpec("P")
+NO_PICTURES = "Without pictures, which need matplotlib: pip install 'llmopt[plots]'."
+
+
+def drawn(draw: Callable[P, str]) -> Callable[P, str]:
+    """Make a function that draws an SVG return an empty text where matplotlib is not installed."""
+
+    def draw_if_possible(*arguments: P.args, **options: P.kwargs) -> str:
+        return draw(*arguments, **options) if is_installed("matplotlib") else ""
+
+    return draw_if_possible
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,18 @@ import io
 import re
 from collections.abc import Sequence
 from html import escape
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
-from matplotlib.text import Text
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
-from matplotlib.transforms import Bbox
+from ...quant.base.extras import is_installed
+
+if TYPE_CHECKING or is_installed("matplotlib"):
+    import matplotlib as mpl
+    from matplotlib.axes import Axes
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+    from matplotlib.transforms import Bbox
 
 INK, MUTED, GRID = "#1c2733", "#64748b", "#e2e8f0"
 BASE, NEW = "#2563eb", "#c2570c"

@@ -17,6 +17,7 @@ Markdown are both rendered from the parsed page.
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -25,7 +26,9 @@ from functools import cache
 from html import escape, unescape
 from typing import TYPE_CHECKING, Any
 
+from ...quant.base.extras import is_installed
 from .page import (
+    NO_PICTURES,
     Card,
     Figure,
     MarkedText,
@@ -106,9 +109,12 @@ class PageReader:
         return self
 
     def page(self) -> Page:
-        return Page(
-            self._title, self._subtitle, self._verdict, self._cards, self.sections, self._warnings
-        )
+        sections, warnings = self.sections, self._warnings
+        if not is_installed("matplotlib"):
+            _warn_once(NO_PICTURES)
+            warnings = [*warnings, NO_PICTURES]
+            sections = [s for s in sections if s.paragraphs or s.figures or s.tables or s.texts]
+        return Page(self._title, self._subtitle, self._verdict, self._cards, sections, warnings)
 
     def _read_line(self, line: str) -> None:
         if match := ROW.fullmatch(line):
@@ -162,6 +168,8 @@ class PageReader:
         elif isinstance(part, Card):
             self._cards.append(part)
         elif isinstance(part, Figure):
+            if not part.svg:
+                return
             section = self.sections[-1]
             first = bool(section.tables) and (section.tables_first or not section.figures)
             self._change(figures=[*section.figures, part], tables_first=first)
@@ -172,6 +180,11 @@ class PageReader:
 
     def _change(self, **parts: Any) -> None:
         self.sections[-1] = replace(self.sections[-1], **parts)
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
 
 
 def _text(marked: str) -> str:

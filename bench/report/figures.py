@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from ..gate.compare import Comparison, RunData
 from ..gate.limits import GateOutcome
 from ..gate.verdict import STEPS, MeasuredVerdict, OperatingCurve
 from ..metrics.metrics import samples
 from ..metrics.trace import LoadPass
-from ..page.page import Figure
+from ..page.page import Figure, drawn
 from ..page.plot_style import (
     BAD,
     DECODE,
@@ -34,6 +33,9 @@ from ..page.plot_style import (
     whole_numbers,
 )
 from ..record.comparable import served_weight_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "End to end"}
 MAX_BARS = 120
@@ -57,6 +59,7 @@ SHARED_ROOFLINE = (
 )
 
 
+@drawn
 def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
     """Empirical distribution functions of TTFT, TPOT, ITL and end-to-end latency.
 
@@ -90,6 +93,7 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
     return to_svg(figure, "Empirical distribution functions of " + ", ".join(SHORT.values()))
 
 
+@drawn
 def timeline_svg(one: LoadPass) -> str:
     """Timeline: every request of a pass as a bar, and below it the output tokens per second."""
     figure, axes = canvas(
@@ -125,6 +129,7 @@ def timeline_svg(one: LoadPass) -> str:
     return to_svg(figure, "Timeline of the requests of one pass and the tokens per second")
 
 
+@drawn
 def turns_svg(turns: Sequence[Mapping[str, Any]]) -> str:
     """TTFT by turn, and the growth of the prompt with its cached part."""
     figure, (latency, length) = canvas(2, width=11, height=3.2)
@@ -151,6 +156,7 @@ def turns_svg(turns: Sequence[Mapping[str, Any]]) -> str:
     return to_svg(figure, "Time to first token and prompt tokens by turn")
 
 
+@drawn
 def steps_svg(load_pass: LoadPass) -> str:
     """Tokens of prefill and decode over the time of a pass, and the KV blocks in use."""
     steps = load_pass.engine_steps
@@ -199,6 +205,7 @@ def _rate(
     return np.diff(np.interp(edges, np.maximum.accumulate(times), counts)) / np.diff(edges)
 
 
+@drawn
 def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
     """Log-log roofline from {name: `llmopt.roofline`}: of one run in FLOP/s, of several as shares of each
     run's own ceilings, which differ from run to run."""
@@ -298,6 +305,7 @@ def label_of(base: RunData, new: RunData) -> str:
     return new.name if new.name != base.name else f"{new.name} (new)"
 
 
+@drawn
 def changes_svg(deltas: Sequence[MeasuredVerdict]) -> str:
     """Slowdown of every gated metric with its 90 % interval and its limit; right is worse."""
     figure, (axis,) = canvas(width=11, height=0.9 + 0.5 * len(deltas))
@@ -319,6 +327,7 @@ def changes_svg(deltas: Sequence[MeasuredVerdict]) -> str:
     return to_svg(figure, "Change of every gated metric with its interval")
 
 
+@drawn
 def operating_curve_svg(curves: Sequence[OperatingCurve]) -> str:
     """Chance of pass, regression and no verdict by the true change, a panel a limit."""
     columns = min(len(curves), 3)
@@ -350,6 +359,7 @@ def slowdown_bounds(delta: MeasuredVerdict) -> tuple[float, float]:
     return 1 / (1 + delta.high) - 1, highest
 
 
+@drawn
 def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
     """Speed, quality and memory of several runs, side by side."""
     panels: dict[str, Callable[[Any], float | None]] = {

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
 from ..gate.compare import unusable
-from ..page.page import Figure, Page, ReportVerdict
+from ..page.page import Figure, Page, ReportVerdict, drawn
 from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg
 from ..record.comparable import incomparable, served_weight_bytes, widened_notes
 from ..record.result import RunData
@@ -65,6 +65,7 @@ def front(candidates: Mapping[str, ParetoPoint], quality_name: str | None) -> li
     ]
 
 
+@drawn
 def pareto_svg(
     candidates: Mapping[str, ParetoPoint], quality_name: str, against: Literal["size", "speed"]
 ) -> str:

@@ -18,7 +18,7 @@ from ...engine.planner.plan import DeploymentPlan, DevicePlan
 from ...engine.planner.plan_json import WrittenPlan, read_plan
 from ...engine.planner.speed import attainable_flops
 from ..metrics.trace import LoadPass, RequestTrace
-from ..page.page import Figure, Page, ReportVerdict, to_html
+from ..page.page import Figure, Page, ReportVerdict, drawn, to_html
 from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, label, title, to_svg
 from ..page.templates import page_of
 
@@ -82,6 +82,7 @@ def _verdict(plan: DeploymentPlan, first: DevicePlan) -> ReportVerdict:
     return ReportVerdict("bad", f"Does not fit on {where}.", f"The limit is {limit}.{hint}")
 
 
+@drawn
 def _memory_svg(devices: Sequence[DevicePlan]) -> str:
     figure, (axis,) = canvas(width=9, height=0.9 + 0.42 * len(devices))
     names = [f"{device.deployment.gpus} x {device.gpu}" for device in devices]
@@ -111,6 +112,7 @@ def _components(device: DevicePlan) -> tuple[float, ...]:
     return tuple(size / GIB for size in sizes)
 
 
+@drawn
 def _sequences_svg(plan: DeploymentPlan) -> str:
     figure, (axis,) = canvas(width=9, height=3.4)
     limit = max(plan.model.shape.max_context, plan.workload.context)
@@ -138,6 +140,7 @@ def _sequences_svg(plan: DeploymentPlan) -> str:
     return to_svg(figure, "Context against concurrency")
 
 
+@drawn
 def _times_svg(devices: Sequence[DevicePlan], measured: bool) -> str:
     """Bars of the expected times, with the bands that measured ones were in as whiskers."""
     loaded = [(device, device.loaded) for device in devices if device.loaded is not None]
@@ -159,6 +162,7 @@ def _times_svg(devices: Sequence[DevicePlan], measured: bool) -> str:
     return to_svg(figure, "Expected TPOT and TTFT under load, with the error of such plans")
 
 
+@drawn
 def _roofline_svg(device: DevicePlan) -> str:
     figure, (axis,) = canvas(width=9, height=3.6)
     hardware, recipe = device.device, device.deployment.recipe

@@ -15,7 +15,7 @@ from ..load.certify import ClientError
 from ..metrics.metrics import METRICS, percentile_word, window_sentence
 from ..metrics.run_statistics import STEADY_FORMULAS
 from ..metrics.trace import LoadPass
-from ..page.page import MISSING, Page, ReportTable, ReportVerdict, number, percent
+from ..page.page import MISSING, Page, ReportTable, ReportVerdict, drawn, number, percent
 from ..page.plot_style import BASE, MUTED, NEW, canvas, label, title, to_svg
 from ..page.templates import page_of
 from ..quality.task_items import metric_name, score_words
@@ -301,6 +301,7 @@ def points_table(record: Mapping[str, Any]) -> ReportTable:
     )
 
 
+@drawn
 def throughput_latency_svg(record: Mapping[str, Any]) -> str:
     """Output throughput over mean latency, the loads in order joined by a line, the knee marked."""
     kind = record["kind"]

@@ -15,6 +15,7 @@ from ..page.page import (
     ReportTable,
     ReportVerdict,
     Tone,
+    drawn,
     number,
     percent,
 )
@@ -150,6 +151,7 @@ def figure_text(key: str, value: float | None) -> str:
     return f"{value:,.4g}" if abs(value) < 1000 else number(value, 0)
 
 
+@drawn
 def pareto_svg(rows: Sequence[Row], front: Sequence[str], axes: tuple[str, str]) -> str:
     """Two figures of every cell against each other, coloured by server configuration, with the front."""
     across, up = axes

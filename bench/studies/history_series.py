@@ -24,7 +24,7 @@ from ...quant.base.errors import BadInput
 from ..gate.limits import Quantity
 from ..metrics.metrics import higher_is_better
 from ..metrics.statistics import student_cdf, student_quantile
-from ..page.page import Figure, Page, ReportVerdict, percent
+from ..page.page import Figure, Page, ReportVerdict, drawn, percent
 from ..page.plot_style import ABOVE, BAD, BASE, GOOD, MUTED, canvas, name_points, title, to_svg
 from ..page.templates import page_of
 from .history_runs import HistoryRun
@@ -358,6 +358,7 @@ def history_verdict(series: Sequence[Series]) -> ReportVerdict:
     return ReportVerdict("bad", headline, said)
 
 
+@drawn
 def series_svg(series: Series) -> str:
     """The runs, the level of each segment, and the change points with their commits."""
     figure, (axis,) = canvas(width=11, height=2.9)

@@ -10,7 +10,7 @@ from typing import Any
 from ..gate.aspects import SPEED
 from ..gate.compare import Comparison
 from ..load.inprocess import reason_in_words
-from ..page.page import Figure, Page, ReportTable, ReportVerdict, number, percent, size
+from ..page.page import Figure, Page, ReportTable, ReportVerdict, drawn, number, percent, size
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..record.comparable import served_weight_bytes, widened_words
 from ..report.comparison import TONES, aspects_table, deltas_table
@@ -163,6 +163,7 @@ def decode_explanation(result: Mapping[str, Any]) -> str:
     return next((p["explanation"] for p in points if p["phase"] == "decode"), "")
 
 
+@drawn
 def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
     """Slowdown of each variant with its 90 % interval, one panel per metric."""
     keys = {d.key: d.label for variant in variants for d in variant.comparison.deltas}
