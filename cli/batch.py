@@ -15,7 +15,7 @@ from ..engine.server.protocol.server_options import ServedModelOptions
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, output_to, with_options
 from .options.shared import Json, check_models
-from .serving import app_options
+from .serving import app_options, require_server
 
 if TYPE_CHECKING:
     from ..engine.server.batch_file import BatchFile
@@ -43,6 +43,7 @@ def batch(
     as_json: Json = False,
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
+    require_server("batch")
     from ..engine.server.batch_file import digest_of, read_batch
     from ..engine.server.batch_run import AnswerJournal
     from ..quant.base.atomic_io import check_output

@@ -17,6 +17,7 @@ from .serving import (
     hand_over,
     options_given,
     refuse_handover_options,
+    require_server,
     server_options,
     warn_if_open,
 )
@@ -52,6 +53,7 @@ def serve_local(
         hand_over(other.engine, name, asked)
         return
     refuse_handover_options(asked)
+    require_server("serve-local")
     folder = resolve_model(name)  # before torch is imported
 
     keywords = keywords_of_words(EngineConfig, engine)

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+def require_server(command: str) -> None:
+    """Raises BadInput where a package of the server is missing, before a model loads."""
+    from ..quant.base.extras import require
+
+    modules = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx", "httpcore", "PIL")
+    require(f"llmopt {command}", "serve", *modules)
+
+
 def server_options(words: Words, *, host: str) -> ServerOptions:
     """The server's options, all checked: files, packages and addresses.
 

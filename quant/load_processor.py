@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .base.errors import BadInput, first_line
+from .base.extras import require
 from .base.plain_tokenizer import plain_tokenizer, quiet
 from .families.registry import model_family, type_of
 from .gguf.container import GgufFile
@@ -121,6 +122,7 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
         raise BadInput(
             f"{folder} has no {' or '.join(_FILES)}: without them images cannot be processed"
         )
+    require("a processor of images", "images", "PIL")
     try:
         image_processor = _image_processor(folder, trust_remote_code)
         kind = _processor_class(folder, trust_remote_code)

@@ -28,6 +28,7 @@ from ...engine.planner.plan_request import plan_for
 from ...engine.planner.weights import WeightRecipe
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.errors import BadInput
+from ...quant.base.extras import require
 from ...quant.base.option import offer
 from ...quant.base.progress import Progress
 from ...quant.base.scheme import Scheme
@@ -127,6 +128,8 @@ class Target:
         for name in asked.formats:
             if name not in FORMATS:
                 raise BadInput(f"--format {name}: {offer(name, FORMATS)}")
+        if asked.loads_in != "vllm" and "gguf" in (asked.formats or FORMATS):
+            require("the format gguf (else give --format compressed-tensors)", "gguf", "gguf")
         longest, shape = PlanContext.of(asked).context, find_model(str(path)).shape
         if asked.context is not None and longest > shape.max_context:
             raise BadInput(

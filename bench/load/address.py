@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...quant.base.errors import BadInput
+from ...quant.base.extras import import_extra
 from ...quant.load_processor import load_tokenizer
 from ...quant.models import is_local, resolve_model
 from ..options.options import BenchOptions
@@ -251,13 +252,12 @@ def server_version(address: Address) -> str | None:
 
 def gpu_of_metrics(address: Address) -> str | None:
     """The GPUs named by the labels of the server's Prometheus metrics, sorted."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     try:
+        parser = import_extra("a scrape of server metrics", "serve", "prometheus_client.parser")
         text = address.get("/metrics").decode("utf-8", "replace")
         names = {
             sample.labels[label]
-            for family in text_string_to_metric_families(text)
+            for family in parser.text_string_to_metric_families(text)
             for sample in family.samples
             for label in GPU_LABELS
             if sample.labels.get(label) and not sample.labels[label].isdigit()

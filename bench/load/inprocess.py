@@ -190,11 +190,12 @@ class ImagePreparation:
         if not item.images:
             return item.prompt_token_ids, NO_IMAGES
         from ...engine.base.image_input import MediaLimits
-        from ...engine.multimodal.media import load_images
 
         began, support = time.perf_counter(), engine.images
         if support.processor is None:
             support.refuse()
+        from ...engine.multimodal.media import load_images
+
         images = load_images(item.images, MediaLimits())
         placeholder = engine.tokenizer.convert_tokens_to_ids(support.processor.image_token)
         text = item.prompt_token_ids

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from prometheus_client.parser import text_string_to_metric_families
-
+from ...quant.base.errors import BadInput
+from ...quant.base.extras import import_extra
 from .json_http import RequestFailed
 
 if TYPE_CHECKING:
@@ -77,13 +77,14 @@ def parse_samples(text: str) -> dict[str, Sample]:
 
 def _values(text: str) -> Iterator[tuple[tuple[int, str], str, SampleKind, float]]:
     """((rank of the prefix, full name), short name, kind, value) of every sample that is kept."""
-    for family in text_string_to_metric_families(text):
+    parser = import_extra("a scrape of server metrics", "serve", "prometheus_client.parser")
+    for family in parser.text_string_to_metric_families(text):
         rank = next((n for n, p in enumerate(PREFIXES) if family.name.startswith(p)), None)
         if rank is None or family.name.endswith("_info"):
             continue
         for sample in family.samples:
             if (kind := _kind(family.type, sample.name)) is not None:
-                short = sample.name.removeprefix(PREFIXES[rank])
+                short: str = sample.name.removeprefix(PREFIXES[rank])
                 yield (rank, sample.name), SYNONYMS.get(short, short), kind, sample.value
 
 
@@ -165,6 +166,8 @@ class Scraper:
             return f"{self.url} has no Prometheus metrics"
         except RequestFailed as error:
             return f"{self.url} {'does not answer:' if error.is_unreachable else 'answers'} {error}"
+        except BadInput as error:
+            return str(error)
         except ValueError:
             return f"{self.url} is not in Prometheus' text format"
 

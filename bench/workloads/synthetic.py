@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...quant.base.errors import BadInput
+from ...quant.base.extras import import_extra
 from ...recipes import DATA
 from .workload import Tokenizer, Workload, fit_lengths, numbered
 
@@ -289,8 +290,7 @@ class ImageBuckets:
 
     def draw(self, rng: np.random.Generator) -> str:
         """A random image as the data URL of a JPEG."""
-        from PIL import Image
-
+        Image = import_extra("a random image", "images", "PIL.Image")
         height, width = self.sizes[rng.choice(len(self.sizes), p=self.probabilities)]
         pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         file = BytesIO()

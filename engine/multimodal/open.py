@@ -141,6 +141,8 @@ def prepare_prompt(prompt: Mapping[str, Any], support: ImageSupport) -> Prepared
     sources = prompt.get("images") or ()
     if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
         raise BadInput("the key 'images' of a prompt is a list")
+    if support.processor is None:
+        support.refuse()
     from .media import load_images
 
     images = load_images(sources, MediaLimits())

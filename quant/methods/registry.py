@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..base.errors import BadInput
+from ..base.extras import require
 from ..base.option import flag_of, offer, options_of
 from ..base.scheme import SUPPORTED_BITS, Scheme
 from ..kinds.registry import format_names
@@ -346,8 +347,11 @@ def check_method(name: str) -> None:
 
 
 def check_format(name: str, others: Sequence[str] = ()) -> None:
-    """Raises BadInput for a name of no format, nor of `others`; a method is answered with its option."""
+    """Raises BadInput for a name of no format, nor of `others`; a method is answered with its option, and
+    a format whose package is missing with the extra that has it."""
     if name in (known := [*format_names(), *others]):
+        if name == "gguf":
+            require("the format gguf", "gguf", "gguf")
         return
     if name in METHODS:
         raise BadInput(f"unknown format {name!r}: {name} is a method: --method {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -152,3 +153,13 @@ def test_a_server_without_metrics_says_why(
     assert scraper.reason is not None and words in scraper.reason
     scraper.start()
     assert scraper.stop() == ([], 0)
+
+
+def test_a_scrape_without_its_package_names_the_extra(
+    without_metrics: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Silent, "status", 200)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "prometheus_client.parser", raising=False)
+    reason = Scraper(Address.parse(without_metrics)).reason
+    assert reason is not None and reason.endswith("pip install 'llmopt[serve]'")
