@@ -52,10 +52,13 @@ EXTRAS = {
     "eval": "bench --tasks",
     "gguf": "GGUF files",
     "hub": "data sets of the Hugging Face hub",
+    "images": "images of prompts, calibration and workloads",
     "mlflow": "bench reports to MLflow",
     "otel": "serve-local exports traces",
+    "plots": "pictures in reports",
     "ray": "run --on ray, best --on ray",
     "record": "the proxy of record",
+    "serve": "serve-local, batch, and metrics of the server that bench measures",
     "silicon": "kv-plan --operators silicon",
     "wandb": "bench reports to Weights & Biases",
 }

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import metadata
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from llmopt.engine.kernels.common.dispatch import Candidate
 from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
 from llmopt.engine.kernels.elementwise.dispatch import GATE
 from llmopt.engine.kernels.elementwise.reference import torch_silu_gate
+
+from tools.structure import ROOT
 
 from ..support.native_paths import needs_compiler, needs_x86
 from .test_shell import told
@@ -85,7 +87,19 @@ def test_what_is_wrong_comes_with_a_remedy(
 
 
 def test_each_extra_says_what_it_serves() -> None:
-    assert set(EXTRAS) == {*(metadata("llmopt").get_all("Provides-Extra") or ())} - {"dev"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(EXTRAS) == set(project["optional-dependencies"]) - {"all", "dev"}
+
+
+def test_a_package_of_an_extra_that_others_name_is_listed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = ['no-such>=2; extra == "images"', 'llmopt[images]; extra == "serve"']
+    monkeypatch.setattr(
+        "llmopt.bench.machine.overview.requires", lambda name: [*lines, "no-core>=1"]
+    )
+    missing = {each["package"]: each["extra"] for each in overview()["missing"]}
+    assert missing == {"no-such>=2": "images", "no-core>=1": None}
 
 
 def test_json_holds_the_kernel_table(capsys: pytest.CaptureFixture[str]) -> None:
