@@ -8,6 +8,9 @@ where a lower bound is not what `lowest` takes: such a bound was never tested.
 
 PyPI's torch for Linux is the CUDA build. The CPU build is stood in for by a wheel of metadata, with the
 requirements of the installed torch but CUDA's and Triton: one machine rarely reaches all its wheels.
+
+`python tools/resolve.py --count` counts the packages of an install instead, beyond llmopt itself: without
+extras and with each, on Linux x86-64 within constraints.txt.
 """
 
 from __future__ import annotations
@@ -17,9 +20,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import tomllib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import requires
@@ -38,6 +42,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+COUNTED_PYTHON = "3.12"
 PLATFORMS = {
     "Linux x86-64": "x86_64-manylinux_2_31",
     "Linux aarch64": "aarch64-manylinux_2_31",
@@ -81,26 +86,35 @@ class Resolver:
         self._uv = find_uv_bin()
         self._environment = uv_environment()
 
-    def resolve(self, wanted: str, machine: Machine) -> Resolution:
-        """A set on a machine with PyPI's torch, or with the CPU build of the same release."""
-        on_pypi = self._compile(wanted, machine)
+    def resolve(
+        self, wanted: str, machine: Machine, extras: Sequence[str] | None = None
+    ) -> Resolution:
+        """A set on a machine with PyPI's torch, or with the CPU build of the same release.
+
+        `extras` replaces those of the set.
+        """
+        if extras is None:
+            extras = ["dev"] if wanted == "pinned" else extras_of(self._project)
+        on_pypi = self._compile(wanted, machine, extras)
         if machine.build != "CPU" or on_pypi.fault:
             return on_pypi
         release = on_pypi.versions["torch"].base_version
-        folder = self._scratch / f"{wanted}-{machine.platform}-{machine.python}".replace(" ", "-")
+        parts = (wanted, machine.platform, machine.python, *extras[:1])
+        folder = self._scratch / "-".join(parts).replace(" ", "-")
         folder.mkdir()
         stand_in(folder, release)
         pin = folder / "cpu.txt"
         pin.write_text(f"torch=={release}+cpu\n")
-        return self._compile(wanted, machine, "--find-links", folder, "--constraint", pin)
+        return self._compile(wanted, machine, extras, "--find-links", folder, "--constraint", pin)
 
-    def _compile(self, wanted: str, machine: Machine, *more: str | Path) -> Resolution:
+    def _compile(
+        self, wanted: str, machine: Machine, extras: Sequence[str], *more: str | Path
+    ) -> Resolution:
         command = [self._uv, "pip", "compile", self._project, "--quiet", "--no-header"]
         command += ["--no-annotate", "--only-binary", ":all:", "--no-python-downloads"]
         command += ["--python", sys.executable, "--python-version", machine.python]
         command += ["--python-platform", PLATFORMS[machine.platform]]
         command += ["--resolution", "lowest-direct" if wanted == "lowest" else "highest"]
-        extras = ["dev"] if wanted == "pinned" else extras_of(self._project)
         command += [word for extra in extras for word in ("--extra", extra)]
         if wanted == "pinned":
             command += ["--constraint", self._constraints]
@@ -162,7 +176,30 @@ def machines() -> Iterator[Machine]:
             yield Machine(platform, python, build)
 
 
+def count() -> int:
+    """Print how many packages an install takes with each extra, and those of the core by name."""
+    installs = [(), *((extra,) for extra in extras_of(PROJECT))]
+    builds = [Machine("Linux x86-64", COUNTED_PYTHON, build) for build in ("CPU", "CUDA")]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(8) as pool:
+        resolver = Resolver(PROJECT, CONSTRAINTS, Path(scratch))
+        cells = [("pinned", machine, extras) for extras in installs for machine in builds]
+        resolutions = list(pool.map(lambda cell: resolver.resolve(*cell), cells))
+    if faults := [resolution.fault for resolution in resolutions if resolution.fault]:
+        print(*faults, sep="\n")
+        return 1
+    packages = [sorted({*resolution.versions} - {"llmopt"}) for resolution in resolutions]
+    print(f"{'install':<20} {'CPU':>4} {'CUDA':>5}")
+    for extras, cpu, cuda in zip(installs, packages[::2], packages[1::2], strict=True):
+        name = f"llmopt[{extras[0]}]" if extras else "llmopt"
+        print(f"{name:<20} {len(cpu):>4} {len(cuda):>5}")
+    names = f"llmopt, CPU: {', '.join(packages[0])}"
+    print(textwrap.fill(names, 100, subsequent_indent="  ", break_on_hyphens=False))
+    return 0
+
+
 def main() -> int:
+    if "--count" in sys.argv[1:]:
+        return count()
     cells = list(product(SETS, machines()))
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(8) as pool:
         resolver = Resolver(PROJECT, CONSTRAINTS, Path(scratch))
