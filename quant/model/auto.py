@@ -7,10 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from packaging.version import Version
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..base.errors import BadInput, first_line
+
+_GROUPS = {
+    "bamba": "mamba_n_groups",
+    "granitemoehybrid": "mamba_n_groups",
+    "mamba2": "n_groups",
+}
+"""Field with the number of groups of the gated Mamba norm, by model type."""
+_GROUPED_NORM = Version("5.23")
+"""First release of transformers whose modules of these types normalize each group by itself."""
 
 
 def read_config(
@@ -68,6 +78,25 @@ def auto_class(config: Any, trust_remote_code: bool = False) -> Any:
     if trust_remote_code and getattr(config, "auto_map", None):
         return transformers.AutoModelForCausalLM
     raise BadInput(f"{config.model_type} is no causal or image-text model of transformers")
+
+
+def check_grouped_norm(config: Any, where: str) -> None:
+    """Refuse to run transformers' modules where the installed release computes another norm than the model's.
+
+    Args:
+        where: folder of the checkpoint, with which the message begins.
+
+    Raises:
+        BadInput: a Mamba norm of several groups, which the installed transformers computes as one.
+    """
+    text = config.get_text_config(decoder=True)
+    groups = getattr(text, _GROUPS.get(text.model_type, ""), 1)
+    if groups > 1 and Version(transformers.__version__).release < _GROUPED_NORM.release:
+        raise BadInput(
+            f"{where}: transformers {transformers.__version__} computes the Mamba norm of {text.model_type} "
+            f"over all channels instead of each of the {groups} groups: pip install "
+            f"'transformers>={_GROUPED_NORM}'"
+        )
 
 
 def _with_floats(value: Any) -> Any:

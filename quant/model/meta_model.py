@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..base.errors import BadInput, first_line
-from .auto import read_config
+from .auto import check_grouped_norm, read_config
 from .checkpoint import Checkpoint
 from .experts import NAMES_ON_DISK, fused_experts, split_experts
 from .lazy_weights import LazyWeights
@@ -226,6 +226,10 @@ class MetaModel:
         self.disk_prefix = self._disk_prefix()
         self.disk_paths = [f"{self.disk_prefix}.{index}" for index in range(len(self.layers))]
         self._finish()
+
+    def check_forward(self) -> None:
+        """Raise BadInput for a model whose layers the installed transformers computes wrongly."""
+        check_grouped_norm(self.config, str(self.checkpoint.path))
 
     def _finish(self) -> None:
         """Set the attributes that depend on which modules the layers are."""

@@ -98,6 +98,7 @@ class LayerStream:
         Raises:
             BadInput: the layers cannot be run one by one, or the checkpoint lacks what is around them.
         """
+        self._meta_model.check_forward()
         sample, number = token_ids[:1], first_with_images(images)
         with self._around(), torch.no_grad():
             if number is not None:

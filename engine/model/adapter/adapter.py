@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ....quant.base.errors import BadInput, first_line
+from ....quant.model.auto import check_grouped_norm
 from ....quant.model.checkpoint import Checkpoint
 from ...config.compatibility import refuse
 from ...kernels.attention.batch import AttentionBatch, DecodeGroup, SequenceSpan
@@ -68,6 +69,7 @@ class TransformersModel:
         self.image_spec = ImageSpec()
         self.broadcast: Callable[[str, Any], None] | None = None
         config = checked_config(checkpoint)
+        check_grouped_norm(config, str(checkpoint.folder))
         self.max_context = _longest(config.get_text_config(decoder=True)) or _longest(config)
         self._adapters = CurrentAdapters()
         self._device = options.device if shard is None else torch.device("cpu")
