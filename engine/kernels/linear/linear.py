@@ -17,7 +17,7 @@ from ....quant.base.processor import computes_in_bf16
 from ..common.devices import refuses_cpu, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from .native_pack import native_pack
-from .onednn_linear import OneDnnLinear
+from .onednn_linear import ONEDNN_OPERATORS, OneDnnLinear
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -112,6 +112,9 @@ def _refuses_onednn(kernel_query: LinearKernelQuery) -> str | None:
         return f"it gains nothing in {kernel_query.dtype}"
     if not torch.backends.mkldnn.is_available():
         return "this torch has no oneDNN"
+    missing = [name for name in ONEDNN_OPERATORS if not hasattr(torch.ops.mkldnn, name)]
+    if missing:
+        return f"this torch has no operator mkldnn.{missing[0]}"
     if not computes_in_bf16():
         return "this processor has no bf16 instructions"
     return None

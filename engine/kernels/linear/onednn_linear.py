@@ -13,6 +13,12 @@ import torch
 from ....quant.base.build import beside, fields
 from ..common.graphs import launch
 
+ONEDNN_OPERATORS = (
+    "_is_mkldnn_bf16_supported",
+    "_linear_pointwise",
+    "_reorder_linear_weight",
+)
+"""Private operators of torch that `OneDnnLinear` calls; torch 2.11 to 2.15 have them."""
 ONEDNN_BLOCKS = (16, 32, 48, 64)
 """Output channels side by side in the layouts for bfloat16: `[out / block, in / 2, block, 2]`, padded."""
 FEW_ROWS = 16

@@ -9,8 +9,9 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.engine.kernels.linear import linear as linear_module
 from llmopt.engine.kernels.linear import onednn_linear as module
-from llmopt.engine.kernels.linear.linear import prepare_linear
+from llmopt.engine.kernels.linear.linear import LINEAR, LinearKernelQuery, prepare_linear
 from llmopt.engine.kernels.linear.onednn_linear import OneDnnLinear
 from llmopt.recipes import MODELS
 
@@ -76,3 +77,14 @@ def test_a_tied_head_of_floats_is_in_memory_once_and_changes_no_logit(
     monkeypatch.undo()
     if OneDnnLinear(weight_of(512, 256)).words is not None:
         assert held == held_apart - 512 * 256 * 2 == 3_083_008 * 2
+
+
+def test_a_torch_without_an_operator_of_onednn_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr(linear_module, "ONEDNN_OPERATORS", ("_is_gone",))
+    query = LinearKernelQuery("cpu", torch.bfloat16, 16, 32, torch.bfloat16)
+    assert LINEAR.select(query).name == "torch"
+    assert linear_module._refuses_onednn(query) == "this torch has no operator mkldnn._is_gone"
