@@ -13,8 +13,9 @@ llm = LLM("stories3M", device="cpu", max_model_len=64, num_threads=1)
 llm.generate(["Once"], SamplingParams(temperature=0.0, max_tokens=2))
 print(json.dumps(sorted(sys.modules)))
 """
-PACKAGES = "llmopt numpy safetensors tokenizers torch torchgen tqdm typing_extensions"
-"""The top-level packages of a text model's start; transformers, httpx and Pillow took half a second of it."""
+PACKAGES = "cuda llmopt numpy safetensors tokenizers torch torchgen tqdm typing_extensions"
+"""The top-level packages of a text model's start; transformers, httpx and Pillow took half a second of it.
+CUDA builds of torch 2.14 and newer import `cuda`."""
 HEAVY = (
     "sympy",
     "torch._dynamo.symbolic_convert",

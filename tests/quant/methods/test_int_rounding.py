@@ -29,6 +29,12 @@ def straight_through(values: torch.Tensor) -> torch.Tensor:
     return values + (values.round() - values).detach()
 
 
+def clamp(values: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    """Clamp with gradient 1 at the bounds: `Tensor.clamp` has 0 there from torch 2.14 on."""
+    inside = (values >= least) & (values <= most)
+    return torch.where(inside, values, values.detach().clamp(least, most))
+
+
 def reference(
     weight: torch.Tensor, scheme: IntScheme, parameters: tuple[torch.Tensor, ...]
 ) -> torch.Tensor:
@@ -44,7 +50,7 @@ def reference(
         step = (high - low) / scheme.max_code
         zero = straight_through(-low / step)
     step, zero = step[:, None], zero[:, None]
-    codes = (straight_through(groups / step + offset) + zero).clamp(0, scheme.max_code)
+    codes = clamp(straight_through(groups / step + offset) + zero, 0, scheme.max_code)
     return (step * (codes - zero)).view(weight.shape)
 
 
