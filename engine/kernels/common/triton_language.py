@@ -1,5 +1,5 @@
 """Triton's language beyond what it is shipped as: kernels that start before their predecessor has ended, and
-fixes of bugs in its interpreter, four that 3.7.1 has as well, and of 3.6 the ranges'."""
+fixes of bugs in its interpreter: five that 3.9 still has, and one of 3.6 in ranges."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def await_predecessor(PDL: tl.constexpr):
 
 
 def patch_interpreter() -> bool:
-    """Patch ranges with loaded bounds, `tl.dot` and subtraction of bfloat16, casts to bfloat16 and 8 bits.
+    """Patch ranges with loaded bounds, broadcast conditions, `tl.dot` and subtraction of bfloat16, casts to
+    bfloat16 and 8 bits.
 
     Returns whether Triton interprets at all, which is fixed when it is first imported.
     """
@@ -32,7 +33,7 @@ def patch_interpreter() -> bool:
     patch: Any = interpreter._patch_lang_tensor
     builder: Any = interpreter.InterpreterBuilder
     dot, cast, to_float = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
-    subtract = builder.create_fsub
+    subtract, splat = builder.create_fsub, builder.create_splat
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
         # NumPy 2.4 no longer converts one-element arrays to int; Triton 3.6's scalars are such arrays.
@@ -58,7 +59,16 @@ def patch_interpreter() -> bool:
             return interpreter.TensorHandle(_as_float8(source.data, to.scalar), to.scalar)
         return to_float(self, source, to, mode)
 
+    def create_splat(self: Any, block: Any, scalar: Any) -> Any:
+        # A condition has the type of what was compared, so it became an integer, which Triton 3.9 refuses as
+        # a mask.
+        result = splat(self, block, scalar)
+        if scalar.data.dtype == np.bool_:
+            return interpreter.TensorHandle(result.data.astype(np.bool_), tl.int1)
+        return result
+
     interpreter._patch_lang_tensor = patch_tensor
+    builder.create_splat = create_splat
     builder.create_fp_to_fp = create_fp_to_fp
     builder.cast_impl = cast_impl
     builder.create_dot = create_dot
