@@ -116,7 +116,8 @@ owners: $(INSTALLED)
 agents: $(INSTALLED)
 	$(VENV)/bin/python -m tests.support.agents $(AGENTS)
 
-# What an install takes on Linux and macOS with each Python and build of torch, by metadata alone; asks the index.
+# What an install takes on Linux and macOS with each Python and build of torch, and which packages of the field resolve with
+# llmopt, by metadata alone; asks the index.
 resolve: $(INSTALLED)
 	$(VENV)/bin/python tools/resolve.py
 

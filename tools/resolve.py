@@ -3,18 +3,21 @@
 For Linux on x86-64 and aarch64, with the CUDA and the CPU build of torch, and for macOS on arm64, with each
 Python, uv resolves three sets from metadata alone, wheels only: `pinned`, what tools/install.py asks for
 within constraints.txt; `newest`, the newest that pyproject.toml allows, torch included; and `lowest`, every
-direct dependency at its lower bound, extras included. The exit code is 1 where a set has no resolution, or
-where a lower bound is not what `lowest` takes: such a bound was never tested.
+direct dependency at its lower bound, extras included. The exit code is 1 where a set has no resolution,
+where a lower bound is not what `lowest` takes, since such a bound was never tested, or where `newest` takes
+an older torch than the bound allows.
 
 PyPI's torch for Linux is the CUDA build. The CPU build is stood in for by a wheel of metadata, with the
 requirements of the installed torch but CUDA's and Triton: one machine rarely reaches all its wheels.
 
-`python tools/resolve.py --count` counts the packages of an install instead, beyond llmopt itself: without
-extras and with each, on Linux x86-64 within constraints.txt.
+Then it prints which packages of the field resolve in one environment with llmopt. With `--neighbours` it
+resolves these alone, and writes the table into docs/compatibility.md. With `--count` it counts the packages of
+an install instead, beyond llmopt itself: without extras and with each, on Linux x86-64 within constraints.txt.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -36,11 +39,15 @@ from packaging.version import Version
 from uv import find_uv_bin
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tools.document_part import write_part
 from tools.lowest import lower_bounds
+from tools.neighbours import neighbours, table
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "constraints.txt"
+PAGE = ROOT / "docs" / "compatibility.md"
+PART = "resolve.py --neighbours"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 COUNTED_PYTHON = "3.12"
 PLATFORMS = {
@@ -134,7 +141,15 @@ def extras_of(project: Path) -> list[str]:
 
 
 def untested(project: Path, versions: Mapping[str, Version], wanted: str) -> Iterator[str]:
-    """Lower bounds that the set `lowest` cannot take, because another dependency wants more."""
+    """Lower bounds that the set `lowest` cannot take, because another dependency wants more, and torch's
+    upper bound, if `newest` stops below it."""
+    if wanted == "newest":
+        above = re.search(r'"torch>=[\d.]+,<(\d+)\.(\d+)"', project.read_text())
+        if above is not None and versions["torch"].release[:2] != (
+            int(above[1]),
+            int(above[2]) - 1,
+        ):
+            yield f"torch<{above[1]}.{above[2]} is allowed, {versions['torch']} is taken"
     if wanted != "lowest":
         return
     for name, bound in lower_bounds(project).items():
@@ -198,8 +213,24 @@ def count() -> int:
 
 
 def main() -> int:
-    if "--count" in sys.argv[1:]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--neighbours", action="store_true", help="write the table of neighbours")
+    parser.add_argument("--count", action="store_true", help="count the packages of an install")
+    arguments = parser.parse_args()
+    if arguments.count:
         return count()
+    if arguments.neighbours:
+        write_part(PAGE, PART, table(neighbours(PROJECT, uv_environment())))
+        return 0
+    faults = resolve_sets()
+    print(table(neighbours(PROJECT, uv_environment())))
+    return 1 if faults else 0
+
+
+def resolve_sets() -> int:
+    """Print every set on every machine, and return the number of faults."""
     cells = list(product(SETS, machines()))
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(8) as pool:
         resolver = Resolver(PROJECT, CONSTRAINTS, Path(scratch))
@@ -212,8 +243,8 @@ def main() -> int:
             *((f"FAULT: {resolution.fault}",) if resolution.fault else shown),
         )
     faults = sum(bool(resolution.fault) for resolution in found)
-    print(f"{len(found)} resolutions, {faults} with faults")
-    return 1 if faults else 0
+    print(f"{len(found)} resolutions, {faults} with faults\n")
+    return faults
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -14,6 +15,7 @@ pytest.importorskip("uv")
 
 from tools import resolve
 from tools.lowest import lower_bounds, lowest
+from tools.neighbours import neighbours, short_reason, table
 from tools.resolve import CONSTRAINTS, PROJECT, Machine, Resolver
 
 CUDA = Machine("Linux x86-64", "3.13", "CUDA")
@@ -85,9 +87,50 @@ def test_a_lower_bound_that_nothing_takes_is_a_fault(project: Path) -> None:
     assert found.resolve("lowest", MACOS).fault == "numpy>=2.2 is not taken, 2.3 is"
 
 
+def test_an_upper_bound_of_torch_that_nothing_takes_is_a_fault(project: Path) -> None:
+    found = resolver(project)
+    project.write_text(project.read_text().replace("<2.14", "<2.15"))
+    assert found.resolve("newest", MACOS).fault == "torch<2.15 is allowed, 2.13.0 is taken"
+
+
+CORE = ("torch>=2.13", "llguidance>=1.9")
+
+
+def test_the_reason_of_a_neighbour_is_what_both_cannot_share() -> None:
+    message = (
+        "error: No solution found when resolving dependencies cause: Because server>=2 depends on "
+        "llguidance{platform_machine == 'x86_64'}>=1.7.0,<1.8.0 and you require server==2, we can conclude "
+        "that you require llguidance>=1.7.0,<1.8.0."
+    )
+    expected = "needs llguidance>=1.7.0,<1.8.0, llmopt needs llguidance>=1.9"
+    assert short_reason(message, CORE) == expected
+    assert short_reason("no wheels", CORE) == "no wheels"
+
+
+def test_neighbours_take_their_newest_version_or_name_the_conflict(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older torch is taken, for a newer version of the neighbour."""
+    index = project.parent / "index"
+    wheel(index, "torch", "2.12.0", "numpy")
+    wheel(index, "tuner", "1.0")
+    wheel(index, "tuner", "2.0", "torch<2.13")
+    wheel(index, "numpy", "2.2")
+    wheel(index, "server", "1.0", "numpy<2.3")
+    monkeypatch.setattr("tools.neighbours.NEIGHBOURS", ("tuner", "server"))
+    project.write_text(project.read_text().replace("torch>=2.13", "torch>=2.12"))
+    tuner, server = neighbours(project, {**os.environ})
+    assert (tuner.versions["tuner"], tuner.versions["torch"]) == ("2.0", "2.12.0")
+    assert server.reason == "server 1.0: needs numpy<2.3, llmopt needs numpy>=2.3"
+    assert table([tuner, server]).splitlines()[2:] == [
+        "| tuner | 2.0 | 2.12.0 | - |",
+        "| server | no: server 1.0: needs numpy<2.3, llmopt needs numpy>=2.3 | | |",
+    ]
+
+
 def test_every_dependency_has_a_lower_bound_and_torch_an_upper_one() -> None:
     assert {"torch", "fastapi", "uvicorn", "numpy", "lm-eval", "uv"} <= lower_bounds(PROJECT).keys()
-    assert '"torch>=2.11,<2.14"' in PROJECT.read_text()
+    assert '"torch>=2.11,<2.16"' in PROJECT.read_text()
 
 
 def test_constraints_are_within_the_bounds() -> None:
