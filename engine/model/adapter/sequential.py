@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from ....quant.model.auto import read_config
 from ...kernels.attention.batch import AttentionBatch
@@ -204,6 +205,10 @@ def _recording(longer: Any) -> Any:
     fresh = copy_structure(longer, copy_leaf)
     fresh.reset()
     for layer in fresh.layers:
+        if isinstance(layer, DynamicLayer):
+            # Older releases of transformers (5.17) set the entries to zero and keep their number.
+            layer.keys = layer.values = None
+            layer.is_initialized = False
         if _is_window(layer) and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
     return fresh
