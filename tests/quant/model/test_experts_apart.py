@@ -20,6 +20,7 @@ from llmopt.quant.plan.request import QuantizeRequest
 from transformers import AutoTokenizer
 
 from ...support.model_families import MODELS
+from ...support.releases import skip_before
 from ...support.survey.case import Case, spread_weights, surveyed_types
 from ...support.survey.quantized import dequantized, loaded
 
@@ -83,6 +84,8 @@ def test_every_expert_is_the_slice_that_transformers_computes_with(tmp_path: Pat
 def test_the_engine_computes_with_the_experts_that_were_written(
     model_type: str, way: str, tmp_path: Path
 ) -> None:
+    if model_type == "aria":
+        skip_before("5.23", "its experts are modules of another kind, which stay as they are")
     case = saved(model_type, tmp_path / "model")
     output = tmp_path / "quantized"
     quantize(request(case.folder, output))
