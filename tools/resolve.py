@@ -11,8 +11,8 @@ PyPI's torch for Linux is the CUDA build. The CPU build is stood in for by a whe
 requirements of the installed torch but CUDA's and Triton: one machine rarely reaches all its wheels.
 
 Then it prints which packages of the field resolve in one environment with llmopt. With `--neighbours` it
-resolves these alone, and writes the table into docs/compatibility.md. With `--count` it counts the packages of
-an install instead, beyond llmopt itself: without extras and with each, on Linux x86-64 within constraints.txt.
+resolves these alone, and writes the table into docs/compatibility.md. With `--count` it counts the packages
+of an install without llmopt itself: the core and each extra, on Linux x86-64 within constraints.txt.
 """
 
 from __future__ import annotations
