@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.bench.machine import roofline
 from llmopt.bench.machine.environment import checkpoint_hash, peak_memory_bytes
 from llmopt.bench.machine.roofline import (
     ByteSizes,
@@ -85,10 +86,27 @@ def test_bounds_are_named() -> None:
     assert name_bound(1.0, mbu=0.1, mfu=0.1, ceilings=ROOFS) == "overhead"
 
 
-def test_ceilings_of_this_machine_are_sane() -> None:
-    found = measure_ceilings(torch.device("cpu"), torch.float32, 1 << 20)
-    assert found.bandwidth > 1e8 and found.flops > 1e8
+def test_ceilings_are_work_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "best_seconds", lambda work, _: (work(), 0.5)[1])
+    found = measure_ceilings(torch.device("cpu"), torch.bfloat16, 1 << 20)
+    assert found.far_bandwidth == roofline.FAR_BYTES / 0.5
+    assert found.near_bandwidth == (1 << 20) / 0.5 and found.near_bytes == 1 << 20
     assert found.bandwidth == max(found.far_bandwidth, found.near_bandwidth)
+    rate = 2 * roofline.MATRIX_SIDE["cpu"] ** 3 / 0.5
+    assert found.peak_flops == {"float32": rate, "bfloat16": rate} and found.flops == rate
+
+
+def test_the_best_repetition_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lasts = 0.0, iter((9.0, 0.06, 0.04, 0.12, 0.01))
+
+    def work() -> None:
+        nonlocal now
+        now += next(lasts)
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    # The first is a warm-up, and those after the second fill 0.15 s.
+    assert roofline.best_seconds(work, torch.device("cpu")) == pytest.approx(0.04)
+    assert next(lasts) == 0.01
 
 
 def test_checkpoint_hash_covers_every_byte(tmp_path: Path) -> None:
