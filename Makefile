@@ -19,7 +19,7 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo best-demo test test-all test-rest test-random test-profiles test-arm nightly real gpu-matrix gpu-check contact lint lint-deploy resolve lowest install owners agents clean
+.PHONY: demo best-demo test test-all test-rest test-random test-jitter bench-check test-profiles test-arm nightly real gpu-matrix gpu-check contact lint lint-deploy resolve lowest install owners agents clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -31,27 +31,35 @@ best-demo: $(INSTALLED)
 	$(VENV)/bin/llmopt best --max-kl 0.05 --finalists 5 --output build/best-demo
 
 # The models of the tests are too small for a second thread to pay; a second process does.
-test test-rest test-random test-profiles test-arm nightly gpu-check: export OMP_NUM_THREADS = 1
+test test-rest test-random test-jitter test-profiles test-arm nightly gpu-check: export OMP_NUM_THREADS = 1
 # Workers and commands in fresh interpreters read compiled modules, which some environments keep them from writing.
-test test-rest test-random test-profiles: export PYTHONDONTWRITEBYTECODE =
+test test-rest test-random test-jitter test-profiles: export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(VENV)/bin/python -m pytest
-ALONE = $(shell grep -rl --include='test_*.py' '^@pytest.mark.alone' tests)
 
-# Every feature once, in about eight minutes on two cores; what measures the machine comes first, alone.
+# Every feature once, in about eight minutes on two cores. No test depends on how busy the machine is.
 test: $(INSTALLED)
-	$(PYTEST) -m alone $(ALONE)
-	$(PYTEST) -m "not alone and not whole" -n 3 --dist worksteal --durations 20
+	$(PYTEST) -m "not whole" -n 3 --dist worksteal --durations 20
 
 # What `make test` leaves out: soaks, kills at many places, statistics of large samples, sweeps.
 test-rest: $(INSTALLED)
-	$(PYTEST) -m "not alone and whole" -n 3 --dist worksteal --durations 20
+	$(PYTEST) -m whole -n 3 --dist worksteal --durations 20
 
 test-all: test test-rest
 
 # Everything in a random order of files and of the tests in them: `make test-random SEED=3`.
 SEED ?= 0
 test-random: $(INSTALLED)
-	$(PYTEST) -m "not alone" -n 2 --dist loadfile -p tests.support.random_order --order-seed $(SEED)
+	$(PYTEST) -n 2 --dist loadfile -p tests.support.random_order --order-seed $(SEED)
+
+# `make test` with a process that stalls at random and a clock that drifts, next to four busy processes, for each seed:
+# `make test-jitter SEED=2`. It finds tests that pass only on a quiet machine; about an hour a seed on two cores.
+test-jitter: SEED = 1,2,3
+test-jitter: $(INSTALLED)
+	$(VENV)/bin/python -m tests.support.jitter --seeds $(SEED) -m "not whole" -n 3 --dist worksteal
+
+# Whether `compare` tells a slowdown from an equal pair on this machine: a measurement, for a machine at rest.
+bench-check: $(INSTALLED)
+	$(VENV)/bin/python -m tools.bench_check
 
 # What depends on the processor, as one without vector instructions, with AVX-VNNI, and without a C compiler.
 test-profiles: $(INSTALLED)

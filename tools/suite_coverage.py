@@ -22,7 +22,7 @@ from pathlib import Path
 from tools.structure import FLOORS, ROOT, read_modules
 
 FOLDER = ROOT / "build/coverage"
-WHOLE, TIER = "not alone", "not alone and not whole"
+WHOLE, TIER = "", "not whole"
 PHASE = re.compile(r" \((?:setup|call|teardown)\)$")
 
 
