@@ -55,6 +55,8 @@ class Proxy:
     def __init__(self, upstream: str, writer: TraceWriter, say: Callable[[str], None]) -> None:
         self._upstream, self._writer, self._say = upstream.rstrip("/"), writer, say
         self._is_stopping = False
+        # Arrivals and durations are of one clock: a request has ended before the next one arrives.
+        self._epoch = time.time() - time.perf_counter()
 
     async def serve(self, host: str, port: int) -> None:
         """Serve until SIGINT or SIGTERM; a port of 0 is a free one.
@@ -100,7 +102,8 @@ class Proxy:
         import aiohttp
         from aiohttp import web
 
-        began, arrival = time.perf_counter(), time.time()
+        began = time.perf_counter()
+        arrival = self._epoch + began
         key = request.headers.get("Authorization") or request.headers.get("x-api-key")
         passed = Passed(
             arrival, request.path, key or str(request.remote), request.headers, await request.read()

@@ -238,7 +238,7 @@ class Pass:
         )
 
     async def _until(self, due: float) -> None:
-        if (wait := self._origin + due - time.perf_counter()) > 0:
+        while (wait := self._origin + due - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
 
     def _seconds_left(self) -> float | None:

@@ -185,15 +185,14 @@ def test_clients_that_leave_and_upstreams_that_fail(upstream: int, tmp_path: Pat
             link.request("POST", "/x", json.dumps(body))
             answered = link.getresponse()
             answered.read(10)
-            time.sleep(0.15)
             answered.close()
             link.close()
             assert post(port, chat("d"))[0] == 200
         broken, left, whole = sorted(rows_of(trace, 3), key=lambda row: row["arrival"])
     assert (broken["ended"], left["ended"], whole["ended"]) == ("upstream", "cancelled", "whole")
-    assert 0.1 < left["seconds"] < 2
+    assert 0 < left["ttft"] <= left["seconds"]
     found = read_trace("trace", trace)
-    assert [row.cancel_seconds is not None for row in found] == [False, True, False]
+    assert [row.cancel_seconds for row in found] == [None, left["seconds"], None]
     assert found[1].output_len == 99
 
 
