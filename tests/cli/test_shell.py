@@ -74,5 +74,6 @@ def test_help_imports_few_packages() -> None:
     screens = json.loads(done.stdout)
     assert ["best"] in [words for words, _ in screens] and len(screens) > 20
     for words, packages in screens:
-        more = {name for name in packages if not name.startswith("_")}
+        # Python itself imports `sitecustomize` where a machine has one.
+        more = {name for name in packages if not name.startswith("_")} - {"sitecustomize"}
         assert more <= {*PACKAGES.split(), *sys.stdlib_module_names}, words

@@ -7,7 +7,10 @@ on other processes is left out, because it belongs to another clock.
 
 from __future__ import annotations
 
+import asyncio
 import random
+import selectors
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,21 +29,52 @@ STEP_SECONDS, SAMPLE_SECONDS = 2e-3, 2e-5
 class SimulatedClock:
     """Seconds that only reads and simulated work advance."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._now, self._draw = 1000.0, random.Random(seed)
+    def __init__(self, seed: int = 0, read_seconds: float = READ_SECONDS) -> None:
+        self.now, self._read_seconds = 1000.0, read_seconds
+        self._draw = random.Random(seed)
+        self._lock = threading.Lock()
 
     def __call__(self) -> float:
-        self._now += READ_SECONDS
-        return self._now
+        return self.advance(self._read_seconds)
+
+    def advance(self, seconds: float) -> float:
+        with self._lock:  # another thread's advance is not lost
+            self.now += seconds
+            return self.now
 
     def taking(self, seconds: float, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, which takes `seconds` with noise."""
+        """`call`, which takes `seconds` with noise of 1 %."""
 
         def timed(*arguments: Any, **options: Any) -> Any:
-            self._now += seconds * self._draw.gauss(1, 0.01)
+            self.advance(seconds * self._draw.gauss(1, 0.01))
             return call(*arguments, **options)
 
         return timed
+
+
+class _Selector(selectors.DefaultSelector):
+    """Advances the clock in place of waiting."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready and timeout:
+            self._clock.advance(timeout)
+        return ready
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """An event loop on a simulated clock, for tasks that only sleep and compute."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        super().__init__(_Selector(clock))
+        self._simulated = clock
+
+    def time(self) -> float:
+        return self._simulated.now
 
 
 @contextmanager

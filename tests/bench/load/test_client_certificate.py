@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from llmopt.bench.load.certify import ClientError, client_error, judge, known_server, measure_client
-from llmopt.bench.load.exchange import Answer, EncodedRequest, Endpoint, Exchange
+from llmopt.bench.load.exchange import Answer, EncodedRequest, Endpoint, Exchange, WorkerJob
 from llmopt.bench.load.fleet import Fleet, FleetPass, default_workers
+from llmopt.bench.load.worker import Pass, Pool
 from llmopt.bench.machine.environment import without_secrets
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
+
+from ...support.simulated_clock import SimulatedClock, SimulatedLoop
 
 
 @pytest.fixture(scope="module")
@@ -101,11 +107,29 @@ def test_the_known_server_keeps_its_timetable(fleet: Fleet) -> None:
     assert found.client_ttft_error_ms["median"] > 0 and found.client_itl_error_ms["median"] >= 0
 
 
-def test_a_starved_client_shows(fleet: Fleet) -> None:
-    # A worker that is busy for 100 ms at a time cannot see events that come every 10 ms.
-    starved = measure_client(fleet, 1, 4, burden=0.1)
-    assert starved.loop_lag_ms["mean"] > 20
-    assert starved.client_itl_error_ms["max"] > 50
+def simulated_lag_ms(burden: float, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The lag that a client measures in three seconds on a simulated clock."""
+    clock = SimulatedClock(read_seconds=1e-4)
+    monkeypatch.setattr("time.perf_counter", clock)
+    endpoint = Endpoint("127.0.0.1", 1, b"")
+
+    async def lag_ms() -> dict[str, float]:
+        stop = asyncio.Event()
+        job = WorkerJob(endpoint, (EncodedRequest("later", b"", 3.0),), None, burden)
+        client = Pass(job, Pool(endpoint), BytesIO(), stop)
+        asyncio.get_running_loop().call_later(2.9, stop.set)
+        await client.run(time.perf_counter())
+        return client.report(0).lag_ms
+
+    with asyncio.Runner(loop_factory=lambda: SimulatedLoop(clock)) as runner:
+        return runner.run(lag_ms())
+
+
+def test_the_lag_of_a_starved_client_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is busy for 100 ms of every 150 ms; `make bench-check` starves a real one."""
+    assert simulated_lag_ms(0.0, monkeypatch)["max"] == 0
+    starved = simulated_lag_ms(0.1, monkeypatch)
+    assert 20 < starved["mean"] < starved["max"] < 100 < starved["max"] + 20
 
 
 def llmopt(*words: str | Path) -> int:
@@ -130,7 +154,7 @@ def test_a_starved_run_is_marked_and_gets_no_verdict(
     result = json.loads((folder / "result.json").read_text())
     client = result["llmopt"]["client"]
     assert not client["certified"] and client["reasons"] and client["burden_ms"] == 100
-    assert client["loop_lag_ms"]["mean"] > 20 and result["completed"] == 16
+    assert result["completed"] == 16
     assert "Not certified" in (folder / "report.html").read_text()
     assert llmopt("compare", folder, folder) == 3
     assert "the client disturbed the base run" in capsys.readouterr().out
@@ -169,7 +193,7 @@ def test_requests_wait_for_others_and_are_left(fleet: Fleet) -> None:
         return EncodedRequest(f"bench-{name}", body, due, **more)
 
     last = request("2", 2, 0.05)
-    child = request("1", 40, 0.03, waiting=((0, last),), cancel=0.1)
+    child = request("1", 4000, 0.03, waiting=((0, last),), cancel=0.1)
     with known_server(20.0, 10.0) as port:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         opening = request("0", 3, waiting=((0, child),))
@@ -177,6 +201,6 @@ def test_requests_wait_for_others_and_are_left(fleet: Fleet) -> None:
     by_id = {one.request_id: one for one in found.exchanges}
     first, left, after = (by_id[f"bench-{number}"] for number in range(3))
     assert left.due == pytest.approx(first.ended - found.origin + 0.03) and left.cancelled
-    assert 0.1 <= left.ended - left.sent < 0.3 and not first.cancelled
+    assert len(left.answer.times) < 4000 and not first.cancelled
     assert after.due == pytest.approx(left.ended - found.origin + 0.05)
     assert len(after.answer.times) == 2 and not after.answer.error

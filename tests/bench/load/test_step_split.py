@@ -23,6 +23,8 @@ from llmopt.engine.execution.step import Phase
 from llmopt.engine.execution.step_loop import StepTrace
 from llmopt.engine.kernels.attention.dispatch import native_attention
 
+from ...support.simulated_clock import SAMPLE_SECONDS, simulated_clock
+
 RECORDS = native_attention().reason is None
 OPTIONS = BenchOptions(
     num_prompts=4, num_runs=1, output_len=6, quality=False, num_threads=1, max_concurrency=4
@@ -39,13 +41,14 @@ def test_the_parts_of_a_real_step_add_up_and_a_slowed_sampler_shows(overlapped: 
         update={"slowdown": 50.0, "slowdown_where": "sampler", "async_scheduling": overlapped}
     )
     session = EngineSession(options)
-    assert session.run_pass()
-    split = session.finish().result["llmopt"]["step_split"]
+    with simulated_clock():
+        assert session.run_pass()
+        split = session.finish().result["llmopt"]["step_split"]
     assert set(split["parts_ms"]) == set(PARTS) and split["num_steps"] == 5
     assert split["step_ms"] == pytest.approx(sum(split["parts_ms"].values()))
     assert all(spent > 0 for part, spent in split["parts_ms"].items() if part != "rest")
     # The sampler was slowed on purpose: it shows, and stays slowed.
-    assert split["parts_ms"]["sampling"] > split["parts_ms"]["scheduling"]
+    assert split["parts_ms"]["sampling"] == pytest.approx(50e3 * SAMPLE_SECONDS, rel=0.1)
     assert session.engine.hook == InjectedDelay("sample", 50.0) and session.engine.recorder is None
     engine = session.engine
     for owner, name in (

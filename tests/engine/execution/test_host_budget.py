@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,9 +30,13 @@ def calls(loop: str, batch: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("loop", PER_STEP)
-def test_a_decode_step_stays_in_its_budget_of_calls(loop: str) -> None:
+def test_a_decode_step_stays_in_its_budget_of_calls(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if loop == "cpu" and not native_paths():
         pytest.skip("the budget is that of a step of C kernels")
+    # A clock in C, whose calls count once, also where a plugin has replaced `perf_counter`.
+    monkeypatch.setattr("time.perf_counter", time.thread_time)
     few, many = calls(loop, 4), calls(loop, 20)
     per_row = [(b - a) / 16 for a, b in zip(few, many, strict=True)]
     per_step = [a - 4 * row for a, row in zip(few, per_row, strict=True)]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -39,19 +39,29 @@ def test_layers_come_in_order_from_two_threads_at_once() -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-def test_the_first_broken_layer_ends_the_load() -> None:
+def test_the_first_broken_layer_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other thread loads a layer until the pool has been told to begin no other."""
     begun: list[int] = []
+    cancelled = threading.Event()
+    shutdown = ThreadPoolExecutor.shutdown
 
     def load(index: int) -> int:
         begun.append(index)
         if index == 3:
             raise ValueError("layer 3")
-        time.sleep(0.005)
+        if index > 3:
+            assert cancelled.wait(120)
         return index
 
+    def shut_down(pool: ThreadPoolExecutor, wait: bool = True, *, cancel_futures: bool) -> None:
+        shutdown(pool, wait=False, cancel_futures=cancel_futures)
+        cancelled.set()
+        shutdown(pool)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", shut_down)
     with pytest.raises(ValueError, match="layer 3"):
         load_layers(load, 1000, CPU)
-    assert len(begun) < 1000
+    assert len(begun) <= 6  # 3 broke, and each of two threads had begun another
 
 
 def test_one_thread_loads_where_it_is() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -177,10 +176,9 @@ def test_the_socket_connects_to_the_address_that_was_checked(
 
 def test_a_silent_host_ends_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        port, begun = silent.getsockname()[1], time.monotonic()
+        port = silent.getsockname()[1]
         with pytest.raises(BadInput, match="did not send"):
             RemoteMedia(HERE, 1 << 16, 0.2).fetch(f"http://127.0.0.1:{port}/a.png")
-        assert time.monotonic() > begun
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import openai
 import pytest
 from llmopt.engine import LLM, SamplingParams
+from llmopt.engine.scheduling.outputs import RequestOutput
 
-from ...support.live_server import RunningServer, events, slow_steps
+from ...support.live_server import RunningServer, events
+from ...support.simulated_clock import SimulatedClock
 
 PROMPT = "Once upon a time"
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -204,7 +205,9 @@ def test_usage_tells_cached_tokens(server: RunningServer) -> None:
     assert second["prompt_tokens_details"]["cached_tokens"] == expected > 0
 
 
-def test_the_last_usage_tells_where_the_time_went(server: RunningServer) -> None:
+def test_the_last_usage_tells_where_the_time_went(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     body = {
         "prompt": [PROMPT, "Lily"],
         "n": 2,
@@ -212,10 +215,18 @@ def test_the_last_usage_tells_where_the_time_went(server: RunningServer) -> None
         "ignore_eos": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
     }
-    begin = time.perf_counter()
-    with slow_steps(server, seconds=0.01):
-        usages = [event["usage"] for event in events(server, "/v1/completions", body)]
-    took = time.perf_counter() - begin
+    clock, step = SimulatedClock(), server.engine.step
+
+    def slow_step() -> list[RequestOutput]:
+        clock.advance(0.01)
+        return step()
+
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(server.engine, "step", slow_step)
+    begin = clock.now
+    usages = [event["usage"] for event in events(server, "/v1/completions", body)]
+    took = clock.now - begin
+    monkeypatch.undo()
     assert all("seconds" not in usage for usage in usages[:-1])
     seconds = usages[-1]["seconds"]
     assert list(seconds) == ["queue", "prefill", "decode"]

@@ -16,6 +16,7 @@ from llmopt.engine.deploy.deploy_files import DASHBOARD
 from prometheus_client.parser import text_string_to_metric_families
 
 from ...support.live_server import RunningServer, make_engine, running
+from ...support.simulated_clock import SimulatedClock
 
 Samples = dict[str, float]
 PROMPT = "Once upon a time there was a little girl who liked to play outside with her big dog. "
@@ -101,14 +102,15 @@ EXECUTE_SECONDS = 0.003
 def test_the_counters_are_what_the_client_saw(
     small: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute = small.engine.runner.execute
+    clock, execute = SimulatedClock(), small.engine.runner.execute
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(EXECUTE_SECONDS)
+        clock.advance(EXECUTE_SECONDS)
         return execute(*arguments, **options)
 
-    monkeypatch.setattr(small.engine.runner, "execute", slow)
     small.wait_until_idle()
+    monkeypatch.setattr("time.perf_counter", clock)
+    monkeypatch.setattr(small.engine.runner, "execute", slow)
     before = samples(scrape(small))
     seen = load(small)
     after = samples(scrape(small))
