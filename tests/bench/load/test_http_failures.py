@@ -120,7 +120,7 @@ def stop(server: Server, thread: threading.Thread) -> None:
         server.loop.call_later(0.1, server.loop.stop)
 
     server.loop.call_soon_threadsafe(end)
-    thread.join(5)
+    thread.join(60)
     server.loop.close()
 
 
@@ -225,7 +225,7 @@ def test_plain_against_tls_and_an_unknown_certificate(fleet: Fleet, tmp_path: Pa
     assert plain.exchanges[0].answer.error
     strict = fleet.run(endpoint(f"https://127.0.0.1:{port}/good"), requests(1), 1)
     assert strict.exchanges[0].answer.error.startswith("TLS: ")
-    trusting = Address.parse(f"https://127.0.0.1:{port}/good", verify_tls=False).endpoint(5.0)
+    trusting = Address.parse(f"https://127.0.0.1:{port}/good", verify_tls=False).endpoint(60.0)
     assert fleet.run(trusting, requests(1), 1).exchanges[0].answer.error == ""
     stop(one, thread)
 

@@ -368,7 +368,8 @@ def test_a_client_that_leaves_the_queue_frees_its_slot(strict: RunningServer) ->
 
 
 def test_a_response_that_takes_too_long_is_ended() -> None:
-    options = ServerOptions(api_keys=KEYS, request_timeout_seconds=1)
+    # Of 8 s of steps, the first is to end in time.
+    options = ServerOptions(api_keys=KEYS, request_timeout_seconds=3)
     with running(make_engine("stories260K"), options) as hurried:
         with slow_steps(hurried, seconds=0.02):
             whole = post(hurried, "sesame")

@@ -23,6 +23,7 @@ from llmopt.engine.server.launch import ServiceManager, base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.live_server import make_engine
+from ...support.simulated_clock import SimulatedClock, SimulatedLoop
 
 STREAM: dict[str, Any] = {
     "prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True, "temperature": 0
@@ -140,7 +141,7 @@ def test_systemd_is_told_when_it_is_ready_alive_and_stopping(
     name = f"llmopt-test-{os.getpid()}" if is_abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(f"\0{name}" if is_abstract else name)
-        manager.settimeout(20)
+        manager.settimeout(60)
         monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}" if is_abstract else name)
         monkeypatch.setenv("WATCHDOG_USEC", "20000")
         told: list[str] = []
@@ -170,7 +171,8 @@ def test_the_watchdog_starves_while_a_step_hangs(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(manager.keep_alive(loop), 0.1)
 
-    asyncio.run(for_a_while())
+    with asyncio.Runner(loop_factory=lambda: SimulatedLoop(SimulatedClock())) as runner:
+        runner.run(for_a_while())
     assert (set(sent) == {"WATCHDOG=1"}) is fed
 
 
