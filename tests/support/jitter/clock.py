@@ -44,6 +44,10 @@ class Jitter:
         """Draw the stalls from here on by `name`."""
         self._draw, self._num_calls = random.Random(f"{seed} {name}"), 0
 
+    def end(self) -> None:
+        """Stall no more."""
+        self._draw = None
+
     def stall(self, kind: str) -> None:
         draw = self._draw
         if draw is None:

@@ -46,3 +46,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     JITTER.begin(item.config.option.jitter_seed, item.nodeid)
     JITTER.stall("test")
     return (yield)
+
+
+def pytest_unconfigure() -> None:
+    JITTER.end()
