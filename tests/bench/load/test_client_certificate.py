@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.client import HTTPConnection
 from io import BytesIO
 from pathlib import Path
@@ -107,13 +107,13 @@ def test_the_known_server_keeps_its_timetable(fleet: Fleet) -> None:
     assert found.client_ttft_error_ms["median"] > 0 and found.client_itl_error_ms["median"] >= 0
 
 
-def simulated_lag_ms(burden: float, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+def simulated_lag_ms(burden: float, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, float]:
     """The lag that a client measures in three seconds on a simulated clock."""
     clock = SimulatedClock(read_seconds=1e-4)
     monkeypatch.setattr("time.perf_counter", clock)
     endpoint = Endpoint("127.0.0.1", 1, b"")
 
-    async def lag_ms() -> dict[str, float]:
+    async def lag_ms() -> Mapping[str, float]:
         stop = asyncio.Event()
         job = WorkerJob(endpoint, (EncodedRequest("later", b"", 3.0),), None, burden)
         client = Pass(job, Pool(endpoint), BytesIO(), stop)
