@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 
@@ -13,6 +14,15 @@ from .support.tiers import mark_unswept
 GPU_PROBLEM = cuda_problem()
 if GPU_PROBLEM is not None:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+with contextlib.suppress(ImportError):  # `make gpu-check` runs without it
+    from hypothesis import HealthCheck, settings
+
+    # Hypothesis fails an example after 200 ms, and a test whose examples are drawn slowly: measured times.
+    settings.register_profile(
+        "unmeasured", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("unmeasured")
 
 os.fsync = lambda fd: None  # no test cuts the power; those that count durable steps wrap it
 
