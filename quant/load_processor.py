@@ -141,7 +141,10 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
 
 def _image_processor(folder: Path, trust_remote_code: bool) -> Any:
     """transformers' image processor for Pillow, or ours where it has none."""
-    from transformers import AutoImageProcessor, BaseImageProcessor
+    from transformers import BaseImageProcessor
+
+    # Without torchvision `transformers.AutoImageProcessor` of 5.17 is a class that only raises.
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     from .own_processors import Llama4ImageProcessorPil
 
