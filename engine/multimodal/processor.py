@@ -104,7 +104,10 @@ class ImageProcessor:
         rgb = image.convert("RGB")
         processor = self._processor
         arguments = processor._merge_kwargs(
-            tokenizer_init_kwargs=self._tokenizer.init_kwargs, return_tensors="pt"
+            # Newer releases of transformers than 5.17 take the class's own.
+            ModelProcessorKwargs=getattr(processor, "valid_processor_kwargs", None),
+            tokenizer_init_kwargs=self._tokenizer.init_kwargs,
+            return_tensors="pt",
         )["images_kwargs"]
         try:
             layout, *_ = processor.prepare_inputs_layout(images=[rgb], text=[self.image_token])
