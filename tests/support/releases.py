@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ def skip_before(release: str, reason: str) -> None:
 def skip_unknown_type(model_type: str) -> None:
     if model_type not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+
+
+def skip_without_torchvision(family: str) -> None:
+    """Skip image processors whose module imports torchvision in releases before 5.23."""
+    if family in ("idefics3", "smolvlm", "llama-4", "gemma-4") and find_spec("torchvision") is None:
+        skip_before("5.23", f"the image processor of {family} needs torchvision")
 
 
 def skip_wrong_modules(model: Any) -> None:

@@ -9,6 +9,7 @@ from llmopt.engine.llm import LLM
 
 from ...support.changed_families import CHANGED_FAMILIES
 from ...support.image_models import picture, save_image_model
+from ...support.releases import skip_without_torchvision
 
 SPECIAL = list(range(512, 576))
 """Not to be generated: transformers' Gemma 4 reads its placeholders as padding wherever they stand."""
@@ -19,6 +20,7 @@ GREEDY = SamplingParams(
 
 @pytest.mark.parametrize("name", CHANGED_FAMILIES)
 def test_pictures_give_the_tokens_of_transformers(tmp_path, name):
+    skip_without_torchvision(name)
     family = CHANGED_FAMILIES[name]
     model = save_image_model(tmp_path, family)
     engine = LLM(

@@ -12,6 +12,7 @@ from llmopt.engine.llm import LLM
 from PIL import Image
 
 from ...support.image_models import IMAGE_FAMILIES, picture, save_image_model
+from ...support.releases import skip_without_torchvision
 
 NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -36,6 +37,7 @@ class World:
 
 @pytest.fixture(scope="module", params=IMAGE_FAMILIES)
 def world(request, tmp_path_factory) -> World:
+    skip_without_torchvision(request.param)
     folder = tmp_path_factory.mktemp("images")
     family = IMAGE_FAMILIES[request.param]
     model = save_image_model(folder, family)
