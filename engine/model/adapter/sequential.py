@@ -204,11 +204,13 @@ def _recording(longer: Any) -> Any:
         return None
     fresh = copy_structure(longer, copy_leaf)
     fresh.reset()
-    for layer in fresh.layers:
+    layers: list[Any] = fresh.layers
+    for layer in layers:
         if isinstance(layer, DynamicLayer):
             # Older releases of transformers (5.17) set the entries to zero and keep their number.
             layer.keys = layer.values = None
             layer.is_initialized = False
+    for layer in layers:
         if _is_window(layer) and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
     return fresh

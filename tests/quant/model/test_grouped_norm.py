@@ -12,7 +12,6 @@ from llmopt.engine.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.quant.base.errors import BadInput
-from llmopt.quant.model import auto
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.stream.layer_stream import LayerStream
@@ -49,11 +48,11 @@ def test_modules_of_an_old_transformers_are_refused_for_several_groups(
 ) -> None:
     several = granite(tmp_path / "model")
     single = granite(tmp_path / "single", mamba_n_groups=1)
-    monkeypatch.setattr(auto.transformers, "__version__", OLD)
+    monkeypatch.setattr("llmopt.quant.model.auto.transformers.__version__", OLD)
     with pytest.raises(BadInput, match=REFUSAL):
         run(several)
     run(single)
-    monkeypatch.setattr(auto.transformers, "__version__", "5.23.0")
+    monkeypatch.setattr("llmopt.quant.model.auto.transformers.__version__", "5.23.0")
     run(several)
 
 
@@ -61,6 +60,6 @@ def test_the_decoder_of_the_engine_runs_several_groups_on_an_old_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = granite(tmp_path / "model")
-    monkeypatch.setattr(auto.transformers, "__version__", OLD)
+    monkeypatch.setattr("llmopt.quant.model.auto.transformers.__version__", OLD)
     engine = Engine(EngineConfig(folder, dtype="float32", device="cpu", num_threads=1))
     assert engine.prompt_logits(TOKENS).isfinite().all()
