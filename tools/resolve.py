@@ -131,7 +131,9 @@ class Resolver:
         if run.returncode:
             return Resolution({}, " ".join(run.stderr.split()))
         pins = re.findall(r"^(\S+)==(\S+)$", run.stdout, re.MULTILINE)
-        versions = {canonicalize_name(name): Version(version) for name, version in pins}
+        versions: dict[str, Version] = {
+            canonicalize_name(name): Version(version) for name, version in pins
+        }
         return Resolution(versions, "; ".join(untested(self._project, versions, wanted)))
 
 

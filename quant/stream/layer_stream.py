@@ -458,10 +458,8 @@ def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) 
         BadInput: a value other than `auto`, `float32` and `bfloat16`.
     """
     if asked == "auto":
-        if device.type == "cuda":
-            quick = torch.cuda.is_bf16_supported(including_emulation=False)
-        else:
-            quick = multiplies_bf16()
+        on_gpu = device.type == "cuda"
+        quick = torch.cuda.is_bf16_supported(False) if on_gpu else multiplies_bf16()
         return torch.bfloat16 if quick and stored == torch.bfloat16 else torch.float32
     if asked not in ("float32", "bfloat16"):
         raise BadInput(f"--compute {asked!r}: choose auto, float32 or bfloat16")
