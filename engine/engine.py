@@ -358,7 +358,7 @@ class Engine:
         return PromptPass(self.runner, scheduler.pool, scheduler.config, adapter, scheduler.states)
 
     def unrounded_prompt_pass(self, num_tokens: int, lora: str | None = None) -> PromptPass | None:
-        """As `prompt_pass`, over a KV cache of its own of at least `num_tokens` in the dtype of computation.
+        """Prefill on a KV cache of its own in the dtype of computation, of at least `num_tokens`.
 
         None where this engine's cache rounds nothing, where layers keep a constant state, and with workers.
         The cache is freed with the pass.

@@ -104,14 +104,14 @@ class AspectVerdict:
             base, new = _number(self.base), _number(self.new)
         value = size if self.unit == "bytes" else _number
         unit = "" if self.unit in ("", "bytes", "share") else f" {self.unit}"
-        said = f"{self.label} {new}{unit}"
+        text = f"{self.label} {new}{unit}"
         if self.is_of_value:
-            said += self._between(value)
+            text += self._between(value)
         elif self.change is not None:
             signed = partial(signed_percent, digits=2 if self.aspect == QUALITY else 1)
-            said = f"{self.label} {signed(self.change)}{self._between(signed)}"
-            said += f", {base} to {new}{unit}"
-        return said if self.limit is None else f"{said}; limit {self.limit}"
+            text = f"{self.label} {signed(self.change)}{self._between(signed)}"
+            text += f", {base} to {new}{unit}"
+        return text if self.limit is None else f"{text}; limit {self.limit}"
 
     def _between(self, words: Callable[[float], str]) -> str:
         """The interval in parentheses; an exact value has none."""

@@ -29,15 +29,15 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
     before, after = mean_value(counted, base), mean_value(counted, new)
     if after is None or (limit.relative and before is None):
         side = "new" if after is None else "base"
-        said = f"{counted.label} has a limit but no value in the {side} run"
-        return LimitVerdict.of(limit, said, base=before, new=after)
-    value, said = after, f"{counted.label} is {shown(after, counted.unit)}"
+        text = f"{counted.label} has a limit but no value in the {side} run"
+        return LimitVerdict.of(limit, text, base=before, new=after)
+    value, text = after, f"{counted.label} is {shown(after, counted.unit)}"
     if limit.relative and before is not None:
         value = relative_change(before, after)
         ends = shown(before, counted.unit), shown(after, counted.unit)
         if counted.unit == "bytes":
             ends = sizes(before, after)
-        said = f"{counted.label} went from {ends[0]} to {ends[1]} ({signed_percent(value, 2)})"
+        text = f"{counted.label} went from {ends[0]} to {ends[1]} ({signed_percent(value, 2)})"
     evidence = tails_of(counted.key, limit, base, new)
     if evidence is None:
         evidence = Excess.of(limit, (value, value))
@@ -45,7 +45,7 @@ def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -
         evidence = Tails(evidence.as_low, evidence.as_high)
     undecided = f": too few to tell the limit {limit.text}"
     sides = {"base": before, "new": after, "change": change_between(before, after)}
-    return LimitVerdict.of(limit, said, evidence, undecided, **sides)
+    return LimitVerdict.of(limit, text, evidence, undecided, **sides)
 
 
 def change_between(before: float | None, after: float | None) -> float | None:

@@ -115,7 +115,7 @@ def console_table(
         figure("Request goodput (req/s):", result["request_goodput"])
     figure("Output token throughput (tok/s):", result["output_throughput"])
     passes = result.get("llmopt", {}).get("runs") or [result]
-    if min(each["duration"] for each in passes) >= SHORTEST_FOR_PEAK:
+    if min(one_pass["duration"] for one_pass in passes) >= SHORTEST_FOR_PEAK:
         figure("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"])
     figure("Peak concurrent requests:", result["max_concurrent_requests"])
     figure("Total token throughput (tok/s):", result["total_token_throughput"])

@@ -10,7 +10,7 @@ from .errors import BadInput
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be found; it is not imported."""
+    """Look for a module without importing it."""
     try:
         return find_spec(module) is not None
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the processor can do, and every decision that rests on it. No other module asks torch or the system.
+"""Features of the processor, and every decision that rests on them. No other module asks torch or the system.
 
 `LLMOPT_CPU` names a profile of x86 processors. The flags of this machine are then reduced to those of the
 profile, and torch, oneDNN, MKL and OpenBLAS are told to do the same through their own variables, which they
@@ -258,7 +258,7 @@ _WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
 
 
 def computes_in_bf16() -> bool:
-    """Whether oneDNN computes in bfloat16 here, natively or by converting in registers.
+    """Tell whether oneDNN computes in bfloat16 here, natively or by converting in registers.
 
     It does with AVX-512, AVX-NE-CONVERT or Arm's BF16, unless `ONEDNN_MAX_CPU_ISA` forbids them; torch for
     macOS has no oneDNN. Elsewhere torch emulates bfloat16, tens of times slower than float32.
@@ -272,7 +272,7 @@ def computes_in_bf16() -> bool:
 
 
 def multiplies_bf16() -> bool:
-    """Whether a GEMM in bfloat16 is faster than one in float32: there are instructions for its products."""
+    """Tell whether there are instructions for bfloat16 products, faster than float32's."""
     return computes_in_bf16() and "avx512_bf16" in processor_flags()
 
 
