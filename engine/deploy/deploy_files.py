@@ -66,7 +66,7 @@ def deploy_files(deployment: ServerDeployment) -> dict[str, str]:
         files["compose/dashboard.json"] = json.dumps(dashboard(deployment), indent=1) + "\n"
     if deployment.choices.engine != "llmopt":
         return files
-    pins = pinned_requirements("llmopt")
+    pins = pinned_requirements("llmopt", "serve")
     torch = next(pin for pin in pins if pin.startswith("torch=="))
     for device in ("cpu", "cuda"):
         image = {"on_gpus": device == "cuda", "torch": torch}
@@ -129,32 +129,37 @@ def haproxy_config(
     return _ENVIRONMENT.get_template("systemd/haproxy.cfg.jinja").render(values)
 
 
-def pinned_requirements(name: str) -> list[str]:
-    """`name==version` of everything that a distribution requires here, extras left out, sorted.
+def pinned_requirements(name: str, *extras: str) -> list[str]:
+    """`name==version` of everything that a distribution requires here with some of its extras, sorted.
 
     Of a build such as 2.13.0+cpu the release alone is pinned: a constraint without a build fits each. What is
     not installed here, such as the CUDA libraries of another build, is not pinned.
     """
     versions: dict[str, str] = {}
-    _collect(name, (), versions)
+    _collect(name, extras, versions, set())
     versions.pop(canonicalize_name(name), None)
     return [f"{each}=={held}" for each, held in sorted(versions.items())]
 
 
-def _collect(name: str, extras: tuple[str, ...], versions: dict[str, str]) -> None:
+def _collect(
+    name: str,
+    extras: tuple[str, ...],
+    versions: dict[str, str],
+    visited: set[tuple[str, tuple[str, ...]]],
+) -> None:
+    key = canonicalize_name(name)
+    if (key, extras) in visited or (key in versions and not extras):
+        return
+    visited.add((key, extras))
     try:
-        held = distribution(name)
+        installed = distribution(name)
     except PackageNotFoundError:
         return
-    key = canonicalize_name(name)
-    if key in versions and not extras:
-        return
-    versions[key] = Version(held.version).public
-    for requirement in map(Requirement, held.requires or ()):
+    versions[key] = Version(installed.version).public
+    for requirement in map(Requirement, installed.requires or ()):
         marker = requirement.marker
-        applies = marker is None or any(marker.evaluate({"extra": each}) for each in ("", *extras))
-        if applies and canonicalize_name(requirement.name) not in versions:
-            _collect(requirement.name, tuple(requirement.extras), versions)
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            _collect(requirement.name, tuple(sorted(requirement.extras)), versions, visited)
 
 
 def _document(path: str, deployment: ServerDeployment) -> dict[str, Any]:

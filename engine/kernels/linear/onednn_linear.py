@@ -14,7 +14,6 @@ from ....quant.base.build import beside, fields
 from ..common.graphs import launch
 
 ONEDNN_OPERATORS = (
-    "_is_mkldnn_bf16_supported",
     "_linear_pointwise",
     "_reorder_linear_weight",
 )

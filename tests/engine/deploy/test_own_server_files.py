@@ -32,7 +32,9 @@ def settings(unit: str) -> dict[str, str]:
 
 
 def test_the_requirements_are_pinned_as_they_are_installed_here() -> None:
-    pins = dict(pin.split("==") for pin in pinned_requirements("llmopt"))
+    pins = dict(pin.split("==") for pin in pinned_requirements("llmopt", "serve"))
+    assert {"uvicorn", "pillow", "httpcore"} <= pins.keys() and "matplotlib" not in pins
+    assert "uvicorn" not in {pin.split("==")[0] for pin in pinned_requirements("llmopt")}
     assert pins["transformers"] == version("transformers") and pins["starlette"] == version(
         "starlette"
     )
@@ -53,7 +55,7 @@ def test_the_images_are_pinned_not_root_and_healthy_when_ready(device: str) -> N
     words = json.loads(text.rsplit("\nCMD ", 1)[1])
     assert ["llmopt", *words] == list(small(**OURS).command)
     pins = [line for line in files["docker/constraints.txt"].splitlines() if line[0] != "#"]
-    assert pins == pinned_requirements("llmopt")
+    assert pins == pinned_requirements("llmopt", "serve")
 
 
 def test_only_our_own_server_has_them() -> None:
