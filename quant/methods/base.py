@@ -63,6 +63,9 @@ class InputStatistics:
                 stop = min(start + _GRAM_ROWS, tokens.shape[1])
                 self.gram[rows, :stop].addmm_(tokens[:, rows].T, tokens[:, :stop])
                 self.gram[:start, rows] = self.gram[rows, :start].T
+                # MKL's AVX2 kernels sum an entry and its mirror image in different orders.
+                square = self.gram[rows, start:stop]
+                square.copy_(square.tril() + square.tril(-1).T)
         magnitudes = tokens.abs()
         self.abs_sum += magnitudes.sum(dim=0)
         self.abs_max = torch.maximum(self.abs_max, magnitudes.amax(dim=0))

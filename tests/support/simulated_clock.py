@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.machine import machine_meter, pass_usage
+from llmopt.engine.execution import decode_graphs
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.sampling.sampler import Sampler
 
@@ -88,6 +89,12 @@ def simulated_clock(seed: int = 0) -> Iterator[None]:
             (Sampler, "largest", SAMPLE_SECONDS),
         ):
             patch.setattr(owner, name, clock.taking(seconds, getattr(owner, name)))
+        captured = decode_graphs._captured_argmax  # samples in the place of the sampler
+
+        def captured_argmax(*arguments: Any) -> Callable[..., Any]:
+            return clock.taking(SAMPLE_SECONDS, captured(*arguments))
+
+        patch.setattr(decode_graphs, "_captured_argmax", captured_argmax)
         patch.setattr(pass_usage, "disturbance", lambda *_: None)
         patch.setattr(machine_meter, "other_load", lambda *_: 0.0)
         yield

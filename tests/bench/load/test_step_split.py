@@ -40,8 +40,8 @@ def test_the_parts_of_a_real_step_add_up_and_a_slowed_sampler_shows(overlapped: 
     options = OPTIONS.model_copy(
         update={"slowdown": 50.0, "slowdown_where": "sampler", "async_scheduling": overlapped}
     )
-    session = EngineSession(options)
     with simulated_clock():
+        session = EngineSession(options)  # captures steps of the clock's times
         assert session.run_pass()
         split = session.finish().result["llmopt"]["step_split"]
     assert set(split["parts_ms"]) == set(PARTS) and split["num_steps"] == 5
