@@ -81,7 +81,9 @@ class _Entry(ctypes.Structure):
 
 
 def replay_launches(launches: Sequence[Launch]) -> Callable[[], None]:
-    """A function that replays these launches in one C call."""
+    """A function that replays these launches in one C call; of none, nothing is called."""
+    if not launches:
+        return lambda: None
     library = native(Path(__file__).with_name("replay.c")).library
     assert library is not None, "captured launches need the same compiler as replay.c"
     held = list(launches)

@@ -7,8 +7,10 @@ from llmopt.quant.kinds.trellis.kind import noisy
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 
 from ...support.layer_problems import heavy_weight
+from ...support.native_paths import needs_compiler
 
 
+@needs_compiler
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_the_noise_is_as_large_as_the_error_of_the_nearest_paths(bits: int) -> None:
     """At 7 and 8 bits the error is mostly of the few values beyond the codebook, of which weights differ."""
