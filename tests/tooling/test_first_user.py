@@ -20,7 +20,8 @@ def test_every_pair_has_a_verdict_and_every_number_is_one(tmp_path: Path) -> Non
     user.call("quantize", "stories3M", *QUANTIZATIONS["q8"], "-o", given)
     kept = {name: QUANTIZATIONS[name] for name in ("gptq4", "w8a8")}
     user.go(given, "stories3M", kept)
-    assert user.problems == [] and len(user.outcomes) == 6 and user.compared > 200
+    assert user.problems == [] and len(user.outcomes) == 6
+    assert user.compared > 100, "disturbed passes print fewer numbers"
 
 
 def test_a_number_agrees_with_its_rounding_alone() -> None:
