@@ -36,7 +36,7 @@ test test-rest test-random test-jitter test-profiles test-arm nightly gpu-check:
 test test-rest test-random test-jitter test-profiles: export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(VENV)/bin/python -m pytest
 
-# Every feature once, in about eight minutes on two cores. No test depends on how busy the machine is.
+# Every feature once, in about ten minutes on two cores. No test depends on how busy the machine is.
 test: $(INSTALLED)
 	$(PYTEST) -m "not whole" -n 3 --dist worksteal --durations 20
 
