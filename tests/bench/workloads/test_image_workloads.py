@@ -24,6 +24,7 @@ from llmopt.quant.base.errors import BadInput
 
 from ...support.image_models import IMAGE_FAMILIES, save_image_model
 from ...support.pictures import encoded, picture
+from ...support.releases import skip_without_torchvision
 
 SMALL = "{(24, 32, 1): 0.5, (48, 16, 1): 0.5, (720, 1280, 16): 0.0}"
 
@@ -145,6 +146,7 @@ def test_images_are_sent_to_chats_behind_the_text() -> None:
 
 
 def test_the_engine_gets_them_and_the_parts_of_ttft_add_up(tmp_path: Path) -> None:
+    skip_without_torchvision("smolvlm")
     save_image_model(tmp_path, IMAGE_FAMILIES["smolvlm"])
     engine = Engine(EngineConfig(model=str(tmp_path), dtype="float32", num_threads=1))
     target = InProcessTarget(engine)
@@ -164,6 +166,7 @@ def test_the_engine_gets_them_and_the_parts_of_ttft_add_up(tmp_path: Path) -> No
 
 def test_a_run_records_what_images_cost(tmp_path: Path) -> None:
     model = tmp_path / "model"
+    skip_without_torchvision("smolvlm")
     save_image_model(model, IMAGE_FAMILIES["smolvlm"])
     options = BenchOptions(
         model=str(model),
