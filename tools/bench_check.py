@@ -1,4 +1,4 @@
-"""Whether `bench` and `compare` judge this machine right: `make bench-check`, minutes on a machine at rest.
+"""Check that `bench` and `compare` judge this machine right: `make bench-check`, on a machine at rest.
 
 Measures the bundled model, measures it again, and measures it with every step slowed twice; judges the second
 and the third run against the first. Then measures a client that is kept busy for 100 ms at a time, which has

@@ -45,7 +45,7 @@ FORMULAS = {
     "flips": "share of the bundled multiple-choice items whose answer, the option of the highest "
     "log-likelihood behind the context, differs from the reference's; interval: Clopper and Pearson, 95 %",
     "KL of rounding the KV cache": "mean KL of this model from itself with keys and values in the dtype of "
-    "its activations, over about the first 4,000 scored positions; the reference's cache has the default "
+    "its activations, over about the first 1,000 scored positions; the reference's cache has the default "
     "dtype, so that a model is at no distance from itself",
     "rank moved": "share of the scored positions at which the actual token has another rank in this model's "
     "distribution than in the reference's",

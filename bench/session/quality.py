@@ -5,6 +5,7 @@ Both are scored beside a reference of their kind, if there is one: a model of th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
     from ...engine.execution.prompt_pass import PromptPass
     from ..quality.scoring import SharedScores
 
+_log = logging.getLogger(__name__)
+
 # Sequences per decode step of the reference, which makes none.
 SCORING_SEQUENCES = 1
 # Scored tokens from which the KL of rounding the KV cache is taken: it is two more passes of the model.
-CACHE_TOKENS = 4000
+CACHE_TOKENS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,11 @@ def _cache_rounding(
     part = replace(passage, windows=passage.windows[:count])
     engine = model.engine
     num_tokens = _cache_tokens(options, engine.device.type, [part])
-    exact = engine.unrounded_prompt_pass(num_tokens, model.lora)
+    try:
+        exact = engine.unrounded_prompt_pass(num_tokens, model.lora)
+    except BadInput as error:  # the rest of the run is kept
+        _log.warning("no KL of rounding the KV cache: %s", error)
+        return None
     if exact is None:
         return None
     opened = _OpenedPass(exact)

@@ -20,6 +20,7 @@ from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
+from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -137,3 +138,17 @@ def test_what_has_no_reference_or_template_is_refused(
     ):
         assert llmopt(tmp_path, *words) == 2
         assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_cache_that_does_not_fit_costs_its_own_number_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise BadInput("a KV cache of 9 GiB: 1 GiB of memory is free")
+
+    monkeypatch.setattr(Engine, "unrounded_prompt_pass", refuse)
+    assert llmopt(tmp_path, "--reference", "stories3M", "--no-report") == 0
+    (path,) = tmp_path.glob("*/result.json")
+    quality = json.loads(path.read_text())["llmopt"]["quality"]
+    assert quality["kl_nats"] == 0 and quality["kv_cache"] is None
+    assert "no KL of rounding the KV cache: a KV cache of 9 GiB" in caplog.text
