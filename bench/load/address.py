@@ -43,6 +43,8 @@ VERSION_PATHS = {"/version": "version", "/props": "build_info"}
 GPU_LABELS = ("gpu", "gpu_name", "modelName")
 """Labels of metrics that name a GPU: llmopt's, common exporters', and that of NVIDIA's DCGM exporter."""
 UNREACHABLE = (RequestFailed, ValueError)
+KNOWN_OWNERS = ("llmopt", "vllm", "sglang", "openai", "system", "openai-internal")
+"""`owned_by` of models whose server is known to read `max_completion_tokens`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,12 @@ class ServedModel:
     tokenizer_name: str
     tokenizer: Any
     max_model_len: int
+    owner: str | None = None
+
+    @property
+    def knows_completion_length(self) -> bool:
+        """The server is known to read `max_completion_tokens`."""
+        return self.owner in KNOWN_OWNERS
 
 
 def find_served(options: BenchOptions, address: Address) -> ServedModel:
@@ -212,7 +220,8 @@ def find_served(options: BenchOptions, address: Address) -> ServedModel:
     tokenizer_name, folder = find_tokenizer([name for name in names if name], options)
     limit = options.max_model_len or card.get("max_model_len")
     tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
-    return ServedModel(model, tokenizer_name, tokenizer, limit or DEFAULT_CONTEXT)
+    owner = card.get("owned_by")
+    return ServedModel(model, tokenizer_name, tokenizer, limit or DEFAULT_CONTEXT, owner)
 
 
 def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Path]:

@@ -29,11 +29,11 @@ from .exchange import (
     EncodedTurn,
     Exchange,
     PassWindow,
-    chunk_tokens,
     encoded_message,
 )
 from .fleet import Fleet, FleetPass, default_workers
 from .load import adapter_of, request_id, window_duration
+from .stream import chunk_tokens
 
 # Where `MARK` goes: a text and a number that no prompt holds, until the JSON is written.
 _MARK_TEXT, _MARK_NUMBER = "\ue002", 10**15 + 1
@@ -50,6 +50,8 @@ class Body:
             `COMPLETIONS` as token ids; `TRANSFORMERS` as text, with the length set through
             `generation_config`. The backends of `pooling` send several inputs (`encode_inputs`).
         decode: token ids to text.
+        sends_both_lengths: send a chat's length as `max_tokens` too, for servers that ignore
+            `max_completion_tokens`; OpenAI's API refuses the two together.
         extra: fields to add or replace; a field set to None is left out.
     """
 
@@ -59,6 +61,7 @@ class Body:
     ignore_eos: bool = True
     temperature: float = 0.0
     seed: int = 0
+    sends_both_lengths: bool = False
     extra: tuple[tuple[str, Any], ...] = ()
 
     def encode(self, item: WorkloadItem) -> EncodedRequest:
@@ -82,10 +85,10 @@ class Body:
                 parts = [{"type": "image_url", "image_url": {"url": url}} for url in item.images]
                 text = [{"type": "text", "text": text}, *parts]
             spoken = [{"role": "user", "content": text}]
-            fields = self._streamed({"messages": spoken}, "max_completion_tokens", item.output_len)
+            fields = self._chat(spoken, item.output_len)
         else:
-            prompt = {"prompt": _marked_ids(item)}
-            fields = self._streamed(prompt, "max_tokens", item.output_len)
+            prompt = {"prompt": _marked_ids(item), "max_tokens": item.output_len}
+            fields = self._streamed(prompt, item.output_len)
         return EncodedRequest(name, _marked(self._json(fields)), due)
 
     def encode_inputs(self, batch: Sequence[WorkloadItem]) -> EncodedRequest:
@@ -114,7 +117,7 @@ class Body:
 
     def _around(self, output_len: int) -> tuple[bytes, bytes]:
         """The body of a chat before and behind its messages."""
-        fields = self._streamed({"messages": [_MESSAGES]}, "max_completion_tokens", output_len)
+        fields = self._chat([_MESSAGES], output_len)
         head, _, tail = self._json(fields).partition(json.dumps(_MESSAGES).encode())
         return head, tail
 
@@ -125,8 +128,14 @@ class Body:
             return _MARK_TEXT + text[len(first) :]
         return _MARK_TEXT + self.decode(item.prompt_token_ids[1:])
 
-    def _streamed(self, prompt: dict[str, Any], length: str, output_len: int) -> dict[str, Any]:
-        fields = {"model": self.model, **prompt, length: output_len}
+    def _chat(self, messages: list[Any], output_len: int) -> dict[str, Any]:
+        names = ("max_completion_tokens", "max_tokens")[: 1 + self.sends_both_lengths]
+        return self._streamed(
+            {"messages": messages, **dict.fromkeys(names, output_len)}, output_len
+        )
+
+    def _streamed(self, prompt: dict[str, Any], output_len: int) -> dict[str, Any]:
+        fields = {"model": self.model, **prompt}
         fields["temperature"] = self.temperature
         if self.temperature > 0:
             fields["seed"] = self.seed
@@ -236,6 +245,7 @@ class HttpDriver:
             options.ignore_eos,
             options.temperature,
             options.seed,
+            not served.knows_completion_length,
             tuple(options.extra_body.items()),
         )
         self._endpoint = address.endpoint(options.request_timeout)
@@ -320,8 +330,9 @@ class HttpDriver:
             "first_token_of_pass": [tokens[0] for tokens in self._first_tokens],
         }
 
-    def other_models(self) -> list[str]:
-        """Say what betrays another model behind the name: the name in answers, and counts of tokens."""
+    def doubts(self) -> list[str]:
+        """Signs of another model under the name (the name in answers, counts of prompt tokens), and fields of
+        the stream that were not read."""
         asked = {self._body.model, *self._options.loras, ""}
         found = [
             f"{count} answers are signed {name!r}, not {self._body.model!r}: another model may be behind "
@@ -333,6 +344,11 @@ class HttpDriver:
             found.append(
                 f"{self._num_recounted} answers count other prompt tokens than were sent as ids: the "
                 "server's tokenizer, or its model, is another"
+            )
+        if self._unread:
+            fields = ", ".join(f"{name} ({count} chunks)" for name, count in self._unread.items())
+            found.append(
+                f"the stream has fields that are not known here: {fields}; output in them was not counted"
             )
         return found
 
@@ -347,6 +363,7 @@ class HttpDriver:
         """Reset the accumulated client overhead."""
         self._counters: Counter[str] = Counter()
         self._models: Counter[str] = Counter()
+        self._unread: Counter[str] = Counter()
         self._num_recounted = 0
         self._lags: list[dict[str, float]] = []
         self._late_connections = 0
@@ -408,6 +425,7 @@ class HttpDriver:
         if not answer.error and not is_pooled:
             self._counters[source] += 1
             self._models[answer.model] += 1
+            self._unread.update(answer.unread)
             # Token ids are counted alike by every server, but for a token that begins the text.
             known = (None, len(item.prompt_token_ids), len(item.prompt_token_ids) + 1)
             is_ids = self._body.backend == COMPLETIONS
@@ -426,6 +444,7 @@ class HttpDriver:
             turn=exchange.turn,
             cycle=exchange.cycle,
             lora=self._adapter(item.request_id),
+            hidden_tokens=answer.hidden_tokens,
         )
         trace.error = answer.error or self._incomplete(batch, answer, trace)
         trace.success = not trace.error
@@ -436,7 +455,10 @@ class HttpDriver:
     ) -> str:
         """Say what a well-formed response lacks; empty if nothing."""
         if not self._endpoint.is_pooled:
-            return "" if trace.output_len else "the response has no token"
+            if trace.output_len:
+                return ""
+            hidden = answer.hidden_tokens
+            return f"the response has no token{f' but {hidden} of reasoning' if hidden else ''}"
         expected = len(batch) - (self._body.backend == RERANK)
         if answer.num_results == expected:
             return ""

@@ -1,22 +1,14 @@
-"""Messages between the fleet and its load workers, as picklable values, and the parsing of responses.
-
-Streamed completions (SSE) become timed token chunks after the pass has ended.
-"""
+"""Messages between the fleet and its load workers, as picklable values."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 MARK = b"\0"
 """In an encoded body, where the first token (or its text) of a cycle goes. JSON has no such byte."""
-PER_CHUNK = "server, per chunk"
-AT_END = "server, at the end"
-PER_EVENT = "re-tokenized"
-# What reading a document of another form raises.
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +81,7 @@ class EncodedRequest:
     @property
     def num_requests(self) -> int:
         """Requests of all turns, and of those that wait for them."""
-        return 1 + len(self.turns) + sum(each.num_requests for _, each in self.waiting)
+        return 1 + len(self.turns) + sum(request.num_requests for _, request in self.waiting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +98,9 @@ class WorkerJob:
 
     Attributes:
         limit: maximum requests in flight over all workers; None is no limit.
-        places: (read, write) file descriptors of the permit pipe, which holds a byte per free concurrency
+        permits: (read, write) file descriptors of the permit pipe, which holds a byte per free concurrency
             permit; None without a limit.
+        opened_ahead: connections to open before the clock starts.
         marks: what replaces `MARK` in the bodies of each cycle.
         window: repeat the requests until it closes, and drain what is in flight then; None is one cycle.
         burden: seconds of every 50 ms in which the worker busy-waits, to test that a starved client is
@@ -121,6 +114,7 @@ class WorkerJob:
     permits: tuple[int, int] | None = None
     marks: tuple[bytes, ...] = (b"",)
     window: PassWindow | None = None
+    opened_ahead: int = 0
 
 
 @dataclass(slots=True)
@@ -131,7 +125,10 @@ class Answer:
         times: when each chunk was read, by `time.perf_counter()`.
         texts: the text of each chunk; empty where a token gave no text yet.
         tokens: tokens of each chunk where the server reports usage per chunk, else empty.
-        total: output tokens by the usage of the last chunk, or None.
+        content: text of the answer without its reasoning, which `texts` holds too.
+        total: output tokens by the server's usage, without hidden ones, or None.
+        hidden_tokens: reasoning tokens that the server counted and did not stream.
+        unread: names of the filled fields that the parser does not know, with the chunks that hold them.
         prompt_tokens, cached_tokens: prompt tokens, and those of them from the prefix cache, by the
             server's usage, or None.
         server_times: when the server had read the request, then when it wrote each chunk; only from the
@@ -144,7 +141,10 @@ class Answer:
     times: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    content: str = ""
     total: int | None = None
+    hidden_tokens: int = 0
+    unread: Counter[str] = field(default_factory=Counter)
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     server_times: list[float] = field(default_factory=list)
@@ -189,217 +189,3 @@ class Report:
     exchanges: list[Exchange]
     lag_ms: Mapping[str, float]
     late_connections: int = 0
-
-
-def events(chunks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
-    """(time, data) of each server-sent event; an event that spans reads has the time of its last read.
-
-    Line ends may be LF, CRLF or CR; comments and other fields are skipped; a last event
-    without its blank line still counts.
-    """
-    rest, lines, time = b"", [], 0.0
-    for time, data in chunks:
-        buffer = rest + data
-        # A CR at the end may be half of a CRLF: keep it for the next read.
-        held = b"\r" if buffer.endswith(b"\r") else b""
-        *whole, rest = _unix(buffer[: len(buffer) - len(held)]).split(b"\n")
-        rest += held
-        for line in whole:
-            if line.startswith(b"data:"):
-                lines.append(line[5:].removeprefix(b" "))
-            elif not line and lines:
-                yield time, b"\n".join(lines)
-                lines = []
-    if rest.startswith(b"data:"):
-        lines.append(rest[5:].strip())
-    if lines:
-        yield time, b"\n".join(lines)
-
-
-def _unix(data: bytes) -> bytes:
-    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
-
-
-def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
-    """Parse a streamed response of `/v1/completions` or `/v1/chat/completions`.
-
-    A chunk with text carries tokens. A chunk without text does where the server's count says so: by the
-    usage in the chunk, or by a final total that exceeds the chunks with text. A chat's first chunk, which
-    only names the role, never does.
-    """
-    answer = Answer()
-    seen: list[tuple[float, str, int | None]] = []
-    ended = False
-    for time, data in events(chunks):
-        if data.strip() == b"[DONE]":
-            ended = True
-            continue
-        try:
-            event = json.loads(data)
-        except ValueError:
-            answer.error = f"an event is not JSON: {_excerpt(data)}"
-            break
-        if not isinstance(event, dict):
-            answer.error = f"an event is no object: {_excerpt(data)}"
-            break
-        if event.get("error"):
-            answer.error = f"the server says: {_message(event)}"
-            break
-        count = _usage(event, answer)
-        answer.model = answer.model or str(event.get("model") or "")
-        choices = event.get("choices")
-        if not choices:
-            continue
-        try:
-            text, is_role_only = _delivered(choices[0])
-            ended = ended or choices[0].get("finish_reason") is not None
-        except (AttributeError, TypeError, KeyError):
-            answer.error = f"an event has no choice that can be read: {_excerpt(data)}"
-            break
-        if not is_role_only:
-            seen.append((time, text, count))
-            _server_times(event, answer)
-    if not answer.error and not ended:
-        answer.error = "the stream ended without a finish_reason or [DONE]"
-    _count(seen, answer)
-    return answer
-
-
-def read_document(chunks: Sequence[tuple[float, bytes]]) -> Answer:
-    """Parse a response that is not streamed: one JSON document, all tokens timed at its end."""
-    body, answer = b"".join(data for _, data in chunks), Answer()
-    try:
-        document = json.loads(body)
-        text = _delivered(document["choices"][0])[0]
-    except UNREADABLE:
-        answer.error = f"the answer is neither a stream nor a completion: {_excerpt(body)}"
-        return answer
-    count = _usage(document, answer)
-    answer.times, answer.texts = [chunks[-1][0]], [text]
-    answer.tokens = [count] if count else []
-    return answer
-
-
-def read_pooled(chunks: Sequence[tuple[float, bytes]]) -> Answer:
-    """Parse a response with embeddings, scores or pooled states; it has no tokens."""
-    body, answer = b"".join(data for _, data in chunks), Answer()
-    try:
-        document = json.loads(body)
-        results = document["results"] if "results" in document else document["data"]
-        answer.num_results = len(results)
-        usage = document.get("usage") or {}
-    except UNREADABLE:
-        answer.error = f"the answer has neither data nor results: {_excerpt(body)}"
-        return answer
-    answer.prompt_tokens = usage.get("prompt_tokens") or usage.get("total_tokens")
-    answer.times, answer.texts, answer.tokens = [chunks[-1][0]], [""], [0]
-    return answer
-
-
-def refusal(status: int, chunks: Sequence[tuple[float, bytes]]) -> str:
-    """The error message of a response with an error status."""
-    body = b"".join(data for _, data in chunks)
-    try:
-        said = _message(json.loads(body))
-    except ValueError:
-        said = _excerpt(body)
-    return f"HTTP {status}: {said}" if said else f"HTTP {status}"
-
-
-def chunk_tokens(answer: Answer, recount: int | None) -> tuple[list[int], str]:
-    """(tokens of each chunk, source of the counts).
-
-    Without per-chunk usage, the server's total, or else `recount` (the text tokenized again), is
-    distributed: one token per chunk, the remainder by text length.
-    """
-    if answer.tokens:
-        return answer.tokens, PER_CHUNK
-    total, source = (answer.total, AT_END) if answer.total is not None else (recount, PER_EVENT)
-    deliveries = len(answer.times)
-    if total is None or not deliveries:
-        return [1] * deliveries, source
-    if total <= deliveries:
-        return [1] * total + [0] * (deliveries - total), source
-    weights = [len(text) for text in answer.texts]
-    if not any(weights):
-        weights = [1] * deliveries
-    left, whole = total - deliveries, sum(weights)
-    shares = [left * weight / whole for weight in weights]
-    counts = [1 + int(share) for share in shares]
-    by_rest = sorted(range(deliveries), key=lambda i: int(shares[i]) - shares[i])
-    for i in by_rest[: total - sum(counts)]:
-        counts[i] += 1
-    return counts, source
-
-
-def _delivered(choice: dict[str, Any]) -> tuple[str, bool]:
-    """(text of a choice, whether it only names the role)."""
-    part = choice.get("delta") or choice.get("message")
-    if part is None:
-        if "delta" in choice:
-            return "", choice.get("finish_reason") is None
-        return choice.get("text") or "", False
-    # Reasoning tokens are output tokens too.
-    fields = ("reasoning_content", "reasoning", "content")
-    text = "".join(part[name] for name in fields if isinstance(part.get(name), str))
-    if part.get("tool_calls"):
-        text += json.dumps(part["tool_calls"])
-    return text, not text and "role" in part and choice.get("finish_reason") is None
-
-
-def _usage(event: dict[str, Any], answer: Answer) -> int | None:
-    """Record the usage of an event; returns its running count of output tokens, or None."""
-    usage = event.get("usage")
-    if not isinstance(usage, dict):
-        return None
-    answer.prompt_tokens = usage.get("prompt_tokens") or answer.prompt_tokens
-    details = usage.get("prompt_tokens_details")
-    if isinstance(details, dict):
-        answer.cached_tokens = details.get("cached_tokens", answer.cached_tokens)
-    count = usage.get("completion_tokens")
-    if isinstance(count, int):
-        answer.total = max(count, answer.total or 0)
-        return count
-    return None
-
-
-def _server_times(event: dict[str, Any], answer: Answer) -> None:
-    if times := event.get("llmopt_times"):
-        if not answer.server_times:
-            answer.server_times.append(times["received"])
-        answer.server_times.append(times["sent"])
-
-
-def _count(seen: Sequence[tuple[float, str, int | None]], answer: Answer) -> None:
-    """Decide which chunks carried tokens, and how many where that is known."""
-    # Continuous usage: every chunk has a count, and the counts are not all equal.
-    if seen and all(count is not None for _, _, count in seen):
-        before = 0
-        for time, text, count in seen:
-            new, before = (count or 0) - before, max(count or 0, before)
-            if new > 0:
-                answer.times.append(time)
-                answer.texts.append(text)
-                answer.tokens.append(new)
-            elif answer.texts:
-                answer.texts[-1] += text
-        return
-    missing = (answer.total or 0) - sum(bool(text) for _, text, _ in seen)
-    for time, text, _ in seen:
-        if not text:
-            missing -= 1
-            if missing < 0:
-                continue
-        answer.times.append(time)
-        answer.texts.append(text)
-
-
-def _message(event: Any) -> str:
-    error = event.get("error", event) if isinstance(event, dict) else event
-    if isinstance(error, dict):
-        error = error.get("message") or error.get("detail") or error
-    return str(error)[:300]
-
-
-def _excerpt(data: bytes) -> str:
-    return data[:120].decode("utf-8", "replace")

@@ -22,6 +22,8 @@ from .load import PassProgress
 PIPE_BYTES = 1 << 16  # capacity of a pipe on Linux
 START_SECONDS = 0.05  # from all workers ready to the first request
 STREAMS_PER_WORKER = 64
+AT_START_SECONDS = 0.02
+MAX_OPENED_AHEAD = 1024
 WAKE_SECONDS = 0.2  # polling interval for an interrupt
 
 
@@ -130,8 +132,14 @@ class Fleet:
         if job.permits is not None and job.limit is not None:
             self._set_places(min(job.limit, PIPE_BYTES))
         ordered = sorted(requests, key=lambda request: request.due)
+        # Only the requests due at once find a connection; more of them would occupy threads of the server.
+        at_start = sum(request.due <= AT_START_SECONDS for request in requests)
+        opened = min(at_start, job.limit or at_start, MAX_OPENED_AHEAD)
         for number in range(count):
-            self._send(number, replace(job, requests=tuple(ordered[number::count])))
+            share = len(range(number, opened, count))
+            self._send(
+                number, replace(job, requests=tuple(ordered[number::count]), opened_ahead=share)
+            )
         return count
 
     def _collect(self, count: int, shown: PassProgress) -> tuple[float, float | None, list[Report]]:

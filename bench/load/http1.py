@@ -22,10 +22,21 @@ class NotHttp(Exception):
 class Response:
     """One response as it arrives. `chunks` are (time of the read, body bytes of that read)."""
 
-    __slots__ = ("_left", "_mode", "_rest", "_size", "chunks", "headers", "is_whole", "status")
+    __slots__ = (
+        "_left",
+        "_mode",
+        "_rest",
+        "_size",
+        "chunks",
+        "headers",
+        "is_http_1_0",
+        "is_whole",
+        "status",
+    )
 
     def __init__(self) -> None:
         self.status = 0
+        self.is_http_1_0 = False
         self.headers: dict[str, str] = {}
         self.chunks: list[tuple[float, bytes]] = []
         self.is_whole = False
@@ -39,8 +50,15 @@ class Response:
         return self._mode != "head"
 
     @property
+    def has_begun(self) -> bool:
+        return self.is_head_whole or bool(self._rest)
+
+    @property
     def keeps_alive(self) -> bool:
-        return self._mode != "until close" and self.headers.get("connection", "") != "close"
+        """HTTP/1.1 keeps a connection unless the server closes it, HTTP/1.0 does not (RFC 9112, 9.3)."""
+        options = {word.strip() for word in self.headers.get("connection", "").split(",")}
+        kept = "keep-alive" in options if self.is_http_1_0 else "close" not in options
+        return kept and self._mode != "until close"
 
     @property
     def num_bytes(self) -> int:
@@ -64,9 +82,9 @@ class Response:
                 return
             head, data, self._rest = self._rest[:end], self._rest[end + 4 :], b""
             self._read_head(head)
-            if self.status == 100:
+            if 100 <= self.status < 200:
                 self.__init__()
-            if self._mode == "head":  # that was a 100 Continue, the response is yet to come
+            if self._mode == "head":  # that was an interim response, the final one is yet to come
                 self.feed(now, data)
                 return
         if self._mode == "chunked":
@@ -85,8 +103,9 @@ class Response:
     def _read_head(self, head: bytes) -> None:
         first, *lines = head.decode("latin-1").split("\r\n")
         try:
-            self.status = int(first.split(" ", 2)[1])
-        except (IndexError, ValueError) as error:
+            version, status, *_ = first.split(" ", 2)
+            self.status, self.is_http_1_0 = int(status), version == "HTTP/1.0"
+        except ValueError as error:
             raise NotHttp(f"not an HTTP response: its first line is {first[:40]!r}") from error
         for line in lines:
             name, _, value = line.partition(":")
@@ -140,6 +159,7 @@ class Connection(asyncio.Protocol):
         self._response: Response | None = None
         self._waiter: asyncio.Future[None] | None = None
         self.is_open = False
+        self.idle_since = 0.0
 
     @classmethod
     async def open(

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any, Literal
 
 from ...quant.base.errors import BadInput
-from .exchange import refusal
+from .stream import refusal
 
 # A server that is full for a moment says one of these; so does a proxy before it.
 RETRIED = (429, 502, 503)

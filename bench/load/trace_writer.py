@@ -30,7 +30,7 @@ from ..workloads.trace_rows import (
     filled_blocks,
     message_text,
 )
-from .exchange import events
+from .stream import events
 
 SESSION_HEADERS = ("session_id", "session-id", "x-session-id", "x-claude-code-session-id")
 SESSION_FIELDS = ("prompt_cache_key", "conversation", "conversation_id", "session_id", "user")

@@ -31,16 +31,17 @@ from .exchange import (
     Report,
     WorkerJob,
     encoded_message,
-    read_document,
-    read_pooled,
-    read_stream,
-    refusal,
     turn_due,
 )
 from .http1 import Connection, NotHttp, Response
+from .stream import read_document, read_pooled, read_stream, refusal
 
-MAX_OPENED_AHEAD = 1024
-OPENING_AT_ONCE = 64
+OPENING_AT_ONCE = 16
+"""Connections that are opened together: a full backlog of the server would drop some, to be tried again a
+second later."""
+IDLE_SECONDS = 1.0
+"""An idle connection is closed after this time. Some servers hold a thread for each open connection, so that
+idle ones would make other requests wait."""
 LAG_EVERY_SECONDS = 0.02
 # Resolution of the event loop's timers: epoll counts whole milliseconds and rounds up.
 TIMER_SECONDS = 0.001
@@ -48,7 +49,7 @@ BURDEN_EVERY_SECONDS = 0.05
 
 
 class Pool:
-    """Idle keep-alive connections to one endpoint."""
+    """Keep-alive connections to one endpoint. The connection that was used last is used first."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -63,20 +64,34 @@ class Pool:
             opened = await asyncio.gather(
                 *(self._open() for _ in range(wave)), return_exceptions=True
             )
-            self._idle += [one for one in opened if isinstance(one, Connection)]
-            if any(isinstance(one, BaseException) for one in opened):
+            self._idle += [c for c in opened if isinstance(c, Connection)]
+            if any(isinstance(c, BaseException) for c in opened):
                 return
 
-    async def take(self) -> Connection:
+    async def take(self) -> tuple[Connection, bool]:
+        """(connection, whether it was opened before)."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
-                return connection
-        return await self._open()
+                return connection, True
+        return await self._open(), False
 
     def give_back(self, connection: Connection) -> None:
         if connection.is_open:
+            connection.idle_since = time.perf_counter()
             self._idle.append(connection)
+
+    def start_idling(self) -> None:
+        """Count the idle time of the connections opened ahead from now."""
+        now = time.perf_counter()
+        for connection in self._idle:
+            connection.idle_since = now
+
+    def close_idle(self) -> None:
+        """Close the connections that have not been used for `IDLE_SECONDS`."""
+        before = time.perf_counter() - IDLE_SECONDS
+        while self._idle and self._idle[0].idle_since < before:
+            self._idle.popleft().close()
 
     def close(self) -> None:
         while self._idle:
@@ -154,6 +169,7 @@ class Pass:
     async def run(self, origin: float) -> None:
         """Send every request when it is due and a permit is free; ends with the last response or `stop`."""
         self._origin = origin
+        self._pool.start_idling()
         semaphore = SharedSemaphore(self._job.permits) if self._job.permits else None
         tasks: set[asyncio.Task[None]] = set()
         helpers = [asyncio.create_task(self._watch_lag())]
@@ -203,8 +219,8 @@ class Pass:
             window = self._job.window
             if exchange.answer.error or answer.error or (window and due >= window.seconds):
                 return
-            said = turn.answer or encoded_message("assistant", answer.text)
-            messages = b",".join((messages, said, turn.messages))
+            reply = turn.answer or encoded_message("assistant", answer.content)
+            messages = b",".join((messages, reply, turn.messages))
             await self._until(due)
             exchange = Exchange(request.request_id, 0.0, 0.0, due=due, turn=number, cycle=cycle)
             body = turn.head + messages + turn.tail
@@ -256,11 +272,7 @@ class Pass:
         exchange.cancelled = patience is not None and patience < timeout
         try:
             async with asyncio.timeout(patience if exchange.cancelled else timeout):
-                connection = await self._pool.take()
-                try:
-                    exchange.sent = await connection.exchange(head + body, response)
-                finally:
-                    self._pool.give_back(connection)
+                exchange.sent = await self._send(head + body, response)
         except TimeoutError:
             error = f"no complete response within {timeout:g} s: {_progress(response)}"
         except NotHttp as fault:
@@ -275,11 +287,28 @@ class Pass:
         _tell(self._say, "ended")
         return response
 
+    async def _send(self, message: bytes, response: Response) -> float:
+        """Exchange on a connection of the pool; returns when the request was sent.
+
+        A connection that was opened before, and that the server closed before any byte of the response, is
+        replaced: the server closed it as idle while the request was on its way.
+        """
+        while True:
+            connection, is_kept = await self._pool.take()
+            try:
+                return await connection.exchange(message, response)
+            except ConnectionError:
+                if not is_kept or response.has_begun:
+                    raise
+            finally:
+                self._pool.give_back(connection)
+
     async def _watch_lag(self) -> None:
         while True:
             due = time.perf_counter() + LAG_EVERY_SECONDS
             await asyncio.sleep(LAG_EVERY_SECONDS)
             self._lags.append(max(0.0, time.perf_counter() - due - TIMER_SECONDS))
+            self._pool.close_idle()
 
     async def _waste(self) -> None:
         while True:
@@ -314,7 +343,7 @@ def _read(response: Response, endpoint: Endpoint) -> Answer:
         return Answer(error=refusal(response.status, response.chunks))
     if endpoint.is_pooled:
         return read_pooled(response.chunks)
-    if "json" in response.headers.get("content-type", "") and response.chunks:
+    if response.chunks and response.chunks[0][1].lstrip().startswith(b"{"):
         return read_document(response.chunks)
     return read_stream(response.chunks)
 
@@ -367,8 +396,8 @@ async def serve_jobs(say: BinaryIO) -> None:
     threading.Thread(target=_listen, args=(loop, inbox, stop), daemon=True).start()
     while isinstance(job := await inbox.get(), WorkerJob):
         pool = Pool(job.endpoint)
-        one = Pass(job, pool, say, stop)
-        await pool.fill(min(job.limit or MAX_OPENED_AHEAD, len(job.requests), MAX_OPENED_AHEAD))
+        load_pass = Pass(job, pool, say, stop)
+        await pool.fill(job.opened_ahead)
         opened = pool.num_opened
         gc.collect()
         gc.freeze()
@@ -376,11 +405,11 @@ async def serve_jobs(say: BinaryIO) -> None:
         _tell(say, "ready")
         if (origin := await inbox.get()) is None:
             return
-        await one.run(origin)
+        await load_pass.run(origin)
         pool.close()
         gc.enable()
         gc.unfreeze()
-        _tell(say, one.report(pool.num_opened - opened))
+        _tell(say, load_pass.report(pool.num_opened - opened))
 
 
 def main() -> None:

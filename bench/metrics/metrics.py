@@ -145,7 +145,8 @@ def aggregate(
 def count_good(
     done: Iterable[RequestTrace], limits_ms: Mapping[str, float], *, from_schedule: bool = False
 ) -> int:
-    """How many requests meet every limit. A request with one token has a TPOT of 0 here, as in vLLM.
+    """How many requests meet every limit. A request with one token has a TPOT of 0 here, as in vLLM; one that
+    was not streamed keeps no limit of TPOT.
 
     `from_schedule` counts TTFT and end-to-end time from when a request was due, not from when the client
     sent it.
@@ -153,7 +154,8 @@ def count_good(
 
     def is_good(trace: RequestTrace) -> bool:
         wait = trace.queued if from_schedule else 0.0
-        seen = {"ttft": trace.ttft + wait, "tpot": trace.tpot or 0.0, "e2el": trace.e2el + wait}
+        tpot = trace.tpot or (0.0 if trace.is_streamed else math.inf)
+        seen = {"ttft": trace.ttft + wait, "tpot": tpot, "e2el": trace.e2el + wait}
         return all(seen[metric] * 1000 <= limit for metric, limit in limits_ms.items())
 
     return sum(map(is_good, done))

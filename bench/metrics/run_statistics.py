@@ -262,20 +262,42 @@ def silent_failures(
             f"{stalls} streams stood still while others went on, as preempted requests do: the server's KV "
             "cache may be too small for this load"
         )
-    done = [trace for load in passes for trace in load.traces if trace.success and trace.wanted_len]
-    short = [trace for trace in done if trace.output_len < trace.wanted_len]
-    if fixed_lengths and short:
-        missing = sum(trace.wanted_len - trace.output_len for trace in short)
-        found.append(
-            f"{len(short)} of {len(done)} answers are {missing} tokens shorter than asked, although the "
-            "end of text was to be ignored: less work was measured"
-        )
+    found += _unexpected_answers(passes, fixed_lengths=fixed_lengths)
     if hit_rate is not None and shared is not None and hit_rate > shared + MORE_HITS:
         found.append(
             f"{hit_rate:.0%} of the prompt tokens came from the prefix cache, and the prompts of a pass "
             f"share {shared:.0%}: the rest was cached before, and TTFT is that of a warm cache"
         )
     return found
+
+
+def _unexpected_answers(passes: Sequence[LoadPass], *, fixed_lengths: bool) -> list[str]:
+    """Answers of another length than asked, answers that were not streamed, and hidden reasoning."""
+    done = [t for load in passes for t in load.traces if t.success and t.wanted_len]
+    extra = [trace.output_len + trace.hidden_tokens - trace.wanted_len for trace in done]
+    missing, longer = [n for n in extra if n < 0], [n for n in extra if n > 0]
+    lines = []
+    if fixed_lengths and missing:
+        lines.append(
+            f"{len(missing)} of {len(done)} answers are {-sum(missing)} tokens shorter than asked, although "
+            "the end of text was to be ignored: less work was measured"
+        )
+    if longer:
+        lines.append(
+            f"{len(longer)} of {len(done)} answers are {sum(longer)} tokens longer than asked: the server "
+            "may ignore max_completion_tokens or max_tokens, and more work was measured"
+        )
+    if unstreamed := sum(not trace.is_streamed for trace in done):
+        lines.append(
+            f"{unstreamed} of {len(done)} answers came at once, as from a server that ignores `stream` or a "
+            "proxy that buffers: their TTFT is the time of the whole answer, and they have no TPOT and ITL"
+        )
+    if hidden := sum(trace.hidden_tokens for trace in done):
+        lines.append(
+            f"the server counts {hidden} reasoning tokens that it did not stream: token counts, rates and "
+            "TPOT are those of the visible answer, and TTFT includes the reasoning"
+        )
+    return lines
 
 
 def _at_once(
@@ -311,7 +333,10 @@ def _stalls(load: LoadPass) -> int:
     least = max(STALL_SECONDS, STALL_GAPS * float(np.median(gaps)))
     found = 0
     for trace in load.traces:
-        gap, end = max(zip(trace.itls, trace.chunk_times[1:], strict=True), default=(0.0, 0.0))
+        gaps_and_ends = zip(
+            trace.itls, trace.chunk_times[1:], strict=False
+        )  # no gaps: not streamed
+        gap, end = max(gaps_and_ends, default=(0.0, 0.0))
         others = np.searchsorted(times, end) - np.searchsorted(times, end - gap, side="right")
         found += int(gap > least and others >= OTHERS)
     return found

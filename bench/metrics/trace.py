@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ...engine.execution.step_loop import StepTrace
 
 STEPS_NAME = "steps.parquet"
+READ_SECONDS = 5e-5
+"""Chunks that come faster than this on average, 20,000 a second for one request, were read from a buffer."""
 
 
 @dataclass(slots=True)
@@ -27,6 +29,8 @@ class RequestTrace:
         cycle: how often the workload had been repeated before.
         scheduled: when it was due: its arrival, or the end of the turn before plus the think time.
         prompt_token_ids, token_ids: prompt and answer of a conversation's turn, where the target tells them.
+        hidden_tokens: reasoning tokens that the server counted and did not stream; `output_len` is without
+            them.
     """
 
     request_id: str
@@ -46,10 +50,11 @@ class RequestTrace:
     prompt_token_ids: tuple[int, ...] = ()
     token_ids: list[int] = field(default_factory=list)
     lora: str | None = None
+    hidden_tokens: int = 0
 
     @property
     def output_len(self) -> int:
-        """Number of generated tokens."""
+        """Number of generated tokens that reached the client."""
         return sum(self.chunk_tokens)
 
     @property
@@ -74,24 +79,30 @@ class RequestTrace:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first, or None when there is no second token."""
-        if self.output_len < 2:
+        """Seconds per output token after the first; None without a second token, or without a stream."""
+        if self.output_len < 2 or not self.is_streamed:
             return None
         return (self.e2el - self.ttft) / (self.output_len - 1)
 
     @property
+    def is_streamed(self) -> bool:
+        """False for an answer of several tokens that came in one piece, as through a proxy that buffers."""
+        if self.output_len < 2:
+            return True
+        return self.e2el - self.ttft > READ_SECONDS * (len(self.chunk_times) - 1)
+
+    @property
     def itls(self) -> list[float]:
-        """Gaps between chunks, in seconds."""
-        times = self.chunk_times
+        """Gaps between chunks, in seconds; none without a stream."""
+        times = self.chunk_times if self.is_streamed else []
         return [later - earlier for earlier, later in pairwise(times)]
 
     @property
     def token_gaps(self) -> list[float]:
         """One gap per token after the first chunk: a chunk's gap divided over its tokens."""
-        counts = self.chunk_tokens[1:]
-        return [
-            gap / count for gap, count in zip(self.itls, counts, strict=True) for _ in range(count)
-        ]
+        gaps = self.itls
+        counts = self.chunk_tokens[1:] if gaps else []
+        return [gap / count for gap, count in zip(gaps, counts, strict=True) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

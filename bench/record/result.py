@@ -81,6 +81,7 @@ _KINDS = _MEASURED | {
         "client_lag_ms": (None, _NUMBERS),
         "client": (None, {"certified": bool, "reasons": [str]}),
         "silent_failures": (None, [str]),
+        "failures": (None, [{"error": str, "count": _NUMBER}]),
         "phases": (None, _NUMBERS),
         "step_split": (None, _NUMBERS | {"parts_ms": _NUMBERS}),
         "step_trace": (None, _NUMBERS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,6 +44,7 @@ KEYS = (
     "num_runs",
     "conversations",
     "window",
+    "failures",
     "runs",
     "rejected_passes",
     "metrics",
@@ -204,9 +206,21 @@ def _load_parts(measured: Measurement) -> dict[str, Any]:
         "slowdown": options.slowdown,
         "workload": workload_part(measured.workload),
         **({"window": window_part(measured.loads)} if options.duration is not None else {}),
+        **failures_part(measured.loads),
         "num_warmups": options.warmups,
         "num_runs": len(measured.passes),
     }
+
+
+MOST_ERRORS = 5
+"""Different errors that a record lists."""
+
+
+def failures_part(loads: Sequence[LoadPass]) -> dict[str, Any]:
+    """`llmopt.failures`: the most frequent errors with their counts, only where a request failed."""
+    errors = Counter(t.error for load in loads for t in load.traces if not t.success)
+    rows = [{"error": error, "count": count} for error, count in errors.most_common(MOST_ERRORS)]
+    return {"failures": rows} if rows else {}
 
 
 def _pass_parts(measured: Measurement) -> dict[str, Any]:

@@ -65,8 +65,10 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
 
 def run_verdict(result: Mapping[str, Any]) -> ReportVerdict:
     """The run's result in one sentence."""
+    reasons = failure_lines(result)
     if result["completed"] == 0:
-        return ReportVerdict("bad", "No request succeeded.", "There is nothing to measure.")
+        reason = reasons[0] if reasons else "There is nothing to measure."
+        return ReportVerdict("bad", "No request succeeded.", reason)
     metrics = result["llmopt"]["metrics"]
     clauses = [f"Median request: first token after {number(metrics['ttft']['median'], 1)} ms"]
     tpot = metrics["tpot"]["median"]
@@ -82,8 +84,16 @@ def run_verdict(result: Mapping[str, Any]) -> ReportVerdict:
     if result["failed"]:
         share = result["failed"] / (result["failed"] + result["completed"])
         clauses.append(f"but {result['failed']} requests failed ({percent(share)})")
-        return ReportVerdict("bad", headline, ", ".join(clauses) + ".")
+        return ReportVerdict("bad", headline, " ".join([", ".join(clauses) + ".", *reasons[:1]]))
     return ReportVerdict("plain", headline, ", ".join(clauses) + "; no request failed.")
+
+
+def failure_lines(result: Mapping[str, Any]) -> list[str]:
+    """A line for each frequent error of the requests, most frequent first."""
+    return [
+        f"{row['count']} requests failed: {row['error']}"
+        for row in result["llmopt"].get("failures") or ()
+    ]
 
 
 WIDTH, LABEL = 50, 40

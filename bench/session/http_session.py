@@ -144,7 +144,7 @@ class HttpSession(BenchSession):
             )
         parts = {
             "identity": self.identity(),
-            "silent_failures": [*silent, *self._driver.other_models()],
+            "silent_failures": [*silent, *self._driver.doubts()],
             "memory": dict.fromkeys(sizes),
             "quality": self._quality.record,
             "preemptions": None if preemptions is None else round(preemptions),

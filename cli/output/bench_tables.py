@@ -74,6 +74,7 @@ def _summary(result: Mapping[str, Any]) -> str:
     """Quality, memory and precision of the run in a few lines."""
     from ...bench.metrics.metrics import turns_in_words, window_sentence
     from ...bench.page.page import number, percent, size
+    from ...bench.report.run_report import certificate, failure_lines
 
     ours = result["llmopt"]
     lines = []
@@ -93,9 +94,9 @@ def _summary(result: Mapping[str, Any]) -> str:
     if window := ours.get("window"):
         lines.append(window_sentence(window))
     memory = ours["memory"]
+    lines += failure_lines(result)
+    lines += [line[0].upper() + line[1:] for line in ours.get("silent_failures") or ()]
     if client := ours.get("client"):
-        from ...bench.report.run_report import certificate
-
         lines.append(certificate(client))
     else:
         cache, trace = memory["kv_cache"], ours["step_trace"]

@@ -6,18 +6,18 @@ import json
 from itertools import pairwise
 
 import pytest
-from llmopt.bench.load.exchange import (
+from llmopt.bench.load.exchange import Answer
+from llmopt.bench.load.http1 import NotHttp, Response
+from llmopt.bench.load.stream import (
     AT_END,
     PER_CHUNK,
     PER_EVENT,
-    Answer,
     chunk_tokens,
     events,
     read_document,
     read_stream,
     refusal,
 )
-from llmopt.bench.load.http1 import NotHttp, Response
 from llmopt.bench.metrics.trace import RequestTrace
 
 
@@ -45,9 +45,9 @@ def test_an_event_has_the_time_of_its_last_read() -> None:
     whole = event("ab") + event("cd")
     for cut in range(1, len(whole)):
         found = list(events([(1.0, whole[:cut]), (2.0, whole[cut:])]))
-        assert [json.loads(data)["choices"][0]["text"] for _, data in found] == ["ab", "cd"]
+        assert [json.loads(data)["choices"][0]["text"] for _, data, _ in found] == ["ab", "cd"]
         first_ends = len(event("ab"))
-        assert [time for time, _ in found] == [1.0 if cut >= first_ends else 2.0, 2.0]
+        assert [time for time, _, _ in found] == [1.0 if cut >= first_ends else 2.0, 2.0]
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
@@ -57,7 +57,7 @@ def test_line_ends_comments_fields_and_long_events(end: bytes) -> None:
     )
     for cut in range(len(stream)):
         found = list(events([(1.0, stream[:cut]), (2.0, stream[cut:])]))
-        assert [data for _, data in found] == [b"one\ntwo", b"cut"]
+        assert [data for _, data, _ in found] == [b"one\ntwo", b"cut"]
 
 
 def trace_of(answer: Answer, sent: float, recount: int | None = None) -> RequestTrace:

@@ -164,7 +164,7 @@ def test_good_responses(server: Server, fleet: Fleet, script: str) -> None:
     assert [one.answer.error for one in found.exchanges] == [""] * 6
     assert all(one.answer.tokens == [1, 1] and one.answer.text == " x x" for one in found.exchanges)
     assert all(found.origin <= one.sent <= one.answer.times[0] for one in found.exchanges)
-    assert found.late_connections == 0 and found.ended >= max(e.ended for e in found.exchanges)
+    assert found.ended >= max(e.ended for e in found.exchanges)
 
 
 @pytest.mark.parametrize(
@@ -233,11 +233,25 @@ def test_plain_against_tls_and_an_unknown_certificate(fleet: Fleet, tmp_path: Pa
 def test_connections_are_kept_and_reopened(server: Server, fleet: Fleet) -> None:
     before = server.connections
     fleet.run(endpoint(f"http://127.0.0.1:{server.port}/good"), requests(20), 4)
-    # Each of the two workers may hold all four permits, and opens its connections before the clock starts.
-    assert server.connections - before == 8
+    # The four requests that begin find a connection each; a worker that gets more permits opens more.
+    assert 4 <= server.connections - before <= 8
     # A server that closes after each response makes the client reconnect, while the clock runs.
     found = fleet.run(endpoint(f"http://127.0.0.1:{server.port}/closed-early"), requests(16), 4)
-    assert found.late_connections == 8
+    # The four that were open get a second try on a fresh connection.
+    assert found.late_connections == 16
+
+
+def test_connections_are_opened_as_the_rate_needs(server: Server) -> None:
+    url = endpoint(f"http://127.0.0.1:{server.port}/good")
+    spaced = [EncodedRequest(f"r{number}", b"{}", due=number * 0.5) for number in range(4)]
+    with Fleet(1) as single:
+        before = server.connections
+        assert single.run(url, requests(20), 4).late_connections == 0
+        assert server.connections - before == 4
+        before = server.connections
+        single.run(url, spaced, None)
+    # One request at a time needs one connection, though four may be in flight.
+    assert 1 <= server.connections - before < 4
 
 
 def test_one_limit_holds_over_all_workers(server: Server, fleet: Fleet) -> None:

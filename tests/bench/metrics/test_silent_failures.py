@@ -66,6 +66,7 @@ def test_a_stream_that_stands_still_while_others_go_on() -> None:
     traces[3].chunk_times = [time + (0.6 if n > 5 else 0) for n, time in enumerate(stopped)]
     traces[3].chunk_times += [t + 0.7 for t in stopped[-1:]]
     traces[3].chunk_tokens.append(1)
+    traces[3].wanted_len += 1
     (found,) = said(traces)
     assert found.startswith("1 streams stood still")
     for trace in traces:  # all of them: a long prompt came
