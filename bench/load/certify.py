@@ -1,23 +1,17 @@
 """Client certification: the load client's own error, measured against a server of known latency.
 
-The server waits, writes, and reports in each event when it read the request and when it wrote, on the
-client's clock (`time.perf_counter()` is one clock for all processes of a machine). This separates the
-client's error from the server's lateness.
+The server (`known_server`) reports in each event when it read the request and when it wrote, on the client's
+clock (`time.perf_counter()` is one clock for all processes of a machine). This separates the client's error
+from the server's lateness.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import numpy as np
 
@@ -25,116 +19,7 @@ from ...quant.base.progress import Progress
 from ..machine.environment import describe
 from .exchange import EncodedRequest, Endpoint
 from .fleet import Fleet, FleetPass, default_workers
-
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-NOTHING = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
-END = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
-HURRY_SECONDS = 0.0005  # an event due within this is written now
-
-
-class KnownLatencyProtocol(asyncio.Protocol):
-    """One connection: every request is answered with `max_tokens` events on a fixed timetable."""
-
-    ttfts_ms: ClassVar[list[float]] = []
-
-    def __init__(self, ttft: float, itl: float) -> None:
-        self._ttft, self._itl = ttft, itl
-        self._loop = asyncio.get_running_loop()
-        self._buffer = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        now = time.perf_counter()
-        self._buffer += data
-        head, blank, body = self._buffer.partition(b"\r\n\r\n")
-        if not blank:
-            return
-        length = 0
-        for line in head.split(b"\r\n")[1:]:
-            name, _, value = line.partition(b":")
-            if name.strip().lower() == b"content-length":
-                length = int(value)
-        if len(body) < length:
-            return
-        self._buffer = body[length:]
-        if not head.startswith(b"POST "):  # it has no list of models and no metrics
-            self._transport.write(self._times() if head.startswith(b"GET /times ") else NOTHING)
-            return
-        asked = json.loads(body[:length])
-        count = asked.get("max_tokens") or asked.get("max_completion_tokens")
-        if count is None:  # other clients ask what else there is
-            self._transport.write(NOTHING)
-            return
-        self._plan(now, now + self._ttft, 1, count)
-
-    def _times(self) -> bytes:
-        """The TTFTs since they were last asked for, in milliseconds, for the errors of other clients."""
-        body = json.dumps(self.ttfts_ms).encode()
-        self.ttfts_ms.clear()
-        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-
-    def _plan(self, received: float, due: float, number: int, count: int) -> None:
-        # The loop's clock has another origin, so the delay is passed, not the time.
-        wait = max(0.0, due - time.perf_counter() - HURRY_SECONDS)
-        self._loop.call_later(wait, self._write, received, due, number, count)
-
-    def _write(self, received: float, due: float, number: int, count: int) -> None:
-        reason = b'"length"' if number == count else b"null"
-        event = (
-            b'data: {"object":"text_completion",'
-            b'"choices":[{"index":0,"text":" x","finish_reason":%s}],'
-            b'"usage":{"prompt_tokens":1,"completion_tokens":%d},'
-            b'"llmopt_times":{"received":%.7f,"sent":%.7f}}\n\n'
-        ) % (reason, number, received, time.perf_counter())
-        chunk = b"%x\r\n%s\r\n" % (len(event), event)
-        if number == 1:
-            chunk = HEAD + chunk
-            self.ttfts_ms.append((time.perf_counter() - received) * 1000)
-        if self._transport.is_closing():
-            return
-        self._transport.write(chunk + END if number == count else chunk)
-        if number < count:
-            self._plan(received, due + self._itl, number + 1, count)
-
-
-async def serve(ttft: float, itl: float) -> None:
-    """Serve on a free loopback port, which is printed, until stdin closes."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: KnownLatencyProtocol(ttft, itl), "127.0.0.1", 0, backlog=1024
-    )
-    print(server.sockets[0].getsockname()[1], flush=True)
-    gc.freeze()
-    gc.disable()
-    async with server:
-        await loop.run_in_executor(None, sys.stdin.read)
-
-
-@contextmanager
-def known_server(ttft_ms: float, itl_ms: float) -> Iterator[int]:
-    """Run the server in a separate process; yields its port."""
-    with subprocess.Popen(
-        [sys.executable, "-m", __name__, str(ttft_ms), str(itl_ms)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    ) as process:
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-if __name__ == "__main__":
-    asyncio.run(serve(float(sys.argv[1]) / 1000, float(sys.argv[2]) / 1000))
-
+from .known_server import known_server
 
 TTFT_MS, ITL_MS = 50.0, 10.0
 TOKENS = 40  # a stream of 50 + 39 × 10 ms

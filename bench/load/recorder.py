@@ -221,8 +221,9 @@ CHECKED_STREAMS, CHECKED_ITL_MS = 100, 40.0
 def added_latency() -> dict[str, Any]:
     """Measure what the proxy adds to the way of a chunk at `CHECKED_STREAMS` streams, in milliseconds: from
     its write in a server of known latency to its read in a client, through a recorder less without one."""
-    from .certify import TTFT_MS, known_pass, known_server
+    from .certify import TTFT_MS, known_pass
     from .fleet import Fleet
+    from .known_server import known_server
 
     def latencies(port: int) -> np.ndarray:
         answers = [

@@ -18,8 +18,9 @@ from pathlib import Path
 from statistics import median
 from urllib.request import urlopen
 
-from llmopt.bench.load.certify import ROUNDS, TTFT_MS, known_pass, known_server, timetable
+from llmopt.bench.load.certify import ROUNDS, TTFT_MS, known_pass, timetable
 from llmopt.bench.load.fleet import Fleet, default_workers
+from llmopt.bench.load.known_server import known_server
 from llmopt.bench.machine.environment import describe
 from llmopt.recipes import MODELS
 
@@ -99,7 +100,7 @@ def main() -> None:
                 ):
                     told = CLIENTS[name](programs[name], port, streams, Path(folder))
                     with urlopen(f"http://127.0.0.1:{port}/times") as answer:
-                        errors[name].append(told - median(json.load(answer)))
+                        errors[name].append(told - median(json.load(answer)["ttft"]))
         row = {name: {"median": median(each), "rounds": each} for name, each in errors.items()}
         rows.append({"streams": streams, "ttft_error_ms": row})
         print(json.dumps(rows[-1]), flush=True)

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import typer
-from llmopt.bench.load.certify import ClientError, client_error, judge, known_server, measure_client
+from llmopt.bench.load.certify import ClientError, client_error, judge, measure_client
 from llmopt.bench.load.exchange import Answer, EncodedRequest, Endpoint, Exchange, WorkerJob
 from llmopt.bench.load.fleet import Fleet, FleetPass, default_workers
+from llmopt.bench.load.known_server import VARIANTS, known_server
+from llmopt.bench.load.stream import AT_END, PER_CHUNK, chunk_tokens
 from llmopt.bench.load.worker import Pass, Pool
 from llmopt.bench.machine.environment import without_secrets
 from llmopt.cli.bench import bench
@@ -204,3 +206,16 @@ def test_requests_wait_for_others_and_are_left(fleet: Fleet) -> None:
     assert len(left.answer.times) < 4000 and not first.cancelled
     assert after.due == pytest.approx(left.ended - found.origin + 0.05)
     assert len(after.answer.times) == 2 and not after.answer.error
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_requests_succeed_on_servers_of_every_form(variant: str, fleet: Fleet) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
+    requests = [EncodedRequest(f"r{number}", body, number * 0.02) for number in range(24)]
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    with known_server(10.0, 2.0, variant) as port:
+        sent = fleet.run(Endpoint("127.0.0.1", port, head, timeout=60.0), requests, None)
+    assert [exchange.answer.error for exchange in sent.exchanges] == [""] * 24
+    by_end = VARIANTS[variant].usage_at_end
+    counts = [chunk_tokens(exchange.answer, None) for exchange in sent.exchanges]
+    assert counts == [([1] * 4, AT_END if by_end else PER_CHUNK)] * 24

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from llmopt.bench.load.certify import known_server
+from llmopt.bench.load.known_server import known_server
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.quant.base.processor import computes_in_bf16

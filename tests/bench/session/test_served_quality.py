@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.bench.load.address import Address, find_served
-from llmopt.bench.load.certify import known_server
+from llmopt.bench.load.known_server import known_server
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.session.quality import ScoredQuality, quality_passage, score_quality, score_served
 from llmopt.cli.bench import bench
