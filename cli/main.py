@@ -30,7 +30,6 @@ COMMANDS = {
     "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
     "network.",
     "deploy": "Write manifests, a compose file, alert rules, Dockerfiles and a systemd unit, as planned.",
-    "history": "Keep a history of runs, and find the commits that changed their speed.",
     "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
     "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",
     "contact": "Try a GPU in nine minutes: kernels, models and quantizers, against what is expected of them.",

@@ -174,7 +174,6 @@ assert not heavy, heavy
         ["kv-plan", "--model", "llama-70b", "--ctx", "128k", "--json"],
         ["quantize", "--help"],
         ["bench", "--help"],
-        ["history", "check", "--help"],
         ["serve-local", "--help"],
     ],
     ids=" ".join,

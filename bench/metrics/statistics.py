@@ -24,11 +24,6 @@ RESAMPLES = 1000
 ASSUMED_RUN_CV = 0.05
 
 
-def student_cdf(t: float, df: int) -> float:
-    """P(T <= t) of Student's t."""
-    return float(special.stdtr(df, t))
-
-
 def student_quantile(probability: float, df: float) -> float:
     """The t below which `probability` lies. `df` is floored; infinity is the normal distribution."""
     if math.isinf(df) or df > 300:

@@ -118,8 +118,6 @@ BESIDE: tuple[Place, ...] = tuple(
         *((-8, 6, "right", "bottom"), (-8, -6, "right", "top")),
     )
 )
-ABOVE: tuple[Place, ...] = tuple(((0, y), {"ha": "center", "va": "bottom"}) for y in (3, 14))
-"""Two lines above the axes, for names of places on the x axis."""
 MARKER_POINTS = 5.0
 """Half the size of a marker that no name may cover."""
 Span = tuple[tuple[float, float], tuple[float, float]]
@@ -129,25 +127,22 @@ def name_points(
     axis: Axes,
     points: Sequence[tuple[str, tuple[float, float]]],
     spans: Sequence[Span] = (),
-    *,
-    places: Sequence[Place] = BESIDE,
     **style: Any,
 ) -> dict[int, Text]:
     """Write (name, point), the first ones first: where they cover no name, none of the points and nothing of
-    `spans` (from one corner to the other), on the axes or, by `places`, above them. Names without such a
-    place are not written; returned are the others, by number."""
+    `spans` (from one corner to the other), on the axes. Names without such a place are not written;
+    returned are the others, by number."""
     figure = axis.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()
-    frame = figure.bbox if places is ABOVE else axis.get_window_extent()
+    frame = axis.get_window_extent()
     half = MARKER_POINTS * figure.dpi / 72
     taken = [Bbox(axis.transData.transform(sorted(span))).padded(half / 2) for span in spans]
-    if places is not ABOVE:
-        centres = axis.transData.transform([at for _, at in points])
-        taken += [Bbox([centre - half, centre + half]) for centre in centres]
+    centres = axis.transData.transform([at for _, at in points])
+    taken += [Bbox([centre - half, centre + half]) for centre in centres]
     written = {}
     for number, (name, at) in enumerate(points):
-        for offset, alignment in places:
+        for offset, alignment in BESIDE:
             given: dict[str, Any] = {"fontsize": 8.5, **alignment, **style}
             text = axis.annotate(name, at, offset, textcoords="offset points", **given)
             text.set_in_layout(False)

@@ -1,1 +1,1 @@
-"""Studies of several runs: recipes, grids, paired starts of two builds, and the history of runs."""
+"""Studies of several runs: recipes, grids and paired starts of two builds."""

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ...bench.options.options import BenchOptions
     from ...bench.page.page import ReportTable
     from ...bench.record.tracking import TrackedRun, Tracker
-    from ...bench.studies.history_series import Series
 
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
@@ -160,26 +159,6 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     for note in comparison.notes:
         out.print(f"note: {note}")
     out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}")
-
-
-def print_series(series: Sequence[Series], out: Console) -> None:
-    """A line for each series, and below it its change points."""
-    from ...bench.page.page import number, percent
-    from ...bench.studies.history_series import history_verdict
-    from .console import say
-
-    for each in series:
-        runs, aside = len(each.runs), len(each.runs) - len(each.analysed)
-        said = f"{each.metric.label} of {each.name}: {runs} run{'' if runs == 1 else 's'}"
-        said += f", {aside} set aside" if aside else ""
-        if each.levels:
-            said += f", now {number(each.levels[-1][2])} {each.metric.unit}"
-        say(said, out)
-        for change in each.changes:
-            way = "worse" if change.worse > 0 else "better"
-            say(f"  {percent(abs(change.worse))} {way} since {change.where}", out)
-    verdict = history_verdict(series)
-    say(f"{verdict.headline} {verdict.sentence}", out)
 
 
 def track(trackers: Sequence[Tracker], run: TrackedRun) -> None:

@@ -209,25 +209,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "llmopt deploy meta-llama/Llama-3.1-8B-Instruct --like llama-3.1-8b",
         "llmopt deploy /models/mine --like llama-70b --ctx 32k --gpu h100 -o deploy",
     ),
-    "history": (
-        "llmopt history add kept runs/*-nightly",
-        "llmopt history check kept --threshold 5%",
-    ),
-    "history add": (
-        "llmopt history add kept runs/*-nightly",
-        "llmopt history add kept runs/NEW --commit 1a2b3c4",
-    ),
-    "history show": (
-        "llmopt history show kept",
-        "llmopt history show kept -o history.html",
-    ),
-    "history check": (
-        "llmopt history check kept --threshold 5%",
-        "llmopt history check kept --gate 'median_tpot_ms<=+3%'",
-    ),
     "report": (
         "llmopt report runs/A runs/B",
         "llmopt report runs/A runs/B runs/C -o page.html --markdown page.md",
+        "llmopt report runs/*-nightly --otava nightly.csv",
     ),
     "run": (
         "llmopt run quickstart",

@@ -105,7 +105,6 @@ def test_a_name_that_is_too_long_is_one_line(kind: bool | None, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("line", "option"),
     [
-        (("history", "add", "WHERE", "run"), "FOLDER"),
         (("run", "--resume", "WHERE"), "--resume"),
         (("compare", "--resume", "WHERE"), "--resume"),
     ],
@@ -148,7 +147,7 @@ def test_every_command_that_writes_is_among_them() -> None:
             "deploy",
         ]
     }
-    assert named >= {*["history", "report", "run"]}
+    assert named >= {*["report", "run"]}
 
 
 def test_the_check_writes_and_leaves_nothing(

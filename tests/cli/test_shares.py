@@ -27,8 +27,6 @@ SHARES = {
     ("compare", "--plan-runs"): ("compare",),
     ("compare", "--max-ppl-increase"): ("compare", "base", "new"),
     ("compare", "--min-top1"): ("compare", "base", "new"),
-    ("history", "add", "--max-other-load"): ("history", "add", "kept", "run"),
-    ("history", "check", "--threshold"): ("history", "check", "kept"),
 }
 
 

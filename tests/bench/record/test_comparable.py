@@ -24,7 +24,7 @@ from llmopt.bench.record.comparable import (
 from llmopt.bench.record.identity import IDENTITY as IDENTITY_FIELDS
 from llmopt.bench.report.comparison import verdict_of
 
-from tests.support.history_runs import IDENTITY, result_of
+from tests.support.run_results import IDENTITY, result_of
 
 GPU = {
     "fingerprint": "f",

@@ -13,11 +13,10 @@ from llmopt.bench.gate.compare import compare, noise_of_runs
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.metrics.statistics import run_cv
 from llmopt.bench.record.formats import FORMATS
-from llmopt.bench.record.imported import UNKNOWN, read_imported
+from llmopt.bench.record.imported import read_imported
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.joined import joined_page
-from llmopt.bench.studies.history_runs import runs_of_results
 from llmopt.quant.base.errors import BadInput
 
 RESULTS = Path(__file__).with_name("results")
@@ -234,17 +233,6 @@ def test_units_are_the_files_own(tmp_path: Path) -> None:
     )
     with pytest.raises(BadInput, match="'ticks', which is no known unit"):
         RunData.read(tmp_path / "a.json")
-
-
-def test_a_history_takes_them_with_a_date() -> None:
-    with pytest.raises(BadInput, match="does not say when it was measured: give --date"):
-        runs_of_results([RESULTS / "sglang/base.jsonl"])
-    paths = [RESULTS / "sglang/base.jsonl", RESULTS / "sglang/new.jsonl"]
-    base, new = runs_of_results(paths, commit="abc", date="2026-11-22T10:00:00")
-    assert base.series == new.series and base.run_id != new.run_id
-    assert base.values["median_ttft_ms"] == pytest.approx(49.0) and base.set_aside is None
-    (dated,) = runs_of_results([RESULTS / "llama-bench/base.json"])
-    assert dated.date == "20250424-115850" and UNKNOWN in dated.commit
 
 
 def test_lm_eval_is_paired_by_item() -> None:

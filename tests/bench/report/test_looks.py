@@ -10,13 +10,11 @@ import pytest
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.page.page import to_html
 from llmopt.bench.page.plot_style import (
-    ABOVE,
     COLOURS,
     SERIES,
     canvas,
     log_scale,
     name_points,
-    title,
 )
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report import figures, joined
@@ -162,16 +160,6 @@ def test_a_name_is_written_where_it_covers_nothing() -> None:
         assert not box.overlaps(axis.transData.transform_bbox(Bbox(span)))
         assert axis.bbox.containsx(box.x0) and axis.bbox.containsx(box.x1)
     assert [text.get_text() for text in axis.texts] == [places[n][0] for n in written]
-
-
-def test_names_above_the_axes_are_in_two_lines() -> None:
-    (axis,) = canvas(width=6, height=3)[1]
-    axis.plot([0, 10], [0, 1])
-    title(axis, "With room for two lines", pad=28)
-    places = [(f"commit {n} 3.1 % worse", (5 + 0.5 * n, 1.0)) for n in range(3)]
-    written = name_points(axis, places, places=ABOVE, xycoords=axis.get_xaxis_transform())
-    heights = [text.get_window_extent().y0 for text in written.values()]
-    assert [*written] == [0, 1] and axis.bbox.y1 < heights[0] < heights[1]
 
 
 def test_a_logarithmic_axis_has_plain_numbers() -> None:

@@ -7,24 +7,18 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from llmopt.bench.best.best_page import best_page
 from llmopt.bench.gate.compare import compare
-from llmopt.bench.gate.limits import quantity
-from llmopt.bench.metrics.run_statistics import HEADLINES
 from llmopt.bench.page.page import Page, to_html
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.joined import joined_page
 from llmopt.bench.studies.grid_cells import FIGURES
 from llmopt.bench.studies.grid_page import grid_page
-from llmopt.bench.studies.history_runs import HistoryRun
-from llmopt.bench.studies.history_series import history_page, series_of
 from llmopt.bench.studies.recipe_page import recipe_page
 
 from ...support.browser import CHROMIUM, opened_page
-from ...support.history_runs import result_of
 from ..best.decisions import a_decision
 from .test_looks import LEAST_CONTRAST, roofline
 from .test_recipe_page import a_recipe
@@ -76,13 +70,6 @@ def a_grid() -> Page:
     )
 
 
-def a_history() -> Page:
-    noise = np.random.default_rng(0).normal(0, 0.004, 60)
-    levels = [2.0 * 1.04 ** (i // 10) * float(np.exp(noise[i])) for i in range(60)]
-    runs = [HistoryRun.of_result(result_of(i, level)) for i, level in enumerate(levels)]
-    return history_page([each for key in HEADLINES for each in series_of(runs, quantity(key))])
-
-
 def a_joined_page() -> Page:
     """Three runs, each under its own ceilings, with names as people give them."""
     runs = []
@@ -105,7 +92,6 @@ PAGES = {
     "best": lambda: best_page(a_decision()),
     "comparison": lambda: comparison_page(*(two := (data("base"), data("new"))), compare(*two)),
     "grid": a_grid,
-    "history": a_history,
     "joined": a_joined_page,
     "recipe": lambda: recipe_page(a_recipe(100, 104, "float32", "float32")),
 }
@@ -116,7 +102,7 @@ PAGES = {
     "names",
     [
         ("best", "comparison"),
-        pytest.param(("grid", "history", "joined", "recipe"), marks=pytest.mark.whole),
+        pytest.param(("grid", "joined", "recipe"), marks=pytest.mark.whole),
     ],
 )
 def test_a_browser_shows_readable_charts_on_phones_and_desktops(

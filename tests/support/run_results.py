@@ -1,4 +1,4 @@
-"""Results of benchmark runs with chosen speeds, as `llmopt bench` writes them, for tests of the history."""
+"""Results of benchmark runs with chosen speeds, as `llmopt bench` writes them."""
 
 from __future__ import annotations
 
