@@ -23,7 +23,6 @@ COMMANDS = {
     "merge": "Fold LoRA and DoRA adapters into the weights of a checkpoint.",
     "bench": "Measure a model: latency, throughput, quality and memory, in a folder under runs/.",
     "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",
-    "record": "Record the load of a server through a proxy, without its text.",
     "compare": "Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict.",
     "serve-local": "Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C.",
     "batch": "Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed.",

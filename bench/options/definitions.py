@@ -106,8 +106,7 @@ class DataOptions:
     hf_split: str = option("train", "Split of a hub data set.")
     trace: Path | None = option(
         None,
-        "Replay a recorded trace: of llmopt record, Mooncake, WEKA, OpenTelemetry, Claude Code and others, "
-        "known by its content.",
+        "Replay a recorded trace of Azure, BurstGPT, Mooncake, WEKA or AIPerf, known by its content.",
     )
     trace_start: float = option(0.0, "Seconds into the trace to begin at.", limit=within(ge=0))
     trace_speed: float = option(

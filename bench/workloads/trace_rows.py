@@ -3,16 +3,15 @@
 A file is known by its content. Azure's LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens),
 BurstGPT (CSV: Timestamp in seconds, Request tokens, Response tokens), Mooncake (JSON lines: timestamp in
 milliseconds, input_length, output_length, and hash_ids that name the prompt's blocks of 512 tokens; equal
-ids are equal text with equal text before it), what `llmopt record` writes, and what agents leave
-(`agent_traces`).
+ids are equal text with equal text before it), and agents' sessions (`agent_traces`).
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
@@ -21,10 +20,9 @@ from typing import Any
 from ...quant.base.errors import BadInput
 
 MOONCAKE_TOKENS = 512
-BLOCK_BYTES, BLOCK_IDS = 64, 16
-"""A block of a recorded prompt: of its text in UTF-8, or of its token ids: about what a server caches."""
+BLOCK_BYTES = 64
+"""Size of a block of a prompt's text in UTF-8: about what a server caches."""
 DIGEST_BYTES = 6  # ids below 2^48 are exact in every reader of JSON
-RECORDING = "llmopt_trace"
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -43,7 +41,6 @@ class TraceRow:
         parent: the request that had ended before this one was made; empty where none is known.
         extends: the prompt is the parent's, its answer, and more.
         gap: seconds from the parent's end to this request: a tool's time, or a person's.
-        cancel_seconds: the client went away so long after sending; None where it stayed.
     """
 
     seconds: float
@@ -56,30 +53,19 @@ class TraceRow:
     parent: str = ""
     extends: bool = False
     gap: float = 0.0
-    cancel_seconds: float | None = None
 
 
-def block_hashes(prompt: bytes | Sequence[int], salt: bytes = b"") -> tuple[int, ...]:
-    """Hash the whole blocks of a prompt (UTF-8 text, or token ids), and the rest as one more.
+def block_hashes(text: bytes) -> tuple[int, ...]:
+    """Hash the whole blocks of a prompt's UTF-8 text, and the rest as one more.
 
-    Each hash holds those before it, as in a prefix cache: equal ids are equal prefixes. Without the salt,
-    nobody can tell whether a text that they guess was in the prompt.
+    Each hash holds those before it, as in a prefix cache: equal ids are equal prefixes.
     """
-    if isinstance(prompt, bytes):
-        data, size = prompt, BLOCK_BYTES
-    else:
-        data, size = b"".join(token.to_bytes(4, "little") for token in prompt), 4 * BLOCK_IDS
-    found, digest = [], b""
-    for start in range(0, len(data), size):
-        block = digest + data[start : start + size]
-        digest = blake2b(block, digest_size=DIGEST_BYTES, key=salt).digest()
-        found.append(int.from_bytes(digest, "little"))
-    return tuple(found)
-
-
-def filled_blocks(prompt: bytes | Sequence[int]) -> float:
-    """Blocks of `block_hashes` that a prompt fills."""
-    return len(prompt) / (BLOCK_BYTES if isinstance(prompt, bytes) else BLOCK_IDS)
+    hashes, digest = [], b""
+    for start in range(0, len(text), BLOCK_BYTES):
+        block = digest + text[start : start + BLOCK_BYTES]
+        digest = blake2b(block, digest_size=DIGEST_BYTES).digest()
+        hashes.append(int.from_bytes(digest, "little"))
+    return tuple(hashes)
 
 
 def message_text(part: Any) -> str:
@@ -110,8 +96,6 @@ def table_rows(kind: str, lines: Any, path: Path) -> Iterator[TraceRow] | None:
         first = next((line for line in lines if line.strip()), "")
         lines.seek(0)
         kind = _kind(first, columns)
-    if kind == "recorded":
-        return _recorded(_objects(lines, path, torn=True))
     if kind == "mooncake":
         return _mooncake(_objects(lines, path))
     if kind == "azure":
@@ -130,11 +114,11 @@ def _kind(first: str, columns: Mapping[str, tuple[str, ...]]) -> str:
         return next((kind for kind, wanted in columns.items() if names >= set(wanted)), "")
     if not isinstance(head, dict):
         return ""
-    return "recorded" if RECORDING in head else "mooncake" if "input_length" in head else ""
+    return "mooncake" if "input_length" in head else ""
 
 
-def _objects(lines: Iterable[str], path: Path, torn: bool = False) -> Iterator[tuple[str, dict]]:
-    """(place, object) of every line of a JSON lines file; with `torn` without lines that were cut off."""
+def _objects(lines: Iterable[str], path: Path) -> Iterator[tuple[str, dict]]:
+    """(place, object) of every line of a JSON lines file."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -142,8 +126,6 @@ def _objects(lines: Iterable[str], path: Path, torn: bool = False) -> Iterator[t
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            if torn and not line.rstrip().endswith("}"):
-                continue
             raise BadInput(f"{where}: not JSON ({error.msg})") from error
         if not isinstance(row, dict):
             raise BadInput(f"{where}: wants an object")
@@ -218,61 +200,6 @@ def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
             gap=delay / 1000 if parent else 0.0,
         )
         sessions[str(session)] = name, time
-
-
-def _recorded(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
-    """The requests that a server answered, or that their clients left before; a recorder that was started
-    again wrote another header.
-
-    A prompt whose tokens the server did not count has as many for its bytes as those that it counted.
-    """
-    counted, bulk, uncounted, size = 0, 0.0, list[TraceRow](), BLOCK_IDS
-    for where, row in rows:
-        if RECORDING in row:
-            size = (row.get("block") or {}).get("token_ids", size)
-        is_left = row.get("ended") == "cancelled" and row.get("status") == 0
-        if RECORDING in row or (row.get("status") != 200 and not is_left):
-            continue
-        found = _recorded_row(where, row)
-        if row.get("tokens_by") == "estimate":
-            uncounted.append(found)
-        else:
-            counted += found.prompt_len
-            bulk += found.filled * size
-            yield found
-    ratio = counted / bulk if bulk else 1.0
-    # Token ids are counted exactly, and their ratio is about 1.
-    for found in uncounted:
-        is_exact = abs(ratio - 1) < 0.05
-        prompt_len = found.prompt_len if is_exact else round(found.prompt_len * ratio)
-        yield replace(found, prompt_len=prompt_len)
-
-
-def _recorded_row(where: str, row: Mapping[str, Any]) -> TraceRow:
-    blocks = _blocks(row, where)
-    try:
-        arrival, seconds = float(row["arrival"]), float(row["seconds"])
-        gap = max(0.0, float(row.get("gap") or 0.0))
-        # The last block is half full on average.
-        filled = float(row.get("filled") or max(0.0, len(blocks) - 0.5))
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{where}: wants arrival and seconds, in seconds") from error
-    cancelled = row.get("ended") == "cancelled"
-    output = _count(row, "output_tokens", where)
-    if cancelled:  # it was to generate more than the client waited for
-        output = max(output + 1, int(row.get("max_tokens") or 0))
-    return TraceRow(
-        arrival,
-        _count(row, "prompt_tokens", where),
-        output,
-        blocks,
-        filled,
-        name=str(row.get("id", "")),
-        parent=str(row.get("parent") or ""),
-        extends=bool(row.get("extends")),
-        gap=gap,
-        cancel_seconds=seconds if cancelled else None,
-    )
 
 
 def _blocks(row: Mapping[str, Any], where: str) -> tuple[int, ...]:

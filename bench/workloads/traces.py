@@ -268,7 +268,6 @@ class Linked:
                     due,
                     after=None if parent is None else (f"bench-{parent[0]}", parent[1]),
                     gap_seconds=gap if parent is not None else 0.0,
-                    cancel_seconds=row.cancel_seconds,
                 )
             )
         if row.name:
@@ -278,28 +277,23 @@ class Linked:
     def _extend(
         self, row: TraceRow, prompt: list[int], parent: tuple[int, int], due: float, gap: float
     ) -> bool:
-        """Append the request to its parent's item; False where the parent is not that item's last turn, was
-        cancelled, or was not extended."""
+        """Append the request to its parent's item; False where the parent is not that item's last turn, or
+        was not extended."""
         if self.decode is None or not row.extends:
             return False
         item, new = self.items[parent[0]], prompt[self._ends[row.parent] :]
-        if len(item.turns) != parent[1] or item.cancel_seconds is not None or not new:
+        if len(item.turns) != parent[1] or not new:
             return False
         new = new[: max(1, len(new) - self.added[1])]
         messages = item.messages or (Message("user", self.decode(item.prompt_token_ids)),)
         said = (Message("user", self.decode(new)),)
         since = due - item.arrival_seconds if self.replay == "arrival" else None
         turn = ConversationTurn(tuple(new), row.output_len, said, gap, due_seconds=since)
-        self.items[parent[0]] = replace(
-            item,
-            messages=messages,
-            turns=(*item.turns, turn),
-            cancel_seconds=row.cancel_seconds,
-        )
+        self.items[parent[0]] = replace(item, messages=messages, turns=(*item.turns, turn))
         return True
 
     def notes(self, rows: Sequence[TraceRow]) -> list[str]:
-        """Notes on dependencies and cancelled requests, for reports."""
+        """Notes on dependencies, for reports."""
         notes = []
         answers = {row.name: row.output_len for row in rows if row.name}
         turns = sum(len(item.turns) for item in self.items)
@@ -313,8 +307,4 @@ class Linked:
         linked = turns + sum(item.after is not None for item in self.items)
         if linked:
             notes.append(f"{linked} of {len(rows)} requests wait for the one that they came from")
-        if cancelled := sum(item.cancel_seconds is not None for item in self.items):
-            notes.append(
-                f"{cancelled} requests are cancelled as their clients did, and not measured"
-            )
         return notes

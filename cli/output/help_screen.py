@@ -183,10 +183,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "llmopt freeze ./my-model --num-prompts 256 -o workload.jsonl",
         "llmopt freeze --dataset azure --trace-speed 5 -o azure.jsonl",
     ),
-    "record": (
-        "llmopt record --upstream http://localhost:8000 -o monday.jsonl",
-        "llmopt bench ./my-model --trace monday.jsonl --replay by-dependency",
-    ),
     "compare": (
         "llmopt compare runs/BASE runs/NEW --threshold 5% --max-kl 0.02",
         "llmopt compare --run base=v1/.venv --run new=v2/.venv --max-minutes 8",
