@@ -43,9 +43,6 @@ def server_options(words: Words, *, host: str) -> ServerOptions:
     """
     from ..engine.server.launch import is_loopback, own_names
     from ..engine.server.protocol.server_options import ServerOptions
-    from ..engine.server.requests.keys import KeyRing
-    from ..engine.server.requests.observe import check_tracing
-    from ..engine.server.requests.reload import open_context
     from ..quant.base.errors import BadInput
     from ..quant.base.option import keywords_of_words
 
@@ -62,11 +59,8 @@ def server_options(words: Words, *, host: str) -> ServerOptions:
             "--allow-runtime-lora-updating and --allowed-lora-path go together: adapters are loaded from "
             "below that folder alone"
         )
-    if options.otlp_traces_endpoint is not None:
-        check_tracing(options.otlp_traces_endpoint)
     if options.tls is not None:
-        open_context(options.tls)
-    KeyRing(options)
+        options.tls.check_files()
     return options
 
 

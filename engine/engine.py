@@ -28,7 +28,7 @@ from .model.layers.lora import AdapterParts
 from .multimodal.encoder import EncodingError
 from .scheduling.block_pool import BlockPool
 from .scheduling.outputs import EngineStats, RequestOutput
-from .scheduling.request import NO_TURN, Request, RequestTimes, Turn
+from .scheduling.request import Request, RequestTimes
 
 
 class Engine:
@@ -79,14 +79,13 @@ class Engine:
         lora: str | None = None,
         pooling: PoolingParams | None = None,
         images: Images = NO_IMAGES,
-        turn: Turn = NO_TURN,
     ) -> None:
         """Queue a prompt, as text or as token ids.
 
         `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
         is served first under the priority policy. `lora` names an adapter that is loaded. With `pooling`
         nothing is generated: the only output is a vector of the prompt's hidden states. `images` are those of
-        a prepared prompt, whose token ids then are the prompt. `turn` is its place between clients.
+        a prepared prompt, whose token ids then are the prompt.
 
         Raises:
             BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown
@@ -124,7 +123,6 @@ class Engine:
             lora=adapter,
             pooling=pooling,
             images=images,
-            turn=turn,
         )
         if images:
             request.rope_positions = self._image_rules.rope_positions(token_ids, images)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import install
 
 EXTRAS = "dev,hub,mlflow,wandb"
-"""Extras of which a test imports a package; `dev` has what `all`, `ct` and `otel` have."""
+"""Extras of which a test imports a package; `dev` has what `all` and `ct` have."""
 BOUND = re.compile(r"([\w-]+)>=([\d.]+)")
 
 

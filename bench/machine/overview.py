@@ -54,7 +54,6 @@ EXTRAS = {
     "hub": "data sets of the Hugging Face hub",
     "images": "images of prompts, calibration and workloads",
     "mlflow": "bench reports to MLflow",
-    "otel": "serve-local exports traces",
     "plots": "pictures in reports",
     "ray": "run --on ray, best --on ray",
     "record": "the proxy of record",

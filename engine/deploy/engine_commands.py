@@ -280,14 +280,12 @@ _OPTIONS: Mapping[str, tuple[Translation | None, Translation | None, Translation
     "ssl_keyfile": ("--ssl-keyfile", "--ssl-keyfile", None),
     "ssl_ca_certs": ("--ssl-ca-certs", "--ssl-ca-certs", None),
     "ssl_cert_reqs": ("--ssl-cert-reqs", None, None),
-    "enable_ssl_refresh": (switch("enable-ssl-refresh"), flag("--enable-ssl-refresh"), None),
     "cors_origin": (
         lambda origins: ["--allowed-origins", json.dumps(list(origins))],
         None,
         None,
     ),
     "drain_seconds": (lambda seconds: ["--shutdown-timeout", str(round(seconds))], None, None),
-    "otlp_traces_endpoint": ("--otlp-traces-endpoint", None, None),
     "allowed_media_domains": (lambda names: ["--allowed-media-domains", *names], None, None),
     "limit_mm_per_prompt": ("--limit-mm-per-prompt", None, None),
     "max_header": (

@@ -115,21 +115,6 @@ class RopePositions:
 Rank = tuple[int, int]
 
 
-class Turn(NamedTuple):
-    """A place between the clients of a server (start-time fair queueing): the lower `start` goes first.
-
-    Attributes:
-        start: tokens that a client had been given when its turn came.
-        step: by which each further completion of the request comes later.
-    """
-
-    start: int = 0
-    step: int = 0
-
-
-NO_TURN = Turn()
-
-
 NULL_SLOT = 0
 """The null state slot, which no sequence owns: of models without state, and of padding."""
 
@@ -202,7 +187,6 @@ class Request:
     images: Images = NO_IMAGES
     rope_positions: RopePositions | None = None
     bidirectional_images: tuple[range, ...] = ()
-    turn: Turn = NO_TURN
 
     rank: Rank = (0, 0)
     status: RequestStatus = RequestStatus.WAITING
@@ -279,7 +263,6 @@ class Request:
             images=self.images,
             rope_positions=self.rope_positions,
             bidirectional_images=self.bidirectional_images,
-            turn=self.turn._replace(start=self.turn.start + index * self.turn.step),
             num_cached_tokens=self.num_cached_tokens,
             block_hashes=list(self.block_hashes),
         )

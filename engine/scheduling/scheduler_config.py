@@ -156,8 +156,8 @@ TOKENS_PER_PLACE = 16
 
 
 def first_come(request: Request) -> Rank:
-    """In the order of arrival, without starvation; between the clients of a server in turns."""
-    return (request.turn.start, request.order)
+    """In the order of arrival, without starvation."""
+    return (request.order, 0)
 
 
 def by_priority(request: Request) -> Rank:

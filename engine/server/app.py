@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,22 +29,12 @@ from .endpoints.tokenization import Tokenization
 from .parsing.formats import reasoning_format, tool_format
 from .protocol.errors import install
 from .protocol.server_options import ServerOptions
-from .requests.keys import KeyRing, warn_if_readable
+from .requests.keys import KeyRing
 from .requests.loop import EngineLoop
 from .requests.middleware import BodyRoute, HeadMiddleware, RequestMiddleware
-from .requests.observe import ObservingMiddleware, Tracing
-from .requests.reload import Reloadable, Reloader
+from .requests.observe import ObservingMiddleware
 
-EXPOSED_HEADERS = (
-    "x-request-id",
-    "retry-after",
-    "x-ignored-fields",
-    *(
-        f"x-ratelimit-{what}-{unit}"
-        for unit in ("requests", "tokens")
-        for what in ("limit", "remaining", "reset")
-    ),
-)
+EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-ignored-fields")
 """Response headers that a page of an allowed origin may read."""
 
 
@@ -66,20 +55,12 @@ def create_app(
     a pooling config embeds.
 
     The application's lifespan starts the engine thread; from then on nothing else may touch `engine`.
-    `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`,
-    `app.state.reloader` reads changed files again.
+    `app.state.loop` is the `EngineLoop`, `app.state.service` the endpoints' shared `Service`.
 
     Raises:
-        BadInput: an unknown parser, or a file of keys that is not one.
+        BadInput: an unknown parser.
     """
     options = options or ServerOptions()
-    reloader, keys = Reloader(), KeyRing(options)
-    if (path := options.api_key_file) is not None:
-        warn_if_readable(path)
-        reloader.add(Reloadable(f"--api-key-file {path}", (path,), keys.read, keys.replace))
-    tracing = None
-    if options.otlp_traces_endpoint is not None:
-        tracing = Tracing(options.otlp_traces_endpoint)
     loop = EngineLoop(engine, options)
     reason = engine.images.reason.replace(str(engine.folder), model_name)
     images = PromptImages(engine.images, options.media, reason, engine.max_model_len)
@@ -108,15 +89,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         loop.start()
-        watching = asyncio.ensure_future(reloader.watch())
         try:
             yield
         finally:
-            watching.cancel()
             loop.stop()
             service.close()
-            if tracing is not None:
-                await asyncio.to_thread(tracing.close)
 
     # No outbound requests: FastAPI's interactive docs load scripts from a CDN, and its telemetry could
     # be enabled by an environment variable.
@@ -129,12 +106,14 @@ def create_app(
         telemetry={"auto_configure": False, "tracing": False, "metrics": False, "logs": False},
     )
     app.state.loop, app.state.service, app.state.options = loop, service, options
-    app.state.reloader = reloader
     app.router.route_class = BodyRoute
     app.add_middleware(HeadMiddleware)
     install(app)
     app.add_middleware(
-        RequestMiddleware, options=options, keys=keys, max_model_len=engine.max_model_len
+        RequestMiddleware,
+        options=options,
+        keys=KeyRing(options),
+        max_model_len=engine.max_model_len,
     )
     if options.cors_origins:
         app.add_middleware(
@@ -144,7 +123,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    app.add_middleware(ObservingMiddleware, count=loop.metrics.responses, tracing=tracing)
+    app.add_middleware(ObservingMiddleware, count=loop.metrics.responses)
     for add in (add_completions, add_responses, add_messages, add_pooling):
         add(app, service)
     add_tokens(app, service, engine.vocab_size)
@@ -152,7 +131,7 @@ def create_app(
         add_adapters(app, service, engine, options)
     app.include_router(ollama_router(service, engine))
     add_page(app, loop)
-    add_operations(app, engine, loop, service, keys)
+    add_operations(app, engine, loop, service)
     return app
 
 

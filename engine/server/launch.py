@@ -34,7 +34,6 @@ from .protocol.errors import error_body
 from .protocol.server_options import ServerOptions, TlsOptions
 from .requests.loop import EngineLoop
 from .requests.observe import configure_logging
-from .requests.reload import open_context, reloadable_context
 from .requests.request_record import WRITE_KEY
 
 _CLOSING = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
@@ -376,11 +375,6 @@ class Server(uvicorn.Server):
         options: ServerOptions = app.state.options
         drain_seconds = options.drain_seconds
         configure_logging(options.log_format)
-        context = None
-        if (tls := options.tls) is not None:
-            context = open_context(tls)
-            if tls.is_refreshed:
-                app.state.reloader.add(reloadable_context(tls, context))
         super().__init__(
             uvicorn.Config(
                 app,
@@ -391,10 +385,10 @@ class Server(uvicorn.Server):
                 lifespan="on",
                 log_config=None,
                 access_log=False,  # the application has its own access line
-                ssl_context_factory=None if context is None else lambda *_: context,
                 server_header=False,
                 timeout_keep_alive=75,  # longer than the pools of common clients keep a connection
                 timeout_graceful_shutdown=int(drain_seconds) + 2,
+                **({} if options.tls is None else options.tls.for_uvicorn()),
             )
         )
         self.engine_failure: str | None = None
@@ -462,10 +456,6 @@ class Server(uvicorn.Server):
         else:
             super().handle_exit(sig, frame)
 
-    def _reload(self, *_: object) -> None:
-        if self._event_loop is not None:
-            self._event_loop.call_soon_threadsafe(self._app.state.reloader.reload_all)
-
     def _end_streams(self) -> None:
         self._hurried.set()
         self._app.state.loop.fail("the server is stopping")
@@ -477,8 +467,6 @@ class Server(uvicorn.Server):
         before: dict[int, Any] = {
             number: signal.signal(number, self.handle_exit) for number in signals
         }
-        if self._app.state.reloader.has_files:
-            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._reload)
         try:
             yield
         finally:

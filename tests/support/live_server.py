@@ -22,7 +22,6 @@ from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, bounded_connections
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests.loop import EngineLoop
-from llmopt.engine.server.requests.reload import open_context, reloadable_context
 
 T = TypeVar("T")
 
@@ -88,9 +87,6 @@ def running(
 ) -> Iterator[RunningServer]:
     app = create_app(engine, model_name="tiny", options=options, **app_options)
     listener, tls = bind("127.0.0.1", 0), app.state.options.tls
-    context = None if tls is None else open_context(tls)
-    if tls is not None and context is not None:
-        app.state.reloader.add(reloadable_context(tls, context))
     config = uvicorn.Config(
         app,
         loop="asyncio",
@@ -98,7 +94,7 @@ def running(
         http=bounded_connections(app.state.options),
         lifespan="on",
         log_level="critical",
-        ssl_context_factory=None if context is None else lambda *_: context,
+        **({} if tls is None else tls.for_uvicorn()),
     )
     server = uvicorn.Server(config)
     started = threading.Event()

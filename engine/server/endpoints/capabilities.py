@@ -24,7 +24,7 @@ from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import is_data_url, load_images, sent_bytes
 from ..protocol.errors import ApiError, bad_field
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
-from ..requests.limits import FairPool
+from ..requests.worker_pool import FairPool
 
 if TYPE_CHECKING:
     from ...multimodal.open import ImageSupport

@@ -17,8 +17,8 @@ from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatRequest, NamedTool, chat_call
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import CompletionRequest, StreamOptions
-from ..requests.limits import FairPool
 from ..requests.request_record import record_of
+from ..requests.worker_pool import FairPool
 from .conversation import converse
 from .service import (
     Asked,

@@ -1,4 +1,4 @@
-"""Prometheus exposition of the server's metrics, under `llmopt_` and `vllm:` names, and of usage by API key.
+"""Prometheus exposition of the server's metrics, under `llmopt_` and `vllm:` names.
 
 Both names expose the same values. The `llmopt_` ones follow Prometheus' naming rules; the `vllm:` ones, whose
 colon those rules reserve for recording rules, serve existing vLLM dashboards.
@@ -20,7 +20,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ...engine import Engine
-from ..requests.keys import KeyRing, Principal
 from ..requests.loop import EngineLoop
 from ..requests.metric_names import llmopt_metric, vllm_metric
 from ..requests.metrics import Histogram, ServerMetrics
@@ -35,12 +34,12 @@ Scalars = Mapping[str, tuple[str, float]]
 class Exposition:
     """Exposes the metrics of one engine. It has a separate registry, so a process may hold several."""
 
-    def __init__(self, engine: Engine, loop: EngineLoop, model_name: str, keys: KeyRing) -> None:
+    def __init__(self, engine: Engine, loop: EngineLoop, model_name: str) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self._registry)
         features, device = speed_features(engine), device_labels(engine.device)
         for metric in (llmopt_metric, vllm_metric):
-            collector = _ServerCollector(metric, loop, model_name, keys, features, device)
+            collector = _ServerCollector(metric, loop, model_name, features, device)
             self._registry.register(collector)
 
     def text(self) -> bytes:
@@ -80,11 +79,10 @@ class _ServerCollector(Collector):
         metric: Callable[[str], str | None],
         loop: EngineLoop,
         model_name: str,
-        keys: KeyRing,
         features: Labels,
         device: Labels,
     ) -> None:
-        self._metric, self._loop, self._keys = metric, loop, keys
+        self._metric, self._loop = metric, loop
         self._labels = {"model_name": model_name, "engine": "0"}
         self._features, self._device = features, device
 
@@ -98,9 +96,6 @@ class _ServerCollector(Collector):
             yield from self._family(CounterMetricFamily, name, text, [({}, value)])
         for name, text, values in _labelled_counters(metrics):
             yield from self._family(CounterMetricFamily, name, text, values)
-        if principals := [*self._keys.named]:  # nothing without keys
-            for name, text, values in _usage(principals):
-                yield from self._family(CounterMetricFamily, f"api_key_{name}", text, values)
         for name, histogram in vars(metrics.distributions).items():
             yield self._histogram(name, histogram)
 
@@ -206,20 +201,3 @@ def _labelled_counters(metrics: ServerMetrics) -> Iterator[tuple[str, str, Value
         ("http_responses", "HTTP responses by status.", "status", responses),
     ):
         yield name, help_text, [({label: str(key)}, value) for key, value in counts.items()]
-
-
-def _usage(principals: Sequence[Principal]) -> Iterator[tuple[str, str, Values]]:
-    """Requests and tokens by key, and requests that its limits refused."""
-    keys = [{"key": each.key_name or ""} for each in principals]
-    for name, text in (
-        ("requests", "Requests that have ended, by API key."),
-        ("prompt_tokens", "Prompt tokens of requests, by API key."),
-        ("generation_tokens", "Generated tokens, by API key."),
-    ):
-        yield name, text, [(key, p.usage[name]) for key, p in zip(keys, principals, strict=True)]
-    refused: list[tuple[Labels, float]] = []
-    for key, each in zip(keys, principals, strict=True):
-        counts = {name: each.limits.refused[name] for name in ("requests", "tokens")}
-        counts["concurrency"] = each.concurrency.num_refused
-        refused += [({**key, "limit": limit}, count) for limit, count in counts.items()]
-    yield "refused_requests", "Requests refused by a limit of their API key.", refused

@@ -20,7 +20,6 @@ from ..protocol.chat_protocol import Messages, Tool
 from ..protocol.errors import ApiError, Unavailable, bad_field
 from ..protocol.generation_protocol import TokenId
 from ..protocol.server_options import ServerOptions
-from ..requests.keys import KeyRing
 from ..requests.loop import EngineLoop
 from ..requests.request_record import record_of
 from .conversation import render
@@ -34,11 +33,9 @@ class AbortRequest(BaseModel):
     id: str
 
 
-def add_operations(
-    app: FastAPI, engine: Engine, loop: EngineLoop, service: Service, keys: KeyRing
-) -> None:
+def add_operations(app: FastAPI, engine: Engine, loop: EngineLoop, service: Service) -> None:
     """Health probes, metrics and the model cards of the base model and its LoRA adapters."""
-    exposition = Exposition(engine, loop, service.model_name, keys)
+    exposition = Exposition(engine, loop, service.model_name)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -24,7 +24,6 @@ from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import GenerationRequest, PoolingRequest, StreamOptions
 from ..protocol.server_options import ScriptedText
-from ..requests.limits import FairPool
 from ..requests.loop import EngineLoop
 from ..requests.request_record import (
     WRITE_KEY,
@@ -35,6 +34,7 @@ from ..requests.request_record import (
     cache_salt,
     record_of,
 )
+from ..requests.worker_pool import FairPool
 from .capabilities import Constrainer, PoolingTasks, PromptImages
 from .tokenization import Tokenization
 
@@ -208,7 +208,7 @@ class Service:
         """Queue a job for each prompt. The caller closes the stream.
 
         Raises:
-            BadInput, TooMany, Unavailable: what the engine or a limit of the key refuses.
+            BadInput, TooMany, Unavailable: the engine refuses a prompt, or its queue is full.
         """
         record = record_of(asked.request)
         body, params, prompts = asked.body, asked.params, asked.prompts
@@ -230,18 +230,6 @@ class Service:
             )
             for index, token_ids in enumerate(prompts)
         ]
-        principal = record.principal
-        if principal is not None and asked.pooling is None:
-            count, receive = params.num_sequences * len(prompts), asked.request.receive
-            if not await principal.concurrency.acquire(receive, record.places, count):
-                raise ApiError(CLIENT_GONE, "the client has left")
-        num_prompt = num_tokens = sum(map(len, prompts))
-        if asked.pooling is None:
-            # Without `max_tokens` the rest of the context, of which a request need not use any.
-            room = [params.max_tokens or max(0, self.max_model_len - len(each)) for each in prompts]
-            num_tokens += sum(room) * params.num_sequences
-        at_least = num_prompt if params.max_tokens is None else num_tokens
-        record.reserve(num_tokens, at_least=at_least)
         stream = await self.loop.submit(jobs)
         record.begin(response_id, name, params if asked.pooling is None else None, stream)
         return ResponseContext(response_id, name, int(time.time()), stream)

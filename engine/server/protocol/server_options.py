@@ -5,6 +5,7 @@ limits, timeouts, shutdown, TLS, and outputs that a script dictates.
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -154,11 +155,6 @@ class TlsOptions:
         flag="--ssl-cert-reqs",
         limit=lambda mode: None if mode in _CERT_REQS else "0 (none), 1 (optional) or 2 (required)",
     )
-    is_refreshed: bool = option(
-        False,
-        "Read the TLS files again when they change.",
-        flag="--enable-ssl-refresh/--no-enable-ssl-refresh",
-    )
 
     @classmethod
     def asked(cls, certfile: Path | None = None, **others: Any) -> TlsOptions | None:
@@ -178,32 +174,57 @@ class TlsOptions:
                 f"--ssl-cert-reqs {self.cert_reqs} needs --ssl-ca-certs, whose certificates to accept"
             )
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        files = (self.certfile, self.keyfile, self.ca_certs)
-        return tuple(path for path in files if path is not None)
+    def for_uvicorn(self) -> dict[str, Any]:
+        """Keyword arguments of `uvicorn.Config`."""
+        return {
+            "ssl_certfile": self.certfile,
+            "ssl_keyfile": self.keyfile,
+            "ssl_ca_certs": None if self.ca_certs is None else str(self.ca_certs),
+            "ssl_cert_reqs": self.cert_reqs,
+        }
 
+    def check_files(self) -> None:
+        """Load the files once, before the model.
 
-_LIMITS = "Keys and rate limits"
-_LOGS = "Logs and traces"
+        Raises:
+            BadInput: a file cannot be read or is not PEM, or the key is another certificate's.
+        """
+        for path in (self.certfile, self.keyfile, self.ca_certs):
+            try:
+                if path is not None:
+                    path.open("rb").close()
+            except OSError as error:
+                raise BadInput(f"TLS: cannot read {path}: {error.strerror}") from error
+        context, pair = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), f"{self.certfile}"
+        if self.keyfile is not None:
+            pair += f", --ssl-keyfile {self.keyfile}"
+        try:
+            # A password: without one OpenSSL would ask for it on the terminal.
+            context.load_cert_chain(self.certfile, self.keyfile, password="")
+        except (ssl.SSLError, ValueError) as error:
+            is_pair = getattr(error, "reason", None) != "KEY_VALUES_MISMATCH"
+            problem = "not a PEM certificate and a key without a password"
+            problem = problem if is_pair else "the key is not the certificate's"
+            raise BadInput(f"--ssl-certfile {pair}: {problem}") from error
+        try:
+            if self.ca_certs is not None:
+                context.load_verify_locations(self.ca_certs)
+        except ssl.SSLError as error:
+            raise BadInput(f"--ssl-ca-certs {self.ca_certs}: not PEM certificates") from error
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
     """Options of the HTTP server; those of the engine are in `EngineConfig`. None for no limit.
 
-    Each field's metadata is its definition. Without keys, or a key file, there is no authentication, and all
-    clients share the limits of a key.
+    Each field's metadata is its definition. Without keys there is no authentication, and all clients are one.
 
     Attributes:
         host_names: None for any; addresses and `localhost` are always allowed. Guards against DNS rebinding,
             which CORS does not stop.
         header_timeout_seconds: from the connection, or the first byte of the request.
-        max_connections, max_queue_per_key, max_waiting: beyond the first a client gets 503, beyond the others
-            429.
-        max_concurrency_per_key: sequences: the prompts of a request times its completions, of embeddings one.
-        admin_api_key: beside `api_keys` or one of them; None lets all of `api_keys`. The admins of the key
-            file are beside it.
+        max_connections, max_waiting: limits beyond which a client gets 503 and 429.
+        admin_api_key: beside `api_keys` or one of them; None lets all of `api_keys`.
 
     Raises:
         BadInput: a number out of range, a key or an origin of another form, or options that contradict.
@@ -249,13 +270,6 @@ class ServerOptions:
     send_timeout_seconds: float = _seconds(
         60.0, "Timeout for a client that stops reading, in seconds.", "--send-timeout"
     )
-    max_concurrency_per_key: int | None = option(
-        None,
-        "Concurrent sequences (prompts times n) per API key. Default: no limit. Without keys, clients share "
-        "it.",
-        limit=no_less_than(1),
-    )
-    max_queue_per_key: int = option(0, "Queued requests per API key.", limit=no_less_than(0))
     max_waiting: int = option(
         4096, "Maximum waiting sequences in the engine's queue.", limit=no_less_than(0)
     )
@@ -317,29 +331,6 @@ class ServerOptions:
         "Log lines: text, or json, an object a line.",
         word=str,
         limit=lambda form: None if form in _FORMATS else f"choose {', '.join(_FORMATS)}",
-        panel=_LOGS,
-    )
-    otlp_traces_endpoint: str | None = option(
-        None,
-        "Send OpenTelemetry traces to this OTLP/HTTP URL. Needs the extra otel. Default: none.",
-        panel=_LOGS,
-    )
-    api_key_file: Path | None = option(
-        None,
-        "YAML file of API keys with names and limits, read again when it changes.",
-        panel=_LIMITS,
-    )
-    rpm_per_key: int | None = option(
-        None,
-        "Requests per minute of an API key. Default: no limit.",
-        limit=no_less_than(1),
-        panel=_LIMITS,
-    )
-    tpm_per_key: int | None = option(
-        None,
-        "Tokens per minute of an API key, prompts and completions. Default: no limit.",
-        limit=no_less_than(1),
-        panel=_LIMITS,
     )
     tls: TlsOptions | None = option(None, "TLS.", config=TlsOptions)
     media: MediaLimits = option(MediaLimits(), "Images.", config=MediaLimits)
@@ -369,4 +360,4 @@ class ServerOptions:
     @property
     def requires_key(self) -> bool:
         """Whether requests need an API key."""
-        return bool(self.api_keys) or self.api_key_file is not None
+        return bool(self.api_keys)

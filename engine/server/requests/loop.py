@@ -24,11 +24,9 @@ from ...base.sampling_params import SamplingParams
 from ...engine import Engine
 from ...multimodal.encoder import EncodingError
 from ...scheduling.outputs import RequestOutput
-from ...scheduling.request import RequestStatus
 from ...scheduling.scheduler_config import StepPace
 from ..protocol.errors import ApiError, RetryAfter, TooMany, Unavailable
 from ..protocol.server_options import ServerOptions
-from .limits import FairTurns
 from .metrics import ServerMetrics
 from .request_record import Job, OutputStream
 
@@ -130,7 +128,6 @@ class EngineLoop:
         self.metrics = ServerMetrics()
         self._options = options
         self._retry_after = RetryAfter()
-        self._turns = FairTurns()
         self._warm = asyncio.Event()
         self._ended = asyncio.Event()
         self._step_began: float | None = None
@@ -354,12 +351,7 @@ class EngineLoop:
                 f"{num_waiting} sequences would wait, at most {max_waiting} may: try again later",
                 self._retry_after.retry_after(num_waiting - max_waiting),
             )
-        if not engine.has_unfinished():
-            self._turns = FairTurns()
-        waiting = (r.turn.start for r in scheduler.requests() if r.status is RequestStatus.WAITING)
-        asked = [(len(job.token_ids), job.params) for job in jobs]
-        turns = self._turns.take(jobs[0].key, asked, min(waiting, default=None))
-        for index, (job, turn) in enumerate(zip(jobs, turns, strict=True)):
+        for index, job in enumerate(jobs):
             try:
                 engine.add_request(
                     job.request_id,
@@ -371,12 +363,10 @@ class EngineLoop:
                     cache_salt=job.cache_salt,
                     pooling=job.pooling,
                     images=job.images,
-                    turn=turn,
                 )
             except Exception:
                 for added in jobs[:index]:
                     engine.abort(added.request_id)
-                self._turns.give_back(jobs[0].key, turns)
                 raise
         self.metrics.note_added([job.params for job in jobs if job.pooling is None])
 

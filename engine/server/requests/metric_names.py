@@ -15,7 +15,7 @@ VLLM_NAMES: Mapping[str, str] = {
 """vLLM's name by llmopt's, where vLLM's breaks Prometheus' naming rules."""
 
 OURS_ALONE = (
-    *("ready", "steps", "failed_steps", "step_seconds", "http_responses", "api_key"),
+    *("ready", "steps", "failed_steps", "step_seconds", "http_responses"),
     *("feature_info", "device_info"),
     *("kv_evicted_tokens", "kv_kept_tokens"),
 )

@@ -1,4 +1,4 @@
-"""HTTP middleware: size limits, host and origin checks, API keys, per-key limits, HEAD wherever there is GET;
+"""HTTP middleware: size limits, host and origin checks, API keys, HEAD wherever there is GET;
 and routes that read large bodies beside the event loop."""
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ DISCARD_SECONDS = 2.0
 
 
 class RequestMiddleware:
-    """ASGI middleware that checks and buffers each request, and limits rate and concurrency per API key.
+    """ASGI middleware that checks and buffers each request.
 
     Reading health probes and the page's static files needs no key; only POST has a body.
     """
 
     OPEN_PATHS = frozenset({"/", "/health", "/ready"})
     OPEN_PREFIX = "/page/"
-    ABORT_PATH = "/abort"
     ADMIN_PATHS = frozenset(
         {"/metrics", "/engine/state", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     )
@@ -76,15 +75,7 @@ class RequestMiddleware:
             self._check_headers(scope)
             self._check_host(scope)
             self._check_origin(scope)
-            principal = self._principal(scope)
-            # Only POST starts work; the rest reads or aborts, and needs no concurrency permit.
-            is_work = scope["method"] == "POST" and scope["path"] != self.ABORT_PATH
-            limiter = None
-            if principal is not None:
-                record.principal = principal
-                if is_work:
-                    principal.limits.take_request()
-                    limiter = principal.concurrency
+            record.principal = self._principal(scope)
             body = await self._body(scope, receive, record)
             if body is None:
                 return
@@ -92,16 +83,10 @@ class RequestMiddleware:
                 # As JSON: a newline in a path or a body must not look like another line of the log.
                 fields = {"path": scope["path"], "body": body_text(body)}
                 _log.info(LogEvent("request body", fields))
-            if limiter is not None and not await limiter.acquire(receive, record.places):
-                return
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        try:
-            await self._app(scope, _replay(body, receive), send)
-        finally:
-            if limiter is not None:
-                limiter.release(record.places)
+        await self._app(scope, _replay(body, receive), send)
 
     def _check_headers(self, scope: Scope) -> None:
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])

@@ -1,5 +1,4 @@
-"""Log lines as text or JSON, the outermost middleware, which writes one for each request, and OpenTelemetry
-traces over OTLP/HTTP: a span a request, named and attributed as vLLM's `llm_request`.
+"""Log lines as text or JSON, and the outermost middleware, which writes one for each request.
 
 Every log line has the id of the request that it belongs to.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import select
 import sys
@@ -18,16 +16,13 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any, TextIO
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.logging import DefaultFormatter
 
-from ....quant.base.errors import BadInput
-from ....quant.base.extras import import_extra
 from ..protocol.generation_protocol import REQUEST_ID
 from ..protocol.server_options import LogFormat
 from .request_record import CURRENT, RequestRecord, Totals, new_request_id, set_record
@@ -37,7 +32,6 @@ LEVELS = {
     "uvicorn": logging.WARNING,
     "uvicorn.error": logging.WARNING,
     "asyncio": logging.WARNING,
-    "opentelemetry": logging.WARNING,
     "py.warnings": logging.WARNING,
 }
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}")
@@ -80,8 +74,8 @@ class TextFormatter(DefaultFormatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: `ts` (ISO 8601, UTC), `level`, `logger`, `message`, `request_id`, `key` and
-    `trace_id` within a request, the fields of an `Event`, and `exception` with its traceback."""
+    """One JSON object a line: `ts` (ISO 8601, UTC), `level`, `logger`, `message`, `request_id` and `key`
+    within a request, the fields of an `Event`, and `exception` with its traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = datetime.fromtimestamp(record.created, UTC)
@@ -94,8 +88,6 @@ class JsonFormatter(logging.Formatter):
         line["message"] = record.getMessage() if event is None else event.name
         if (request := CURRENT.get()) is not None:
             line |= {"request_id": request.request_id, "key": request.key}
-            if request.trace_id is not None:
-                line["trace_id"] = request.trace_id
         if event is not None:
             line |= event.fields
         if record.exc_info:
@@ -178,14 +170,12 @@ _access = logging.getLogger("llmopt.access")
 class ObservingMiddleware:
     """Makes a `RequestRecord` of each request, and reports it once the response has ended.
 
-    Every response has an `x-request-id`: the client's, where that is well-formed, or a random one. Responses
-    to keys with limits have OpenAI's `x-ratelimit-...` headers.
+    Every response has an `x-request-id`: the client's, where that is well-formed, or a random one.
     """
 
-    def __init__(self, app: ASGIApp, count: Counter[int], tracing: Tracing | None) -> None:
+    def __init__(self, app: ASGIApp, count: Counter[int]) -> None:
         self._app = app
         self._count = count
-        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -194,9 +184,6 @@ class ObservingMiddleware:
         headers = Headers(scope=scope)
         record = _record(scope, headers)
         set_record(scope, record)
-        span = None
-        if self._tracing is not None and scope["method"] == "POST":
-            span = self._tracing.begin(record, headers)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -210,16 +197,6 @@ class ObservingMiddleware:
             # A timer, cancelled, keeps the request's context until it is due, and that the record.
             record.stream = None
             seconds = time.perf_counter() - record.began
-            if record.reservation is not None:
-                record.reservation.settle(totals.prompt_tokens + totals.completion_tokens)
-            if record.principal is not None:
-                record.principal.usage.update(
-                    requests=1,
-                    prompt_tokens=totals.prompt_tokens,
-                    generation_tokens=totals.completion_tokens,
-                )
-            if self._tracing is not None and span is not None:
-                self._tracing.end(span, record, totals)
             if _access.isEnabledFor(logging.INFO):
                 _access.info(AccessLine("request", _fields(record, totals, seconds)))
 
@@ -229,8 +206,6 @@ class ObservingMiddleware:
         added = [(b"x-request-id", record.request_id.encode())]
         if record.ignored:
             added.append((b"x-ignored-fields", ", ".join(record.ignored).encode()))
-        if record.principal is not None:
-            added += record.principal.limits.headers()
         message["headers"] = [*message.get("headers", ()), *added]
 
 
@@ -274,132 +249,3 @@ def _fields(record: RequestRecord, totals: Totals, seconds: float) -> dict[str, 
         for name, value in fields.items()
         if value is not None
     }
-
-
-TRACES_PATH = "/v1/traces"
-FLUSH_SECONDS = 5.0
-"""How long the shutdown waits for the collector."""
-_PROTOCOL = "http/protobuf"
-_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-
-
-def check_tracing(endpoint: str) -> str:
-    """The URL that spans are posted to; an address without a path gets OTLP's `/v1/traces`.
-
-    Raises:
-        BadInput: no HTTP URL, another protocol in the environment, or OpenTelemetry is not installed.
-    """
-    try:
-        parts = urlsplit(endpoint)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
-    except ValueError:
-        is_url = False
-    if not is_url:
-        raise BadInput(
-            f"--otlp-traces-endpoint {endpoint}: give a URL such as http://localhost:4318/v1/traces"
-        )
-    for name in _PROTOCOL_VARIABLES:
-        if os.environ.get(name, _PROTOCOL) != _PROTOCOL:
-            raise BadInput(f"{name}={os.environ[name]}: traces are sent as {_PROTOCOL} alone")
-    for module in ("exporter.otlp.proto.http.trace_exporter", "sdk.trace"):
-        import_extra("--otlp-traces-endpoint", "otel", f"opentelemetry.{module}")
-    parts = urlsplit(endpoint)
-    return endpoint if parts.path.strip("/") else urlunsplit(parts._replace(path=TRACES_PATH))
-
-
-class Tracing:
-    """Spans of requests, exported by a background thread in batches. The queue is bounded: spans are dropped
-    where the collector does not answer. `OTEL_...` variables (service name, headers, sampler) apply."""
-
-    def __init__(self, endpoint: str) -> None:
-        """Raises `BadInput` as `check_tracing`."""
-        url = check_tracing(endpoint)
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        resource = Resource.create()  # from the environment
-        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
-            resource = resource.merge(Resource({SERVICE_NAME: "llmopt"}))
-        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = OTLPSpanExporter(endpoint=url, timeout=FLUSH_SECONDS)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self._tracer = self._provider.get_tracer("llmopt", version("llmopt"))
-        self._propagator = TraceContextTextMapPropagator()
-
-    def begin(self, record: RequestRecord, headers: Mapping[str, str]) -> Any:
-        """The span of a request, a child of the client's where it sent a W3C `traceparent`."""
-        from opentelemetry.trace import SpanKind
-
-        names = ("traceparent", "tracestate")
-        carrier = {name: headers[name] for name in names if name in headers}
-        span = self._tracer.start_span(
-            "llm_request",
-            self._propagator.extract(carrier),
-            SpanKind.SERVER,
-            start_time=time.time_ns() - _nanoseconds_since(record.began),
-        )
-        record.trace_id = f"{span.get_span_context().trace_id:032x}"
-        return span
-
-    def end(self, span: Any, record: RequestRecord, totals: Totals) -> None:
-        from opentelemetry.trace import StatusCode
-
-        end_time = None
-        if span.is_recording():
-            # By the clock of the durations, which no correction of the wall clock moves.
-            end_time = span.start_time + _nanoseconds_since(record.began)
-            attributes = _attributes(record, totals)
-            span.set_attributes({k: v for k, v in attributes.items() if v is not None})
-            if record.status is None or record.status >= 500:
-                span.set_status(StatusCode.ERROR)
-        span.end(end_time)
-
-    def close(self) -> None:
-        """Export what is left, for at most `FLUSH_SECONDS`; blocks."""
-        self._provider.force_flush(int(FLUSH_SECONDS * 1000))
-        self._provider.shutdown()
-
-
-def _nanoseconds_since(began: float) -> int:
-    return round((time.perf_counter() - began) * 1e9)
-
-
-def _attributes(record: RequestRecord, totals: Totals) -> dict[str, Any]:
-    """vLLM's attributes of a request, and OpenTelemetry's of the HTTP exchange."""
-    params = record.params
-    attributes: dict[str, Any] = {
-        "http.request.method": record.method,
-        "url.path": record.path,
-        "http.response.status_code": record.status,
-        "gen_ai.request.id": record.response_id or record.request_id,
-        "gen_ai.request.model": record.model,
-        "gen_ai.response.model": record.model,
-        "llmopt.request_id": record.request_id,
-        "llmopt.key": record.key,
-    }
-    if params is not None:
-        attributes |= {
-            "gen_ai.request.max_tokens": params.max_tokens,
-            "gen_ai.request.temperature": params.temperature,
-            "gen_ai.request.top_p": params.top_p,
-            "gen_ai.request.n": params.n,
-        }
-    if totals.prompt_tokens:
-        attributes |= {
-            "gen_ai.usage.prompt_tokens": totals.prompt_tokens,
-            "gen_ai.usage.completion_tokens": totals.completion_tokens,
-            "gen_ai.usage.cached_tokens": totals.cached_tokens,
-            "gen_ai.response.finish_reasons": totals.finish_reasons,
-            "gen_ai.latency.time_in_queue": totals.queue_seconds,
-            "gen_ai.latency.time_to_first_token": totals.ttft_seconds,
-            "gen_ai.latency.e2e": totals.e2e_seconds,
-            "gen_ai.latency.time_in_model_prefill": totals.prefill_seconds,
-            "gen_ai.latency.time_in_model_decode": totals.decode_seconds,
-            "gen_ai.latency.time_in_model_inference": None
-            if totals.prefill_seconds is None or totals.decode_seconds is None
-            else totals.prefill_seconds + totals.decode_seconds,
-        }
-    return attributes

@@ -1,5 +1,5 @@
 """Engine requests, the asynchronous streams of their outputs, and the record of a request: for log lines,
-traces and per-key usage, with its tenant, the API key.
+with its tenant, the API key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput, num_logprobs
 from ..protocol.errors import ApiError, TooMany
-from .limits import Places, Reservation
 
 if TYPE_CHECKING:
     from .keys import Principal
@@ -192,8 +191,6 @@ class RequestRecord:
         principal: whose API key it came with; None before that is known.
         response_id: the `id` of the response, with which the engine's request ids begin.
         stream: the engine's outputs; None for requests that generate nothing.
-        trace_id: of the request's span, hexadecimal.
-        places: among the concurrent sequences of its key.
         held: what it takes in memory until its end, by kind.
         ignored: names of fields of its body that had no effect, for a header of the response.
     """
@@ -209,9 +206,6 @@ class RequestRecord:
     model: str | None = None
     params: SamplingParams | None = None
     stream: OutputStream | None = None
-    reservation: Reservation | None = None
-    trace_id: str | None = None
-    places: Places = field(default_factory=Places)
     held: Counter[str] = field(default_factory=Counter)
     ignored: tuple[str, ...] = ()
 
@@ -224,17 +218,6 @@ class RequestRecord:
     def tenant(self) -> int:
         """Number of the client whose API key it came with; without keys all requests are of the first."""
         return 0 if self.principal is None else self.principal.number
-
-    def reserve(self, num_tokens: int, *, at_least: int) -> None:
-        """Take `num_tokens` from the key's tokens per minute until the request ends.
-
-        A request needs `at_least` of them whatever it generates.
-
-        Raises:
-            TooMany: they are not there now.
-        """
-        if self.principal is not None:
-            self.reservation = self.principal.limits.reserve(num_tokens, at_least=at_least)
 
     def hold(self, kind: str, amount: int, limit: int) -> None:
         """Count what the request takes in memory until its end.

@@ -24,7 +24,7 @@ VALUES: dict[str, Any] = {
     "async_scheduling": False, "enforce_eager": True, "trust_remote_code": True, "seed": 7, "kv_cache_dtype": "auto", "block_size": 16,
     "enable_prefix_caching": True, "tensor_parallel_size": 4, "pipeline_parallel_size": 2,
     "served_model_name": "name", "chat_template": "template.jinja", "tool_call_parser": "hermes",
-    "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key", "ssl_ca_certs": "ca.crt", "enable_ssl_refresh": True,
+    "ssl_certfile": "tls.crt", "ssl_keyfile": "tls.key", "ssl_ca_certs": "ca.crt",
 }  # fmt: skip
 
 

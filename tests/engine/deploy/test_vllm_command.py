@@ -60,8 +60,6 @@ def everything(tmp_path: Path) -> dict[str, Any]:
         "ssl_keyfile": "tls.key",
         "ssl_ca_certs": "ca.crt",
         "ssl_cert_reqs": 2,
-        "enable_ssl_refresh": True,
-        "otlp_traces_endpoint": "http://otel:4318/v1/traces",
         "max_header": "16KiB",
         "speculative": "ngram",
         "num_speculative_tokens": 3,

@@ -27,9 +27,7 @@ from ...support.native_paths import needs_compiler
 
 KEYS = ("sesame", "rosebud")
 LONG = {"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "seed": 1}
-OPTIONS = ServerOptions(
-    api_keys=KEYS, header_timeout_seconds=2, max_connections=12, max_concurrency_per_key=1
-)
+OPTIONS = ServerOptions(api_keys=KEYS, header_timeout_seconds=2, max_connections=12)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""API keys, limits and per-key concurrency, against a real server and raw sockets."""
+"""API keys and limits, against a real server and raw sockets."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ OPTIONS = ServerOptions(
     host_names=frozenset({"models.example"}),
     max_body_bytes=20_000,
     max_header_bytes=4_000,
-    max_concurrency_per_key=2,
-    max_queue_per_key=1,
     log_prompts=True,
 )
 
@@ -262,37 +260,6 @@ def post(server: RunningServer, name: str, **fields: Any) -> httpx.Response:
         return http.post("/v1/completions", json={**LONG, **fields})
 
 
-def test_a_key_has_its_own_concurrency_limit(strict: RunningServer) -> None:
-    with ThreadPoolExecutor(8) as pool, held_steps(strict) as may_step:
-        mine = [pool.submit(post, strict, "sesame", max_tokens=60) for _ in range(5)]
-        other = pool.submit(post, strict, "rosebud", max_tokens=5)
-        eventually(lambda: sum(one.done() for one in mine) == 2)
-        may_step.set()
-        statuses = sorted(one.result().status_code for one in mine)
-        assert statuses == [200, 200, 200, 429, 429]
-        assert other.result().status_code == 200
-        refused = next(one.result() for one in mine if one.result().status_code == 429)
-    assert error(refused, 429)["type"] == "rate_limit_error"
-    assert 1 <= int(refused.headers["retry-after"]) <= 60
-    assert post(strict, "sesame", max_tokens=5).status_code == 200
-
-
-def test_concurrency_counts_sequences(strict: RunningServer) -> None:
-    with ThreadPoolExecutor(8) as pool, held_steps(strict) as may_step:
-        two = pool.submit(post, strict, "sesame", max_tokens=60, n=2)
-        eventually(lambda: strict.loop._streams)
-        queued = pool.submit(post, strict, "sesame", max_tokens=5, prompt=["a", "b"])
-        other = pool.submit(post, strict, "rosebud", max_tokens=5)
-        eventually(lambda: len(strict.loop._streams) == 2)
-        may_step.set()
-        assert [one.result().status_code for one in (two, queued, other)] == [200, 200, 200]
-    never = post(strict, "sesame", max_tokens=5, n=3)
-    assert "3 sequences (prompts x n)" in error(never, 429)["message"]
-    assert never.headers["x-should-retry"] == "false"
-    for _ in range(3):  # nothing of it stays taken
-        assert post(strict, "sesame", max_tokens=5, prompt=["a", "b"]).status_code == 200
-
-
 def test_a_page_of_another_origin_gets_no_answer_without_asking(strict: RunningServer) -> None:
     body = json.dumps({"prompt": "hi", "max_tokens": 1})
     own = strict.url.replace("127.0.0.1", "localhost")
@@ -341,30 +308,6 @@ def test_a_server_beyond_the_loopback_knows_its_names(
     assert options.host_names == names
     warn_if_open(options, host)
     assert ("without --api-key: whoever reaches" in caplog.text) == warns
-
-
-def test_a_client_that_leaves_the_queue_frees_its_slot(strict: RunningServer) -> None:
-    keys: Any = next(
-        one.kwargs["keys"] for one in strict.app.user_middleware if "keys" in one.kwargs
-    )
-    queue = keys.find(b"sesame").concurrency._queue
-    body = json.dumps(LONG).encode()
-    words = ("Authorization: Bearer sesame", "Content-Type: application/json")
-    with ThreadPoolExecutor(8) as pool, held_steps(strict) as may_step:
-        working = [pool.submit(post, strict, "sesame", max_tokens=120) for _ in range(2)]
-        eventually(lambda: len(strict.loop._streams) == 2)
-        with strict.http(headers=key()) as http:
-            assert http.post("/abort", json={"id": "nobody"}).status_code == 200  # takes no permit
-        host, port = strict.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as plug:
-            plug.sendall(head(*words, f"Content-Length: {len(body)}") + body)
-            eventually(lambda: len(queue) == 1)
-        eventually(lambda: not queue, "the slot is not freed")
-        next_in_line = pool.submit(post, strict, "sesame", max_tokens=5)
-        eventually(lambda: len(queue) == 1)
-        may_step.set()
-        assert [one.result().status_code for one in [*working, next_in_line]] == [200] * 3
-    assert strict.wait_until_idle().kv_blocks_used == 0
 
 
 def test_a_response_that_takes_too_long_is_ended() -> None:
@@ -432,8 +375,7 @@ def test_prompts_are_in_the_log_only_when_asked(
         ({"cors_origins": ("example.org",)}, "--cors-origin"),
         ({"cors_origins": ("https://example.org/page",)}, "--cors-origin"),
         ({"max_body_bytes": 0}, "--max-body"),
-        ({"max_concurrency_per_key": 0}, "--max-concurrency-per-key"),
-        ({"max_queue_per_key": -1}, "--max-queue-per-key"),
+        ({"max_waiting": -1}, "--max-waiting"),
         ({"drain_seconds": -1}, "--drain-seconds"),
         ({"shutdown_delay_seconds": -1}, "--shutdown-delay"),
         ({"request_timeout_seconds": 0}, "--request-timeout"),

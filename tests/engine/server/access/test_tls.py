@@ -1,26 +1,21 @@
-"""TLS: a server with a self-signed certificate, its renewal, clients' certificates, and bad files."""
+"""TLS: a server with a self-signed certificate, clients' certificates, and bad files."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from llmopt.cli.main import main
 from llmopt.engine.server.protocol.server_options import ServerOptions, TlsOptions
-from llmopt.engine.server.requests.reload import open_context
 from llmopt.quant.base.errors import BadInput
 
 from ....support.certificates import self_signed
-from ....support.live_server import RunningServer, eventually, make_engine, running
+from ....support.live_server import RunningServer, make_engine, running
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def files(folder: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """Certificate and key that a test may replace."""
-    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
-    shutil.copy(folder / "first.pem", certificate)
-    shutil.copy(folder / "first.key", key)
-    return certificate, key
-
-
-@pytest.fixture
-def secure(files: tuple[Path, Path], folder: Path) -> Iterator[RunningServer]:
-    tls = TlsOptions(*files, folder / "client.pem", cert_reqs=1, is_refreshed=True)
+def secure(folder: Path) -> Iterator[RunningServer]:
+    tls = TlsOptions(folder / "first.pem", folder / "first.key", folder / "client.pem", cert_reqs=1)
     with running(make_engine("stories260K"), ServerOptions(tls=tls)) as it:
         yield it
 
@@ -52,17 +38,6 @@ def trusting(*certificates: Path) -> ssl.SSLContext:
     for certificate in certificates:
         context.load_verify_locations(certificate)
     return context
-
-
-def common_name(server: RunningServer, context: ssl.SSLContext) -> str:
-    """The name in the certificate that a new connection gets."""
-    address = urlsplit(server.url)
-    with (
-        socket.create_connection((address.hostname or "", address.port or 0), 10) as plug,
-        context.wrap_socket(plug, server_hostname=address.hostname) as wrapped,
-    ):
-        subject: Any = (wrapped.getpeercert() or {})["subject"]
-        return subject[0][0][1]
 
 
 def test_requests_go_over_tls_alone(secure: RunningServer, folder: Path) -> None:
@@ -77,30 +52,8 @@ def test_requests_go_over_tls_alone(secure: RunningServer, folder: Path) -> None
         httpx.get(secure.url.replace("https", "http") + "/health", trust_env=False, timeout=30)
 
 
-def test_renewed_files_are_read_again(
-    secure: RunningServer, files: tuple[Path, Path], folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    certificate, key = files
-    context = trusting(folder / "first.pem", folder / "second.pem")
-    assert common_name(secure, context) == "first"
-
-    def wait_for(*messages: str) -> None:
-        secure.event_loop.call_soon_threadsafe(secure.app.state.reloader.reload_all)
-        eventually(lambda: all(any(text in line for line in caplog.messages) for text in messages))
-
-    with caplog.at_level("INFO", logger="llmopt"):
-        shutil.copy(folder / "second.pem", certificate)  # the key is still the first one's
-        wait_for("the key is not the certificate's; the server keeps what it had")
-        assert common_name(secure, context) == "first"
-        shutil.copy(folder / "second.key", key)
-        wait_for("read again")
-    assert common_name(secure, context) == "second"
-
-
-def test_a_client_s_certificate_can_be_required(
-    files: tuple[Path, Path], folder: Path, tmp_path: Path
-) -> None:
-    tls = TlsOptions(*files, folder / "client.pem", cert_reqs=2)
+def test_a_client_s_certificate_can_be_required(folder: Path) -> None:
+    tls = TlsOptions(folder / "first.pem", folder / "first.key", folder / "client.pem", cert_reqs=2)
     with running(make_engine("stories260K"), ServerOptions(tls=tls)) as server:
         stranger, known = trusting(folder / "first.pem"), trusting(folder / "first.pem")
         known.load_cert_chain(folder / "client.pem", folder / "client.key")
@@ -123,7 +76,7 @@ def test_bad_files_are_one_line(folder: Path, tmp_path: Path) -> None:
         (TlsOptions(first, key, nothing), "--ssl-ca-certs"),
     ):
         with pytest.raises(BadInput, match=named) as refused:
-            open_context(options)
+            options.check_files()
         assert "\n" not in str(refused.value)
 
 
@@ -131,7 +84,6 @@ def test_bad_files_are_one_line(folder: Path, tmp_path: Path) -> None:
     ("words", "named"),
     [
         (["--ssl-keyfile", "x.key"], "--ssl-keyfile needs --ssl-certfile"),
-        (["--enable-ssl-refresh"], "--enable-ssl-refresh needs --ssl-certfile"),
         (["--ssl-certfile", os.devnull, "--ssl-cert-reqs", "2"], "needs --ssl-ca-certs"),
         (["--ssl-certfile", os.devnull, "--ssl-cert-reqs", "3"], "0 \\(none\\)"),
         (["--ssl-certfile", os.devnull], "--ssl-certfile"),
