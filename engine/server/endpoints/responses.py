@@ -1,14 +1,12 @@
-"""OpenAI's `/v1/responses`: reasoning, text and function calls as output items, and the stored responses."""
+"""OpenAI's `/v1/responses`: reasoning, text and function calls as output items. No response is stored."""
 
 from __future__ import annotations
 
 import json
 import time
-import uuid
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,10 +14,9 @@ from fastapi import FastAPI, Request, Response
 from ...scheduling.outputs import RequestOutput
 from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
 from ..parsing.parser import OutputFormat
-from ..protocol.chat_protocol import chat_call, without_images
+from ..protocol.chat_protocol import without_images
 from ..protocol.errors import ApiError
 from ..protocol.responses_protocol import ResponsesRequest, TextFormat
-from ..requests.request_record import record_of
 from .completions import chat_logprobs
 from .conversation import ConversationResponse, converse
 from .service import ResponseContext, Service, server_sent
@@ -113,7 +110,7 @@ class CallItem(Item):
 
     def __init__(self, item_id: str, call_id: str, name: str, namespaces: Container[str]) -> None:
         super().__init__(item_id)
-        self.call_id, self.full_name = call_id, name
+        self.call_id = call_id
         space, _, inner = name.partition(".")
         self.namespace, self.name = (space, inner) if space in namespaces else (None, name)
 
@@ -150,78 +147,10 @@ class CustomItem(CallItem):
         return fields | {"call_id": self.call_id, "name": self.name, "input": self.input}
 
 
-MAX_BYTES = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """A response, and the conversation up to it without instructions."""
-
-    turns: Sequence[dict[str, Any]]
-    document: dict[str, Any]
-    num_bytes: int
-
-
-class ResponseStore:
-    """Responses by tenant and id, which a client may choose. Where the store is full, the tenant that has
-    most loses its oldest: what another stores costs nobody who has less."""
-
-    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
-        self._responses: OrderedDict[tuple[int, str], StoredResponse] = OrderedDict()
-        self._max_bytes = max_bytes
-        self._num_bytes: Counter[int] = Counter()
-
-    def put(self, tenant: int, turns: Sequence[dict[str, Any]], document: dict[str, Any]) -> None:
-        """Store a response; one that is larger than the store, as turns with many images may be, is dropped
-        in place of all others."""
-        size = len(json.dumps([turns, document]))
-        place = (tenant, document["id"])
-        self._drop(place)
-        if size > self._max_bytes:
-            return
-        self._responses[place] = StoredResponse(turns, document, size)
-        self._num_bytes[tenant] += size
-        while self._num_bytes.total() > self._max_bytes:
-            ((most, _),) = self._num_bytes.most_common(1)
-            self._drop(next(place for place in self._responses if place[0] == most))
-
-    def prefix(self, tenant: int, request_id: str) -> str:
-        """Prefix of a response's id before the request's: more than `resp_` where that id is taken, for a
-        client may send one `X-Request-Id` with several turns."""
-        if (tenant, f"resp_{request_id}") not in self._responses:
-            return "resp_"
-        return f"resp_{uuid.uuid4().hex[:16]}_"
-
-    def get(self, tenant: int, response_id: str) -> StoredResponse:
-        """A response; ApiError 404 where there is none of that id, or no longer."""
-        stored = self._responses.get((tenant, response_id))
-        if stored is None:
-            raise ApiError(
-                404,
-                f"no response {response_id!r}: it was not stored, or is no longer",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        return stored
-
-    def delete(self, tenant: int, response_id: str) -> None:
-        """Drop a response; raises as `get`."""
-        self.get(tenant, response_id)
-        self._drop((tenant, response_id))
-
-    def _drop(self, place: tuple[int, str]) -> None:
-        if (stored := self._responses.pop(place, None)) is not None:
-            self._num_bytes[place[0]] -= stored.num_bytes
-
-
-Stored = Callable[[list[Fields], Fields], None]
-
-
 class ItemResponse(ConversationResponse):
     """The output of a request as a response object, or as OpenAI's streaming events.
 
-    An item is added with its first token, not before. `on_done` receives the assistant's messages and the
-    whole response.
+    An item is added with its first token, not before.
     """
 
     def __init__(
@@ -230,10 +159,9 @@ class ItemResponse(ConversationResponse):
         form: OutputFormat,
         body: ResponsesRequest,
         text: Tokenization,
-        on_done: Stored,
     ) -> None:
         super().__init__(context, form)
-        self._body, self._text, self._on_done = body, text, on_done
+        self._body, self._text = body, text
         self._items: list[Item] = []
         self._is_open = False
         self._logprobs: list[dict[str, Any]] = []
@@ -344,7 +272,6 @@ class ItemResponse(ConversationResponse):
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = self._counts()
-        self._on_done([_turn(self._items)], response)
         return response
 
     def _counts(self) -> dict[str, Any]:
@@ -386,9 +313,9 @@ class ItemResponse(ConversationResponse):
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
+            "previous_response_id": None,
             "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
-            "store": body.store is not False,
+            "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
@@ -400,54 +327,18 @@ class ItemResponse(ConversationResponse):
         }
 
 
-def _turn(items: list[Item]) -> dict[str, Any]:
-    """The output as the assistant's message of a later request."""
-    turn: dict[str, Any] = {"role": "assistant", "content": ""}
-    for item in items:
-        match item:
-            case MessageItem():
-                turn["content"] += item.text
-            case ReasoningItem():
-                turn["reasoning_content"] = item.text
-            case CallItem():
-                call = chat_call(item.call_id, item.full_name, item.text)
-                turn.setdefault("tool_calls", []).append(call)
-    return turn
-
-
 def add_responses(app: FastAPI, service: Service) -> None:
-    store = ResponseStore()
-
     @app.post("/v1/responses", response_model=None)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate a response to a text or a conversation."""
         service.check(body, request)
-        tenant, turns = record_of(request).tenant, body.turns
+        turns = body.turns
         if not service.images.are_taken:  # an agent sends what it has once seen with every turn
             turns = without_images(turns)
-        if body.previous_response_id is not None:
-            turns = [*store.get(tenant, body.previous_response_id).turns, *turns]
-        chat = body.chat_request(turns)
-
-        def keep(answer: list[dict[str, Any]], document: dict[str, Any]) -> None:
-            if body.store is not False:
-                store.put(tenant, [*turns, *answer], document)
-
         return await converse(
             service,
             request,
-            chat,
-            store.prefix(tenant, chat.request_id or record_of(request).request_id),
-            lambda context, form: ItemResponse(context, form, body, service.text, keep),
+            body.chat_request(turns),
+            "resp_",
+            lambda context, form: ItemResponse(context, form, body, service.text),
         )
-
-    @app.get("/v1/responses/{response_id}")
-    async def show_response(response_id: str, request: Request) -> dict[str, Any]:
-        """A stored response."""
-        return store.get(record_of(request).tenant, response_id).document
-
-    @app.delete("/v1/responses/{response_id}")
-    async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
-        """Forget a stored response."""
-        store.delete(record_of(request).tenant, response_id)
-        return {"id": response_id, "object": "response", "deleted": True}

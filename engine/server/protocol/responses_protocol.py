@@ -160,6 +160,9 @@ class ResponsesRequest(GenerationRequest):
 
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
+        if self.previous_response_id:
+            problem = "responses are not stored: send the whole conversation as input"
+            raise bad_field("previous_response_id", problem)
         for name in ("max_tokens", "response_format"):
             if getattr(self, name) is not None:
                 raise unsupported(name)
@@ -213,7 +216,7 @@ class ResponsesRequest(GenerationRequest):
         return turns
 
     def chat_request(self, turns: Sequence[dict[str, Any]]) -> ResponsesChat:
-        """The chat request for `turns`, which are earlier ones and the input.
+        """The chat request for `turns`, the input's.
 
         Raises:
             ApiError: content that is not supported.

@@ -124,9 +124,9 @@ def test_openai_responses_take_input_images(
     client = seeing.openai()
     first = client.responses.create(model="tiny", input=[turn], max_output_tokens=1)  # type: ignore[list-item]
     assert first.usage is not None and first.usage.input_tokens > ROWS
-    client.responses.create(
-        model="tiny", input="Again?", previous_response_id=first.id, max_output_tokens=1
-    )
+    items: Any = [turn, {"role": "assistant", "content": first.output_text}]
+    items.append({"role": "user", "content": "Again?"})
+    client.responses.create(model="tiny", input=items, max_output_tokens=1)
     assert prompts[0][0] == "user: Look: <image>\n"
     assert prompts[1][0].startswith("user: Look: <image>\nassistant:")
     assert prompts[1][0].endswith("user: Again?\n")
@@ -270,8 +270,6 @@ def test_a_text_model_is_told_of_pictures_in_responses(server: RunningServer) ->
     said: Any = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
     told = client.chat.completions.create(messages=said, model="tiny", max_tokens=1)
     assert told.usage is not None and told.usage.prompt_tokens == found.usage.input_tokens
-    later = client.responses.create(input="So?", previous_response_id=found.id, **fields)
-    assert later.status in ("completed", "incomplete")
 
 
 def test_slow_hosts_do_not_hold_pictures_that_were_sent(

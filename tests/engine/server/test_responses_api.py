@@ -1,4 +1,4 @@
-"""`/v1/responses` with tools, reasoning and stored responses, by the official client."""
+"""`/v1/responses` with tools and reasoning, by the official client."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import openai
 import pytest
-from llmopt.engine.server.endpoints.responses import ResponseStore
-from llmopt.engine.server.protocol.errors import ApiError
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -24,17 +22,18 @@ WEATHER: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 10}}},
 }
 FIELDS: Any = {"model": "tiny", "temperature": 0, "max_output_tokens": 100}
-KEYS = ("sesame", "rosebud")
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[RunningServer]:
-    with running(make_engine(), ServerOptions(api_keys=KEYS), chat_template=TEMPLATE) as server:
+    with running(
+        make_engine(), ServerOptions(api_keys=("sesame",)), chat_template=TEMPLATE
+    ) as server:
         yield server
 
 
-def client(server: RunningServer, key: str = "sesame") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+def client(server: RunningServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="sesame", max_retries=0)
 
 
 def streamed(server: RunningServer, **body: Any) -> list[Any]:
@@ -79,56 +78,40 @@ def test_calls_and_reasoning_are_items_of_their_own(
     assert [item.type for item in events[-1].response.output] == [i.type for i in whole.output]
 
 
-def test_a_conversation_goes_on_from_a_stored_response(
+def test_a_conversation_goes_on_with_its_items(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
         saying(served, patch, f"<tool_call>{JSON_ONE}</tool_call>")
-        first = client(served).responses.create(
-            input="Is it raining?", instructions="Be brief.", tools=[WEATHER], **FIELDS
-        )
+        first = client(served).responses.create(input="Is it raining?", tools=[WEATHER], **FIELDS)
     call: Any = first.output[0]
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "dry"}
-    second = client(served).responses.create(
-        input=[result], previous_response_id=first.id, tools=[WEATHER], **FIELDS
-    )
+    items: Any = [
+        {"role": "user", "content": "Is it raining?"},
+        call.model_dump(),
+        {
+            "type": "function_call_output",
+            "call_id": call.call_id,
+            "output": [{"type": "input_text", "text": "dry"}],
+        },
+    ]
+    second = client(served).responses.create(input=items, tools=[WEATHER], **FIELDS)
     text = (
         "Tools: weather as <tool_call>\nuser: Is it raining?\nassistant: "
         '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>\ntool: dry\nassistant:'
     )
     assert second.usage is not None and second.usage.input_tokens == num_tokens(served, text)
-    # The same, sent whole by a client that stores nothing.
-    items: Any = [
-        {"role": "user", "content": "Is it raining?"},
-        {"type": "function_call", "call_id": "1", "name": "weather", "arguments": call.arguments},
-        {
-            "type": "function_call_output",
-            "call_id": "1",
-            "output": [{"type": "input_text", "text": "dry"}],
-        },
-    ]
-    again = client(served).responses.create(input=items, tools=[WEATHER], store=False, **FIELDS)
-    assert again.usage is not None and again.usage.input_tokens == second.usage.input_tokens
-    assert again.output_text == second.output_text
-    with pytest.raises(openai.NotFoundError):
-        client(served).responses.retrieve(again.id)
 
 
-def test_stored_responses_are_their_keys_own(served: RunningServer) -> None:
+@pytest.mark.parametrize("store", [None, True, False])
+def test_no_response_is_stored(served: RunningServer, store: bool | None) -> None:
     fields = {**FIELDS, "max_output_tokens": 3}
-    made = client(served).responses.create(input="Hi", **fields)
-    assert client(served).responses.retrieve(made.id).output_text == made.output_text
-    other = client(served, "rosebud")
-    for ask in (
-        lambda: other.responses.retrieve(made.id),
-        lambda: other.responses.delete(made.id),
-        lambda: other.responses.create(input="Hi", previous_response_id=made.id, **fields),
-    ):
-        with pytest.raises(openai.NotFoundError, match="not stored"):
-            ask()
-    client(served).responses.delete(made.id)
+    made = client(served).responses.create(input="Hi", store=store, **fields)
+    assert made.model_dump()["store"] is False
     with pytest.raises(openai.NotFoundError):
         client(served).responses.retrieve(made.id)
+    with pytest.raises(openai.BadRequestError, match="responses are not stored") as refused:
+        client(served).responses.create(input="Hi", previous_response_id=made.id, **fields)
+    assert refused.value.param == "previous_response_id"
 
 
 def test_a_named_tool_and_some_of_the_tools(served: RunningServer) -> None:
@@ -214,45 +197,3 @@ def test_earlier_reasoning_and_what_agents_ask_for(served: RunningServer) -> Non
     )
     text = "system: Be brief.\nassistant: (Hm.) No.\nThink.</think>assistant:"
     assert answer.usage is not None and answer.usage.input_tokens == num_tokens(served, text)
-
-
-def test_turns_with_one_request_id_are_kept_apart() -> None:
-    store, tenant, other = ResponseStore(), 0, 1
-    assert store.prefix(tenant, "x") == "resp_"
-    store.put(tenant, [], {"id": "resp_x"})
-    assert store.prefix(tenant, "x") not in ("resp_", store.prefix(tenant, "x"))
-    assert store.prefix(other, "x") == "resp_"
-    store.put(other, [{"role": "user", "content": "b"}], {"id": "resp_x"})
-    assert store.get(tenant, "resp_x").turns == [] != store.get(other, "resp_x").turns
-
-
-def test_the_store_drops_the_oldest() -> None:
-    store, tenant = ResponseStore(max_bytes=3000), 0
-    for number in range(5):
-        store.put(tenant, [{"role": "user", "content": "x" * 900}], {"id": f"resp_{number}"})
-    for number in range(5):
-        if number < 2:
-            with pytest.raises(ApiError, match="no longer"):
-                store.get(tenant, f"resp_{number}")
-        else:
-            assert store.get(tenant, f"resp_{number}").document["id"] == f"resp_{number}"
-
-
-def test_a_response_larger_than_the_store_drops_no_other() -> None:
-    store, tenant = ResponseStore(max_bytes=3000), 0
-    store.put(tenant, [], {"id": "small"})
-    store.put(tenant, [{"role": "user", "content": "x" * 4000}], {"id": "large"})
-    assert store.get(tenant, "small").document == {"id": "small"}
-    with pytest.raises(ApiError, match="no response 'large'"):
-        store.get(tenant, "large")
-
-
-def test_what_another_key_stores_drops_nobody_s_response() -> None:
-    store = ResponseStore(max_bytes=4000)
-    for name in ("a", "b"):
-        store.put(0, [], {"id": name, "text": "x" * 500})
-    for number in range(50):
-        store.put(1, [], {"id": str(number), "text": "y" * 500})
-    assert store.get(0, "a") and store.get(0, "b") and store.get(1, "49")
-    with pytest.raises(ApiError):
-        store.get(1, "0")

@@ -112,14 +112,9 @@ def openai_responses(client: str, kind: str, url: str) -> str:
     response = made.responses.create(model="agent", input=items, tools=tools)  # type: ignore[call-overload]
     for item in response.output:
         if item.type == "function_call":
-            result: Any = {
-                "type": "function_call_output",
-                "call_id": item.call_id,
-                "output": lookup(""),
-            }
-            response = made.responses.create(
-                model="agent", input=[result], previous_response_id=response.id, tools=tools
-            )
+            output = {"type": "function_call_output", "call_id": item.call_id, "output": lookup("")}
+            items = [*items, item.model_dump(), output]
+            response = made.responses.create(model="agent", input=items, tools=tools)  # type: ignore[call-overload]
     return response.output_text
 
 

@@ -143,7 +143,7 @@ class Attacks:
         """All of them, again and again until the end."""
         kinds: Sequence[Callable[[aiohttp.ClientSession], Awaitable[None]]] = (
             self.values, self.bytes, self.logprobs, self.sequences, self.long_prompts,
-            self.schemas, self.deep_schemas, self.stored, self.pages, self.tokens,
+            self.schemas, self.deep_schemas, self.pages, self.tokens,
         )  # fmt: skip
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(120)
@@ -221,12 +221,6 @@ class Attacks:
         chat = {"model": "stories3M", "messages": [{"role": "user", "content": "a"}]}
         body = {**chat, "format": schema}
         await self._post(session, "deep_schemas", "/api/chat", json=body)
-
-    async def stored(self, session: aiohttp.ClientSession) -> None:
-        """Responses that are stored with long conversations."""
-        turns = [{"role": "user", "content": "x"}, {"role": "user", "content": "a" * 300}]
-        body = {"input": turns, "max_output_tokens": 2, "metadata": {"a": "x" * 100_000}}
-        await self._post(session, "stored", "/v1/responses", json=body)
 
     async def pages(self, session: aiohttp.ClientSession) -> None:
         """A page of another origin that asks without a type."""
