@@ -13,15 +13,14 @@ from ..quant.base.exports import exporter
 
 if TYPE_CHECKING:
     from .base.sampling_params import SamplingParams
-    from .llm import LLM, BeamSearchParams
+    from .llm import LLM
 
-__all__ = ["LLM", "BeamSearchParams", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams"]
 
 __getattr__ = exporter(
     __name__,
     {
         "LLM": ".llm",
-        "BeamSearchParams": ".llm",
         "SamplingParams": ".base.sampling_params",
     },
 )

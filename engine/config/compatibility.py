@@ -57,7 +57,6 @@ FEATURES: Mapping[str, Feature] = {
     "completions": Feature("several completions", "`n`, `best_of`"),
     "mask": Feature("token masks and processors", "`token_mask`, `logits_processors`"),
     "prompt-logprobs": Feature("logprobs of the prompt", "`prompt_logprobs`"),
-    "beams": Feature("beam search", "`LLM.beam_search`"),
     "images": Feature("images", "`images` of a prompt"),
 }
 
@@ -110,10 +109,6 @@ ALTERNATIVES = frozenset(
     {
         frozenset({"kv-fp8", "kv-int8"}),
         *(frozenset(two) for two in combinations(("ngram", "draft", "medusa", "eagle"), 2)),
-        frozenset({"completions", "beams"}),
-        frozenset({"mask", "beams"}),
-        frozenset({"prompt-logprobs", "beams"}),
-        frozenset({"images", "beams"}),
     }
 )
 """Pairs that are alternatives of one option. All other pairs are compatible."""

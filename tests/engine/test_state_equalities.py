@@ -11,7 +11,6 @@ import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.engine import Engine
-from llmopt.engine.llm import BeamSearchParams, beam_search
 from llmopt.engine.model.decoder.decoder import Decoder
 from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS as BUNDLED
@@ -163,13 +162,10 @@ def test_the_schedule_leaves_the_tokens_as_they_are(served, schedule):
 
 
 @pytest.mark.sweep(5)
-def test_forks_and_beams_go_on_from_their_parents_state(served):
+def test_forks_go_on_from_their_parents_state(served):
     folder, prompts, expected = served
     built = engine(folder)
     assert run(built, prompts, n=3) == expected
-    params = BeamSearchParams(1, MAX_TOKENS, ignore_eos=True)
-    beams = beam_search(built, prompts, params)
-    assert [list(beam.hypotheses[0].token_ids) for beam in beams] == expected
     built.close()
 
 

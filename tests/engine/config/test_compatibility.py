@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine import LLM, BeamSearchParams, SamplingParams
+from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.compatibility import (
     ALTERNATIVES,
     FEATURES,
@@ -54,7 +54,7 @@ ENGINE: dict[str, dict[str, Any]] = {
     "activations-8": {"cpu_activations": 8},
 }
 CHECKPOINT = ("windows", "latents", "quantized", "transformers", "states")
-REQUEST = ("completions", "mask", "prompt-logprobs", "beams")
+REQUEST = ("completions", "mask", "prompt-logprobs")
 # Two of a checkpoint's features that no model of these tests has both of.
 SEPARATE = [frozenset({"latents", other}) for other in ("windows", "transformers", "states")]
 # A change of these alone leaves every greedy token what it was.
@@ -153,9 +153,6 @@ def engines(checkpoints) -> Any:
 def tokens(llm: LLM, names: frozenset[str]) -> list[list[int]]:
     """Greedy tokens of the first completions under the features of `names` that a request has."""
     lora = "own" if "lora" in names else None
-    if "beams" in names:
-        found = llm.beam_search(PROMPTS, BeamSearchParams(2, 6), lora=lora)
-        return [list(result.hypotheses[0].token_ids) for result in found]
     options: dict[str, Any] = {"n": 2, "best_of": 3} if "completions" in names else {}
     options |= {"token_mask": FirstHalf()} if "mask" in names else {}
     options |= {"prompt_logprobs": 1} if "prompt-logprobs" in names else {}

@@ -115,13 +115,6 @@ def test_spans_outside_the_prompt_are_refused(folder, spans):
         llm(folder).engine.add_request("a", [5] * 8, GREEDY, images=images)
 
 
-def test_beam_search_takes_no_images(folder):
-    from llmopt.engine.llm import BeamSearchParams
-
-    with pytest.raises(BadInput, match="beam search takes no images"):
-        llm(folder).beam_search({"prompt": PROMPT, "images": [picture(1)]}, BeamSearchParams(2, 4))
-
-
 def test_completions_share_the_images_of_their_prompt(folder):
     params = SamplingParams(temperature=1, seed=3, max_tokens=8, ignore_eos=True, n=3)
     prompt = {"prompt": PROMPT, "images": [picture(1)]}
