@@ -31,7 +31,13 @@ from ...quant.families.config import (
 )
 from ...quant.families.shapes import ModelShape
 from ...quant.kinds.ggml.scheme import GGUF_BLOCKS
-from ...quant.model.checkpoint import GGUF_SUFFIX, INDEX_NAME, gguf_file_of, read_json
+from ...quant.model.checkpoint import (
+    GGUF_SUFFIX,
+    SINGLE_NAME,
+    gguf_file_of,
+    indexed_shards,
+    read_json,
+)
 from ...recipes import MODELS as BUNDLED
 from ..probe.facts import ProbedModel
 from .probed_shape import ProbedShape
@@ -54,10 +60,10 @@ def stored_weight_bytes(folder: Path) -> int | None:
     Raises:
         BadInput: a shard that the index names is missing, or a header is damaged.
     """
-    if (index := folder / INDEX_NAME).is_file():
-        shards = sorted(set((read_json(index).get("weight_map") or {}).values()))
-    else:
-        shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    if (folder / SINGLE_NAME).is_file():
+        return _tensor_bytes(folder / SINGLE_NAME) or None
+    listed = indexed_shards(folder) or {}
+    shards = sorted({*listed.values()} or {path.name for path in folder.glob("*.safetensors")})
     return sum(_tensor_bytes(folder / shard) for shard in shards) or None
 
 

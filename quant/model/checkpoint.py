@@ -85,6 +85,23 @@ def kind_fault(value: Any, kind: Any, at: str) -> str:
     return next(filter(None, faults), "")
 
 
+def indexed_shards(folder: Path) -> dict[str, str] | None:
+    """The shard of each tensor by the index of a folder.
+
+    None: there is no index, or `model.safetensors` lies next to it. transformers loads that file then, and
+    the index may be left from other shards.
+
+    Raises:
+        BadInput: the index has no `weight_map`.
+    """
+    if (folder / SINGLE_NAME).is_file() or not (folder / INDEX_NAME).is_file():
+        return None
+    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadInput(f"{folder / INDEX_NAME} has no weight_map")
+    return weight_map
+
+
 class Checkpoint:
     """A folder with `config.json` and safetensors shards, single or indexed.
 
@@ -126,13 +143,10 @@ class Checkpoint:
                 )
 
     def _locate(self) -> dict[str, str]:
-        if (self.folder / INDEX_NAME).is_file():
-            weight_map = read_json(self.folder / INDEX_NAME).get("weight_map")
-            if not isinstance(weight_map, dict) or not weight_map:
-                raise BadInput(f"{self.folder / INDEX_NAME} has no weight_map")
-            return weight_map
         if (self.folder / SINGLE_NAME).is_file():
             return dict.fromkeys(self._headers_of(SINGLE_NAME), SINGLE_NAME)
+        if weight_map := indexed_shards(self.folder):
+            return weight_map
         raise BadInput(
             f"{self.folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there"
         )

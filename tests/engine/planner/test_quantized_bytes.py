@@ -165,6 +165,7 @@ def test_headers_are_summed_without_loading(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
     with pytest.raises(BadInput, match="cut off or damaged"):
         stored_weight_bytes(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
     (tmp_path / INDEX_NAME).write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(BadInput, match=r"gone\.safetensors is missing"):
         stored_weight_bytes(tmp_path)

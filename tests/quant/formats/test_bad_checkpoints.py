@@ -91,9 +91,8 @@ def half_written_config(folder: Path, numbers: str, codes: str) -> None:
 
 def interrupted_download(folder: Path, numbers: str, codes: str) -> None:
     names = load_file(folder / SINGLE_NAME)
-    weight_map = dict.fromkeys(names, SINGLE_NAME) | {
-        "model.norm.weight": "model-00002.safetensors"
-    }
+    first = (folder / SINGLE_NAME).rename(folder / "model-00001.safetensors").name
+    weight_map = dict.fromkeys(names, first) | {"model.norm.weight": "model-00002.safetensors"}
     (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
 
 
