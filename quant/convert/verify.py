@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from fnmatch import translate
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -355,30 +355,54 @@ def _lists_what_is_plain(config: Mapping[str, Any]) -> bool:
 
 
 def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
-    """A predicate: whether the config excludes a module from quantization.
+    """A predicate: whether the config excludes a module from quantization, by the rule of the format's owner.
 
-    AWQ, fp8 and bitsandbytes list substrings of the name; compressed-tensors names, `re:` patterns or
-    module classes; GPTQ patterns under `dynamic` that begin with `-:`; ModelOpt names and shell wildcards.
-    EXL3 lists the quantized ones.
+    | format | what it lists, and when an entry means a module |
+    | --- | --- |
+    | awq | parts of names, as AutoAWQ and vLLM search for them |
+    | compressed-tensors | whole names and `re:` patterns |
+    | exl3 | the quantized modules |
+    | gptq | patterns under `dynamic`; the first that matches excludes if it begins with `-:` |
+    | modelopt | whole names and shell wildcards |
+    | others | names between dots, ends of names, patterns up to a dot, as transformers takes them |
     """
+    method = config.get("quant_method")
     if "tensor_storage" in config:
         return lambda name: name not in config["tensor_storage"]
-    substrings = [
-        part
-        for key in ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
-        for part in config.get(key) or []
-    ]
-    excluded = config.get("quantization", config).get("exclude_modules")
-    ignored = config.get("ignore") or excluded or []
-    patterns = [entry[3:] for entry in ignored if entry.startswith("re:")]
-    patterns += [translate(entry) for entry in ignored if "*" in entry and entry[:3] != "re:"]
-    patterns += [key[2:] for key in config.get("dynamic") or {} if key.startswith("-:")]
+    if method == "gptq":
+        rules = list(config.get("dynamic") or {})
+        return lambda name: next((rule[:2] == "-:" for rule in rules if _rules(rule, name)), False)
+    if method == "compressed-tensors":
+        ignored = config.get("ignore") or ()
+        return lambda name: any(entry == name or _matches(entry, name) for entry in ignored)
+    if method == "modelopt":
+        excluded = config.get("quantization", config).get("exclude_modules")
+        wildcards = config.get("ignore") or excluded or ()
+        return lambda name: any(fnmatchcase(name, entry) for entry in wildcards)
+    keys = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+    entries = [entry for key in keys for entry in config.get(key) or ()]
+    if method == "awq":
+        return lambda name: any(entry in name for entry in entries)
+    return lambda name: any(_lists(entry, name) for entry in entries)
 
-    def skipped(name: str) -> bool:
-        return (
-            name in ignored
-            or any(part in name for part in substrings)
-            or any(re.match(pattern, name) for pattern in patterns)
-        )
 
-    return skipped
+def _rules(rule: str, name: str) -> bool:
+    """Whether a pattern of GPTQModel's `dynamic`, with or without its sign, is for a module."""
+    return re.match(rule[2:] if rule[:2] in ("-:", "+:") else rule, name) is not None
+
+
+def _matches(entry: str, name: str) -> bool:
+    return entry.startswith("re:") and re.match(entry[3:], name) is not None
+
+
+def _lists(entry: str, name: str) -> bool:
+    """Whether an entry is for a module: `should_convert_module` of transformers 5.23, or a part of its name.
+
+    `mlp.gate` is for `layers.0.mlp.gate`, and not for `layers.0.mlp.gate_proj`.
+    """
+    if f".{entry}." in f".{name}." or name.endswith(entry):
+        return True
+    try:
+        return re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name) is not None
+    except re.error:
+        return False

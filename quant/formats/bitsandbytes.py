@@ -49,6 +49,12 @@ class BitsAndBytesFormat(WeightFormat):
         dict.fromkeys(suffix for part in _parts() for suffix in part.suffixes)
     )
 
+    irrelevant: tuple[str, ...] = (
+        *("load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit", "llm_int8_threshold"),
+        *("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight", "bnb_4bit_quant_type"),
+        *("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
+    )
+
     def check_scheme(self, scheme: Scheme) -> None:
         _part(scheme)
 

@@ -9,7 +9,7 @@ layout is `mixed-precision`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,31 +77,48 @@ def group_of(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 def find_group(config: Config, module: str) -> tuple[str, Config]:
     """Layout and `config_groups` entry of a module: by name, by `re:` pattern, or as class `Linear`.
 
+    Of several patterns that match, the library takes the one that sorts first, whatever the order of the
+    groups; of several groups with the same target, the last (`match_targets` of compressed-tensors 0.20).
+
     Raises:
         BadInput: there is none.
     """
-    groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not groups:
-        raise unsupported("no config_groups")
-    entries: list[Mapping[str, Any]] = list(groups.values())
+    entries = _groups(config)
+    last_first = list(reversed(entries.values()))
     found = (
-        next((e for e in entries if module in _targets(e)), None)
-        or next((e for e in entries if _by_pattern(e, module)), None)
-        or next((e for e in entries if "Linear" in _targets(e)), None)
-        or (entries[0] if len(entries) == 1 else None)
+        next((e for e in last_first if module in _targets(e)), None)
+        or _by_pattern(entries.values(), module)
+        or next((e for e in last_first if "Linear" in _targets(e)), None)
+        or (last_first[0] if len(entries) == 1 else None)
     )
     if found is None:
         raise BadInput(f"no entry of config_groups is for {module}")
     return str(found.get("format") or config.get("format")), found
 
 
+def _groups(config: Config) -> dict[str, Config]:
+    """The entries of `config_groups`, each of which quantizes weights.
+
+    Raises:
+        BadInput: there are none, or one that is something else.
+    """
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise unsupported("no config_groups")
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not group.get("weights"):
+            raise unsupported(f"config_groups.{name}, which describes no weights,")
+    return dict(groups)
+
+
 def _targets(group: Config) -> list[str]:
     return group.get("targets") or []
 
 
-def _by_pattern(group: Config, module: str) -> bool:
-    patterns = (target[3:] for target in _targets(group) if target.startswith("re:"))
-    return any(matches(pattern, module) for pattern in patterns)
+def _by_pattern(groups: Iterable[Config], module: str) -> Config | None:
+    """The group of the matching `re:` pattern that sorts first; None: none matches."""
+    owners = {t: group for group in groups for t in _targets(group) if t.startswith("re:")}
+    return next((owners[t] for t in sorted(owners) if matches(t[3:], module)), None)
 
 
 def read_group(layout: str, group: Config) -> tuple[str, Scheme]:
@@ -131,6 +148,20 @@ class CompressedTensorsFormat(WeightFormat):
     name = "compressed-tensors"
     keeps_scale_dtypes = True
     holds_kv_scales = True
+    irrelevant: tuple[str, ...] = (
+        *("version", "quantization_status", "global_compression_ratio", "autoround_version"),
+        # Of weights and inputs: how they were calibrated, and what the tensors and their dtypes say.
+        *(
+            "observer",
+            "observer_kwargs",
+            "actorder",
+            "dynamic",
+            "scale_dtype",
+            "zp_dtype",
+            "targets",
+        ),
+        *("group_size", "block_structure", "strategy", "format"),
+    )
     markers: tuple[str, ...] = (".weight_packed", ".weight_scale")
     suffixes: tuple[str, ...] = (
         ".weight_packed",
@@ -167,6 +198,14 @@ class CompressedTensorsFormat(WeightFormat):
         layout, scheme = read_group(*find_group(config, module))
         return _part(scheme).unpack(Stored(source, module), layout, scheme)
 
+    def read_config(self, config: Config, modules: Collection[str]) -> None:
+        self.scheme(config, min(modules))
+        for group in _groups(config).values():
+            read_group(str(group.get("format") or config.get("format")), group)
+        if (config.get("sparsity_config") or {}).get("format") not in (None, "dense"):
+            raise unsupported("sparsity_config")
+        _refuse_online(config.get("transform_config") or {})
+
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         """The `quantization_config`, with a group for each scheme."""
         members: dict[Scheme, list[str]] = {}
@@ -197,6 +236,20 @@ class CompressedTensorsFormat(WeightFormat):
         return read_group(*find_group(config, module))[1]
 
 
+def _refuse_online(transforms: Config) -> None:
+    """Raises BadInput for transforms of activations (SpinQuant's R3 and R4, QuIP), without which the weights
+    are those of another model. Transforms of weights alone are in the stored weights already."""
+    for name, scheme in (transforms.get("config_groups") or {}).items():
+        for transform in scheme.get("apply") or ():
+            if transform.get("location") not in ("weight_input", "weight_output"):
+                raise unsupported(
+                    f"transform_config: {name} transforms the {transform.get('location')} while the model "
+                    "runs, which"
+                )
+        for key in ("type", "randomize", "requires_grad", "head_dim", "precision"):
+            scheme.get(key)
+
+
 def _with_pattern_of_experts(modules: Sequence[str]) -> list[str]:
     """Targets with a pattern for all experts, by which transformers finds the scheme of what it merges."""
     return [f"re:{_EXPERT.pattern}", *(name for name in modules if not _EXPERT.match(name))]
@@ -210,14 +263,16 @@ def _inside_experts(ignore: Sequence[str]) -> list[str]:
 def read_compressed_tensors(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
     """Read a module a second time: its group of the config, then its kind's layout, with numpy alone."""
 
-    def rank(group: dict[str, Any]) -> int:
-        targets = group.get("targets") or []
-        if module in targets:
-            return 0
-        if any(name.startswith("re:") and re.match(name[3:], module) for name in targets):
-            return 1
-        return 2 if "Linear" in targets else 3
+    def rank(target: tuple[str, Any]) -> tuple[int, str]:
+        name, _ = target
+        if name == module:
+            return 0, ""
+        if name.startswith("re:") and re.match(name[3:], module):
+            return 1, name
+        return (2, "") if name == "Linear" else (3, "")
 
-    group = min(config["config_groups"].values(), key=rank)
+    groups = list(config["config_groups"].values())
+    targets = [(name, group) for group in groups for name in group.get("targets") or [""]]
+    _, group = min(reversed(targets), key=rank)  # the last of equal targets
     part = next(part for part in _parts() if part.describes(group["weights"]))
     return part.read_raw(entries, module, group.get("format") or config.get("format"), group)

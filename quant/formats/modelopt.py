@@ -54,6 +54,8 @@ class ModelOptFormat(WeightFormat):
     holds_kv_scales = True
     markers: tuple[str, ...] = (".weight_scale",)
     suffixes: tuple[str, ...] = (".weight", ".weight_scale", ".weight_scale_2", ".input_scale")
+    # Of `config_groups`, which repeats what `quant_algo` says in the words of compressed-tensors.
+    irrelevant: tuple[str, ...] = ("weights", "input_activations", "output_activations", "targets")
 
     def check_scheme(self, scheme: Scheme) -> None:
         _algorithm(scheme)
@@ -102,6 +104,14 @@ class ModelOptFormat(WeightFormat):
                 for module, kind in algorithms.items()
             }
         return config
+
+    def read_config(self, config: Config, modules: Collection[str]) -> None:
+        self.scheme(config, min(modules))
+        for section in (config, config.get("quantization") or {}):
+            for part in ("config_groups", "quantized_layers"):
+                for entry in (section.get(part) or {}).values():
+                    for key in ("quant_algo", "group_size"):  # `scheme` reads a module's own
+                        entry.get(key)
 
     def scheme(self, config: Config, module: str) -> Scheme:
         fields: Config = config.get("quantization", config)

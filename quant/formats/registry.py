@@ -10,7 +10,7 @@ from typing import Any
 
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
-from ..kinds.base.format import WeightFormat
+from ..kinds.base.format import CACHE_SCALES, WeightFormat
 from ..kinds.base.kind import Reader, storage_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import SCHEMES
@@ -63,7 +63,9 @@ def completed_config(quantization_config: dict[str, Any], folder: Path) -> dict[
     return format_of(quantization_config).completed_config(quantization_config, folder)
 
 
-_CODES = ("I8", "U8", "F8_E4M3")  # dtypes that only quantized weights have
+_CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0")  # dtypes that only quantized weights have
+_PACKED = ("_packed", ".qweight", ".qzeros")
+_SCALES = ("_scale_inv", ".weight_scale")
 
 
 def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
@@ -91,6 +93,12 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
             quantized weights where the files hold none.
     """
     if checkpoint.quantization_config is None:
+        scale = next((name for name in checkpoint.names if name.endswith(_SCALES)), None)
+        if scale is not None and any(checkpoint.dtype_name(n) in _CODES for n in checkpoint.names):
+            raise BadInput(
+                f"{checkpoint.path} holds codes with scales such as {scale}, but its config has no "
+                "quantization_config that says what they mean"
+            )
         return set()
     weight_format = checkpoint_format(checkpoint)
     modules = {
@@ -105,19 +113,42 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
             f"{checkpoint.path} says quant_method {weight_format.name!r}, but no tensor in it ends "
             f"in {marker_list}"
         )
-    module_scheme(checkpoint, min(modules))
-    _refuse_codes_without_scales(checkpoint, modules)
+    try:
+        weight_format.check_config(checkpoint.quantization_config, modules)
+    except BadInput as error:
+        raise BadInput(f"{checkpoint.path}: {error}") from error
+    _refuse_unread(checkpoint, modules)
     return modules
 
 
-def _refuse_codes_without_scales(checkpoint: Checkpoint, modules: set[str]) -> None:
-    """Raises BadInput for quantized weights without scales."""
+def _refuse_unread(checkpoint: Checkpoint, modules: set[str]) -> None:
+    """Raises BadInput for a tensor that belongs to quantized weights, and that no reader takes.
+
+    Two kinds: codes without scales, or with scales that nothing applies, as those of fused experts; and
+    further tensors of a quantized linear, which may be factors of its weight (ModelOpt's `pre_quant_scale`).
+    """
+    taken = {name for module in modules for name in tensor_names(checkpoint, module)}
     for name in checkpoint.names:
-        module = name.removesuffix(".weight")
-        if module != name and module not in modules and checkpoint.dtype_name(name) in _CODES:
+        if name in taken or name.endswith((*CACHE_SCALES, ".g_idx")):
+            continue
+        dtype, module = checkpoint.dtype_name(name), name.removesuffix(".weight")
+        if dtype in _CODES and module != name:
             raise BadInput(
-                f"{checkpoint.path}: {name} holds {checkpoint.dtype_name(name)} codes, but its "
-                "scales are missing: the checkpoint is incomplete"
+                f"{checkpoint.path}: {name} holds {dtype} codes, but its scales are missing: the "
+                "checkpoint is incomplete"
+            )
+        if dtype in _CODES or name.endswith(_PACKED):
+            raise BadInput(
+                f"{checkpoint.path}: {name} holds {dtype} codes of shape {checkpoint.shape(name)}, which no "
+                "reader here takes: fused experts are read with a linear for each expert alone"
+            )
+        parts = name.split(".")
+        owner = next(
+            (o for n in range(1, len(parts)) if (o := ".".join(parts[:n])) in modules), None
+        )
+        if owner is not None and name != f"{owner}.bias":
+            raise BadInput(
+                f"{checkpoint.path}: {name} belongs to the quantized {owner}, and nothing here reads it"
             )
 
 
@@ -136,8 +167,8 @@ def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
 
 def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:
     """Names of the tensors that store a quantized module's weight (without the bias)."""
-    names = {module + suffix for suffix in checkpoint_format(checkpoint).suffixes}
-    return names.intersection(checkpoint.names)
+    names = (module + suffix for suffix in checkpoint_format(checkpoint).suffixes)
+    return {name for name in names if name in checkpoint}
 
 
 def read_quantized(checkpoint: Checkpoint, module: str) -> QuantizedTensor:

@@ -20,8 +20,9 @@ from ....quant.families.registry import all_families, model_family, type_of
 from ....quant.families.spec_parts import CLAMPED_SWIGLU, Names, NotCovered
 from ....quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from ....quant.gguf.checkpoint import GgufCheckpoint
+from ....quant.kinds.base.format import CACHE_SCALES
 from ....quant.kinds.base.tensor import QuantizedTensor
-from ....quant.kinds.fp4.formats import METHOD, mxfp4_names, read_mxfp4
+from ....quant.kinds.fp4.formats import METHOD, check_mxfp4, mxfp4_names, read_mxfp4
 from ....quant.model.checkpoint import Checkpoint
 from ...base.device import placed_on
 from ...kernels.elementwise.dispatch import RowKernelQuery
@@ -33,15 +34,6 @@ from ..layers.projection import LinearSite, Projection
 from ..layers.spec import LoadingOptions, ModelSpec
 
 _log = logging.getLogger(__name__)
-
-KV_CACHE_SCALES = (
-    ".k_scale",
-    ".v_scale",
-    ".q_scale",
-    ".k_proj.output_scale",
-    ".v_proj.output_scale",
-)
-"""Suffixes of calibrated scales for an 8-bit KV cache (vLLM, compressed-tensors), which are ignored here."""
 
 
 class CheckpointReader:
@@ -59,7 +51,10 @@ class CheckpointReader:
         self._device, self._dtype = options.device, options.dtype
         self._input_bits = options.input_bits
         # MXFP4 checkpoints quantize fused expert tensors, not modules.
-        self._has_mxfp4 = (checkpoint.quantization_config or {}).get("quant_method") == METHOD
+        config = checkpoint.quantization_config or {}
+        self._has_mxfp4 = config.get("quant_method") == METHOD
+        if self._has_mxfp4:
+            check_mxfp4(config)
         self._quantized = set() if self._has_mxfp4 else quantized_modules(checkpoint)
         self._unread = set(checkpoint.names)
         self.linears: dict[str, LinearSite] = {}
@@ -262,7 +257,7 @@ class CheckpointReader:
     def finish(self, may_remain: Callable[[str], bool]) -> None:
         """Raise `BadInput` for unexpected tensors: those still unread, except KV-cache scales and names that
         `may_remain` accepts."""
-        scales = tuple(name for name in self._unread if name.endswith(KV_CACHE_SCALES))
+        scales = tuple(name for name in self._unread if name.endswith(CACHE_SCALES))
         if scales:
             _log.warning(
                 "%s has scales for a quantized KV cache; they are not used: the cache keeps the "

@@ -157,6 +157,8 @@ def read_weights(
         raise unsupported(f"{bits}-bit {kind} weights in the layout {layout}")
     if group.get("output_activations"):
         raise unsupported("quantized outputs")
+    if not weights.get("symmetric", True) and type_name == "float":
+        raise unsupported("asymmetric float weights")
     activations = _read_activations(group.get("input_activations"))
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
     return weights, strategy, activations

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ...base.consumed import Consumed
 from ...base.errors import BadInput
 from ...base.scheme import Scheme
 from .tensor import QuantizedTensor
@@ -21,6 +22,80 @@ COMPUTE_DTYPE = "bfloat16"
 """The compute dtype of bitsandbytes' kernels, which cast to the model's dtype afterwards."""
 KV_SCALES = (".k_scale", ".v_scale")
 """Endings of the names of a quantized KV cache's scales."""
+CACHE_SCALES = (*KV_SCALES, ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+"""Endings of all scales for an 8-bit cache and attention that vLLM and compressed-tensors write."""
+PROVENANCE = frozenset(
+    (
+        # The lists of what stays plain (the files decide that, and `verify` compares), and the KV cache.
+        *("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert", "quant_method"),
+        *(
+            "llm_int8_skip_modules",
+            "kv_cache_scheme",
+            "kv_cache_quant_algo",
+            "producer",
+            "provider",
+        ),
+        # How transformers and AutoAWQ run a checkpoint, and how AutoGPTQ, GPTQModel and optimum made it.
+        *("dequantize", "run_compressed", "use_optimized_inference", "backend", "do_fuse"),
+        *(
+            "fuse_max_seq_len",
+            "modules_to_fuse",
+            "exllama_config",
+            "use_exllama",
+            "disable_exllama",
+        ),
+        *(
+            "use_cuda_fp16",
+            "tokenizer",
+            "dataset",
+            "model_seqlen",
+            "max_input_length",
+            "batch_size",
+        ),
+        *("pad_token_id", "cache_block_outputs", "block_name_to_quantize", "damp_percent", "meta"),
+        *(
+            "module_name_preceding_first_block",
+            "modules_in_block_to_quantize",
+            "damp_auto_increment",
+        ),
+        *(
+            "true_sequential",
+            "act_group_aware",
+            "hyb_act",
+            "mse",
+            "gptaq",
+            "v2",
+            "v2_alpha",
+            "foem",
+        ),
+        *("model_name_or_path", "model_file_base_name", "method", "pack_impl", "failsafe"),
+        *("offload_to_disk", "offload_to_disk_path", "vram_strategy", "static_groups"),
+        # How auto-round tuned the codes.
+        *(
+            "autoround_version",
+            "amp",
+            "enable_minmax_tuning",
+            "enable_norm_bias_tuning",
+            "data_type",
+        ),
+        *(
+            "enable_quanted_input",
+            "gradient_accumulate_steps",
+            "iters",
+            "lr",
+            "minmax_lr",
+            "nsamples",
+        ),
+        *("low_gpu_mem_usage", "low_cpu_mem_usage", "quant_block_list", "to_quant_block_names"),
+        *("seqlen", "supported_types", "scale_dtype", "static_kv_dtype", "static_kv_granularity"),
+        *("static_attention_granularity",),
+    )
+)
+"""Keys of a `quantization_config` that leave the meaning of the weights alone, whatever the format.
+
+Gathered from the writers: transformers 5.23, AutoGPTQ, AutoAWQ 0.2.9, GPTQModel 7.7, auto-round 0.16 and
+ModelOpt 0.47.
+"""
 _STREAM = 32  # codes after which a dense bit stream is word-aligned again, for every width
 
 
@@ -45,6 +120,7 @@ class WeightFormat(ABC):
         keeps_scale_dtypes: whether its readers accept scales of any dtype, so that none is cast.
         inverts_global_scales: whether it stores the reciprocals of scales of whole weights.
         holds_kv_scales: whether it also stores the scales of a quantized KV cache.
+        irrelevant: keys of its own, beside `PROVENANCE`, that leave the meaning of the weights alone.
     """
 
     name: str
@@ -54,6 +130,7 @@ class WeightFormat(ABC):
     keeps_scale_dtypes: bool = False
     inverts_global_scales: bool = False
     holds_kv_scales: bool = False
+    irrelevant: tuple[str, ...] = ()
 
     @property
     def quant_method(self) -> str:
@@ -122,6 +199,21 @@ class WeightFormat(ABC):
     @abstractmethod
     def scheme(self, config: Config, module: str) -> Scheme:
         """A module's scheme, from the `quantization_config`; BadInput where it is not supported."""
+
+    def check_config(self, config: Config, modules: Collection[str]) -> None:
+        """Raises BadInput where a `quantization_config` has a key that nothing here reads.
+
+        Args:
+            modules: names of the quantized linears, at least one.
+        """
+        section = Consumed(config)
+        self.read_config(section, modules)
+        known = PROVENANCE.union(self.irrelevant)
+        section.refuse_unread(known, f"quant_method {self.quant_method}: the quantization_config")
+
+    def read_config(self, config: Config, modules: Collection[str]) -> None:
+        """Read everything that says what the weights mean; raises BadInput where it is not supported."""
+        self.scheme(config, min(modules))
 
     def config_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """JSON files beside `config.json`, by name, from the `quantization_config`."""

@@ -43,6 +43,14 @@ class QuipFormat(WeightFormat):
     suffixes: tuple[str, ...] = (
         ".Qidxs", ".SU", ".SV", ".Wscale", ".had_left", ".had_right", ".weight"
     )  # fmt: skip
+    # The tensors say how the factors and the scale are stored.
+    irrelevant: tuple[str, ...] = (
+        "use_rand",
+        "codesz",
+        "idx_dtype",
+        "per_channel",
+        "opt_resid_scale",
+    )
 
     def _scheme(self, scheme: Scheme) -> E8pScheme:
         return held_scheme(self.name, scheme, E8pScheme, ": only E8P codes")

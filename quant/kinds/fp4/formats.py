@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...base.consumed import Consumed
 from ...base.errors import BadInput
 from ...base.scheme import Activations, Scheme
 from ..base.containers import CompressedLayouts, ModelOptAlgorithms, one_number, unsupported
 from ..base.format import (
+    PROVENANCE,
     Config,
     Stored,
     TensorSource,
@@ -204,6 +206,11 @@ def _block_scales(stored: Stored, codes: torch.Tensor, scheme: Fp4Scheme) -> tor
     _check_blocks(stored.module, codes.shape[1], scheme)
     shape = codes.shape[0], codes.shape[1] // scheme.block_size
     return stored.tensor("weight_scale", dtype, shape=shape)
+
+
+def check_mxfp4(config: Config) -> None:
+    """Raises BadInput where the `quantization_config` of gpt-oss has a key that nothing reads."""
+    Consumed(config).refuse_unread(PROVENANCE, f"quant_method {METHOD}: the quantization_config")
 
 
 def mxfp4_names(projection: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ read under both names, `weight_scale` (vLLM) and `weight_scale_inv` (transformer
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,8 @@ class Fp8Format(WeightFormat):
     name = "fp8"
     markers: tuple[str, ...] = _SCALES
     suffixes: tuple[str, ...] = (".weight", *_SCALES, *_INPUT_SCALES)
+    # The tensors' dtypes say what the scales are, and which further modules have codes.
+    irrelevant: tuple[str, ...] = ("scale_fmt", "modules_to_convert")
 
     def check_scheme(self, scheme: Scheme) -> None:
         if scheme != _SCHEME:
@@ -101,13 +103,26 @@ class Fp8Format(WeightFormat):
             "modules_to_not_convert": list(ignore),
         }
 
+    def read_config(self, config: Config, modules: Collection[str]) -> None:
+        self.scheme(config, min(modules))
+        for key, only in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
+            if config.get(key, only) not in (only, None):
+                raise BadInput(
+                    f"quant_method fp8 with {key} {config[key]!r} is not supported: only {only}"
+                )
+
     def scheme(self, config: Config, module: str) -> FloatScheme:
         block = config.get("weight_block_size")
         if block is not None and list(block) != _BLOCK:
             raise BadInput(
                 f"quant_method fp8 with blocks of {block} is not supported: only {_BLOCK}"
             )
-        static = config.get("activation_scheme", "dynamic") == "static"
+        activations = config.get("activation_scheme") or "dynamic"
+        if activations not in ("dynamic", "static"):
+            raise BadInput(
+                f"quant_method fp8 with activation_scheme {activations!r} is not supported"
+            )
+        static = activations == "static"
         if block is not None and static:
             raise BadInput("quant_method fp8 with blocks and static activations is not supported")
         if block is not None:
@@ -152,6 +167,11 @@ class FloatLayouts(CompressedLayouts):
     def unpack(self, stored: Stored, layout: str, scheme: FloatScheme) -> Fp8Tensor:
         values = stored.matrix("weight", torch.float8_e4m3fn)
         scales = read_scales(stored, scheme.scale_shape(*values.shape))
+        name = "weight_zero_point"
+        if name in stored and bool(stored.tensor(name).float().any()):
+            raise BadInput(
+                f"{stored.module}.{name} holds zero points, which fp8 weights have none of"
+            )
         return Fp8Tensor(values, scales, scheme, read_input_scale(stored, scheme.activations))
 
     def read_raw(

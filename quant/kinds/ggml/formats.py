@@ -32,6 +32,7 @@ class GgufFormat(WeightFormat):
     name = "gguf"
     markers: tuple[str, ...] = (BLOCKS_SUFFIX,)
     suffixes: tuple[str, ...] = (BLOCKS_SUFFIX,)
+    irrelevant: tuple[str, ...] = ("types",)
 
     def check_scheme(self, scheme: Scheme) -> None:
         if scheme.ggml_type is None:

@@ -7,7 +7,7 @@ half2 with few instructions. GEMV, which is read too, is neither; its groups are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class AwqFormat(WeightFormat):
     name = "awq"
     markers: tuple[str, ...] = (".qweight",)
     suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
+    irrelevant: tuple[str, ...] = ("lm_head", "desc_act", "sym", "version", "checkpoint_format")
 
     def check_scheme(self, scheme: Scheme) -> None:
         scheme = held_scheme(self.name, scheme, IntScheme)
@@ -126,6 +127,16 @@ class AwqFormat(WeightFormat):
         }
         # vLLM's key: without it, it makes a float head for the packed one.
         return config | ({"lm_head": True} if "lm_head" in schemes else {})
+
+    def read_config(self, config: Config, modules: Collection[str]) -> None:
+        self.scheme(config, min(modules))
+        dynamic: Config = config.get("dynamic") or {}
+        if positive := [key for key, fields in dynamic.items() if key[:2] != "-:" and fields]:
+            raise BadInput(f"quant_method awq with dynamic[{positive[0]!r}] is not supported")
+        if config.get("pack_dtype", "int32") != "int32":
+            raise BadInput(
+                f"quant_method awq with pack_dtype {config['pack_dtype']!r} is not supported: only int32"
+            )
 
     def scheme(self, config: Config, module: str) -> IntScheme:
         if _layout(config) not in ("gemm", "gemv"):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...base.errors import BadInput
 from ...base.scheme import PER_CHANNEL, SUPPORTED_BITS
 from ..base.containers import (
     CompressedLayouts,
@@ -106,13 +107,13 @@ def unpack_codes(stored: Stored, scheme: IntScheme) -> IntTensor:
     scheme.check_groups(stored.module, in_features)
     groups = scheme.num_groups(in_features)
     words = stored.matrix("weight_packed", torch.int32)
-    if scheme.symmetric:
-        zeros = words.new_full((out_features, groups), scheme.middle, dtype=torch.uint8)
-    else:
+    zeros = words.new_full((out_features, groups), scheme.middle, dtype=torch.uint8)
+    if not scheme.symmetric or "weight_zero_point" in stored:
         packed = stored.matrix("weight_zero_point", torch.int32).t()
         name = f"{stored.module}.weight_zero_point"
         zeros = _fields(name, packed, (groups, out_features), scheme.bits).t().contiguous()
-    index = stored.group_index("weight_g_idx", in_features, groups) if scheme.permuted else None
+    _expect_symmetric(stored, zeros, scheme)
+    index = _group_index(stored, scheme, in_features, groups)
     name = f"{stored.module}.weight_packed"
     return IntTensor(
         codes=_fields(name, words, (out_features, in_features), scheme.bits),
@@ -121,6 +122,26 @@ def unpack_codes(stored: Stored, scheme: IntScheme) -> IntTensor:
         scheme=scheme,
         group_index=index,
     )
+
+
+def _expect_symmetric(stored: Stored, zeros: torch.Tensor, scheme: IntScheme) -> None:
+    if scheme.symmetric and bool((zeros != scheme.middle).any()):
+        raise BadInput(
+            f"{stored.module}.weight_zero_point holds zero points, but the config says symmetric"
+        )
+
+
+def _group_index(
+    stored: Stored, scheme: IntScheme, in_features: int, groups: int
+) -> torch.Tensor | None:
+    """The group of each input channel of a permuted scheme; BadInput where another scheme has one."""
+    if scheme.permuted:
+        return stored.group_index("weight_g_idx", in_features, groups)
+    if "weight_g_idx" in stored and not bool((stored.tensor("weight_g_idx") < 0).all()):
+        raise BadInput(
+            f"{stored.module}.weight_g_idx permutes the groups, but the config has no actorder: group"
+        )
+    return None
 
 
 def _fields(name: str, words: torch.Tensor, shape: tuple[int, int], bits: int) -> torch.Tensor:
@@ -155,10 +176,10 @@ def unpack_int8(stored: Stored, scheme: IntScheme) -> IntTensor:
     out_features, in_features = signed.shape
     scheme.check_groups(stored.module, in_features)
     shape = (out_features, scheme.num_groups(in_features))
-    if scheme.symmetric:
-        zeros = signed.new_full(shape, _INT8_MIDDLE, dtype=torch.uint8)
-    else:
+    zeros = signed.new_full(shape, _INT8_MIDDLE, dtype=torch.uint8)
+    if not scheme.symmetric or "weight_zero_point" in stored:
         zeros = _unsigned(spread_over_rows(stored, "weight_zero_point", torch.int8, shape=shape))
+    _expect_symmetric(stored, zeros, scheme)
     return IntTensor(
         codes=_unsigned(signed),
         scales=read_scales(stored, shape),

@@ -8,7 +8,7 @@ label version 2 as version 1; symmetric zero points are all equal and tell them 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class GptqFormat(WeightFormat):
     name = "gptq"
     markers: tuple[str, ...] = (".qweight",)
     suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")
+    irrelevant: tuple[str, ...] = ("lm_head", "desc_act", "checkpoint_format", "format")
 
     def check_scheme(self, scheme: Scheme) -> None:
         scheme = held_scheme(self.name, scheme, IntScheme)
@@ -138,24 +139,43 @@ class GptqFormat(WeightFormat):
 
     def scheme(self, config: Config, module: str) -> IntScheme:
         version_offset(config)
-        fields = dict(config)
+        dynamic: Config = config.get("dynamic") or {}
+        # GPTQModel takes the first that matches the beginning of the name; no sign is a plus.
+        positive = (key for key in dynamic if not key.startswith("-:"))
+        key = next((key for key in positive if matches(key.removeprefix("+:"), module)), None)
+        return self._scheme(config, {} if key is None else dynamic[key])
+
+    def read_config(self, config: Config, modules: Collection[str]) -> None:
+        self.scheme(config, min(modules))
+        if config.get("pack_dtype", "int32") != "int32":
+            raise BadInput(
+                f"quant_method gptq with pack_dtype {config['pack_dtype']!r} is not supported: only int32"
+            )
         for key, override in (config.get("dynamic") or {}).items():
-            # GPTQModel takes the first that matches the beginning of the name; no sign is a plus.
-            if not key.startswith("-:") and matches(key.removeprefix("+:"), module):
-                fields |= override or {}
-                break
-        bits = fields.get("bits")
+            if key.startswith("-:"):
+                tuple((override or {}).values())  # of modules that have no codes
+            else:
+                self._scheme(config, override)
+
+    @staticmethod
+    def _scheme(config: Config, override: Config | None) -> IntScheme:
+        """The scheme of modules whose entry of `dynamic` is `override`."""
+
+        def field(name: str, default: Any = None) -> Any:
+            return (override or {}).get(name, config.get(name, default))
+
+        bits = field("bits")
         if bits not in _BITS:
             raise BadInput(
                 f"quant_method gptq with {bits} bits is not supported: only 2, 3, 4 and 8"
             )
-        group_size = int(fields.get("group_size", 128))
+        group_size = int(field("group_size", 128))
         group_size = PER_CHANNEL if group_size < 1 else group_size
-        permuted = bool(fields.get("desc_act")) and not fields.get("static_groups")
+        permuted = bool(field("desc_act")) and not field("static_groups")
         return IntScheme(
             bits,
             group_size,
-            bool(fields.get("sym", True)),
+            bool(field("sym", True)),
             permuted=permuted and group_size != PER_CHANNEL,
         )
 

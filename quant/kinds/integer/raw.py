@@ -137,16 +137,21 @@ def read_pack_quantized(entries: Entries, module: str, weights: Config) -> Raw:
     if words.shape[0] != out_features:
         raise ValueError(f"weight_packed has {words.shape[0]} rows for {out_features} outputs")
     stored, scales = read_numbers(entries[f"{module}.weight_scale"])
-    if weights.get("symmetric", True):
-        zeros = np.full(scales.shape, 1 << (bits - 1), dtype=np.uint8)
-    else:
+    zeros = np.full(scales.shape, 1 << (bits - 1), dtype=np.uint8)
+    if not weights.get("symmetric", True) or f"{module}.weight_zero_point" in entries:
         zero_words = read_array(entries[f"{module}.weight_zero_point"], "I32")
         zeros = rows_first(fields(rows_first(zero_words), out_features))
     extra: dict[str, Array] = {}
     if f"{module}.weight_g_idx" in entries:
         extra["group_index"] = read_array(entries[f"{module}.weight_g_idx"], "I32").view(np.int32)
     group_size = weights.get("group_size") or -1
-    return _raw(fields(words, in_features), stored, scales, zeros, group_size, extra)
+    problems = _zero_points(weights, zeros, 1 << (bits - 1))
+    return _raw(fields(words, in_features), stored, scales, zeros, group_size, extra, problems)
+
+
+def _zero_points(weights: Config, zeros: Bytes, middle: int) -> tuple[str, ...]:
+    dropped = weights.get("symmetric", True) and (zeros != middle).any()
+    return ("has zero points, but its config says symmetric",) if dropped else ()
 
 
 def read_int_quantized(entries: Entries, module: str, group: Config) -> Raw:
@@ -160,11 +165,11 @@ def read_int_quantized(entries: Entries, module: str, group: Config) -> Raw:
     if scales.size in (1, shape[0]) and shape[1] == 1:
         stored = np.ascontiguousarray(np.broadcast_to(stored.reshape(-1, 1), shape))
         scales = np.broadcast_to(scales.reshape(-1, 1), shape)
-    if weights.get("symmetric", True):
-        zeros = np.full(shape, 128, dtype=np.uint8)
-    else:
+    zeros = np.full(shape, 128, dtype=np.uint8)
+    if not weights.get("symmetric", True) or f"{module}.weight_zero_point" in entries:
         zeros = read_array(entries[f"{module}.weight_zero_point"], "I8").view(np.uint8) ^ np.uint8(
             128
         )
         zeros = np.ascontiguousarray(np.broadcast_to(zeros.reshape(-1, shape[1]), shape))
-    return _raw(codes, stored, scales, zeros, group_size, extra)
+    problems = _zero_points(weights, zeros, 128)
+    return _raw(codes, stored, scales, zeros, group_size, extra, problems)

@@ -43,6 +43,11 @@ class Exl3Format(WeightFormat):
     name = "exl3"
     markers: tuple[str, ...] = (".trellis",)
     suffixes: tuple[str, ...] = (".trellis", ".suh", ".svh", ".mcg", ".mul1")
+    # Each module's tensors say its layout; the rest is how they were made.
+    irrelevant: tuple[str, ...] = (
+        *("version", "bits", "head_bits", "mtp_bits", "vision_bits", "out_scales", "codebook"),
+        *("calibration", "tensor_storage", "original_quantization_config"),
+    )
 
     def _scheme(self, scheme: Scheme) -> TrellisScheme:
         return held_scheme(self.name, scheme, TrellisScheme, ": only trellis codes")

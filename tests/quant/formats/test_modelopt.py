@@ -129,7 +129,8 @@ def test_the_older_config_alone_is_read(tmp_path: Path) -> None:
 
 
 def test_excluded_modules_may_be_wildcards() -> None:
-    skipped = skipped_by({"quantization": {"exclude_modules": ["lm_head", "model.layers.0*"]}})
+    fields = {"exclude_modules": ["lm_head", "model.layers.0*"]}
+    skipped = skipped_by({"quant_method": "modelopt", "quantization": fields})
     names = ("lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
     assert [skipped(name) for name in names] == [True, True, False]
 
