@@ -34,7 +34,7 @@ from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
 from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.kind import kind_of
-from ..kinds.base.tensor import QuantizedTensor, require_finite
+from ..kinds.base.tensor import QuantizedTensor, require_finite, zeroed_rows
 from ..kinds.registry import SCHEMES, scheme_record
 from ..methods.registry import check_format
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
@@ -284,6 +284,7 @@ def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Re
     scheme = _nearest_scheme(module, tensor, target)
     dtype = target.scale_dtype(_scale_dtype(tensor), scheme)
     rounded = kind_of(scheme).round(weight, dtype, name=module)
+    zeroed_rows(weight, rounded, module)
     energy = float(weight.double().square().sum())
     lost = float((weight.double() - rounded.dequantize().double()).square().sum())
     return Requantized(rounded, lost / energy if energy else 0.0, reason)

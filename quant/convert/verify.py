@@ -130,6 +130,11 @@ def verify(
         progress.advance()
     progress.finish()
     _check_size(report, stored, weights)
+    report.unchecked += [
+        f"{name}: {record['zeroed_rows']} rows of tiny weights became zeros"
+        for name, record in (recorded or {}).items()
+        if record.get("zeroed_rows")
+    ]
     if not report.failures:
         report.passed.append(f"{len(modules)} modules: shapes fit, numbers finite, scales not zero")
         if recorded is not None:

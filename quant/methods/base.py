@@ -219,6 +219,7 @@ class ModuleReport:
         clipped: fraction of groups that were clipped.
         damp: damping that was applied to the Hessian; None where the method has none.
         fallback: why the linear fell back to RTN; None: it did not.
+        zeroed_rows: number of rows with tiny weights that became zeros.
     """
 
     module: str
@@ -231,6 +232,7 @@ class ModuleReport:
     clipped: float = 0.0
     damp: float | None = None
     fallback: str | None = None
+    zeroed_rows: int = 0
 
 
 Remeasure = Callable[[Mapping[str, torch.Tensor], Collection[str]], dict[str, InputStatistics]]

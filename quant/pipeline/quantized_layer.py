@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ from ..base.device import HOST, creating_on
 from ..base.errors import BadInput
 from ..families.layer_map import LayerMap
 from ..kinds.base.format import KV_SCALES, WeightFormat
-from ..kinds.base.tensor import QuantizedTensor
+from ..kinds.base.tensor import QuantizedTensor, zeroed_rows
 from ..kinds.fp8.kind import Fp8Tensor
 from ..kinds.integer.kind import IntTensor
 from ..methods import rounding
@@ -32,6 +33,8 @@ from ..plan.manifest import is_worse, judged, module_record
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.kv_scales import KvRanges
+
+_log = logging.getLogger(__name__)
 
 HEAD_FAMILY = LayerMap(shared_inputs=((HEAD,),), folds=(), unclipped=frozenset({HEAD}))
 WORSE = "worse than plain rounding"
@@ -186,6 +189,7 @@ def quantize_tensors(
         result = _solved(plan, problem, allow_fallback) if linears else LayerResult({}, {}, [])
         if revert_worse:
             result = reverted(problem, result)
+        result = _with_zeroed_rows(problem, result)
     result = _on_host(result)
     if not prefix:  # the output projection: the module's name is the linear's
         reports = [replace(report, module=report.module.lstrip(".")) for report in result.reports]
@@ -214,6 +218,18 @@ def _solved(plan: QuantizePlan, problem: LayerProblem, allow_fallback: bool) -> 
     rounded = rounding.quantize_layer(problem)
     reports = [replace(report, fallback=reason) for report in rounded.reports]
     return replace(rounded, reports=reports)
+
+
+def _with_zeroed_rows(problem: LayerProblem, result: LayerResult) -> LayerResult:
+    """The result whose reports count rows that became zeros; BadInput where such a row is not negligible."""
+    reports = []
+    for report, (name, tensor) in zip(result.reports, result.weights.items(), strict=True):
+        module = full_name(problem.prefix, name)
+        zeroed = zeroed_rows(problem.weights[name], tensor, module)
+        if zeroed:
+            _log.warning("%s: %d rows of tiny weights became zeros", module, zeroed)
+        reports.append(replace(report, zeroed_rows=zeroed))
+    return replace(result, reports=reports)
 
 
 def _on_host(result: LayerResult) -> LayerResult:

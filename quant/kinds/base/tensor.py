@@ -110,6 +110,36 @@ def require_finite(weight: torch.Tensor, module: str) -> None:
         raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
 
 
+# Rows below this share of the largest weight are below the noise of 16-bit activations.
+_NEGLIGIBLE = 2.0**-16
+# Only rows whose largest weight is below this, or a share of the whole weight's, may have a scale of zero.
+_SMALL = 2.0**-10
+
+
+def zeroed_rows(weight: torch.Tensor, tensor: QuantizedTensor, module: str) -> int:
+    """Count the rows that are not zero in a weight `[out, in]` and are all zeros as codes.
+
+    Their scales are too small for the dtype that they are stored in.
+
+    Raises:
+        BadInput: naming the module, where such a row is not negligible next to the largest weight.
+    """
+    rows = weight.abs().amax(dim=1)
+    whole = float(rows.max())
+    small = (rows > 0) & (rows < max(_SMALL, _SMALL * whole))
+    if not bool(small.any()):
+        return 0
+    lost = small & ~tensor.dequantize().to(rows.device).any(dim=1)
+    largest = float(rows[lost].max()) if bool(lost.any()) else 0.0
+    if largest > _NEGLIGIBLE * whole:
+        raise BadInput(
+            f"{module}: {int(lost.sum())} of {len(rows)} rows would become zeros: weights up to "
+            f"{largest:.1e} are too small for the scales of {tensor.scheme.label}; leave it out with "
+            "--ignore, or choose --format compressed-tensors, whose scales have the model's dtype"
+        )
+    return int(lost.sum())
+
+
 TensorT = TypeVar("TensorT", bound=QuantizedTensor)
 
 
