@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...quant.base.json_lines import json_lines
 from ...quant.stream.sources import Document, plain_text
 from ...recipes import DATA
 from .passage import DOMAINS, Passage, PassageWindow
@@ -67,7 +66,7 @@ class ChoiceTask:
 def domain_texts() -> dict[str, list[Document]]:
     """The bundled texts of each domain."""
     texts: dict[str, list[Document]] = {domain: [] for domain in DOMAINS}
-    for row in _rows(DOMAIN_TEXTS):
+    for _, row in json_lines(DOMAIN_TEXTS):
         texts[row["domain"]].append(row.get("text") or row["messages"])
     return texts
 
@@ -81,14 +80,9 @@ def bundled_task(name: str) -> ChoiceTask:
     task = yaml.safe_load(path.read_text(encoding="utf-8"))
     items = tuple(
         ChoiceItem(row["context"], tuple(row["choices"]), row["answer"])
-        for row in _rows(path.parent / task["dataset_kwargs"]["data_files"]["test"])
+        for _, row in json_lines(path.parent / task["dataset_kwargs"]["data_files"]["test"])
     )
     return ChoiceTask(name, task["metadata"]["version"], items)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    with lzma.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 @dataclass(frozen=True, slots=True)

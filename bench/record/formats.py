@@ -15,6 +15,9 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from ...quant.base.errors import BadInput
+from ...quant.base.json_lines import json_lines
+
 Row = Mapping[str, Any]
 """A measured point as its tool wrote it."""
 Scaled = tuple[str, float]
@@ -40,16 +43,15 @@ def read_rows(path: Path) -> list[Row]:
     """The objects of a JSON file, of a JSON array, or of a file with one on each line.
 
     Raises:
-        ValueError: it holds something else.
+        BadInput: it holds something else; a line that is not JSON is named.
     """
-    text = path.read_text(encoding="utf-8")
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
-        value = [json.loads(line) for line in text.splitlines() if line.strip()]
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        value = [row for _, row in json_lines(path)]
     rows = value if isinstance(value, list) else [value]
     if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError("no JSON objects")
+        raise BadInput(f"{path} holds no JSON objects")
     return rows
 
 

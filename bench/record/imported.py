@@ -63,7 +63,9 @@ def read_imported(path: Path) -> ImportedRun | None:
     file = path.with_name(name) if mark and not path.exists() else path
     if file.is_dir():
         return _in_folder(file)
-    if not file.is_file() or not (rows := _rows(file)):
+    if not file.is_file():
+        return None
+    if not (rows := read_rows(file) if file.suffix == ".jsonl" else _rows(file)):
         return None
     evaluation = next(
         (read for marks, read in EVALUATIONS if all(at(rows[0], m) is not None for m in marks)),
@@ -77,6 +79,8 @@ def read_imported(path: Path) -> ImportedRun | None:
             return evaluation(rows[0], file)
         assert found is not None
         return _chosen(found, [*found.points(rows)], file, number)
+    except BadInput:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         tool = "an evaluation" if found is None else found.tool
         raise BadInput(f"{file} is of {tool}, but cannot be read: {error!r}") from error
@@ -325,7 +329,7 @@ def _lm_eval(content: Row, file: Path) -> ImportedRun:
     rows = metric_rows({"higher_is_better": {}, "n-samples": {}, "versions": {}, **content})
     time = file.stem.removeprefix("results_")
     logged = {
-        path.stem.removeprefix("samples_").removesuffix(f"_{time}"): _rows(path)
+        path.stem.removeprefix("samples_").removesuffix(f"_{time}"): read_rows(path)
         for path in sorted(file.parent.glob(f"samples_*_{time}.jsonl"))
     }
     template = content.get("chat_template_sha") or content.get("chat_template")

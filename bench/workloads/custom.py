@@ -5,8 +5,9 @@ The hub and the ShareGPT download use the network.
 
 from __future__ import annotations
 
-import json
 import random
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from typing import Any
 from ...quant.base.atomic_io import expanded
 from ...quant.base.errors import BadInput, first_line
 from ...quant.base.extras import import_extra
+from ...quant.base.json_lines import json_objects
+from .sharegpt import TURNS, first_pair, turns_of
 from .synthetic import IMAGE_NOTE, data_url
-from .workload import Tokenizer, Workload, numbered, oversampled, read_text
+from .workload import Tokenizer, Workload, numbered, oversampled
 
 DEFAULT_OUTPUT_LEN = 256
 KINDS = {
@@ -29,7 +32,10 @@ KINDS = {
 }
 SHAREGPT_REPOSITORY = "anon8231489123/ShareGPT_Vicuna_unfiltered"
 SHAREGPT_FILE = "ShareGPT_V3_unfiltered_cleaned_split.json"
-TURNS = ("conversations", "conversation", "messages")
+LENGTHS = ("output_len", "output_tokens", "output_length", "output_tokens_count", "max_tokens")
+LENGTHS += ("max_completion_tokens", "max_new_tokens", "max_output_tokens")
+# A key that looks like a length of the answer and is none of these is misspelt.
+LENGTH_LIKE = re.compile("(?=.*(out|max|gen|compl|resp|answer))(?=.*(len|tok))", re.IGNORECASE)
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "text")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")
 SHUFFLE_BUFFER = 1000
@@ -62,12 +68,12 @@ def custom_workload(
     `"image_files"`.
 
     The output length is the line's, else `output_len`, else 256. It is cut to the model's context; a prompt
-    that does not fit is left out; both are counted in the notes.
+    that does not fit is left out; both are counted in the notes, as are keys that are not read.
 
     Raises:
         BadInput: no such file, an invalid line (with its number), or no prompt left.
     """
-    prompts = read_prompts(path)
+    prompts, unread = read_prompts(path)
     if shuffle:
         random.Random(seed).shuffle(prompts)
     fitted = _Fitted(tokenizer, max_model_len)
@@ -80,7 +86,7 @@ def custom_workload(
             rows.append((pair, tuple(_sent(name, path) for name in line.images)))
     if not rows:
         raise BadInput(f"dataset {path}: every prompt is longer than the context, {max_model_len}")
-    notes = fitted.notes()
+    notes = fitted.notes() + unread
     if oversample:
         rows = oversampled(rows, num_prompts, seed, notes)
     items = numbered([pair for pair, _ in rows])
@@ -111,7 +117,7 @@ class _Fitted:
         """Say what was left out and cut; `without` rows had no text."""
         said = (
             (self.left_out, f"prompts left out: longer than the context of {self._max_model_len}"),
-            (without, "rows left out: no text in them"),
+            (without, "rows left out: no question with text at their start"),
             (self._cut, f"output lengths cut to the context of {self._max_model_len}"),
         )
         return [f"{count} {words}" for count, words in said if count]
@@ -130,29 +136,39 @@ def _sent(name: str, path: Path) -> str:
         raise BadInput(f"dataset {path}: the image {name}: {error.strerror or error}") from error
 
 
-def read_prompts(path: Path) -> list[CustomPrompt]:
-    """Every line that is not blank."""
+def read_prompts(path: Path) -> tuple[list[CustomPrompt], list[str]]:
+    """Every line that is not blank, and a note on keys that are not read."""
     prompts: list[CustomPrompt] = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"dataset {path}, line {number}"
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{where}: not JSON ({error.msg}); each line is one object") from error
-        if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str):
+    unread: Counter[str] = Counter()
+    for where, entry in json_objects(path, "dataset"):
+        if not isinstance(entry.get("prompt"), str):
             raise BadInput(f'{where}: wants an object with a text "prompt"')
-        length = entry.get("output_len")
-        if length is not None and (type(length) is not int or length < 1):
-            raise BadInput(f'{where}: "output_len" is {length!r}, not a positive whole number')
+        length = _output_len(entry, where)
+        unread.update(entry.keys() - {"prompt", "image_files", *LENGTHS})
         images = entry.get("image_files") or []
         if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
             raise BadInput(f'{where}: "image_files" is not a list of paths and URLs')
         prompts.append(CustomPrompt(entry["prompt"], length, tuple(images)))
     if not prompts:
         raise BadInput(f'dataset {path} is empty: each line is one object with a "prompt"')
-    return prompts
+    keys = ", ".join(f"{key} ({count})" for key, count in sorted(unread.items()))
+    return prompts, [f"keys of rows that are not read: {keys}"] if keys else []
+
+
+def _output_len(entry: Mapping[str, Any], where: str) -> int | None:
+    """The output length of a row under any of its `LENGTHS` names."""
+    lengths = {key: entry[key] for key in LENGTHS if entry.get(key) is not None}
+    for key, length in lengths.items():
+        if type(length) is not int or length < 1:
+            raise BadInput(f'{where}: "{key}" is {length!r}, not a positive whole number')
+    if len({*lengths.values()}) > 1:
+        raise BadInput(f"{where}: {' and '.join(lengths)} differ: leave one")
+    for key in entry.keys() - {*LENGTHS}:
+        if LENGTH_LIKE.match(key):
+            raise BadInput(
+                f'{where}: "{key}" is no known key; a length of the answer is "output_len"'
+            )
+    return next(iter(lengths.values()), None)
 
 
 def download_sharegpt() -> Path:
@@ -207,10 +223,10 @@ def hub_workload(
 ) -> Workload:
     """The first `num_prompts` rows with a prompt that fits the context.
 
-    The prompt is the first turn of a conversation (`conversations`, `conversation`, `messages`), or
-    a column such as `prompt`, `question`, `instruction` or `text`. The output length is
-    `output_len`, else that of the row's response (the second turn, or `output`, `response`,
-    `completion`, `answer`), else 256; it is cut to the context.
+    The prompt is the first question of a conversation (`conversations`, `conversation`, `messages`) with the
+    system messages before it, or a column such as `prompt`, `question`, `instruction` or `text`. The output
+    length is `output_len`, else that of the row's response (the answer to that question, or `output`,
+    `response`, `completion`, `answer`), else 256; it is cut to the context.
 
     Raises:
         BadInput: no such column, or no row that fits.
@@ -248,12 +264,8 @@ def prompt_and_answer(row: Mapping[str, Any], source: str) -> tuple[str, str | N
     Raises:
         BadInput: no column that could hold a prompt.
     """
-    for column in TURNS:
-        if isinstance(turns := row.get(column), list):
-            said = [said_in(turn) for turn in turns]
-            if not said or not said[0]:
-                return None
-            return said[0], said[1] if len(said) > 1 else None
+    if (turns := turns_of(row)) is not None:
+        return first_pair(turns)
     for column in PROMPTS:
         if column in row:
             prompt = row[column]
@@ -265,13 +277,3 @@ def prompt_and_answer(row: Mapping[str, Any], source: str) -> tuple[str, str | N
         f"{source} has the columns {', '.join(row)}: none of "
         f"{', '.join((*TURNS, *PROMPTS))} is there to take prompts from"
     )
-
-
-def said_in(turn: Any) -> str:
-    """The text of one turn, in ShareGPT's form or in that of chat messages."""
-    if isinstance(turn, str):
-        return turn
-    if isinstance(turn, Mapping):
-        text = turn.get("value", turn.get("content"))
-        return text if isinstance(text, str) else ""
-    return ""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from ...quant.base.atomic_io import expanded, write_atomically
 from ...quant.base.errors import BadInput
+from ...quant.base.json_lines import json_objects
 from ...quant.load_processor import load_tokenizer
 from ...quant.models import open_checkpoint, resolve_model
 from ..options.options import BenchOptions
@@ -327,7 +328,7 @@ def _links(item: WorkloadItem) -> dict[str, Any]:
 def is_frozen(path: Path) -> bool:
     """Whether a file begins with the header of a frozen workload."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             head = json.loads(lines.readline(1 << 20))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return False
@@ -341,18 +342,16 @@ def read_frozen(path: Path, tokenizer: Tokenizer, *, max_model_len: int) -> Work
         BadInput: an invalid line (with its number), a hash mismatch, ids outside the vocabulary, or a
             request that exceeds the context.
     """
-    lines = path.read_text(encoding="utf-8").splitlines()
-    head = _object(lines[0], path, 1)
+    lines = json_objects(path)
+    _, head = next(lines)
     if head[KEY] not in FORMATS:
         raise BadInput(
             f"{path}: frozen format {head[KEY]!r}; this version reads {', '.join(map(str, FORMATS))}"
         )
     items = []
-    for number, line in enumerate(lines[1:], start=2):
-        items.append(_read_item(_object(line, path, number), f"{path}, line {number}", number - 2))
-        _check_item(
-            items[-1], f"{path}, line {number}", tokenizer, max_model_len, head.get("model")
-        )
+    for position, (where, entry) in enumerate(lines):
+        items.append(_read_item(entry, where, position))
+        _check_item(items[-1], where, tokenizer, max_model_len, head.get("model"))
     workload = Workload(
         str(head.get("name")),
         f"frozen {path.name}: {head.get('source')}",
@@ -430,16 +429,6 @@ def _check_item(
             f"{where}: {prompt} prompt and {output} output tokens exceed the context of "
             f"{max_model_len}; freeze it again for this model"
         )
-
-
-def _object(line: str, path: Path, number: int) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{path}, line {number}: not JSON ({error.msg})") from error
-    if not isinstance(entry, dict):
-        raise BadInput(f"{path}, line {number}: wants an object")
-    return entry
 
 
 _BUILDERS: Mapping[str, Callable[..., Workload]] = {

@@ -1,9 +1,10 @@
 """ShareGPT conversations by the usual filter of serving benchmarks, and whole multi-turn threads.
 
 The filter's rules are those of vLLM's `benchmark_serving` and its descendants: an entry needs two turns, the
-first is the prompt and the second gives the output length (roles are ignored), both are
-tokenized with the tokenizer's special tokens, and pairs that are too short or too long are dropped.
-Another tokenizer therefore selects other prompts, which the hash of the workload shows.
+first is the prompt and the second gives the output length, both are tokenized with the tokenizer's special
+tokens, and pairs that are too short or too long are dropped. Another tokenizer therefore selects other
+prompts, which the hash of the workload shows. vLLM ignores roles; here a system message goes in front of the
+first question, and an answer without a question is skipped.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +41,20 @@ STAND_IN_NOTE = (
 )
 ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "model"), "assistant"),
-    "system": "system",
+    **dict.fromkeys(
+        ("gpt", "chatgpt", "bing", "bard", "assistant", "model", "bot", "ai"), "assistant"
+    ),
+    **dict.fromkeys(("system", "developer"), "system"),
 }
+TURNS = ("conversations", "conversation", "messages")
+TEXT_PARTS = ("text", "input_text", "output_text")
+NO_PAIR = "its first messages are not a question and an answer"
 # Threads are chained from the stand-in's pairs, which have one turn each.
 STAND_IN_TURNS = (2, 6)
 
 
-def load_conversations(path: Path) -> list[dict[str, Any]]:
-    """The entries of a ShareGPT file that have at least two turns.
+def load_conversations(path: Path) -> list[list[Any]]:
+    """The turns of each entry of a ShareGPT file that has at least two.
 
     Raises:
         BadInput: no such file, not JSON (with the line), not a list, or nothing with two turns.
@@ -62,19 +69,58 @@ def load_conversations(path: Path) -> list[dict[str, Any]]:
         ) from error
     if not isinstance(data, list):
         raise BadInput(f"dataset {path} holds a {type(data).__name__}, not a list of conversations")
-    kept = [entry for entry in data if _has_two_turns(entry)]
+    threads = (turns_of(entry) for entry in data if isinstance(entry, dict))
+    kept = [turns for turns in threads if turns is not None and len(turns) >= 2]
     if not kept:
         raise BadInput(f"dataset {path} has no entry with two conversation turns")
     return kept
 
 
-def _has_two_turns(entry: Any) -> bool:
-    turns = entry.get("conversations") if isinstance(entry, dict) else None
-    return (
-        isinstance(turns, list)
-        and len(turns) >= 2
-        and all(isinstance(turn, dict) and isinstance(turn.get("value"), str) for turn in turns[:2])
-    )
+def turns_of(row: Mapping[str, Any]) -> list[Any] | None:
+    """The turns of a row, by the first of the columns that hold conversations; None without one."""
+    return next((row[name] for name in TURNS if isinstance(row.get(name), list)), None)
+
+
+def read_turn(turn: Any) -> Message | None:
+    """A message in ShareGPT's form (`from`, `value`), in that of a chat (`role`, `content`, which may be a
+    list of text parts), or a text alone, which has an empty role; None where it is something else."""
+    if isinstance(turn, str):
+        return Message("", turn)
+    if not isinstance(turn, Mapping):
+        return None
+    name, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+    role = "" if name is None else ROLES.get(str(name).lower())
+    if isinstance(text, list):
+        parts = [
+            part.get("text")
+            if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
+            else part
+            for part in text
+        ]
+        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+    return Message(role, text) if role is not None and isinstance(text, str) else None
+
+
+def _opened(messages: list[Message]) -> tuple[list[Message], list[Message]]:
+    """(system messages at the start, the others without an answer to no question, as split threads begin)"""
+    opening = [*takewhile(lambda message: message.role == "system", messages)]
+    others = messages[len(opening) :]
+    return opening, others[1:] if others and others[0].role == "assistant" else others
+
+
+def first_pair(turns: Sequence[Any]) -> tuple[str, str | None] | None:
+    """(prompt, answer) of the first question of a conversation, by its roles or else by position.
+
+    System messages go in front of the question. The answer is None where there is none; the pair is None
+    where no question comes first.
+    """
+    readable = takewhile(lambda message: message is not None, map(read_turn, turns))
+    opening, others = _opened([message for message in readable if message is not None])
+    roles = [message.role for message in others[:2]]
+    if roles[:1] not in (["user"], [""]) or roles[1:] not in ([], ["assistant"], [""]):
+        return None
+    prompt = "\n\n".join(message.content for message in [*opening, others[0]])
+    return (prompt, others[1].content if len(others) > 1 else None) if prompt else None
 
 
 def drop_reason(prompt_len: int, output_len: int, *, length_is_forced: bool) -> str | None:
@@ -113,10 +159,13 @@ def sharegpt_workload(
         random.Random(seed).shuffle(entries)
     pairs: list[tuple[list[int], int]] = []
     dropped: Counter[str] = Counter()
-    for entry in entries:
+    for turns in entries:
         if len(pairs) == num_prompts:
             break
-        prompt, answer = (turn["value"] for turn in entry["conversations"][:2])
+        prompt, answer = first_pair(turns) or ("", None)
+        if answer is None:
+            dropped[NO_PAIR] += 1
+            continue
         prompt_ids = list(tokenizer.encode(prompt))
         length = output_len if output_len is not None else len(tokenizer.encode(answer))
         reason = drop_reason(len(prompt_ids), length, length_is_forced=output_len is not None)
@@ -164,7 +213,7 @@ def sharegpt_threads_workload(
         if len(items) == num_prompts:
             break
         if not thread:
-            builder.drop("its first messages are not a question and an answer")
+            builder.drop(NO_PAIR)
         elif item := builder.item([replace(turn, output_len=output_len) for turn in thread]):
             items.append(item)
     source = f"threads of ShareGPT file {path.name}" if path else "bundled ShareGPT stand-in"
@@ -183,7 +232,7 @@ def file_threads(path: Path, seed: int, *, shuffle: bool) -> Iterator[list[Sourc
     entries = load_conversations(path)
     if shuffle:
         random.Random(seed).shuffle(entries)
-    return (exchanges_of(entry["conversations"]) for entry in entries)
+    return map(exchanges_of, entries)
 
 
 def exchanges_of(messages: list[Any]) -> list[SourceTurn]:
@@ -193,17 +242,11 @@ def exchanges_of(messages: list[Any]) -> list[SourceTurn]:
     split threads begin with, is left out.
     """
     spoken: list[Message] = []
-    for message in messages:
-        role = ROLES.get(str(message.get("from"))) if isinstance(message, dict) else None
-        text = message.get("value") if isinstance(message, dict) else None
-        if role is None or not isinstance(text, str) or not text.strip():
+    for message in map(read_turn, messages):
+        if message is None or not message.content.strip():
             break
-        spoken.append(Message(role, text))
-    opening: list[Message] = []
-    while spoken and spoken[0].role == "system":
-        opening.append(spoken.pop(0))
-    if spoken and spoken[0].role == "assistant":
-        spoken.pop(0)
+        spoken.append(message)
+    opening, spoken = _opened(spoken)
     exchanges: list[SourceTurn] = []
     for asked, answered in zip(spoken[::2], spoken[1::2], strict=False):
         if (asked.role, answered.role) != ("user", "assistant"):
@@ -216,7 +259,7 @@ def exchanges_of(messages: list[Any]) -> list[SourceTurn]:
 def stand_in_threads(seed: int) -> Iterator[list[SourceTurn]]:
     """Threads without end, chained from the stand-in's pairs: each pair is used once before any is again."""
     rng = random.Random(seed)
-    pairs = [exchanges_of(entry["conversations"])[0] for entry in load_conversations(STAND_IN)]
+    pairs = [exchanges_of(turns)[0] for turns in load_conversations(STAND_IN)]
     deck: list[SourceTurn] = []
     while True:
         count = rng.randint(*STAND_IN_TURNS)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
+from ...quant.base.json_lines import json_objects
 
 MOONCAKE_TOKENS = 512
 BLOCK_BYTES = 64
@@ -97,7 +98,7 @@ def table_rows(kind: str, lines: Any, path: Path) -> Iterator[TraceRow] | None:
         lines.seek(0)
         kind = _kind(first, columns)
     if kind == "mooncake":
-        return _mooncake(_objects(lines, path))
+        return _mooncake(json_objects(path, "trace"))
     if kind == "azure":
         return _csv(lines, path, AZURE, _azure_seconds(), "")
     if kind == "burstgpt":
@@ -115,21 +116,6 @@ def _kind(first: str, columns: Mapping[str, tuple[str, ...]]) -> str:
     if not isinstance(head, dict):
         return ""
     return "mooncake" if "input_length" in head else ""
-
-
-def _objects(lines: Iterable[str], path: Path) -> Iterator[tuple[str, dict]]:
-    """(place, object) of every line of a JSON lines file."""
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"trace {path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{where}: not JSON ({error.msg})") from error
-        if not isinstance(row, dict):
-            raise BadInput(f"{where}: wants an object")
-        yield where, row
 
 
 def _azure_seconds() -> Callable[[str], float]:

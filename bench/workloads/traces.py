@@ -120,7 +120,7 @@ def _chosen(
         )
     notes = []
     if empty:
-        notes.append(f"{empty} requests without a prompt or an answer left out")
+        notes.append(f"{empty} requests left out: no prompt, no answer, or no generation")
     if num_prompts is not None and len(chosen) < num_prompts:
         notes.append(f"{len(chosen)} of {num_prompts} requests: the trace ends there")
     return chosen, notes
@@ -151,7 +151,7 @@ def read_trace(kind: str, path: Path) -> list[TraceRow]:
     rows = None
     try:
         if not path.is_dir():
-            with path.open(encoding="utf-8", newline="") as lines:
+            with path.open(encoding="utf-8-sig", newline="") as lines:
                 found = table_rows(kind, lines, path)
                 rows = None if found is None else list(found)
         if rows is None:

@@ -238,7 +238,7 @@ def read_text(path: Path, what: str = "dataset") -> str:
         BadInput: no such file, or no UTF-8; the message begins with `what`.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise BadInput(f"{what} {path} is not a file") from error
     except UnicodeDecodeError as error:

@@ -15,6 +15,7 @@ from math import ceil, floor
 from typing import Any
 
 from ...quant.base.errors import BadInput
+from ...quant.base.json_lines import json_lines
 from ...recipes import DATA
 from ..base.units import KEPT_UP, SLO_SHARE
 
@@ -49,8 +50,8 @@ def dataset_lengths(name: str) -> tuple[Lengths, ...]:
         with (DATA / "azure_conversations.csv").open(encoding="utf-8") as file:
             rows = [(r["ContextTokens"], r["GeneratedTokens"]) for r in csv.DictReader(file)]
     elif name == "mooncake":
-        lines = (DATA / "mooncake.jsonl").read_text(encoding="utf-8").splitlines()
-        rows = [(row["input_length"], row["output_length"]) for row in map(json.loads, lines)]
+        lines = json_lines(DATA / "mooncake.jsonl")
+        rows = [(row["input_length"], row["output_length"]) for _, row in lines]
     elif name == "sharegpt":
         entries = json.loads((DATA / "sharegpt_stand_in.json").read_text(encoding="utf-8"))
         rows = [_counted(entry["conversations"]) for entry in entries]

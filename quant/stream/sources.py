@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import lzma
 import re
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -15,6 +14,7 @@ from ...recipes import DATA, MODELS
 from ..base.atomic_io import expanded
 from ..base.errors import BadInput, first_line
 from ..base.extras import import_extra
+from ..base.json_lines import json_lines
 
 STORIES = DATA / "calibration.txt"
 MIXED = DATA / "calibration_mixed.jsonl.xz"
@@ -92,13 +92,12 @@ def read_documents(source: str | Path) -> tuple[str, list[Document]]:
 @cache
 def _mixed() -> tuple[Document, ...]:
     """The bundled mixed text; kept, for unpacking it takes a fraction of a second."""
-    with lzma.open(MIXED, "rt", encoding="utf-8") as file:
-        return tuple(_documents(_lines(MIXED.name, file)))
+    return tuple(_documents(json_lines(MIXED)))
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadInput(f"calibration file {path} is not UTF-8 text: {error}") from error
 
@@ -109,28 +108,16 @@ def _from_text(path: Path) -> list[Document]:
 
 def numbered_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """The rows of a `.jsonl` file, or of a JSON array as ShareGPT's files are, each with its place."""
-    text = _read(path)
     if path.suffix == ".jsonl":
-        yield from _lines(str(path), text.splitlines())
+        yield from json_lines(path, "calibration file")
         return
     try:
-        rows = json.loads(text)
+        rows = json.loads(_read(path))
     except json.JSONDecodeError as error:
         raise BadInput(f"{path} is not valid JSON: {error}") from error
     if not isinstance(rows, list):
         raise BadInput(f"{path} holds no array of texts or conversations")
     yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _lines(name: str, lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{name} line {number}"
-        try:
-            yield where, json.loads(line)
-        except json.JSONDecodeError as error:
-            raise BadInput(f"{where} is not valid JSON: {error}") from error
 
 
 def _documents(rows: Iterable[tuple[str, Any]]) -> Iterator[Document]:

@@ -24,8 +24,11 @@ def by_the_published_rules(entries, tokenizer, seed, forced, context):
     kept = []
     counts = {"short prompt": 0, "short answer": 0, "long prompt": 0, "long both": 0, "context": 0}
     for e in entries:
-        prompt_ids = tokenizer(e["conversations"][0]["value"]).input_ids
-        answer_ids = tokenizer(e["conversations"][1]["value"]).input_ids
+        turns = e["conversations"]
+        # Ours: a system message goes in front of the question.
+        num_questions = 1 + (turns[0]["from"] == "system")
+        prompt_ids = tokenizer("\n\n".join(t["value"] for t in turns[:num_questions])).input_ids
+        answer_ids = tokenizer(turns[num_questions]["value"]).input_ids
         n_in = len(prompt_ids)
         n_out = len(answer_ids) if forced is None else forced
         if n_in < 4:

@@ -209,7 +209,7 @@ def test_burstgpt(tmp_path: Path) -> None:
         (417, 276, 113.5),
     ]
     said = " ".join(found.notes)
-    assert "1 requests without a prompt or an answer" in said and "2 of 9" in said
+    assert "1 requests left out: no prompt, no answer" in said and "2 of 9" in said
     with pytest.raises(BadInput, match="needs --dataset-path"):
         trace_workload(IDS, "burstgpt", num_prompts=1, max_model_len=512)
 

@@ -35,7 +35,8 @@ WORDS: Words = Words()
 
 
 def conversation(prompt_words: int, answer_words: int) -> dict[str, object]:
-    turns = [{"from": "gpt", "value": " ".join(["w"] * n)} for n in (prompt_words, answer_words)]
+    lengths = {"human": prompt_words, "gpt": answer_words}
+    turns = [{"from": role, "value": " ".join(["w"] * n)} for role, n in lengths.items()]
     return {"id": f"{prompt_words}-{answer_words}", "conversations": turns}
 
 

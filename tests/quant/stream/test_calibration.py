@@ -89,7 +89,7 @@ def test_jsonl_of_texts_and_messages(tokenizer, tmp_path: Path) -> None:
     [
         ("empty.txt", " \n\n ", "is empty"),
         ("empty.jsonl", "\n", "is empty"),
-        ("half.jsonl", '{"text": "a"}\n{"text": ', "line 2 is not valid JSON"),
+        ("half.jsonl", '{"text": "a"}\n{"text": ', "line 2: not JSON"),
         ("other.jsonl", '{"prompt": "a"}', "line 1 has neither"),
         ("turns.jsonl", '{"messages": [{"role": "user"}]}', "line 1 has a turn without"),
         ("texts.csv", "a,b", "neither .txt nor .jsonl"),
