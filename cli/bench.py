@@ -281,7 +281,7 @@ def run_bench_grid(
             print(line)
         return
     on_ray = grid.is_on_ray
-    folder = result.folder(plan.name)
+    folder = result.output or result.folder(plan.name)
     open_grid(plan, folder)
 
     def after_cell(cell: Mapping[str, Any], where: Path) -> None:

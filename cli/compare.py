@@ -123,14 +123,16 @@ def compare_starts(
     from ..bench.studies.starts_series import PairedSeries, record_of, write_comparison
     from .output.console import TerminalProgress, result_console, say
 
-    folder, plan = _planned(bench_options, limits, starts, files)
-    goes_on = f"go on with `llmopt compare --resume {folder}`"
+    plan = _planned(bench_options, limits, starts, files)
     progress = TerminalProgress(
-        lambda: f"interrupted: the finished starts are in {folder}; {goes_on}"
+        lambda: (
+            f"interrupted: the finished starts are in {folder}; go on with `llmopt compare --resume "
+            f"{folder}`"
+        )
     )
-    series = PairedSeries(plan, folder, progress)
-    if starts.resume is None:
-        _begin(folder, plan)
+    # A plan that cannot be carried out leaves no folder.
+    series = PairedSeries(plan, starts.resume or Path(), progress)
+    folder = series.folder = starts.resume or _begin(files.output, plan)
     # A job that is cancelled must not leave its starts running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with progress:
@@ -150,11 +152,10 @@ def _planned(
     limits: LimitOptions,
     starts: StartOptions,
     files: VerdictFileOptions,
-) -> tuple[Path, StartsPlan]:
-    """(the folder of the starts, the plan): a new one, or that of the folder to go on with."""
+) -> StartsPlan:
+    """A new plan, or that of the folder to go on with."""
     from dataclasses import replace
 
-    from ..bench.record.result import stamped
     from ..bench.studies.starts_plan import Budget, StartsPlan, can_interleave, parse_builds
     from ..quant.base.atomic_io import check_output
     from ..quant.base.errors import BadInput
@@ -169,9 +170,8 @@ def _planned(
             )
         check_output(starts.resume, "--resume", folder=True)
         plan = StartsPlan.read(starts.resume)
-        return starts.resume, replace(plan, budget=replace(plan.budget, **budget))
+        return replace(plan, budget=replace(plan.budget, **budget))
     base, new = parse_builds(starts.run or ())
-    folder = files.output or stamped(Path("runs"), f"{new.name}-against-{base.name}")
     plan = StartsPlan(
         base,
         new,
@@ -180,24 +180,25 @@ def _planned(
         Budget(**budget),
         starts.pin_cpus or "auto",
     )
-    check_output(folder, "--output", folder=True)
+    check_output(files.output or Path("runs", "run"), "--output", folder=True)
     interleave = can_interleave(plan) if starts.interleave is None else starts.interleave
-    return folder, replace(plan, interleave=interleave)
+    return replace(plan, interleave=interleave)
 
 
-def _begin(folder: Path, plan: StartsPlan) -> None:
-    """Make the folder with the plan in it."""
+def _begin(output: Path | None, plan: StartsPlan) -> Path:
+    """Make the folder, with the plan in it."""
+    from ..bench.record.result import is_taken, stamped
+    from ..quant.base.atomic_io import make_folder
     from ..quant.base.errors import BadInput
 
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError as error:
+    folder = output or stamped(Path("runs"), f"{plan.new.name}-against-{plan.base.name}")
+    if is_taken(folder):
         raise BadInput(
             f"{folder} exists: name another folder, or go on in it with --resume {folder}"
-        ) from error
-    except NotADirectoryError as error:
-        raise BadInput(f"cannot make the folder {folder}: a file is in the way") from error
+        )
+    make_folder(folder, "--output")
     plan.write(folder)
+    return folder
 
 
 def _write_others(finished: Finished, files: VerdictFileOptions) -> None:

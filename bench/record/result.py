@@ -332,14 +332,30 @@ def value_of_pass(run: Mapping[str, Any], key: str) -> float | None:
 
 
 def stamped(root: Path, name: str, now: datetime | None = None) -> Path:
-    """A path `root/<time>-<name>` that does not exist yet."""
+    """Make the empty folder `root/<time>-<name>`; see `claimed`."""
     slug = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
-    stem = f"{(now or datetime.now()):%Y%m%d-%H%M%S}-{slug}"
-    candidate, number = root / stem, 1
-    while candidate.exists():
-        number += 1
-        candidate = root / f"{stem}-{number}"
-    return candidate
+    return claimed(root / f"{(now or datetime.now()):%Y%m%d-%H%M%S}-{slug}")
+
+
+def claimed(path: Path) -> Path:
+    """Make an empty folder: `path`, or where that is taken `path-2`, `path-3` and so on.
+
+    Two processes that begin in the same second never get the same one.
+    """
+    candidate, number = path, 1
+    while True:
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            candidate = path.with_name(f"{path.name}-{number}")
+        else:
+            return candidate
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether something is at a path, other than an empty folder."""
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 
 @contextmanager
@@ -347,9 +363,9 @@ def atomic_folder(target: Path) -> Iterator[Path]:
     """A temporary folder to write into, renamed to `target` when the block succeeds.
 
     Raises:
-        BadInput: `target` exists, or its parent cannot be created.
+        BadInput: something is in `target`, or its parent cannot be created.
     """
-    if target.exists():
+    if is_taken(target):
         raise BadInput(f"{target} exists: name another folder, or remove it")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:

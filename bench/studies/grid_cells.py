@@ -20,7 +20,7 @@ from ...quant.model.checkpoint import read_json
 from ..load.started_server import is_ready, served
 from ..metrics.metrics import FORMULAS as METRIC_FORMULAS
 from ..options.options import BenchOptions
-from ..record.result import RESULT_NAME, RunData, atomic_file, to_json
+from ..record.result import RESULT_NAME, RunData, atomic_file, is_taken, to_json
 from ..session.run_sessions import run_bench, write_run
 from .grid_plan import Cell, GridPlan, flat, spec_differences
 from .jobs import Job, do_on_ray
@@ -53,7 +53,7 @@ def open_grid(plan: GridPlan, folder: Path) -> None:
         BadInput: the folder is something else, or of a grid with other parameters.
     """
     path = folder / GRID_NAME
-    if folder.exists() and not path.is_file():
+    if is_taken(folder) and not path.is_file():
         raise BadInput(f"{folder} exists and is no grid: name another folder, or remove it")
     if path.is_file():
         if different := spec_differences(read_json(path).get("spec") or {}, plan.spec):

@@ -218,7 +218,7 @@ class Stages:
     @classmethod
     def begin(cls, folder: Path, recipe: Recipe, score_shares: int = 1) -> Stages:
         """A new folder with nothing finished."""
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         stages = cls(folder, recipe, score_shares=score_shares)
         stages._write()
         return stages

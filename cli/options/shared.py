@@ -129,10 +129,16 @@ class FolderOptions:
             raise BadInput(f"--output {self.output} exists: name another folder, or remove it")
 
     def folder(self, name: str) -> Path:
-        """The folder of the run of that name."""
-        from ...bench.record.result import stamped
+        """Make the folder of the run of that name, which no other run has."""
+        from ...bench.record.result import claimed, stamped
+        from ..output.console import say
 
-        return self.output or stamped(self.result_dir, name)
+        if self.output is None:
+            return stamped(self.result_dir, name)
+        folder = claimed(self.output)
+        if folder != self.output:
+            say(f"{self.output} was made by another run meanwhile: this one is in {folder}")
+        return folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -346,8 +347,14 @@ def test_read_result_refuses_what_it_cannot_judge(tmp_path: Path) -> None:
 
 
 def test_folders_are_whole_or_absent(tmp_path: Path) -> None:
-    target = stamped(tmp_path, "a name/with: signs")
+    now = datetime(2026, 1, 2)
+    target = stamped(tmp_path, "a name/with: signs", now)
     assert target.name.endswith("-a-name-with-signs")
+    # Each of those that begin in one second has a folder of its own before it writes anything.
+    others = [stamped(tmp_path, "a name/with: signs", now) for _ in range(2)]
+    assert [path.name for path in others] == [f"{target.name}-2", f"{target.name}-3"]
+    for path in (target, *others):
+        path.rmdir()
     with pytest.raises(RuntimeError), atomic_folder(target) as folder:
         (folder / "half").write_text("x")
         raise RuntimeError
