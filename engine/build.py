@@ -13,7 +13,6 @@ import torch
 
 from ..quant.base.errors import DoesNotFit
 from ..quant.load_processor import load_tokenizer
-from ..quant.model.checkpoint import read_json
 from ..quant.models import open_checkpoint, resolve_model
 from .base.device import choose_device, choose_dtype, enter_device, say_on_cpu
 from .cache.compaction import Evictor, check_eviction
@@ -210,7 +209,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     checkpoint.read_ahead()
     dtype = choose_dtype(config.dtype, device)
     tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
-    eos_token_ids = end_token_ids(checkpoint.folder, checkpoint.config, tokenizer)
+    ends = {*checkpoint.end_token_ids(), tokenizer.eos_token_id}
+    eos_token_ids = frozenset(token for token in ends if token is not None)
     with explaining_out_of_memory("the model", device):
         model, max_model_len, workers = open_shards(config, checkpoint, device, dtype)
         if not config.enforce_eager and model.is_capturable:
@@ -453,13 +453,3 @@ def _profile(
     # The graphs' pool, with its split-KV buffers, beside what the eager steps have taken.
     runner.capture_graphs()
     loaded.images.profile_run(limits.max_num_batched_tokens)
-
-
-def end_token_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
-    """EOS token ids: of the generation config, else the model config, and of the tokenizer."""
-    path = folder / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
-    listed = generation.get("eos_token_id", config.get("eos_token_id"))
-    ids = set(listed) if isinstance(listed, list) else {listed}
-    ids.add(tokenizer.eos_token_id)
-    return frozenset(token for token in ids if token is not None)

@@ -10,8 +10,8 @@ from ..recipes import DEFAULT_MODEL, MODELS
 from .base.atomic_io import expanded
 from .base.errors import BadInput, first_line
 from .base.option import offer
-from .gguf.architecture import stored_config
 from .gguf.container import GgufFile
+from .gguf.read_config import stored_config
 from .model.checkpoint import GGUF_SUFFIX, Checkpoint, gguf_file_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -253,8 +253,8 @@ def _from_file(path: Path, name: str, trust_remote_code: bool) -> PlannedModel:
 
 def _from_gguf(path: Path, trust_remote_code: bool) -> PlannedModel:
     """A model of a GGUF file: the config of its keys, and the bytes of its tensors by its header."""
-    from ...quant.gguf.architecture import stored_config
     from ...quant.gguf.container import GgufFile
+    from ...quant.gguf.read_config import stored_config
 
     file = GgufFile(path)
     config = stored_config(file)

@@ -9,9 +9,9 @@ from typing import Any
 
 from ...quant.base.errors import BadInput
 from ...quant.families.config import has_table_rule, model_shape
-from ...quant.gguf.architecture import stored_config
 from ...quant.gguf.container import GgufFile
 from ...quant.gguf.mix import file_type
+from ...quant.gguf.read_config import stored_config
 from ...quant.kinds.ggml.scheme import GGUF_BLOCKS
 from ...quant.model.checkpoint import gguf_file_of, read_json
 from ..base.units import format_gib

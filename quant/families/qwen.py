@@ -91,6 +91,7 @@ QWEN3_MOE = ModelFamily(
             "num_local_experts": 128,
             "num_experts_per_tok": 8,
             "decoder_sparse_step": 1,
+            "norm_topk_prob": False,
             "attention_bias": False,
             **_WINDOW,
         },

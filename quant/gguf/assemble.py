@@ -180,15 +180,19 @@ def _tokenizer_keys(source: Checkpoint) -> Mapping[str, Any]:
         return source.source_tokenizer
     files = [one for one in sorted(source.folder.iterdir()) if one.suffix in _TOKENIZER_SUFFIXES]
     stamps = [(one.name, one.stat().st_mtime_ns, one.stat().st_size) for one in files]
-    return _read_keys(source.folder, int(source.config["vocab_size"]), tuple(stamps))
+    vocab_size, ends = int(source.config["vocab_size"]), source.end_token_ids()
+    return _read_keys(source.folder, vocab_size, ends, tuple(stamps))
 
 
 @lru_cache(maxsize=1)
 def _read_keys(
-    folder: Path, vocab_size: int, stamps: tuple[tuple[str, int, int], ...]
+    folder: Path,
+    vocab_size: int,
+    ends: frozenset[int],
+    stamps: tuple[tuple[str, int, int], ...],
 ) -> Mapping[str, Any]:
     """The keys of a `tokenizer.json`, read once for the plan and the file, as long as nothing changes."""
-    return tokenizer_keys(folder, vocab_size)
+    return tokenizer_keys(folder, vocab_size, ends)
 
 
 class _Writer:

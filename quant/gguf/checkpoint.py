@@ -20,13 +20,14 @@ from ..model.checkpoint import Checkpoint
 from .architecture import (
     ROPE_FACTORS,
     from_gguf,
-    gguf_rules,
     permuted_heads,
-    stored_config,
+    rules_of,
     to_halves,
 )
 from .container import ALIGNMENT, GgufFile, TensorInfo
+from .end_tokens import end_tokens
 from .mix import file_type
+from .read_config import stored_config
 from .read_tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -51,7 +52,7 @@ class GgufCheckpoint(Checkpoint):
         self.folder = self.path.parent
         self._file = GgufFile(self.path)
         self.config = stored_config(self._file)
-        rules = gguf_rules(self.config)
+        rules = rules_of(self.config)
         self._norm_offset = rules.norm_offset
         self._infos: dict[str, TensorInfo] = {}
         types: dict[str, str] = {}
@@ -77,6 +78,10 @@ class GgufCheckpoint(Checkpoint):
         if not (self.folder / "tokenizer.json").is_file():
             keys = self._file.metadata.items()
             self.source_tokenizer = {k: v for k, v in keys if k.startswith("tokenizer.")}
+
+    def end_token_ids(self) -> frozenset[int]:
+        """Those of the files next to it, and of its own keys."""
+        return super().end_token_ids() | frozenset(end_tokens(self._file.metadata))
 
     def companions(self) -> dict[str, bytes]:
         """The files beside it, and the tokenizer of its keys where none is there."""

@@ -16,6 +16,8 @@ from typing import Any
 from ..base.errors import BadInput
 from ..base.plain_tokenizer import PlainTokenizer
 from .container import GgufFile
+from .end_tokens import END_KINDS
+from .keys import TOKENIZER, TOKENIZER_KEYS, HeaderKeys
 from .tokenizer import ADDS_BOS, ADDS_SEPARATOR, EXPRESSIONS, IGNORES_MERGES, RAW_TEXT
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -32,13 +34,19 @@ _SPECIAL = {
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 # Of Phi 3, white space after these stays; after the other matched tokens it goes.
 _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
+# Keys that `end_tokens` reads, and keys of the other kind of vocabulary.
+_READ_ELSEWHERE = (
+    *(f"{kind}_token_id" for kind in END_KINDS),
+    *("merges", "scores", "add_space_prefix"),
+)
 
 
 def read_tokenizer(file: GgufFile) -> PlainTokenizer:
     """The tokenizer that a file describes.
 
     Raises:
-        BadInput: no tokenizer in the file, one of another kind, or a pre-tokenizer that is not known.
+        BadInput: no tokenizer in the file, one of another kind, or a pre-tokenizer or key that is not
+            known.
     """
     keys = _Keys(file.path, file.metadata)
     if keys.model not in ("gpt2", "llama", "gemma4"):
@@ -57,6 +65,7 @@ def read_tokenizer(file: GgufFile) -> PlainTokenizer:
     if (around := _around(keys, special)) is not None:
         tokenizer.post_processor = around
     template = keys.text("tokenizer.chat_template")
+    keys.header.check(_READ_ELSEWHERE)
     return PlainTokenizer(tokenizer, special, template, partial(_whole, tokenizer, special))
 
 
@@ -78,7 +87,9 @@ class _Keys:
     def __init__(self, path: Path, metadata: Mapping[str, Any]):
         self.path = path
         self._metadata = metadata
-        self.model = self.text("tokenizer.ggml.model")
+        remedy = "put the model's tokenizer.json next to the file"
+        self.header = HeaderKeys(path, metadata, TOKENIZER, TOKENIZER_KEYS, remedy)
+        self.model = _text(self.header.get("model"))
         self.pre = "gemma4" if self.model == "gemma4" else self._pre()
         self.tokens: list[str] = self.list("tokens", str)
         if not self.tokens:
@@ -90,14 +101,13 @@ class _Keys:
             )
 
     def text(self, key: str) -> str | None:
-        value = self._metadata.get(key)
-        return value if isinstance(value, str) else None
+        return _text(self._metadata.get(key))
 
     def flag(self, name: str, default: bool) -> bool:
-        return bool(self._metadata.get(f"tokenizer.ggml.{name}", default))
+        return bool(self.header.get(name, default))
 
     def list(self, name: str, of: type) -> list[Any]:
-        value = self._metadata.get(f"tokenizer.ggml.{name}", [])
+        value = self.header.get(name, [])
         if not isinstance(value, list) or not all(isinstance(item, of) for item in value):
             raise BadInput(f"{self.path}: tokenizer.ggml.{name} is no list of {of.__name__}")
         return value
@@ -105,7 +115,7 @@ class _Keys:
     def special(self, kind: str) -> str | None:
         """The text of a special token; None where the file names none, or one that there is not."""
         default = _SENTENCEPIECE_IDS.get(kind) if self.model == "llama" else None
-        number = self._metadata.get(f"tokenizer.ggml.{kind}_token_id", default)
+        number = self.header.get(f"{kind}_token_id", default)
         if number is None:
             return None
         if not isinstance(number, int):
@@ -113,13 +123,17 @@ class _Keys:
         return self.tokens[number] if 0 <= number < len(self.tokens) else None
 
     def _pre(self) -> str:
-        name = self.text("tokenizer.ggml.pre") or "default"
+        name = _text(self.header.get("pre")) or "default"
         if self.model == "gpt2" and name not in EXPRESSIONS:
             raise BadInput(
                 f"{self.path} cuts text by the pre-tokenizer {name!r}, which is not known here: put the "
                 "model's tokenizer.json beside the file"
             )
         return name
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _bpe(keys: _Keys, *, raw: bool) -> Any:

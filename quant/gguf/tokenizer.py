@@ -11,12 +11,13 @@ the one of the model's own tokenizer.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import BadInput, first_line
 from ..model.checkpoint import read_json
+from .end_tokens import end_keys
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
@@ -241,16 +242,19 @@ def name_of(expressions: Iterable[str], *, ignores_merges: bool) -> str | None:
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 
-def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
+def tokenizer_keys(
+    folder: Path, vocab_size: int, ends: Collection[int] = frozenset()
+) -> dict[str, Any]:
     """The `tokenizer.*` keys for the tokenizer of a checkpoint.
 
     Args:
         folder: holds `tokenizer.json`.
         vocab_size: rows of the embedding; ids beyond the tokenizer's become unused tokens.
+        ends: tokens that end an answer.
 
     Raises:
-        BadInput: no tokenizer.json, a kind that llama.cpp's two models do not cover, or more tokens than
-            rows.
+        BadInput: no tokenizer.json, a kind that llama.cpp's two models do not cover, more tokens than
+            rows, or end tokens that GGUF has no keys for.
     """
     path = folder / "tokenizer.json"
     content = read_json(path)
@@ -287,7 +291,9 @@ def tokenizer_keys(folder: Path, vocab_size: int) -> dict[str, Any]:
         keys["tokenizer.ggml.add_space_prefix"] = _adds_a_space(content)
         if unknown is not None:
             keys["tokenizer.ggml.unknown_token_id"] = unknown
-    return keys | _special_keys(folder)
+    keys |= _special_keys(folder)
+    eos = keys.get("tokenizer.ggml.eos_token_id")
+    return keys | end_keys(ends, eos, keys["tokenizer.ggml.tokens"])
 
 
 def _special_keys(folder: Path) -> dict[str, Any]:

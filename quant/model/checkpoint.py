@@ -224,6 +224,14 @@ class Checkpoint:
         path = self.folder / "hf_quant_config.json"
         return {"quant_method": "modelopt", **read_json(path)} if path.is_file() else None
 
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: of the generation config, else of the model's config."""
+        path = self.folder / "generation_config.json"
+        generation = read_json(path) if path.is_file() else {}
+        listed = generation.get("eos_token_id", self.config.get("eos_token_id"))
+        ids = listed if isinstance(listed, list) else [listed]
+        return frozenset(token for token in ids if token is not None)
+
     def companions(self) -> dict[str, bytes]:
         """The files that a copy needs beside its config and weights, by name."""
         paths = {path for name in _COMPANIONS for path in self.folder.glob(name)}

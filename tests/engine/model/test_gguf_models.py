@@ -76,7 +76,9 @@ def test_logits_are_those_of_the_dequantized_weights(written, tmp_path):
         assert built.memory.weight_bytes < 1.15 * path.stat().st_size + embedding
 
 
-@pytest.mark.parametrize("written", ["stories3M", "qwen2"], indirect=True)
+@pytest.mark.parametrize(
+    "written", ["stories3M", "qwen2", "qwen3_moe", "gemma2", "granite"], indirect=True
+)
 def test_a_gguf_file_alone_is_complete(written, tmp_path):
     pytest.importorskip("gguf")
     _, path = written

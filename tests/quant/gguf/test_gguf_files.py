@@ -18,7 +18,6 @@ from llmopt.quant.base.errors import BadInput
 from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.gguf.architecture import (
     architecture_keys,
-    config_of,
     from_gguf,
     gguf_families,
     rope_factors,
@@ -29,6 +28,7 @@ from llmopt.quant.gguf.architecture import (
 from llmopt.quant.gguf.assemble import assemble, check_source, planned_bytes
 from llmopt.quant.gguf.checkpoint import GgufCheckpoint
 from llmopt.quant.gguf.container import TYPE_NUMBERS, GgufFile, TensorToWrite, write_gguf
+from llmopt.quant.gguf.read_config import config_of
 from llmopt.quant.gguf.tokenizer import tokenizer_keys
 from llmopt.quant.kinds.ggml.formats import BLOCKS_SUFFIX, GgufFormat
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
@@ -356,9 +356,9 @@ def test_the_tokenizer_is_read_once_until_it_changes(
 ) -> None:
     read: list[Path] = []
 
-    def counted(folder: Path, vocab_size: int) -> dict[str, Any]:
+    def counted(folder: Path, vocab_size: int, ends: frozenset[int]) -> dict[str, Any]:
         read.append(folder)
-        return tokenizer_keys(folder, vocab_size)
+        return tokenizer_keys(folder, vocab_size, ends)
 
     monkeypatch.setattr("llmopt.quant.gguf.assemble.tokenizer_keys", counted)
     source = Checkpoint(model_copy)

@@ -1,0 +1,230 @@
+"""The `config.json` of a GGUF file, from its keys and tensors or from the file next to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..base.errors import BadInput
+from ..families.family import GgufRules, ModelFamily
+from ..families.registry import all_families
+from ..families.spec_parts import yarn_scale
+from ..model.checkpoint import read_json
+from .architecture import ROPE_FACTORS, SHAPE_KEYS, gguf_families, query_scalar, rope_factors
+from .container import GgufFile
+from .end_tokens import end_tokens
+from .keys import ARCHITECTURE_KEYS, TOKENIZER, HeaderKeys
+
+_REMEDY = "put the model's config.json next to the file"
+# RoPE scaling of Llama 3.1 to 3.3; GGUF stores only the resulting frequency factors.
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# Keys that llama.cpp requires, though transformers has a default.
+_REQUIRED = ("logit_scale", "expert_count", "expert_used_count")
+
+
+def stored_config(file: GgufFile) -> dict[str, Any]:
+    """The `config.json` next to a file, or without one that of its keys; no `quantization_config`.
+
+    Raises:
+        BadInput: a part of a split model, a config of another model, or see `config_of`.
+    """
+    if int(file.metadata.get("split.count", 0)) > 1:
+        raise BadInput(f"{file.path} is one part of several: merge them with llama-gguf-split")
+    path = file.path.parent / "config.json"
+    if not path.is_file():
+        return config_of(file)
+    family, keys = _opened(file)
+    assert family.gguf is not None
+    from_keys, config = _shape(file, keys, family.gguf), read_json(path)
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        if config.get(name) != from_keys[name]:
+            raise _another_model(file, name, config.get(name), from_keys[name])
+    if config.get("vocab_size") != from_keys["vocab_size"]:
+        raise _another_model(file, "vocab_size", config.get("vocab_size"), from_keys["vocab_size"])
+    config.pop("quantization_config", None)
+    return config
+
+
+def _another_model(file: GgufFile, name: str, given: Any, stored: Any) -> BadInput:
+    return BadInput(
+        f"{file.path.parent / 'config.json'} has {name} {given!r}, but {file.path.name} beside it has "
+        f"{stored}: they do not belong together"
+    )
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """The `config.json` derived from a file's keys and tensors.
+
+    Raises:
+        BadInput: another architecture, a missing key, or one that would be left out of the model.
+    """
+    family, keys = _opened(file)
+    rules = family.gguf
+    assert rules is not None
+    biased = "blk.0.attn_q.bias" in file.tensors
+    config: dict[str, Any] = {
+        "model_type": family.name,
+        "hidden_act": rules.activations[-1],
+        **_shape(file, keys, rules),
+        rules.epsilon[0]: _shortest(keys.need(rules.epsilon[1])),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": biased,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
+        "use_bias": biased,
+        "dtype": "bfloat16",
+        **rules.constants,
+    }
+    config |= _further_fields(keys, config, rules)
+    if rules.norm_offset:  # Gemma's, whose classes have another name for it
+        config["hidden_activation"] = config["hidden_act"]
+        config["query_pre_attn_scalar"] = query_scalar(config, rules)
+    config["rope_parameters"] = _rope_parameters(file, keys, config)
+    for other in ("layer_norm_rms_epsilon", "layer_norm_epsilon"):
+        keys.get(f"attention.{other}")  # of the norms that the family does not have
+    keys.check()
+    if (bos := file.metadata.get(f"{TOKENIZER}.bos_token_id")) is not None:
+        config["bos_token_id"] = bos
+    if ends := end_tokens(file.metadata):
+        config["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
+    return config
+
+
+def _opened(file: GgufFile) -> tuple[ModelFamily, HeaderKeys]:
+    """The family of a file's architecture, and the keys of its namespace.
+
+    Raises:
+        BadInput: an architecture that is not read, or no language model.
+    """
+    metadata = file.metadata
+    if "general.architecture" not in metadata:
+        raise BadInput(f"{file.path} lacks the key general.architecture: it is no whole model")
+    name = str(metadata["general.architecture"])
+    if metadata.get("general.type") == "mmproj" or name == "clip":
+        raise BadInput(
+            f"{file.path} holds the vision side of a model (mmproj): give the file of its language model"
+        )
+    keys = HeaderKeys(file.path, metadata, name, ARCHITECTURE_KEYS, _REMEDY)
+    has_experts = bool(keys.get("expert_count"))
+    for family in all_families():
+        rules = family.gguf
+        if rules is not None and rules.architecture == name and rules.sparse == has_experts:
+            return family, keys
+    if has_experts:
+        raise BadInput(f"{file.path}: a mixture of experts of {name!r} is not read here")
+    known = ", ".join(dict.fromkeys(rules.architecture for rules in gguf_families().values()))
+    raise BadInput(f"{file.path}: architecture {name!r} is not read here: {known} are")
+
+
+def _shape(file: GgufFile, keys: HeaderKeys, rules: GgufRules) -> dict[str, Any]:
+    """The sizes of a model, by `config.json`'s names."""
+    for needed in ("token_embd.weight", "output_norm.weight"):
+        if needed not in file.tensors:
+            raise BadInput(f"{file.path} lacks tensor {needed}: it is no whole model")
+    shape: dict[str, Any] = {name: keys.size(key) for name, key in SHAPE_KEYS.items()}
+    heads = shape["num_attention_heads"]
+    shape["num_key_value_heads"] = keys.size("attention.head_count_kv", heads)
+    shape["head_dim"] = keys.size("attention.key_length", shape["hidden_size"] // heads)
+    for equal in ("attention.value_length", "rope.dimension_count"):
+        if keys.size(equal, shape["head_dim"]) != shape["head_dim"]:
+            raise keys.refuse(equal, f"heads are {shape['head_dim']} wide")
+    shape["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    return shape
+
+
+def _further_fields(keys: HeaderKeys, config: dict[str, Any], rules: GgufRules) -> dict[str, Any]:
+    """The fields that a family has beyond Llama's."""
+    fields: dict[str, Any] = {}
+    for name, key in rules.keys.items():
+        value = keys.need(key) if key in _REQUIRED else keys.get(key)
+        if value is not None:
+            fields[name] = _shortest(value) if isinstance(value, float) else value
+    if "attention_multiplier" in rules.keys:  # Granite's: 0 or none is no multiplier in llama.cpp
+        for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier"):
+            usual = config["head_dim"] ** -0.5 if name == "attention_multiplier" else 1.0
+            fields[name] = fields.get(name) or usual
+        if keys.get("rope.scaling.finetuned", True) is False:
+            raise keys.refuse("rope.scaling.finetuned", "Granite without RoPE")
+    if rules.slides and "sliding_window" not in rules.keys:
+        fields["sliding_window"] = keys.get("attention.sliding_window") or None
+    return fields
+
+
+def _rope_parameters(file: GgufFile, keys: HeaderKeys, config: dict[str, Any]) -> dict[str, Any]:
+    theta = _shortest(keys.get("rope.freq_base", 10000.0))
+    if _shortest(keys.get("rope.freq_base_swa", theta)) != theta:
+        raise keys.refuse("rope.freq_base_swa")
+    kind = keys.get("rope.scaling.type", "linear")
+    factor = keys.get("rope.scaling.factor")
+    older = keys.get("rope.scale_linear")
+    factor = _shortest((older if factor is None else factor) or 1.0)
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    yarn = _yarn_parameters(keys, kind, factor)
+    if kind == "yarn":
+        parameters |= {"rope_type": kind, "factor": factor} | yarn
+    elif kind not in ("none", "linear"):
+        raise keys.refuse("rope.scaling.type")
+    elif kind == "linear" and factor != 1.0:
+        parameters |= {"rope_type": kind, "factor": factor}
+    if ROPE_FACTORS in file.tensors:
+        parameters |= _llama3_parameters(file, config | {"rope_parameters": parameters})
+    return parameters
+
+
+def _yarn_parameters(keys: HeaderKeys, kind: str, factor: float) -> dict[str, Any]:
+    """YaRN's numbers; none of another kind of scaling.
+
+    llama.cpp's attention factor is the usual one times `attn_factor` (src/llama-context.cpp). The converter
+    writes transformers' `attention_factor` as `yarn_attn_factor`.
+    """
+    is_yarn = kind == "yarn"
+    keys.get("rope.scaling.finetuned")
+    original = keys.get("rope.scaling.original_context_length")
+    multiplier = _shortest(keys.get("rope.scaling.yarn_log_multiplier", 0.0))
+    given = keys.get("rope.scaling.yarn_attn_factor")
+    attn_factor = _shortest(keys.get("rope.scaling.attn_factor", 1.0))
+    betas = {name: keys.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    if keys.get("rope.scaling.yarn_ext_factor", -1.0) not in (-1.0, float(is_yarn)):
+        raise keys.refuse("rope.scaling.yarn_ext_factor")
+    if not is_yarn:
+        if attn_factor != 1.0:
+            raise keys.refuse("rope.scaling.attn_factor", "only with YaRN")
+        return {}
+    if multiplier not in (0.0, 0.1, 1.0):
+        raise keys.refuse("rope.scaling.yarn_log_multiplier", "only 0.1 and 1")
+    attention = 1.0 if multiplier else yarn_scale(factor)
+    if given is not None and not np.isclose(given, attention):
+        if multiplier or given == 1.0:
+            raise keys.refuse("rope.scaling.yarn_attn_factor", "llama.cpp does not read it")
+        attention = _shortest(given)
+    parameters = {name: _shortest(value) for name, value in betas.items() if value is not None}
+    if original:
+        parameters["original_max_position_embeddings"] = int(original)
+    if (attention := attention * attn_factor) != yarn_scale(factor):
+        parameters["attention_factor"] = attention
+    return parameters
+
+
+def _llama3_parameters(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Llama 3's scaling, whose frequency factors a file holds; raises BadInput for other factors."""
+    stored = file.data(ROPE_FACTORS).view(np.float32)
+    candidate = {"rope_type": "llama3", "factor": float(stored.max()), **_LLAMA3_ROPE}
+    parameters = config["rope_parameters"] | candidate
+    expected = rope_factors(config | {"rope_parameters": parameters})
+    if (
+        config["rope_parameters"]["rope_type"] != "default"
+        or expected is None
+        or stored.shape != expected.shape
+        or not np.allclose(stored, expected, rtol=1e-4)
+    ):
+        raise BadInput(f"{file.path}: its rope_freqs are not Llama 3's: {_REMEDY}")
+    return candidate
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that rounds to this float32: 1e-06, and not 9.999999974752427e-07."""
+    return float(str(np.float32(value)))
