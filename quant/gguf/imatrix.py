@@ -3,12 +3,14 @@
 An entry is the mean square of each input of a tensor, for each of its matrices (the experts of a layer are
 matrices of one tensor). GGUF files hold sums and counts, `<tensor>.in_sum2` and `<tensor>.counts`; the old
 format holds `i32 entries`, then for each `i32 length, name, i32 calls, i32 values, f32 values × calls`, then
-the number of chunks and the name of the text (llama.cpp's `tools/imatrix/imatrix.cpp`).
+the number of chunks and the name of the text (llama.cpp's `tools/imatrix/imatrix.cpp`). It has the values of
+all matrices of a tensor in one list, and only the model tells how many there are.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,8 @@ class ImportanceMatrix:
     """Mean squares of the inputs of each linear.
 
     Attributes:
-        means: float32 `[matrices, in]` by tensor name, such as `blk.0.attn_q.weight`.
+        means: float32 `[matrices, in]` by tensor name, such as `blk.0.attn_q.weight`; from a file of the old
+            format `[1, matrices * in]`.
         counts: tokens that each matrix saw, float32 `[matrices]`.
         dataset: the text that it was measured on.
         chunk_size: tokens in a chunk of the text.
@@ -43,28 +46,44 @@ class ImportanceMatrix:
     chunk_size: int = 512
     chunks: int = 1
 
-    def of(self, module: str, architecture: str = "llama") -> torch.Tensor | None:
-        """The mean squares of a linear's inputs `[in]`, by its Hugging Face name; None: it has no entry."""
-        tensor = to_gguf(module, architecture)
-        means = self.means.get(f"{tensor}.weight")
+    def of(
+        self, module: str, architecture: str = "llama", matrices: int = 1
+    ) -> torch.Tensor | None:
+        """The mean squares of a linear's inputs `[in]`, by its Hugging Face name; None: it has no entry.
+
+        Args:
+            matrices: number of the layer's experts, of an expert's linear.
+
+        Raises:
+            BadInput: an entry of more or fewer experts.
+        """
+        means = self.means.get(f"{to_gguf(module, architecture)}.weight")
         if means is None:
             return None
         expert = expert_of(module)
         if expert is None:
             return means.mean(dim=0)
-        return means[expert] if expert < len(means) else None
+        if len(means) == 1 and means.shape[1] % matrices == 0:
+            means = means.view(matrices, -1)
+        if len(means) != matrices:
+            raise BadInput(
+                f"--imatrix: {module} is one of {len(means)} experts there and of {matrices} in the model: "
+                "it belongs to another model"
+            )
+        return means[expert]
 
     def for_modules(
         self, modules: Mapping[str, tuple[int, int]], architecture: str
     ) -> dict[str, torch.Tensor]:
-        """The entries of these linears, by Hugging Face name.
+        """The entries of these linears, by Hugging Face name; of experts all of a layer are needed.
 
         Raises:
-            BadInput: an entry of another width, or that is not finite.
+            BadInput: an entry of another width or number of experts, or that is not finite.
         """
+        matrices = Counter(to_gguf(module, architecture) for module in modules)
         entries = {}
         for module, (_, in_features) in modules.items():
-            means = self.of(module, architecture)
+            means = self.of(module, architecture, matrices[to_gguf(module, architecture)])
             if means is None:
                 continue
             if len(means) != in_features:

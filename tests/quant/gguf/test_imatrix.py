@@ -51,6 +51,42 @@ def test_what_is_written_is_read(tmp_path: Path, name: str) -> None:
     assert read.of("model.layers.1.self_attn.q_proj") is None
 
 
+EXPERTS = {f"model.layers.0.mlp.experts.{number}.down_proj": (4, 6) for number in range(3)}
+
+
+def test_both_formats_give_the_same_entries_of_experts(tmp_path: Path) -> None:
+    whole = matrix()
+    given = whole.means["blk.0.ffn_down_exps.weight"]
+    for name in ("m.gguf", "m.dat"):
+        write_imatrix(tmp_path / name, whole)
+        read = read_imatrix(tmp_path / name).for_modules(EXPERTS, "qwen3moe")
+        assert read.keys() == EXPERTS.keys()
+        for module, expected in zip(EXPERTS, given, strict=True):
+            torch.testing.assert_close(read[module], expected)
+
+
+def test_llama_cpps_old_file_of_a_mixture(tmp_path: Path) -> None:
+    """As `save_imatrix_legacy` writes it: one number of calls, the values of all experts in one list."""
+    name, calls = b"blk.0.ffn_down_exps.weight", 3
+    values = torch.arange(1.0, 19.0)
+    head = struct.pack("<ii", 1, len(name)) + name + struct.pack("<ii", calls, 18)
+    (tmp_path / "m.dat").write_bytes(head + (values * calls).numpy().tobytes())
+    read = read_imatrix(tmp_path / "m.dat").for_modules(EXPERTS, "qwen3moe")
+    assert [entry.tolist() for entry in read.values()] == values.view(3, 6).tolist()
+
+
+@pytest.mark.parametrize("name", ["m.gguf", "m.dat"])
+def test_a_matrix_of_other_experts_is_refused(tmp_path: Path, name: str) -> None:
+    write_imatrix(tmp_path / name, matrix())
+    read = read_imatrix(tmp_path / name)
+    two = dict(list(EXPERTS.items())[:2])
+    with pytest.raises(BadInput, match="belongs to another model"):
+        read.for_modules(two, "qwen3moe")
+    four = EXPERTS | {"model.layers.0.mlp.experts.3.down_proj": (4, 6)}
+    with pytest.raises(BadInput, match="experts there and of 4 in the model"):
+        read.for_modules(four, "qwen3moe")
+
+
 def test_the_names_and_shapes_are_llama_cpps(tmp_path: Path) -> None:
     write_imatrix(tmp_path / "m.gguf", matrix())
     file = GgufFile(tmp_path / "m.gguf")
