@@ -15,7 +15,7 @@ from ..decoder.loader import load_weights
 from ..decoder.reader import decoder_base, model_spec
 from ..layers.lora import AdapterBank
 from ..layers.parallel import Shard
-from ..layers.spec import ENDLESS, LoadingOptions, streaming_spec
+from ..layers.spec import ENDLESS, LoadingOptions, ModelSpec, streaming_spec
 
 if TYPE_CHECKING:
     from .adapter import TransformersModel
@@ -51,6 +51,8 @@ def open_model(
         longest = _longest(options.max_model_len, spec.max_model_len)
     else:
         spec, longest = streaming_spec(spec, options.stream), options.max_model_len or ENDLESS
+    if shard is None or shard.rank == 0:
+        _warn_of_long_factors(spec, longest if spec.stream is None else spec.stream.num_visible)
     sharded = spec
     if shard is not None:
         shard.check(spec)
@@ -64,6 +66,26 @@ def open_model(
         if options.max_loras is not None:
             bank.prepare()
     return Decoder(sharded, weights, longest, options.dtype, bank, options.cache_dtype), longest
+
+
+def _warn_of_long_factors(spec: ModelSpec, num_positions: int) -> None:
+    """Warn where LongRoPE's factors are others than transformers has for short sequences.
+
+    Cached keys are rotated, so the factors cannot change within a sequence as they do there.
+    """
+    originals = {
+        int(rope.parameters["original_max_position_embeddings"])
+        for rope in spec.ropes
+        if rope is not None and rope.kind == "longrope"
+    }
+    for original in originals:
+        if num_positions > original:
+            _log.warning(
+                "LongRoPE: sequences may have %d tokens, so that all of them use the long factors. "
+                "transformers uses the short factors up to %d tokens: set max_model_len = %d to have its "
+                "results for those",
+                *(num_positions, original, original),
+            )
 
 
 def _longest(max_model_len: int | None, context: int | None) -> int:

@@ -127,6 +127,23 @@ def test_a_bf16_model_stays_close_to_float32():
     assert 0 < divergence < 5e-3
 
 
+def test_longrope_says_that_short_sequences_have_the_long_factors(tmp_path, caplog):
+    """transformers changes factors at the original length, here 32 tokens; cached keys are rotated."""
+    model = save_model(tmp_path, *FAMILIES["phi-4-longrope-partial"][:2])
+    tokens = torch.randint(3, VOCAB, (1, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens).logits[0]
+    options = {"dtype": "float32", "device": "cpu", "num_threads": 1}
+    short = Engine(EngineConfig(tmp_path, **options, max_model_len=32))
+    assert not caplog.records
+    got = short.prompt_logits(tokens[0].tolist())
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    long = Engine(EngineConfig(tmp_path, **options))
+    (record,) = caplog.records
+    assert "up to 32 tokens: set max_model_len = 32" in record.getMessage()
+    assert (long.prompt_logits(tokens[0].tolist()) - expected).abs().max() > 0.01
+
+
 def spec(**changes) -> ModelSpec:
     config = json.loads((MODELS / "stories3M" / "config.json").read_text())
     return model_spec({**config, **changes})
