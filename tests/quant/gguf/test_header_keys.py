@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,24 @@ def test_a_config_next_to_the_file_answers_for_its_keys(tmp_path: Path) -> None:
     config = {**SIZES, "model_type": "llama", "rope_theta": 7.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert stored_config(file) == config
+
+
+def test_the_table_in_the_documentation_is_the_present_one() -> None:
+    tool = Path(__file__).parents[3] / "tools" / "gguf_keys.py"
+    checked = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_every_key_of_the_gguf_package_has_a_treatment() -> None:
+    gguf = pytest.importorskip("gguf")
+    page = (Path(__file__).parents[3] / "docs" / "gguf-keys.md").read_text(encoding="utf-8")
+    keys = gguf.constants.Keys
+    groups = (keys.LLM, keys.Attention, keys.Rope, keys.SSM, keys.Classifier, keys.Tokenizer)
+    names = [name for group in groups for name in vars(group).values() if isinstance(name, str)]
+    for prefix in ("{arch}.", "tokenizer.ggml."):
+        short = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        assert len(short) > 20
+        assert [name for name in short if f"`{name}`" not in page and "{" not in name] == []
 
 
 def test_an_unknown_key_of_the_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
