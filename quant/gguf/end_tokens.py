@@ -19,7 +19,7 @@ _BY_TEXT = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-_ENDS = frozenset(
+_ENDS: frozenset[str] = frozenset(
     (
         *(
             "<|eot_id|>",
@@ -64,7 +64,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*ids, *sorted(by_text))))
 
 
-def _known_ends(texts: Mapping[str, int], types: Sequence[Any]) -> set[str]:
+def _known_ends(texts: Mapping[str, int], types: Sequence[Any]) -> frozenset[str]:
     """The texts of a vocabulary that end an answer."""
     ends = _ENDS & texts.keys()
     if ("<|call|>" in ends and "<|return|>" in ends) or {"<|calls|>", "<|flush|>"} <= ends:

@@ -38,7 +38,7 @@ def header(folder: Path, name: str, sizes: dict[str, int] = SIZES, **changes: An
 
     `changes` are keys of the architecture, `__` for a point; None takes one away.
     """
-    options = {"head_dim": 16, **sizes, **RANDOM_MODELS[name]} | {"head_dim": 16}
+    options: dict[str, Any] = {**sizes, **RANDOM_MODELS[name], "head_dim": 16}
     if "query_pre_attn_scalar" in options:
         options["query_pre_attn_scalar"] = 144 if sizes["num_hidden_layers"] == 46 else 16
     config = AutoConfig.for_model(options.pop("model_type"), **options).to_dict()
