@@ -72,7 +72,7 @@ VARIANTS = {
 
 @dataclass(slots=True)
 class Service:
-    """What all connections share: the timetable in seconds, the threads, and the server's own TTFT and TPOT
+    """State that all connections share: timetable in seconds, threads, and the server's own TTFT and TPOT
     of each request in milliseconds."""
 
     ttft: float

@@ -131,14 +131,8 @@ class FolderOptions:
     def folder(self, name: str) -> Path:
         """Make the folder of the run of that name, which no other run has."""
         from ...bench.record.result import claimed, stamped
-        from ..output.console import say
 
-        if self.output is None:
-            return stamped(self.result_dir, name)
-        folder = claimed(self.output)
-        if folder != self.output:
-            say(f"{self.output} was made by another run meanwhile: this one is in {folder}")
-        return folder
+        return stamped(self.result_dir, name) if self.output is None else claimed(self.output)
 
 
 @dataclass(frozen=True, slots=True)
