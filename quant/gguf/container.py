@@ -124,6 +124,10 @@ class GgufFile:
         if cursor.take(4, "its first bytes") != GGUF_MAGIC:
             raise BadInput(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
         version = cursor.number("I", "the version")
+        if version and not version & 0xFFFF:  # as llama.cpp knows them, in its gguf.cpp
+            raise BadInput(
+                f"{self.path} is a big-endian file: convert it with llama.cpp's gguf_convert_endian.py"
+            )
         if version != VERSION:
             raise BadInput(f"{self.path} has GGUF version {version}: this reads version {VERSION}")
         num_tensors = cursor.number("Q", "the number of tensors")
@@ -131,6 +135,9 @@ class GgufFile:
         metadata: dict[str, Any] = {}
         for index in range(num_keys):
             key = cursor.string(f"key {index} of {num_keys}")
+            if not key or key in metadata:
+                fault = f"holds the key {key} twice" if key else f"has no name for key {index}"
+                raise BadInput(f"{self.path} {fault}: it is damaged")
             metadata[key] = cursor.value(cursor.number("I", key), key)
         infos = self._read_infos(cursor, num_tensors, metadata)
         return (metadata, infos), cursor.position

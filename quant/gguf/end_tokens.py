@@ -12,6 +12,8 @@ from typing import Any
 from ..base.errors import BadInput
 from .keys import TOKENIZER
 
+OLLAMAS_ENDS = "eos_token_ids"
+"""Ollama's key for all end tokens of a model."""
 END_KINDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 # llama.cpp takes the first token of these texts where the file has no key of the kind.
 _BY_TEXT = {
@@ -19,31 +21,12 @@ _BY_TEXT = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-_ENDS: frozenset[str] = frozenset(
-    (
-        *(
-            "<|eot_id|>",
-            "<|im_end|>",
-            "<|end|>",
-            "<|return|>",
-            "<|call|>",
-            "<|flush|>",
-            "<|calls|>",
-        ),
-        *(
-            "<end_of_turn>",
-            "<|endoftext|>",
-            "</s>",
-            "<|eom_id|>",
-            "<EOT>",
-            "_<EOT>",
-            "[EOT]",
-            "[EOS]",
-        ),
-        *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
-        *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~["),
-    )
-)
+_ENDS: frozenset[str] = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+})  # fmt: skip
 _WANTED = _ENDS.union(*_BY_TEXT.values())
 _CONTROL = 3
 
@@ -60,8 +43,9 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
         if named[kind] is None:
             named[kind] = min((texts[text] for text in candidates if text in texts), default=None)
     by_text = {texts[text] for text in _known_ends(texts, _list(metadata, "token_type"))}
-    ids = [number for number in named.values() if isinstance(number, int) and number < len(tokens)]
-    return tuple(dict.fromkeys((*ids, *sorted(by_text))))
+    ids = (*named.values(), *_list(metadata, OLLAMAS_ENDS), *sorted(by_text))
+    inside = (number for number in ids if isinstance(number, int) and 0 <= number < len(tokens))
+    return tuple(dict.fromkeys(inside))
 
 
 def _known_ends(texts: Mapping[str, int], types: Sequence[Any]) -> frozenset[str]:

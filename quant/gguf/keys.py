@@ -8,10 +8,13 @@ needs gives plausible wrong numbers. Every name that is in no table here is refu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ..base.errors import BadInput
 
@@ -131,6 +134,7 @@ TOKENIZER_KEYS: dict[str, KeyRule] = {
         eos_token_id="EOS token; ends an answer",
         eot_token_id="end of a turn; ends an answer",
         eom_token_id="end of a message; ends an answer",
+        eos_token_ids="Ollama's list of tokens that end an answer",
         unknown_token_id="unknown token",
         seperator_token_id="separator token",
         padding_token_id="padding token",
@@ -146,6 +150,9 @@ TOKENIZER_KEYS: dict[str, KeyRule] = {
     **_ignored(
         token_type_count="for models of sentence pairs",
         cls_token_id="for classifiers",
+        add_padding_token="Ollama's; a text has no padding",
+        add_unknown_token="Ollama's; a text has no unknown token around it",
+        add_mask_token="Ollama's; a text has no mask",
         fim_pre_token_id=_INFILLING,
         fim_suf_token_id=_INFILLING,
         fim_mid_token_id=_INFILLING,
@@ -206,6 +213,21 @@ class HeaderKeys:
                 f"{self._path}: {self._namespace}.{name} is {shown}, not a number above 0"
             )
         return value
+
+    def number(self, name: str, default: float) -> float:
+        """A number as the shortest decimal that rounds to its float32: 1e-06, not 9.999999974752427e-07.
+
+        Raises:
+            BadInput: anything else.
+        """
+        value = self.get(name, default)
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+        ):
+            raise self.refuse(name, "not a number")
+        return float(str(np.float32(value)))
 
     def refuse(self, name: str, reason: str = "") -> BadInput:
         """The error for a value that the reader cannot follow."""

@@ -33,7 +33,7 @@ def stored_config(file: GgufFile) -> dict[str, Any]:
     Raises:
         BadInput: a part of a split model, a config of another model, or see `config_of`.
     """
-    if int(file.metadata.get("split.count", 0)) > 1:
+    if file.metadata.get("split.count", 0) not in (0, 1):
         raise BadInput(f"{file.path} is one part of several: merge them with llama-gguf-split")
     path = file.path.parent / "config.json"
     if not path.is_file():
@@ -71,7 +71,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "model_type": family.name,
         "hidden_act": rules.activations[-1],
         **_shape(file, keys, rules),
-        rules.epsilon[0]: _shortest(keys.need(rules.epsilon[1])),
+        rules.epsilon[0]: keys.number(rules.epsilon[1], keys.need(rules.epsilon[1])),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": biased,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
@@ -87,7 +87,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     for other in ("layer_norm_rms_epsilon", "layer_norm_epsilon"):
         keys.get(f"attention.{other}")  # of the norms that the family does not have
     keys.check()
-    if (bos := file.metadata.get(f"{TOKENIZER}.bos_token_id")) is not None:
+    tokens, rows = file.metadata.get(f"{TOKENIZER}.tokens"), config["vocab_size"]
+    if isinstance(tokens, list) and len(tokens) > rows:
+        raise BadInput(f"{file.path}: {len(tokens)} tokens and {rows} embeddings: it is damaged")
+    if isinstance(bos := file.metadata.get(f"{TOKENIZER}.bos_token_id"), int):
         config["bos_token_id"] = bos
     if ends := end_tokens(file.metadata):
         config["eos_token_id"] = ends[0] if len(ends) == 1 else list(ends)
@@ -142,7 +145,7 @@ def _further_fields(keys: HeaderKeys, config: dict[str, Any], rules: GgufRules) 
     for name, key in rules.keys.items():
         value = keys.need(key) if key in _REQUIRED else keys.get(key)
         if value is not None:
-            fields[name] = _shortest(value) if isinstance(value, float) else value
+            fields[name] = value if isinstance(value, int) else keys.number(key, 0.0)
     if "attention_multiplier" in rules.keys:  # Granite's: 0 or none is no multiplier in llama.cpp
         for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier"):
             usual = config["head_dim"] ** -0.5 if name == "attention_multiplier" else 1.0
@@ -155,13 +158,12 @@ def _further_fields(keys: HeaderKeys, config: dict[str, Any], rules: GgufRules) 
 
 
 def _rope_parameters(file: GgufFile, keys: HeaderKeys, config: dict[str, Any]) -> dict[str, Any]:
-    theta = _shortest(keys.get("rope.freq_base", 10000.0))
-    if _shortest(keys.get("rope.freq_base_swa", theta)) != theta:
+    theta = keys.number("rope.freq_base", 10000.0)
+    if keys.number("rope.freq_base_swa", theta) != theta:
         raise keys.refuse("rope.freq_base_swa")
     kind = keys.get("rope.scaling.type", "linear")
-    factor = keys.get("rope.scaling.factor")
-    older = keys.get("rope.scale_linear")
-    factor = _shortest((older if factor is None else factor) or 1.0)
+    older = keys.number("rope.scale_linear", 1.0)
+    factor = keys.number("rope.scaling.factor", older) or 1.0
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     yarn = _yarn_parameters(keys, kind, factor)
     if kind == "yarn":
@@ -183,11 +185,14 @@ def _yarn_parameters(keys: HeaderKeys, kind: str, factor: float) -> dict[str, An
     """
     is_yarn = kind == "yarn"
     keys.get("rope.scaling.finetuned")
-    original = keys.get("rope.scaling.original_context_length")
-    multiplier = _shortest(keys.get("rope.scaling.yarn_log_multiplier", 0.0))
-    given = keys.get("rope.scaling.yarn_attn_factor")
-    attn_factor = _shortest(keys.get("rope.scaling.attn_factor", 1.0))
-    betas = {name: keys.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    original = keys.number("rope.scaling.original_context_length", 0.0)
+    multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+    usual = yarn_scale(factor)
+    given = keys.number("rope.scaling.yarn_attn_factor", 0.0)
+    attn_factor = keys.number("rope.scaling.attn_factor", 1.0)
+    betas = {
+        name: keys.number(f"rope.scaling.yarn_{name}", 0.0) for name in ("beta_fast", "beta_slow")
+    }
     if keys.get("rope.scaling.yarn_ext_factor", -1.0) not in (-1.0, float(is_yarn)):
         raise keys.refuse("rope.scaling.yarn_ext_factor")
     if not is_yarn:
@@ -196,15 +201,15 @@ def _yarn_parameters(keys: HeaderKeys, kind: str, factor: float) -> dict[str, An
         return {}
     if multiplier not in (0.0, 0.1, 1.0):
         raise keys.refuse("rope.scaling.yarn_log_multiplier", "only 0.1 and 1")
-    attention = 1.0 if multiplier else yarn_scale(factor)
-    if given is not None and not np.isclose(given, attention):
+    attention = 1.0 if multiplier else usual
+    if given and not np.isclose(given, attention):
         if multiplier or given == 1.0:
             raise keys.refuse("rope.scaling.yarn_attn_factor", "llama.cpp does not read it")
-        attention = _shortest(given)
-    parameters = {name: _shortest(value) for name, value in betas.items() if value is not None}
+        attention = given
+    parameters = {name: value for name, value in betas.items() if value}
     if original:
         parameters["original_max_position_embeddings"] = int(original)
-    if (attention := attention * attn_factor) != yarn_scale(factor):
+    if (attention := attention * attn_factor) != usual:
         parameters["attention_factor"] = attention
     return parameters
 
@@ -223,8 +228,3 @@ def _llama3_parameters(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]
     ):
         raise BadInput(f"{file.path}: its rope_freqs are not Llama 3's: {_REMEDY}")
     return candidate
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that rounds to this float32: 1e-06, and not 9.999999974752427e-07."""
-    return float(str(np.float32(value)))

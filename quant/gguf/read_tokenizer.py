@@ -16,8 +16,8 @@ from typing import Any
 from ..base.errors import BadInput
 from ..base.plain_tokenizer import PlainTokenizer
 from .container import GgufFile
-from .end_tokens import END_KINDS
-from .keys import TOKENIZER, TOKENIZER_KEYS, HeaderKeys
+from .end_tokens import END_KINDS, OLLAMAS_ENDS
+from .keys import TOKENIZER, TOKENIZER_KEYS, HeaderKeys, shortened
 from .tokenizer import ADDS_BOS, ADDS_SEPARATOR, EXPRESSIONS, IGNORES_MERGES, RAW_TEXT
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -37,7 +37,7 @@ _PHI3_KEEPS_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 # Keys that `end_tokens` reads, and keys of the other kind of vocabulary.
 _READ_ELSEWHERE = (
     *(f"{kind}_token_id" for kind in END_KINDS),
-    *("merges", "scores", "add_space_prefix"),
+    *(OLLAMAS_ENDS, "merges", "scores", "add_space_prefix"),
 )
 
 
@@ -91,14 +91,28 @@ class _Keys:
         self.header = HeaderKeys(path, metadata, TOKENIZER, TOKENIZER_KEYS, remedy)
         self.model = _text(self.header.get("model"))
         self.pre = "gemma4" if self.model == "gemma4" else self._pre()
-        self.tokens: list[str] = self.list("tokens", str)
-        if not self.tokens:
-            raise BadInput(f"{path} holds no tokenizer: put the model's tokenizer.json beside it")
+        self.tokens = self._tokens()
         self.types: list[int] = self.list("token_type", int)
         if self.types and len(self.types) != len(self.tokens):
             raise BadInput(
                 f"{path}: {len(self.tokens)} tokens and {len(self.types)} types: it is damaged"
             )
+
+    def _tokens(self) -> list[str]:
+        """The vocabulary; tokens without a text have one of their id, as in llama.cpp."""
+        tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(self.list("tokens", str))]
+        if not tokens:
+            raise BadInput(
+                f"{self.path} holds no tokenizer: put the model's tokenizer.json beside it"
+            )
+        if len(set(tokens)) < len(tokens):
+            first = {text: index for index, text in reversed(list(enumerate(tokens)))}
+            twice, index = next((text, i) for i, text in enumerate(tokens) if first[text] != i)
+            raise BadInput(
+                f"{self.path}: the tokens {first[twice]} and {index} are both {shortened(twice)}: put the "
+                "model's tokenizer.json next to the file"
+            )
+        return tokens
 
     def text(self, key: str) -> str | None:
         return _text(self._metadata.get(key))

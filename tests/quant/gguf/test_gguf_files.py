@@ -164,6 +164,13 @@ def test_foreign_and_other_files_are_named(stories, damaged):
         damaged(b"GGML" + data[4:])
     with pytest.raises(BadInput, match="version 2: this reads version 3"):
         damaged(b"GGUF" + struct.pack("<I", 2) + data[8:])
+    with pytest.raises(BadInput, match="big-endian file: convert it"):
+        damaged(b"GGUF" + struct.pack(">I", 3) + data[8:])
+    count = struct.unpack("<Q", data[16:24])[0]
+    for name, message in ((b"general.file_type", "key general.file_type twice"), (b"", "no name")):
+        key = struct.pack("<Q", len(name)) + name + struct.pack("<II", 4, 1)
+        with pytest.raises(BadInput, match=message):
+            damaged(data[:16] + struct.pack("<Q", count + 1) + key + data[24:])
     with pytest.raises(BadInput, match="architecture 'blama' is not read"):
         damaged(data.replace(b"llama", b"blama", 1).replace(b"blama.context", b"llama.context"))
     with pytest.raises(BadInput, match=r"lacks the key llama\.block_count"):

@@ -162,6 +162,8 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "another base": ("gemma2", {"rope__freq_base_swa": 500.0}),
     "part of a head": ("llama", {"rope__dimension_count": 8}),
     "narrow values": ("llama", {"attention__value_length": 8}),
+    "text for a number": ("llama", {"rope__freq_base": "big"}),
+    "no number": ("llama", {"attention__layer_norm_rms_epsilon": float("nan")}),
     "heads of each layer": ("llama", {"attention__head_count_kv": [2, 1]}),
     "OLMo 3": ("olmo2", {"attention__sliding_window": 64}),
     "longrope": ("phi", {"rope__scaling__type": "longrope"}),
@@ -230,11 +232,34 @@ def test_an_unknown_key_of_the_tokenizer_is_refused_by_name(tmp_path: Path) -> N
         write_gguf(path, metadata | {f"tokenizer.ggml.{key}": value}, [])
         with pytest.raises(BadInput, match=rf"tokenizer\.ggml\.{key} is .*tokenizer\.json next to"):
             read_tokenizer(GgufFile(path))
-    harmless = {"normalizer.lowercase": False, "fim_pre_token_id": 5, "token_type_count": 1}
+    harmless = {"normalizer.lowercase": False, "fim_pre_token_id": 5, "add_unknown_token": False}
     more = {f"tokenizer.ggml.{key}": value for key, value in harmless.items()}
     foreign = {"tokenizer.huggingface.json": "{}", "quantize.imatrix.file": "x", "warp.key": 1}
     write_gguf(path, metadata | more | foreign, [])
     assert read_tokenizer(GgufFile(path)).eos_token_id == 2
+
+
+def test_texts_that_two_tokens_have_are_refused(tmp_path: Path) -> None:
+    """The official Gemma 4 files of ggml-org/llama.cpp#25739 have three; llama.cpp refuses them too."""
+    metadata = GgufFile(write_model(STORIES, tmp_path / "written", "Q8_0")).metadata
+    tokens = metadata["tokenizer.ggml.tokens"]
+    path = tmp_path / "odd.gguf"
+    write_gguf(path, metadata | {"tokenizer.ggml.tokens": [*tokens[:-1], tokens[-2]]}, [])
+    with pytest.raises(BadInput, match=rf"tokens 510 and 511 are both '{tokens[-2]}'"):
+        read_tokenizer(GgufFile(path))
+    write_gguf(path, metadata | {"tokenizer.ggml.tokens": [*tokens[:-2], "", ""]}, [])
+    assert read_tokenizer(GgufFile(path)).convert_ids_to_tokens(511) == "[EMPTY_511]"
+
+
+def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
+    keys = header(tmp_path, "llama").metadata | {"tokenizer.ggml.tokens": ["a"] * 33}
+    tensors = [
+        TensorToWrite(name, (32, 64), "F32", lambda: [bytes(4 * 32 * 64)])
+        for name in ("token_embd.weight", "output_norm.weight")
+    ]
+    write_gguf(tmp_path / "odd.gguf", keys, tensors)
+    with pytest.raises(BadInput, match="33 tokens and 32 embeddings"):
+        config_of(GgufFile(tmp_path / "odd.gguf"))
 
 
 def keys_of(tokens: list[str], types: list[int] | None = None, **ids: int) -> dict[str, Any]:
@@ -248,7 +273,12 @@ def test_what_ends_an_answer_is_what_llama_cpp_ends_it_at() -> None:
     assert end_tokens(keys_of(letters)) == ()
     assert end_tokens(keys_of(letters, eos=2)) == (2,)
     assert end_tokens(keys_of(letters, eos=2, eot=0, eom=3)) == (2, 0, 3)
-    assert end_tokens(keys_of(letters, eos=2, eot=9)) == (2,)
+    assert (
+        end_tokens(keys_of(letters, eos=2, eot=9))
+        == end_tokens(keys_of(letters, eos=2, eot=-1))
+        == (2,)
+    )
+    assert end_tokens(keys_of(letters, eos=2) | {"tokenizer.ggml.eos_token_ids": [2, 3]}) == (2, 3)
     assert end_tokens(keys_of(letters) | {"tokenizer.ggml.model": "llama"}) == (2,)
     for text in ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|endoftext|>"):
         assert end_tokens(keys_of([*letters, text], eos=1)) == (1, 4)
