@@ -32,6 +32,8 @@ from .read_tokenizer import read_tokenizer
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED_AS = {"float32": "F32", "float16": "F16"}
+# A config.json has them as lists; without one they are refused.
+_LONGROPE_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 # Looked up by row, so it is dequantized whatever its type in the file.
 _EMBEDDING = "model.embed_tokens"
 
@@ -54,10 +56,11 @@ class GgufCheckpoint(Checkpoint):
         self.config = stored_config(self._file)
         rules = rules_of(self.config)
         self._norm_offset = rules.norm_offset
+        beside = (self.folder / "config.json").is_file()
         self._infos: dict[str, TensorInfo] = {}
         types: dict[str, str] = {}
         for info in self._file.tensors.values():
-            if info.name == ROPE_FACTORS:
+            if info.name == ROPE_FACTORS or (beside and info.name in _LONGROPE_FACTORS):
                 continue
             stem, _, kind = info.name.rpartition(".")
             module = from_gguf(stem, rules)

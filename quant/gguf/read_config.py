@@ -38,23 +38,16 @@ def stored_config(file: GgufFile) -> dict[str, Any]:
     path = file.path.parent / "config.json"
     if not path.is_file():
         return config_of(file)
-    family, keys = _opened(file)
-    assert family.gguf is not None
-    from_keys, config = _shape(file, keys, family.gguf), read_json(path)
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        if config.get(name) != from_keys[name]:
-            raise _another_model(file, name, config.get(name), from_keys[name])
-    if config.get("vocab_size") != from_keys["vocab_size"]:
-        raise _another_model(file, "vocab_size", config.get("vocab_size"), from_keys["vocab_size"])
+    shape, config = _shape(file, _opened(file)[1]), read_json(path)
+    same = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    for name in (*same, "vocab_size"):
+        if config.get(name) != shape[name]:
+            raise BadInput(
+                f"{path} has {name} {config.get(name)!r}, but {file.path.name} beside it has "
+                f"{shape[name]}: they do not belong together"
+            )
     config.pop("quantization_config", None)
     return config
-
-
-def _another_model(file: GgufFile, name: str, given: Any, stored: Any) -> BadInput:
-    return BadInput(
-        f"{file.path.parent / 'config.json'} has {name} {given!r}, but {file.path.name} beside it has "
-        f"{stored}: they do not belong together"
-    )
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -70,7 +63,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model_type": family.name,
         "hidden_act": rules.activations[-1],
-        **_shape(file, keys, rules),
+        **_shape(file, keys),
         rules.epsilon[0]: keys.number(rules.epsilon[1], keys.need(rules.epsilon[1])),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": biased,
@@ -123,7 +116,7 @@ def _opened(file: GgufFile) -> tuple[ModelFamily, HeaderKeys]:
     raise BadInput(f"{file.path}: architecture {name!r} is not read here: {known} are")
 
 
-def _shape(file: GgufFile, keys: HeaderKeys, rules: GgufRules) -> dict[str, Any]:
+def _shape(file: GgufFile, keys: HeaderKeys) -> dict[str, Any]:
     """The sizes of a model, by `config.json`'s names."""
     for needed in ("token_embd.weight", "output_norm.weight"):
         if needed not in file.tensors:
@@ -132,16 +125,16 @@ def _shape(file: GgufFile, keys: HeaderKeys, rules: GgufRules) -> dict[str, Any]
     heads = shape["num_attention_heads"]
     shape["num_key_value_heads"] = keys.size("attention.head_count_kv", heads)
     shape["head_dim"] = keys.size("attention.key_length", shape["hidden_size"] // heads)
-    for equal in ("attention.value_length", "rope.dimension_count"):
-        if keys.size(equal, shape["head_dim"]) != shape["head_dim"]:
-            raise keys.refuse(equal, f"heads are {shape['head_dim']} wide")
     shape["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     return shape
 
 
 def _further_fields(keys: HeaderKeys, config: dict[str, Any], rules: GgufRules) -> dict[str, Any]:
-    """The fields that a family has beyond Llama's."""
+    """The fields that a family has beyond Llama's, and checks of what it shares with Llama."""
     fields: dict[str, Any] = {}
+    for width in ("attention.value_length", "rope.dimension_count"):
+        if keys.size(width, config["head_dim"]) != config["head_dim"]:
+            raise keys.refuse(width, f"heads are {config['head_dim']} wide")
     for name, key in rules.keys.items():
         value = keys.need(key) if key in _REQUIRED else keys.get(key)
         if value is not None:

@@ -206,6 +206,34 @@ def test_a_config_next_to_the_file_answers_for_its_keys(tmp_path: Path) -> None:
     assert stored_config(file) == config
 
 
+def test_longrope_is_read_from_the_config_next_to_the_file(tmp_path: Path) -> None:
+    """The converter writes no type, half of the heads' widths, and the factors as tensors."""
+    source = random_model(tmp_path / "source", "phi")
+    written = GgufFile(write_model(source, tmp_path / "out", "Q8_0"))
+    tensors = [
+        TensorToWrite(name, info.shape, info.type, lambda name=name: [written.data(name).tobytes()])
+        for name, info in written.tensors.items()
+    ]
+    ones = [1.0] * 16
+    for kind in ("long", "short"):
+        factors = TensorToWrite(f"rope_factors_{kind}.weight", (16,), "F32", lambda: [bytes(64)])
+        tensors.append(factors)
+    path = tmp_path / "phi" / "m.gguf"
+    path.parent.mkdir()
+    write_gguf(path, written.metadata | {"phi3.rope.dimension_count": 32}, tensors)
+    with pytest.raises(BadInput, match=r"rope\.dimension_count is 32.*config\.json next to"):
+        open_checkpoint(path)
+    write_gguf(path, written.metadata, tensors)
+    with pytest.raises(BadInput, match="rope_factors_long"):
+        open_checkpoint(path)
+    write_gguf(path, written.metadata | {"phi3.rope.dimension_count": 32}, tensors)
+    config = json.loads((source / "config.json").read_text())
+    rope = {"rope_type": "longrope", "short_factor": ones, "long_factor": ones}
+    config["rope_parameters"] |= rope | {"partial_rotary_factor": 0.5}
+    (path.parent / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(path).config["rope_parameters"] == config["rope_parameters"]
+
+
 def test_the_table_in_the_documentation_is_the_present_one() -> None:
     tool = Path(__file__).parents[3] / "tools" / "gguf_keys.py"
     checked = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
