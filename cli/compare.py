@@ -48,12 +48,12 @@ def compare(
         starts.check_absent()
         comparison = _compare_runs(arguments or [], limits, files)
         record = comparison.as_dict()
-    print_comparison(comparison, result_console(files.as_json, record))
     if files.summary is not None:
         from ..bench.report.comparison import summary
 
         with files.summary.open("a", encoding="utf-8") as page:
             page.write(summary(comparison))
+    print_comparison(comparison, result_console(files.as_json, record))
     if comparison.outcome.exit_code:
         raise typer.Exit(comparison.outcome.exit_code)
 

@@ -82,6 +82,7 @@ def kv_plan(
         say(f"warning: {warning}")
     found = answer_of(plan)
     answer = plan_as_dict(plan) | {"answer": answer_as_dict(found)}
+    _write(plan, answer, output)
     if output.as_json:
         emit_json(answer)
     else:
@@ -91,7 +92,6 @@ def kv_plan(
             show_engines(answer, console)
         if output.explain:
             show_explanation(plan, console)
-    _write(plan, answer, output)
 
 
 def _write(plan: DeploymentPlan, answer: dict[str, Any], output: PlanOutputOptions) -> None:

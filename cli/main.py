@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from .output.help_screen import App
+from .output.screen import install
 
 COMMANDS = {
     "quantize": "Quantize a model's weights; an interrupted run is resumed.",
@@ -106,6 +107,7 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; never returns."""
+    install()
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words or bool(os.environ.get("LLMOPT_DEBUG"))
     arguments = [word for word in words if word != "--debug"]
@@ -136,6 +138,7 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
 
     try:
         code = call()
+        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):  # outside a command
         print("interrupted", file=sys.stderr)
         return 130
@@ -149,10 +152,6 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 3
-    except BrokenPipeError:
-        # The reader of our stdout has exited.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except OSError as error:
         if debug or error.errno not in _OF_PLACES:
             raise

@@ -97,7 +97,8 @@ def read_turn(turn: Any) -> Message | None:
             else part
             for part in text
         ]
-        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        texts = [part for part in parts if isinstance(part, str)]
+        text = "".join(texts) if len(texts) == len(parts) else None
     return Message(role, text) if role is not None and isinstance(text, str) else None
 
 
