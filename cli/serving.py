@@ -166,7 +166,7 @@ def hand_over(engine: str, name: str, given: Mapping[str, Any]) -> None:
     if is_here and "served_model_name" in server.table:
         options.setdefault("served_model_name", short_name(Path(model)))
     command = server.command(model, options)
-    key = next(iter(given.get("api_key") or ()), None)
+    key = next(iter(given.get("api_key") or ()), "").strip()
     environment = {server.key_variable: key} if key and server.key_variable else {}
     shown = " ".join([*(f"{variable}=..." for variable in environment), shlex.join(command)])
     if given.get("print_command"):

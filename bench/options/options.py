@@ -241,6 +241,11 @@ class BenchOptions(BenchFields):
                 raise ValueError(f"{name!r} is none of {', '.join(METRICS)}")
         return names
 
+    @field_validator("api_key")
+    @classmethod
+    def _without_line_end(cls, key: str | None) -> str | None:
+        return key and key.strip()  # a file's last line feed is no part of a key
+
     @field_validator("think_time", mode="before")
     @classmethod
     def _pauses(cls, value: Any) -> str:

@@ -234,7 +234,7 @@ def server_address(options: BenchOptions) -> Address:
         options.base_url,
         backend=options.backend,
         endpoint=options.endpoint,
-        api_key=options.api_key or os.environ.get("OPENAI_API_KEY"),
+        api_key=options.api_key or os.environ.get("OPENAI_API_KEY", "").strip(),
         headers=options.header,
         verify_tls=not options.insecure,
     )

@@ -337,7 +337,10 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_limits(self, by_flag=True)
-        admin = self.admin_api_key
+        # A file's last line feed is no part of a key.
+        object.__setattr__(self, "api_keys", tuple(key.rstrip("\r\n") for key in self.api_keys))
+        admin = self.admin_api_key and self.admin_api_key.rstrip("\r\n")
+        object.__setattr__(self, "admin_api_key", admin)
         for key in self.api_keys if admin is None else (*self.api_keys, admin):
             if not is_sendable(key):
                 raise BadInput("an API key is empty or has characters that no header can carry")

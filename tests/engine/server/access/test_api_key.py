@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+from llmopt.bench.options.options import BenchOptions
+from llmopt.bench.session.http_session import server_address
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests.keys import KeyRing
 
@@ -30,6 +33,16 @@ def test_only_the_admin_s_key_is_an_admin() -> None:
     assert clients(apart, b"k1", b"root") == [(0, "api-key-1", False), (1, "admin", True)]
     listed = ServerOptions(api_keys=("k1", "k2"), admin_api_key="k2")
     assert clients(listed, b"k1", b"k2") == [(0, "api-key-1", False), (1, "api-key-2", True)]
+
+
+def test_a_last_line_feed_is_no_part_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ServerOptions(api_keys=("k1\r\n",), admin_api_key="root\n")
+    assert clients(options, b"k1", b"root") == [(0, "api-key-1", False), (1, "admin", True)]
+    there = {"base_url": "http://127.0.0.1:9"}
+    header = ("Authorization", "Bearer k1")
+    assert header in server_address(BenchOptions(**there, api_key="k1\n")).headers
+    monkeypatch.setenv("OPENAI_API_KEY", "k1\r\n")
+    assert header in server_address(BenchOptions(**there)).headers
 
 
 def test_only_an_admin_sees_metrics_and_the_engine() -> None:
