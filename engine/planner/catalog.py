@@ -134,7 +134,7 @@ class PlannedModel:
                 raise
             method = (stored_quantization(self.config) or {}).get("quant_method")
             recipe = replace(BF16, name=str(method))
-        if recipe is BF16 and self.plain_bytes == 4 and self.stored_bytes is not None:
+        if recipe is BF16 and self.plain_bytes == 4:
             recipe = recipe_for("float32", self.shape)
         return replace(recipe, plain_bytes=self.plain_bytes, stored_bytes=self.stored_bytes)
 

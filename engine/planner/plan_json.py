@@ -83,7 +83,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "checkpoint_file_bytes": checkpoint_file_bytes(shape, plan.recipe),
         "weight_bytes_from": "headers" if plan.recipe.stored_bytes else "recipe",
         "engine": plan.setup.engine,
-        "run_plain_bytes": plan.setup.cpu_plain_bytes if first.device.kind == "cpu" else None,
+        "run_plain_bytes": plan.setup.run_bytes(plan.recipe, first.device.kind),
         "prefix_hit_rate": work.prefix_share,
         "kv_dtype": work.kv_dtype,
         "kv_bytes_per_element": float(element),

@@ -90,6 +90,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         if ask.draft_tokens is None
         else Speculation(ask.draft_tokens, ask.acceptance, ask.draft_cost),
         cpu_plain_bytes=plain_bytes,
+        keeps_float32=ask.weights is not None and recipe.plain_bytes == recipe.bits / 8,
     )
     ranked = any(name.lower() == "all" for name in ask.gpus)
     plan = make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked, beside=beside)
@@ -97,6 +98,11 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         f"runs of {path} in {ask.measured} are left out: the model is no longer there"
         for path in lost_models(runs)
     ]
+    if not on_cpu and setup.run_bytes(recipe, "cuda") is not None:
+        lost.append(
+            "the checkpoint is float32, which engines hold in 16 bits on a GPU: --weights float32 plans "
+            "--dtype float32"
+        )
     return replace(plan, warnings=(*plan.warnings, *lost))
 
 

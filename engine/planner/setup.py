@@ -25,7 +25,7 @@ from .load import PlannedLoad
 from .memory import Reserve
 from .speed import Efficiency
 from .step_parameters import OwnRows
-from .weights import WeightRecipe
+from .weights import UNQUANTIZED_BYTES, WeightRecipe
 
 # Default fraction of the context that is output, the rest is prompt.
 OUTPUT_FRACTION = 0.25
@@ -228,6 +228,7 @@ class Setup:
     """Options of the engine and the devices; None leaves one to the solver or its default.
 
     `cpu_plain_bytes` are those of the dtype of llmopt's engine on a CPU; None: every weight is as stored.
+    `keeps_float32`: an explicit `--dtype float32`, without which engines hold such weights in 16 bits.
     """
 
     tp: int | None = None
@@ -245,6 +246,7 @@ class Setup:
     prices: Prices | None = None
     speculation: Speculation | None = None
     cpu_plain_bytes: int | None = None
+    keeps_float32: bool = False
 
     def __post_init__(self) -> None:
         engine_rule(self.engine)
@@ -263,9 +265,20 @@ class Setup:
 
     def run_recipe(self, recipe: WeightRecipe, shape: ModelShape, kind: str) -> WeightRecipe:
         """The weights as the engine runs them on a kind of device."""
-        if kind == "cpu" and self.cpu_plain_bytes is not None:
-            return recipe.as_run(shape, self.cpu_plain_bytes)
-        return recipe
+        plain_bytes = self.run_bytes(recipe, kind)
+        return recipe if plain_bytes is None else recipe.as_run(shape, plain_bytes)
+
+    def run_bytes(self, recipe: WeightRecipe, kind: str) -> int | None:
+        """Bytes of the dtype that plain weights are held in; None: as they are stored.
+
+        On GPUs the dtype `auto` of llmopt, vLLM and SGLang is 16 bits for float32 checkpoints too; llama.cpp
+        runs what is in its file.
+        """
+        if kind == "cpu":
+            return self.cpu_plain_bytes
+        is_held_wide = self.keeps_float32 or self.engine == "llama.cpp"
+        is_narrowed = recipe.plain_bytes > UNQUANTIZED_BYTES and not is_held_wide
+        return UNQUANTIZED_BYTES if is_narrowed else None
 
     @property
     def duty_cycle(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from llmopt.engine.planner.catalog import find_model
@@ -70,3 +71,33 @@ def test_a_float32_engine_widens_what_is_no_linear_of_its_own() -> None:
     assert kept == BF16.bytes_of(ours.shape.tensors()) + 2 * norms
     widened = BF16.as_run(theirs.shape, 4)
     assert widened.bytes_of(theirs.shape.tensors()) == 2 * BF16.bytes_of(theirs.shape.tensors())
+
+
+@pytest.mark.parametrize(
+    ("engine", "weights", "bytes_held", "label"),
+    [
+        ("vllm", None, 2, "float32"),
+        ("llmopt", None, 2, "float32"),
+        ("sglang", None, 2, "float32"),
+        ("llama.cpp", None, 4, "float32"),
+        ("vllm", "float32", 4, "float32"),
+        ("vllm", "bf16", 2, "bf16"),
+    ],
+)
+def test_a_float32_checkpoint_takes_16_bits_on_a_gpu(
+    engine: str, weights: str | None, bytes_held: int, label: str, tmp_path: Path
+) -> None:
+    """As `--dtype auto` of the engines has it: vLLM's _resolve_auto_dtype narrows float32 models."""
+    config = dict(find_model("qwen2.5-7b").config)
+    config.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))
+    ask = PlanRequest(str(tmp_path), gpus=("l40s",), engine=engine, weights=weights)
+    made = plan_for(ask)
+    plan = plan_as_dict(made)
+    assert plan["weights"] == label
+    stored_bytes = 2 if label == "bf16" else 4
+    assert plan["weight_bytes"] == stored_bytes * plan["param_count"]
+    per_rank = sum(device["weight_bytes_per_rank"] * device["tp"] for device in plan["gpus"])
+    assert per_rank == pytest.approx(bytes_held * plan["param_count"], rel=0.01)
+    is_narrowed = bytes_held < stored_bytes
+    assert any("hold in 16 bits" in warning for warning in made.warnings) == is_narrowed
