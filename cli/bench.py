@@ -1,10 +1,8 @@
-"""`llmopt bench`: measure a model under load, at a sweep of loads, or over a grid of servers and loads."""
+"""`llmopt bench`: measure a model under load, or at a sweep of loads."""
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +14,6 @@ from ..engine.config.config import EngineConfig
 from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_options
 from .options.shared import (
-    GridOptions,
     ModelOptions,
     ResultOptions,
     SweepOptions,
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from ..bench.page.page import ReportTable, ReportVerdict
     from ..bench.record.tracking import Tracker
     from ..bench.session.run_sessions import Judged
-    from ..bench.studies.grid_plan import GridPlan
 
 WORKLOAD = (of_bench.DataOptions, of_bench.ConversationOptions)
 WORKLOAD += (of_bench.ArrivalOptions, of_bench.LoadOptions)
@@ -43,7 +39,6 @@ def bench(
     model: ModelOptions,
     workload: Annotated[Words, From(*WORKLOAD)],
     sweep: SweepOptions,
-    grid: GridOptions,
     target: Annotated[Words, From(of_bench.TargetOptions)],
     engine: Annotated[Words, From(EngineConfig)],
     scores: Annotated[Words, From(of_bench.MetricOptions, of_bench.QualityOptions)],
@@ -54,28 +49,16 @@ def bench(
 ) -> None:
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
     from ..bench.options.options import BenchOptions, checked
-    from ..quant.base.errors import BadInput
 
     if target["check_client"] and target["base_url"] is None and target["serve"] is None:
         _print_client_errors(target, as_json=result.as_json)
         return
-    grid.check()
-    if not grid.is_asked_for:
-        result.check()
-    elif not grid.dry_run:  # an existing folder is continued
-        result.check_writable()
+    result.check()
     name, wanted = model.name, verdict.wanted()
     given = {**workload, **target, **scores, **record, "model": name}
     # Options that were not given stay unset: some data sets have their own defaults.
     given = {key: value for key, value in given.items() if value is not None}
     given |= keywords_of_words(EngineConfig, engine)
-    if grid.is_asked_for:
-        if sweep.is_asked_for or wanted is not None:
-            raise BadInput(
-                "a grid has no load sweep, search or comparison: leave those options away"
-            )
-        run_bench_grid(given, grid, result, tracking.trackers())
-        return
     options = checked(BenchOptions, given, "option")
     check_models(given)
     _check_inputs(options, wanted)
@@ -250,77 +233,3 @@ def _show(table: ReportTable, verdict: ReportVerdict, out: Console) -> None:
 
     print_table(table, out)
     say(f"{verdict.headline} {verdict.sentence}", out)
-
-
-DRY_PORT = 8000
-
-
-def run_bench_grid(
-    given: Mapping[str, Any],
-    grid: GridOptions,
-    result: ResultOptions,
-    trackers: Sequence[Tracker],
-) -> None:
-    """Run or continue a grid, write its folder, print its table.
-
-    Raises:
-        BadInput: an option or a parameter file is invalid, or the folder is of something else.
-    """
-    from ..bench.record.tracking import of_result
-    from ..bench.studies.grid_cells import open_grid, parse_axes, run_grid, run_grid_on_ray
-    from ..bench.studies.grid_page import console_table, grid_verdict, write_grid
-    from ..bench.studies.grid_plan import plan_grid
-    from ..quant.base.atomic_io import interrupts_held
-    from .output.bench_tables import track
-    from .output.console import TerminalProgress, result_console, say
-
-    axes = parse_axes(grid.pareto)
-    plan = plan_grid(given, grid.serve_params, grid.bench_params, grid.link_vars)
-    if grid.dry_run:
-        for line in commands(plan):
-            print(line)
-        return
-    on_ray = grid.is_on_ray
-    folder = result.output or result.folder(plan.name)
-    open_grid(plan, folder)
-
-    def after_cell(cell: Mapping[str, Any], where: Path) -> None:
-        track(trackers, of_result(cell, where))
-
-    with TerminalProgress() as progress:
-        if on_ray:
-            is_whole = run_grid_on_ray(plan, folder, progress, after_cell)
-        else:
-            refresh = partial(write_grid, plan, folder, axes)
-            is_whole = run_grid(plan, folder, progress, after_cell=after_cell, refresh=refresh)
-    with interrupts_held():
-        record = write_grid(plan, folder, axes)
-    out = result_console(result.as_json, record)
-    _show(console_table(record), grid_verdict(record), out)
-    if not is_whole:
-        goes_on = f"the same line with --output {folder} goes on"
-        say(f"interrupted: finished cells are in {folder}; {goes_on}")
-        raise typer.Exit(130)
-    say(f"Report: {folder / 'report.html'}", out)
-    if any(row["status"] != "done" for row in record["cells"]):
-        raise typer.Exit(1)
-
-
-def commands(plan: GridPlan) -> list[str]:
-    """The command lines of a grid: each server's, and below it its benchmarks'."""
-    from ..bench.load.started_server import dry_command
-    from ..bench.studies.grid_plan import bench_words, changed_fields
-
-    lines = []
-    for row in plan.rows():
-        options = row[0].options
-        target = [] if options.model is None else ["--model", options.model]
-        if options.serve is not None:
-            lines.append(shlex.join(dry_command(options, DRY_PORT)))
-            target = ["--base-url", f"http://127.0.0.1:{DRY_PORT}"]
-        elif options.base_url is not None:
-            target = ["--base-url", options.base_url]
-        for cell in row:
-            words = ["llmopt", "bench", *target, *bench_words(changed_fields(cell.options))]
-            lines.append(("    " if options.serve is not None else "") + shlex.join(words))
-    return lines

@@ -26,9 +26,8 @@ from ..load.started_server import preset
 from ..quality.passage import DOMAINS
 from ..quality.summary import score_of
 from ..record.result import plain
-from ..studies.grid_plan import server_words
 from ..studies.jobs import jobs_of
-from ..studies.recipe import Recipe
+from ..studies.recipe import Recipe, server_words
 from ..studies.recipe_files import Stages, VariantRun
 from ..studies.recipe_run import run_recipe
 from .best_page import best_page

@@ -287,19 +287,6 @@ def server_arguments(options: BenchOptions, chosen: Preset, model: str, port: in
     return [*words, *_words(options.serve_args)]
 
 
-def dry_command(options: BenchOptions, port: int) -> list[str]:
-    """The command that `served` would start, the program as it is called where it is not installed.
-
-    Raises:
-        BadInput: an unknown server, an unsupported model or malformed arguments.
-    """
-    assert options.serve is not None
-    chosen = preset(options.serve)
-    model, _ = _model(options, chosen)
-    program = str(options.serve_program or chosen.program or sys.executable)
-    return without_secrets([program, *server_arguments(options, chosen, model, port)])
-
-
 def _served_name(chosen: Preset, model: str, name: str) -> str | None:
     """The name in requests; None: the running server says it."""
     if chosen.has_no_name:

@@ -1,1 +1,1 @@
-"""Studies of several runs: recipes, grids and paired starts of two builds."""
+"""Studies of several runs: recipes and paired starts of two builds."""

@@ -7,8 +7,10 @@ those commands.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -17,6 +19,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    ValidationError,
     field_validator,
     model_validator,
 )
@@ -42,7 +45,6 @@ from ..machine.environment import without_secrets
 from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads
 from ..record.tracking import Tracker, TrackingOptions
-from .grid_plan import server_words
 
 BASE_NAME = "original"
 
@@ -157,6 +159,32 @@ class ServeStep(model_of(*_SERVER, but=("served_model_name", "print_command", "s
         return shlex.join(server_words(asked))
 
 
+def server_words(params: Mapping[str, Any]) -> list[str]:
+    """Command-line words of a server's parameters, as vLLM makes them.
+
+    `max_num_seqs: 8` is `--max-num-seqs 8`; true and false are `--x` and `--no-x`, of a nested parameter
+    (`a.b`) `--a.b=true`; a list repeats the option; a mapping is JSON.
+    """
+    words: list[str] = []
+    for key, value in params.items():
+        head, dot, rest = key.partition(".")
+        flag = "--" + head.replace("_", "-") + dot + rest
+        if isinstance(value, bool):
+            negative = flag.replace("--", "--no-", 1)
+            words.append(
+                f"{flag}={_as_text(value)}" if dot else flag if value else negative,
+            )
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            words += [flag, _as_text(item)]
+    return words
+
+
+def _as_text(value: Any) -> str:
+    """A value as a word of a command line; mappings and lists as JSON."""
+    return json.dumps(value) if isinstance(value, bool | Mapping | list) else str(value)
+
+
 def _refuse(values: Any, *keys: str) -> Any:
     """The values of a step, without keys that the recipe itself sets."""
     for key in keys:
@@ -209,6 +237,34 @@ class Variant(_Strict):
         """The quantization to make; None: there is nothing to make."""
         is_alone = self.model_fields_set == {"name"}
         return QuantizeStep() if is_alone else self.quantize
+
+
+_Values = Annotated[list[Any], Field(min_length=1)]
+
+
+class Grid(_Strict):
+    """Lists of values of what a variant has: each combination of them is a variant."""
+
+    model: _Values | None = None
+    quantize: dict[str, _Values] = Field(default_factory=dict)
+    serve_local: dict[str, _Values] = Field(default_factory=dict)
+    bench: dict[str, _Values] = Field(default_factory=dict)
+
+    def variants(self) -> list[dict[str, Any]]:
+        """The variants as a recipe has them; the options that a name begins with change slowest."""
+        steps = {name: getattr(self, name) for name in ("quantize", "serve_local", "bench")}
+        axes = [(step, key, values) for step, axes in steps.items() for key, values in axes.items()]
+        if self.model is not None:
+            axes.insert(0, ("", "model", self.model))
+        variants = []
+        for values in product(*(values for _, _, values in axes)):
+            variant: dict[str, Any] = {}
+            for (step, key, _), value in zip(axes, values, strict=True):
+                (variant.setdefault(step, {}) if step else variant)[key] = value
+            words = [f"{key}-{_as_text(v)}" for (_, key, _), v in zip(axes, values, strict=True)]
+            name = "_".join(re.sub(r"[^\w.-]+", "_", word) for word in words)
+            variants.append({"name": name, **variant})
+        return variants
 
 
 class CompareStep(_Strict):
@@ -284,7 +340,7 @@ class Recipe(_Strict):
     `interleave` loads all models, or starts all servers, at once and interleaves their passes (paired runs),
     so that drift of the machine affects all alike; without it they run one after another. `num_threads` are
     the CPU threads of every step here. `bench` and `serve_local` hold for the original, and for each variant
-    that says nothing else.
+    that says nothing else. A `grid` becomes variants, behind the others.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -295,6 +351,7 @@ class Recipe(_Strict):
     bench: BenchStep = BenchStep()
     serve_local: ServeStep | None = None
     variants: tuple[Variant, ...] = ()
+    grid: Grid | None = None
     capacity: CapacityStep | None = None
     compare: CompareStep = CompareStep()
 
@@ -302,6 +359,19 @@ class Recipe(_Strict):
     @classmethod
     def _own_keys(cls, values: Any) -> Any:
         return _refuse(values, "model", "name", "started_server")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expanded(cls, values: Any) -> Any:
+        """Put variants in the place of a grid; one of another form stays for its field to refuse."""
+        if not isinstance(values, Mapping) or not isinstance(values.get("variants", []), list):
+            return values
+        try:
+            variants = Grid.model_validate(values.get("grid")).variants()
+        except ValidationError:
+            return values
+        others = {key: value for key, value in values.items() if key != "grid"}
+        return {**others, "variants": [*values.get("variants", []), *variants]}
 
     @field_validator("variants")
     @classmethod

@@ -60,7 +60,12 @@ def read_recipe(name: str, model: str | None = None, changes: Sequence[str] = ()
     for change in changes:
         changed[_set(values, change)] = f"--set {change}"
 
+    variants = values.get("variants")
+    num_variants = len(variants) if isinstance(variants, list) else 0
+
     def where(place: Sequence[int | str]) -> str:
+        if place[:1] == ("variants",) and int((*place, 0)[1]) >= num_variants:
+            place = ("grid", *place[2:])  # the variants that were made from it
         at, line = tuple(place), f"{path}, line {line_of(root, place)}"
         for changed_at, words in reversed(changed.items()):
             if at[: len(changed_at)] == changed_at:
@@ -77,12 +82,12 @@ def read_recipe(name: str, model: str | None = None, changes: Sequence[str] = ()
     try:
         _ = recipe.compare.share, recipe.compare.quality_gate
     except BadInput as error:
-        raise BadInput(f"{where(['compare'])}: compare: {error}") from error
+        raise BadInput(f"{where(('compare',))}: compare: {error}") from error
     for number, variant in enumerate(recipe.variants):
         try:
             bench_of(recipe, variant)
         except BadInput as error:
-            raise BadInput(f"{where(['variants', number])}: {error}") from error
+            raise BadInput(f"{where(('variants', number))}: {error}") from error
     return recipe
 
 

@@ -1,6 +1,6 @@
 """Options of several commands: the model, output folders, printed output.
 
-Those of `bench` and `compare` beside the benchmark's own too: sweeps, grids, verdicts, starts.
+Those of `bench` and `compare` beside the benchmark's own too: sweeps, verdicts, starts.
 """
 
 from __future__ import annotations
@@ -113,19 +113,14 @@ class FolderOptions:
     )
     result_dir: Path = option(Path("runs"), "Parent of run folders.")
 
-    def check_writable(self) -> None:
-        """Raises `BadInput` before measuring if the default folder cannot be made."""
+    def check(self) -> None:
+        """Raises `BadInput` before measuring if the output exists or cannot be written."""
         from ...quant.base.atomic_io import check_output
+        from ...quant.base.errors import BadInput
 
         if self.output is None:
             check_output(self.result_dir / "run", "--result-dir", folder=True)
-
-    def check(self) -> None:
-        """Raises `BadInput` before measuring if the output exists or cannot be written."""
-        from ...quant.base.errors import BadInput
-
-        self.check_writable()
-        if self.output is not None and self.output.exists():
+        elif self.output.exists():
             raise BadInput(f"--output {self.output} exists: name another folder, or remove it")
 
     def folder(self, name: str) -> Path:
@@ -201,50 +196,6 @@ class SweepOptions:
             raise BadInput(f"--slo-by {self.slo_by!r}: rate or concurrency")
         required_slo(self.slo)
         return "concurrency" if self.slo_by == "concurrency" else "rate"
-
-
-@dataclass(frozen=True, slots=True)
-class GridOptions(RayOptions):
-    """The two parameter files of a grid, and what is done with its cells."""
-
-    PANEL: ClassVar = "Grid"
-
-    serve_params: Path | None = option(
-        None,
-        "YAML or JSON list of the server flags of each configuration; the server of --serve is "
-        "started for each. An unfinished grid is continued by the same line with its --output.",
-    )
-    bench_params: Path | None = option(
-        None, "YAML or JSON list of benchmark options; measured on each configuration."
-    )
-    link_vars: str | None = option(
-        None,
-        "Measure only cells where SERVE_PARAM=BENCH_PARAM are equal, such as "
-        "max_num_seqs=max_concurrency.",
-    )
-    pareto: str | None = option(
-        None, "Axes of the Pareto plot. Default: tokens_per_user,tokens_per_gpu."
-    )
-    dry_run: bool = option(False, "Print the commands of the grid and end.", flag="--dry-run")
-
-    @property
-    def is_asked_for(self) -> bool:
-        return self.serve_params is not None or self.bench_params is not None
-
-    def check(self) -> None:
-        """Refuse options of a grid without one.
-
-        Raises:
-            BadInput: --link-vars, --pareto, --dry-run or --on alone.
-        """
-        from ...quant.base.errors import BadInput
-
-        if self.is_asked_for:
-            return
-        for name in ("link_vars", "pareto", "dry_run", "on"):
-            if getattr(self, name):
-                flag = name.replace("_", "-")
-                raise BadInput(f"--{flag} needs a grid: give --serve-params or --bench-params")
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,3 +176,13 @@ def test_an_interrupt_writes_what_finished_and_stops_the_server(tmp_path: Path) 
         except OSError:
             continue
         assert port.encode() not in said
+
+
+def test_a_command_line_is_a_server() -> None:
+    made = preset("srv --m {model} --n {name} -p {port} --j '{\"a\": {}}'")
+    words = made.arguments("/m/x", "x", 81)
+    assert made.program == "srv" and words == [
+        *("--m", "/m/x", "--n", "x", "-p", "81"),
+        *("--j", '{"a": {}}'),
+    ]
+    assert not made.has_no_name and preset("srv {port}").has_no_name

@@ -14,8 +14,6 @@ from llmopt.bench.page.page import Page, to_html
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.joined import joined_page
-from llmopt.bench.studies.grid_cells import FIGURES
-from llmopt.bench.studies.grid_page import grid_page
 from llmopt.bench.studies.recipe_page import recipe_page
 
 from ...support.browser import CHROMIUM, opened_page
@@ -48,28 +46,6 @@ OVERLAPS = """
 """
 
 
-def a_grid() -> Page:
-    """Loads of three servers, two of them at nearly the same figures."""
-    rows = []
-    for server, factor in (("max_num_seqs=8", 1.0), ("max_num_seqs=64", 1.02), ("eager", 0.4)):
-        for users in (1, 2, 4, 8, 16):
-            per_user = factor * 110 / (1 + users / 16)
-            figures: dict[str, Any] = dict.fromkeys(FIGURES, None)
-            figures |= {"tokens_per_user": per_user, "tokens_per_gpu": users * per_user}
-            figures |= {"output_throughput": users * per_user, "median_ttft_ms": 10.0 * users}
-            key = f"{len(rows):03}-{server}--max_concurrency={users}"
-            rows.append(
-                {**figures, "cell": key, "status": "done", "error": None, "serve": server}
-                | {"bench": f"max_concurrency={users}", "bench.max_concurrency": users}
-            )
-    spec = {"options": {"num_prompts": 8}}
-    front = [row["cell"] for row in rows[5:10]]
-    axes = ["tokens_per_user", "tokens_per_gpu"]
-    return grid_page(
-        {"name": "g", "spec": spec, "axes": axes, "pareto_front": front, "cells": rows}
-    )
-
-
 def a_joined_page() -> Page:
     """Three runs, each under its own ceilings, with names as people give them."""
     runs = []
@@ -91,7 +67,6 @@ def roofline_of(flops: float, bandwidth: float) -> dict[str, Any]:
 PAGES = {
     "best": lambda: best_page(a_decision()),
     "comparison": lambda: comparison_page(*(two := (data("base"), data("new"))), compare(*two)),
-    "grid": a_grid,
     "joined": a_joined_page,
     "recipe": lambda: recipe_page(a_recipe(100, 104, "float32", "float32")),
 }
@@ -102,7 +77,7 @@ PAGES = {
     "names",
     [
         ("best", "comparison"),
-        pytest.param(("grid", "joined", "recipe"), marks=pytest.mark.whole),
+        pytest.param(("joined", "recipe"), marks=pytest.mark.whole),
     ],
 )
 def test_a_browser_shows_readable_charts_on_phones_and_desktops(

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
-from llmopt.bench.studies.grid_plan import read_combinations
 from llmopt.bench.studies.recipe import steps_of
 from llmopt.bench.studies.recipe_files import line_of, read_recipe
 from llmopt.cli.main import run_guarded
@@ -87,8 +86,6 @@ def test_hostile_yaml_is_bad_input(text: str | bytes, tmp_path: Path) -> None:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadInput, match=r"bad\.yaml: not YAML"):
         read_recipe(str(path))
-    with pytest.raises(BadInput, match=r"bad\.yaml"):
-        read_combinations(path, "--serve-params")
     path.write_text(GOOD)
     with pytest.raises(BadInput, match=r"--set bench\.num_prompts=\[2024-13-45\]"):
         read_recipe(str(path), changes=["bench.num_prompts=[2024-13-45]"])

@@ -255,8 +255,9 @@ def test_the_page_of_run_shows_what_is_valid_and_what_is_bundled() -> None:
     docs = Path(__file__).parents[3] / "docs"
     page = (docs / "commands" / "run.md").read_text(encoding="utf-8")
     blocks = [part.partition("```")[0] for part in page.split("```yaml\n")[1:]]
-    quickstart, variants = (yaml.safe_load(block) for block in blocks)
+    quickstart, variants, grid = (yaml.safe_load(block) for block in blocks)
     Recipe.model_validate(quickstart)
+    assert len(Recipe.model_validate(grid).variants) == 6
     shown = Recipe.model_validate({"name": "shown", "model": "m", **variants})
     for variant in shown.variants:
         bench_of(shown, variant)
