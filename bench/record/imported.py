@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ ASKED = {
     "load": "the load",
     "load.seed": "sampling and seeds",
 }
+LM_EVAL = ("results", "configs", "n-shot")
+"""Keys that a result of lm-eval has."""
 SUFFIXES = (".json", ".jsonl")
 TOTAL_TOKENS = "shape.total_input_tokens"
 NO_LOAD = {"load.num_prompts"}
@@ -67,27 +68,23 @@ def read_imported(path: Path) -> ImportedRun | None:
         return None
     if not (rows := read_rows(file) if file.suffix == ".jsonl" else _rows(file)):
         return None
-    evaluation = next(
-        (read for marks, read in EVALUATIONS if all(at(rows[0], m) is not None for m in marks)),
-        None,
-    )
-    found = next((one for one in FORMATS if _is_of(one, rows)), None)
-    if evaluation is None and found is None:
+    is_evaluation = _has(rows[0], LM_EVAL)
+    format = next((known for known in FORMATS if all(_has(row, known.marks) for row in rows)), None)
+    if format is None and not is_evaluation:
         return None
     try:
-        if evaluation is not None:
-            return evaluation(rows[0], file)
-        assert found is not None
-        return _chosen(found, [*found.points(rows)], file, number)
+        if format is None or is_evaluation:
+            return _lm_eval(rows[0], file)
+        return _chosen(format, [*format.points(rows)], file, number)
     except BadInput:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        tool = "an evaluation" if found is None else found.tool
+        tool = "lm-eval" if format is None else format.tool
         raise BadInput(f"{file} is of {tool}, but cannot be read: {error!r}") from error
 
 
-def _is_of(one: Format, rows: Sequence[Row]) -> bool:
-    return all(at(row, mark) is not None for row in rows for mark in one.marks)
+def _has(row: Row, marks: Sequence[str]) -> bool:
+    return all(at(row, mark) is not None for mark in marks)
 
 
 def _rows(file: Path) -> list[Row]:
@@ -102,12 +99,11 @@ def _rows(file: Path) -> list[Row]:
 def _in_folder(folder: Path) -> ImportedRun | None:
     """The run of the one file in a folder that is a result."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
-    every = [*(marks for marks, _ in EVALUATIONS), *(one.marks for one in FORMATS)]
+    every = [LM_EVAL, *(format.marks for format in FORMATS)]
     known = [
         file
         for file in files
-        if (rows := _rows(file))
-        and any(all(at(rows[0], m) is not None for m in marks) for marks in every)
+        if (rows := _rows(file)) and any(_has(rows[0], marks) for marks in every)
     ]
     if len(known) > 1:
         some = ", ".join(str(path.relative_to(folder)) for path in known[:4])
@@ -301,34 +297,12 @@ def _stamp(value: Any) -> str:
         return str(value) if value else UNKNOWN
 
 
-def _evaluation(
-    tool: str,
-    said: Mapping[str, Any],
-    file: Path,
-    date: Any,
-    protocol: str,
-    rows: list[dict[str, Any]],
-    samples: Mapping[str, Sequence[Row]],
-) -> ImportedRun:
-    """The run of an evaluation: task scores, paired by item where its samples are there; no speeds."""
-    items = items_of(samples, rows)
-    record = _record(tool, said, file, "", _stamp(date))
-    record["llmopt"]["tasks"] = {
-        "lm_eval_version": said.get("version.lm_eval"),
-        "protocol": protocol,
-        "limit": None,
-        "chat_template": None,
-        "error": None,
-        "metrics": rows,
-    }
-    return ImportedRun(record, items=items)
-
-
 def _lm_eval(content: Row, file: Path) -> ImportedRun:
-    """`results_TIME.json` of lm-eval, with `samples_TASK_TIME.jsonl` beside it (`--log_samples`)."""
+    """`results_TIME.json` of lm-eval: task scores, and no speeds; paired by item where its
+    `samples_TASK_TIME.jsonl` (`--log_samples`) are next to it."""
     rows = metric_rows({"higher_is_better": {}, "n-samples": {}, "versions": {}, **content})
     time = file.stem.removeprefix("results_")
-    logged = {
+    samples = {
         path.stem.removeprefix("samples_").removesuffix(f"_{time}"): read_rows(path)
         for path in sorted(file.parent.glob(f"samples_*_{time}.jsonl"))
     }
@@ -344,88 +318,17 @@ def _lm_eval(content: Row, file: Path) -> ImportedRun:
         "version.transformers": content.get("transformers_version"),
         "load.seed": at(content, "config.random_seed"),
     }
-    return _evaluation("lm-eval", _known(said), file, content.get("date"), protocol, rows, logged)
-
-
-def _lighteval(content: Row, file: Path) -> ImportedRun:
-    """`results/MODEL/results_TIME.json` of lighteval, with `details/MODEL/TIME/details_TASK_TIME.parquet`;
-    MODEL is a path of any depth."""
-    rows, samples = [], {}
-    time = file.stem.removeprefix("results_")
-    for key, values in content["results"].items():
-        if key == "all":
-            continue
-        name, _, shots = key.rpartition("|")
-        task = name.replace("|", ":") or key
-        samples[task] = _details(file, f"details_{key}_{time}.parquet")
-        directions = {
-            at(one, "metric_name"): at(one, "higher_is_better")
-            for one in (content["config_tasks"].get(key) or {}).get("metrics") or ()
-        }
-        rows += [
-            {
-                "task": task,
-                "is_group": key.endswith(":_average|0"),
-                "version": at(content, "versions") and content["versions"].get(key),
-                "num_fewshot": int(shots) if shots.isdigit() else None,
-                "num_samples": len(samples[task]) or None,
-                "metric": metric,
-                "filter": "none",
-                "value": value,
-                "stderr": values.get(f"{metric}_stderr"),
-                "higher_is_better": directions.get(metric),
-            }
-            for metric, value in values.items()
-            if isinstance(value, int | float) and not metric.endswith("_stderr")
-        ]
-    said = {
-        "model": at(content, "config_general.model_name")
-        or at(content, "config_general.model_config.model_name"),
-        "version.lighteval": at(content, "config_general.lighteval_sha"),
+    record = _record("lm-eval", _known(said), file, "", _stamp(content.get("date")))
+    record["llmopt"]["tasks"] = {
+        "lm_eval_version": content.get("lm_eval_version"),
+        "protocol": protocol,
+        "limit": None,
+        "chat_template": None,
+        "error": None,
+        "metrics": rows,
     }
-    said = {
-        **said,
-        "version.lighteval": None
-        if said["version.lighteval"] == "?"
-        else said["version.lighteval"],
-    }
-    return _evaluation("lighteval", _known(said), file, None, "lighteval", rows, samples)
-
-
-def _details(file: Path, name: str) -> list[Row]:
-    """The samples of a task, as lm-eval logs them."""
-    beside = [file.with_name(name)]
-    roots = (one.parent / "details" for one in file.parents if one.name == "results")
-    found = next(
-        (
-            one
-            for one in chain(beside, *(root.rglob(name) for root in roots if root.is_dir()))
-            if one.is_file()
-        ),
-        None,
-    )
-    if found is None:
-        return []
-    import pyarrow.parquet as pq
-
-    return [
-        {
-            "doc_id": place,
-            "doc_hash": _hash(at(row, "doc.query")),
-            "filter": "none",
-            "filtered_resps": at(row, "model_response.text") or at(row, "model_response.logprobs"),
-            "target": at(row, "doc.gold_index"),
-            **row["metric"],
-        }
-        for place, row in enumerate(pq.read_table(found).to_pylist())
-    ]
+    return ImportedRun(record, items=items_of(samples, rows))
 
 
 def _known(said: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
-
-
-EVALUATIONS: tuple[tuple[tuple[str, ...], Callable[[Row, Path], ImportedRun]], ...] = (
-    (("results", "configs", "n-shot"), _lm_eval),
-    (("results", "config_general", "config_tasks"), _lighteval),
-)

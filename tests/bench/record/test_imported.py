@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from llmopt.bench.gate.compare import compare, noise_of_runs
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
@@ -58,20 +55,10 @@ PAIRS = {
         "sglang/new.jsonl",
         {"median_ttft_ms": 49.0, "mean_e2el_ms": 120.0, "completed": 16},
     ),
-    "inference-perf": (
-        "inference-perf/base",
-        "inference-perf/new",
-        {"median_ttft_ms": 98.0, "mean_tpot_ms": 15.0, "p99_e2el_ms": 1740.0, "failed": 0},
-    ),
     "llama-bench": (
         "llama-bench/base.json",
         "llama-bench/new.jsonl",
         {"output_throughput": 119.0, "input_throughput": 7100.0, "completed": None},
-    ),
-    "trtllm-bench": (
-        "trtllm-bench/base.json",
-        "trtllm-bench/new.json",
-        {"duration": 4.0, "p50_tpot_ms": 21.56, "mean_e2el_ms": 3000.0},
     ),
 }
 
@@ -133,14 +120,8 @@ def test_a_single_pair_says_what_it_could_see_and_what_settles_it() -> None:
         noise_of_runs([base])
 
 
-@pytest.mark.parametrize("tool", ["lm-eval", "lighteval"])
-def test_evaluations_that_tools_wrote_are_paired_by_item(tool: str, tmp_path: Path) -> None:
-    """In the depth of folders that lighteval gives the path of a model; a bar is in no name of this repository."""
-    for side in ("base", "new"):
-        shutil.copytree(RESULTS / tool / f"real_{side}", tmp_path / side)
-    for path in list(tmp_path.rglob("details_items_0*")):
-        path.rename(path.with_name(path.name.replace("items_0", "items|0")))
-    base, new = (RunData.read(tmp_path / side) for side in ("base", "new"))
+def test_an_evaluation_that_lm_eval_wrote_is_paired_by_item() -> None:
+    base, new = (read(f"lm-eval/real_{side}") for side in ("base", "new"))
     assert str(base.result["model_id"]).endswith("stories3M")
     found = compare(base, new, threshold=0.05)
     assert found.outcome is GateOutcome.PASS and found.tasks
@@ -148,7 +129,7 @@ def test_evaluations_that_tools_wrote_are_paired_by_item(tool: str, tmp_path: Pa
 
 
 def test_two_tools_are_not_compared() -> None:
-    found = compare(read("sglang/base.jsonl"), read("trtllm-bench/base.json"), threshold=0.05)
+    found = compare(read("sglang/base.jsonl"), read("vllm/serve_base.json"), threshold=0.05)
     assert found.outcome is GateOutcome.NO_VERDICT
     assert "measuring tool and its formulas" in found.conditions
 
@@ -207,10 +188,10 @@ def test_a_time_is_that_of_utc(tmp_path: Path) -> None:
 
 
 def test_a_damaged_evaluation_is_one_line(tmp_path: Path) -> None:
-    (source,) = (RESULTS / "lighteval" / "base").rglob("results_*.json")
+    (source,) = (RESULTS / "lm-eval" / "base").rglob("results_*.json")
     content = json.loads(source.read_text())
     (tmp_path / source.name).write_text(json.dumps(content | {"results": [1]}))
-    with pytest.raises(BadInput, match="is of an evaluation, but cannot be read"):
+    with pytest.raises(BadInput, match="is of lm-eval, but cannot be read"):
         RunData.read(tmp_path / source.name)
 
 
@@ -257,7 +238,6 @@ REAL = {
     "vllm/serve_{}.json": {"completed": 16, "median_ttft_ms": 84.48863},
     "guidellm/real_{}.json": {"failed": 0, "median_ttft_ms": 274.919987, "mean_itl_ms": 52.685475},
     "aiperf/real_{}": {"median_tpot_ms": 31.586432, "output_throughput": 27.580819},
-    "inference-perf/real_{}": {"duration": 2.784967, "median_ttft_ms": 64.974607, "completed": 8},
 }
 
 
@@ -267,45 +247,7 @@ def test_files_that_tools_wrote_are_read_and_paired(names: str) -> None:
     base, new = (read(names.format(side)) for side in ("base", "new"))
     assert {key: base.result[key] for key in REAL[names]} == pytest.approx(REAL[names])
     shared = base.by_request("e2el_ms").keys() & new.by_request("e2el_ms").keys()
-    assert len(shared) == (0 if "inference-perf" in names else base.result["completed"])
+    assert len(shared) == base.result["completed"]
     found = compare(base, new, threshold=0.05)
     assert not found.conditions and "nan" not in found.sentence
     assert found.outcome is not GateOutcome.REGRESSION
-
-
-def test_lighteval_is_paired_by_item(tmp_path: Path) -> None:
-    """Details as `EvaluationTracker.save_details` of lighteval 0.13 writes them: doc, model_response, metric."""
-    sides = []
-    for name, right in (("base", 20), ("new", 8)):
-        (source,) = (RESULTS / "lighteval" / name).rglob("results_*.json")
-        content = json.loads(source.read_text())
-        content["results"]["gsm8k|5"]["extractive_match"] = right / 40
-        place = tmp_path / name / "results" / "some" / "model" / source.name
-        place.parent.mkdir(parents=True)
-        place.write_text(json.dumps(content))
-        time = source.stem.removeprefix("results_")
-        details = (
-            tmp_path
-            / name
-            / "details"
-            / "some"
-            / "model"
-            / time
-            / f"details_gsm8k|5_{time}.parquet"
-        )
-        details.parent.mkdir(parents=True)
-        rows = [
-            {
-                "doc": {"query": f"question {number}", "gold_index": 0},
-                "model_response": {"text": [str(number < right)], "logprobs": []},
-                "metric": {"extractive_match": float(number < right)},
-            }
-            for number in range(40)
-        ]
-        pq.write_table(pa.Table.from_pylist(rows), details)
-        sides.append(RunData.read(tmp_path / name))
-    (change,) = compare(*sides, threshold=0.05).tasks
-    assert (change.lost, change.gained, change.num_items) == (12, 0, 40)
-    assert compare(*sides, threshold=0.05).outcome is GateOutcome.REGRESSION
-    limits = parse_gate("task.gsm8k.extractive_match>=-98%")
-    assert compare(*sides, threshold=0.05, limits=limits).outcome is GateOutcome.PASS
