@@ -6,10 +6,10 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from ... import __version__
 from ...engine.planner.catalog import find_model
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.option import words_of
@@ -154,7 +154,7 @@ def find_best(
         ],
         "is_bounded": asked.is_bounded,
     }  # fmt: skip
-    head = {"llmopt": version("llmopt"), "schema": SCHEMA, "asked": question}
+    head = {"llmopt": __version__, "schema": SCHEMA, "asked": question}
     if dry_run:
         decision = decide(question, searched, [])
         chosen = choose(question, searched, asked.finalists)

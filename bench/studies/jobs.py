@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from ... import __version__
 from ...quant.base.errors import BadInput
 from ...quant.base.extras import import_extra
 from ...quant.base.progress import Progress
@@ -210,7 +211,7 @@ def do_on_ray(
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         node = node_kind(nodes, on_gpu=any(job.device != CPU for job in jobs))
         progress.note(f"Ray: {len(nodes)} nodes; jobs on those with {_words_of(node)}")
-        place = (version("llmopt"), str(Path.cwd()), str(journal.resolve()))
+        place = (__version__, str(Path.cwd()), str(journal.resolve()))
         for job in jobs:
             task = ray.remote(max_retries=_RETRIES, **job_resources(job, node))(_job_on_node)
             needed = [refs[one.name] for one in job.after(jobs)]
@@ -282,7 +283,7 @@ def _job_on_node(
 ) -> str:
     """Do a job in a process of Ray's, behind those whose results are the last arguments; returns its node."""
     node = socket.gethostname()
-    if version("llmopt") != llmopt:
+    if __version__ != llmopt:
         raise BadInput(
             f"node {node} has llmopt {version('llmopt')}, this command is {llmopt}: install one everywhere"
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+from ... import __version__
 from ..engine import Engine
 from .endpoints.capabilities import (
     Constrainer,
@@ -99,7 +99,7 @@ def create_app(
     # be enabled by an environment variable.
     app = FastAPI(
         title="llmopt",
-        version=version("llmopt"),
+        version=__version__,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,

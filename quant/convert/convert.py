@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ... import __version__
 from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
@@ -234,7 +235,7 @@ class _Job:
         labels = [scheme.label for scheme in self._schemes.values()]
         origin = self._manifest or {}
         return {
-            "llmopt": version("llmopt"),
+            "llmopt": __version__,
             "torch": version("torch"),
             "model": origin.get("model", short_name(self._source.path)),
             "converted_from": {

@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ... import __version__
 from ..base.atomic_io import atomic_folder, layout_of, write_atomically, write_tensors
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
@@ -173,7 +173,7 @@ def dequantize_checkpoint(source: Checkpoint, output: Path, progress: Progress) 
         write_plain(work, source, tensors, dtype)
         name = checkpoint_format(source).name if quantized else "gguf"
         record = {
-            "llmopt": version("llmopt"),
+            "llmopt": __version__,
             "model": short_name(source.path),
             "converted_from": {"format": name, "sha256": weight_digests(source)},
             "modules": records,
@@ -359,7 +359,7 @@ class _Merge:
     def record(self) -> dict[str, Any]:
         """Record of what was merged, with the digests of the base and of every adapter."""
         return {
-            "llmopt": version("llmopt"),
+            "llmopt": __version__,
             "base": short_name(self._base.path),
             "base_sha256": weight_digests(self._base),
             "adapters": [

@@ -8,11 +8,11 @@ Layouts by `quant_algo` in `docs/formats.md`. All scales are multipliers: `weigh
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from ... import __version__
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.containers import ModelOptAlgorithms
@@ -94,7 +94,7 @@ class ModelOptFormat(WeightFormat):
             "quant_method": self.name,
             "quant_algo": kinds[0] if len(kinds) == 1 else MIXED,
             "ignore": list(ignore),
-            "producer": {"name": "llmopt", "version": version("llmopt")},
+            "producer": {"name": "llmopt", "version": __version__},
         }
         if len(kinds) == 1:
             config["config_groups"] = groups

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import llmopt
 import pytest
 from llmopt.bench.page.page import NO_PICTURES
 
@@ -182,3 +183,16 @@ def test_optional_packages_are_imported_where_they_are_needed() -> None:
 def test_an_extra_that_names_others_names_known_ones(extra: str) -> None:
     assert requirements("serve") | requirements("plots") | {"gguf"} <= requirements(extra)
     assert not requirements(None) & OPTIONAL
+
+
+def test_the_version_is_a_constant_that_needs_no_installed_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert llmopt.__version__ == project["version"]
+    asked = [
+        path for path, module in read_modules().items() if 'version("llmopt")' in _text(module)
+    ]
+    assert asked == []
+
+
+def _text(module: Any) -> str:
+    return module.path.read_text(encoding="utf-8")

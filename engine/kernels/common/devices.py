@@ -6,6 +6,7 @@ or builds of the hub's `kernels`.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import queue
@@ -278,18 +279,29 @@ def _limits_of(index: int) -> GpuLimits:
         10 * major + minor,
         properties["multiprocessor_count"],
         properties["max_shared_mem"],
-        major >= 9 and _cuda_of_driver() >= DEPENDENT_CUDA,
+        major >= 9
+        and os.environ.get(PDL_VARIABLE) != "off"
+        and _cuda_of_driver() >= DEPENDENT_CUDA,
     )
 
 
+PDL_VARIABLE = "LLMOPT_PDL"
+"""`off`: no kernel starts by programmatic dependent launch."""
 DEPENDENT_CUDA = 12030
 """CUDA 12.3, whose graphs keep programmatic dependencies."""
 
 
 def _cuda_of_driver() -> int:
-    """The newest CUDA that the driver serves, as 12030; 0: torch's build does not know."""
-    version: Any = getattr(torch._C, "_cuda_getDriverVersion", None)
-    return 0 if version is None else version()
+    """The newest CUDA that the driver serves, as 12030; 0 without a driver.
+
+    Asked of the driver's own library: torch 2.11 has no function for it.
+    """
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
 
 
 def dependent_launch(x: torch.Tensor) -> dict[str, bool]:

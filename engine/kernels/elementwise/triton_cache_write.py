@@ -260,7 +260,8 @@ def _latent_queries(
 ):
     """Write `[absorbed, rotated]`. Grid: tokens, tiles of heads."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    # The absorbed rows of all tokens of a head lie together: beyond 2^31 elements for long prompts.
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
     lane = tl.arange(0, BLOCK)[None, :]
     is_head = head < NUM_HEADS
     is_latent = is_head & (lane < RANK)

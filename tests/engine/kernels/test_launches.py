@@ -58,10 +58,22 @@ def test_kernels_of_16_bit_steps_start_before_their_predecessor_ends(
 ) -> None:
     """Where a graph can keep the dependency; the interpreter, which knows none, is never asked for it."""
     assert dependent_launch(torch.zeros(1, dtype=dtype)) == {"PDL": False}
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
+
+    class Driver:
+        """The driver's library as `ctypes` loads it."""
+
+        @staticmethod
+        def cuDriverGetVersion(version: Any) -> int:
+            version._obj.value = driver
+            return 0
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Driver if name == "libcuda.so.1" else None)
     with pretended_cuda(Card(capability=capability)):
         given = dependent_launch(torch.zeros(1, dtype=dtype, device="cuda"))
     assert given == ({"PDL": True, "launch_pdl": True} if is_dependent else {"PDL": False})
+    monkeypatch.setenv("LLMOPT_PDL", "off")
+    with pretended_cuda(Card(capability=capability)):
+        assert dependent_launch(torch.zeros(1, dtype=dtype, device="cuda")) == {"PDL": False}
 
 
 ENGINE = Path(engine.__path__[0])
