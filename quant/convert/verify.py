@@ -336,7 +336,7 @@ def model_failures(
         if f"{name}.weight" not in missing
         and not skipped(name)
         and not skipped(disk_names.get(f"{name}.weight", name))
-        and not (name == HEAD and config["quant_method"] in _HEAD_IS_PLAIN)
+        and not (name == HEAD and _leaves_the_head(config))
     ]
     failures += [
         f"{kind} is not quantized, and the config does not say that it should not be"
@@ -346,6 +346,16 @@ def model_failures(
         f"{kind} is quantized, but the config tells loaders to skip it"
         for kind in by_kind(module for module in sorted(modules) if skipped(module))
     ]
+
+
+def _leaves_the_head(config: Mapping[str, Any]) -> bool:
+    """Whether loaders leave the output projection alone, though the config does not list it.
+
+    transformers adds it to the plain modules of bitsandbytes and fp8 where there is no list.
+    """
+    method = config["quant_method"]
+    lists = {"bitsandbytes": "llm_int8_skip_modules", "fp8": "modules_to_not_convert"}
+    return method in _HEAD_IS_PLAIN or (method in lists and config.get(lists[method]) is None)
 
 
 def _lists_what_is_plain(config: Mapping[str, Any]) -> bool:
