@@ -65,7 +65,6 @@ def completed_config(quantization_config: dict[str, Any], folder: Path) -> dict[
 
 _CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0")  # dtypes that only quantized weights have
 _PACKED = ("_packed", ".qweight", ".qzeros")
-_SCALES = ("_scale_inv", ".weight_scale")
 
 
 def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
@@ -93,7 +92,8 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
             quantized weights where the files hold none.
     """
     if checkpoint.quantization_config is None:
-        scale = next((name for name in checkpoint.names if name.endswith(_SCALES)), None)
+        leaves = ((name, name.rpartition(".")[2]) for name in checkpoint.names)
+        scale = next((name for name, leaf in leaves if "scale" in leaf), None)
         if scale is not None and any(checkpoint.dtype_name(n) in _CODES for n in checkpoint.names):
             raise BadInput(
                 f"{checkpoint.path} holds codes with scales such as {scale}, but its config has no "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ def model(hidden: int = 32, dtype: torch.dtype = torch.float32) -> Any:
         max_position_embeddings=64,
     )
     torch.manual_seed(0)
-    made = LlamaForCausalLM(config).to(dtype).eval()
+    made: Any = LlamaForCausalLM(config)
+    made = made.to(dtype).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:
@@ -88,19 +90,15 @@ SCHEMES: dict[str, dict[str, dict[str, Any]]] = {
 
 def compressed_tensors(kind: str, folder: Path) -> None:
     """Min-max scales, then the library's own compressor, config and decompressed weights."""
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import (
-        QuantizationConfig,
-        QuantizationStatus,
-        apply_quantization_config,
-    )
-    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
-    from compressed_tensors.quantization.utils import calculate_qparams
+    # As Any: several versions are used, with other signatures.
+    library: Any = import_module("compressed_tensors.quantization")
+    compressor_class: Any = import_module("compressed_tensors.compressors").ModelCompressor
+    fake_quantize = import_module("compressed_tensors.quantization.lifecycle.forward").fake_quantize
+    calculate_qparams = import_module("compressed_tensors.quantization.utils").calculate_qparams
 
     made = model()
-    apply_quantization_config(
-        made, QuantizationConfig(config_groups=SCHEMES[kind], ignore=["lm_head"])
-    )
+    config = library.QuantizationConfig(config_groups=SCHEMES[kind], ignore=["lm_head"])
+    library.apply_quantization_config(made, config)
     expected = {}
     for name, module in linears(made).items():
         scheme, weight = module.quantization_scheme.weights, module.weight.data
@@ -115,11 +113,11 @@ def compressed_tensors(kind: str, folder: Path) -> None:
         if stored_zero is not None:
             stored_zero.data = zero.reshape(stored_zero.shape).to(stored_zero.dtype)
         expected[name] = fake_quantize(weight, module.weight_scale, stored_zero, scheme)
-        module.quantization_status = QuantizationStatus.FROZEN
+        module.quantization_status = library.QuantizationStatus.FROZEN
     options = {}
-    if not hasattr(ModelCompressor, "compress_model"):  # 0.9.4 infers no format
+    if not hasattr(compressor_class, "compress_model"):  # 0.9.4 infers no format
         options["quantization_format"] = "int-quantized" if kind == "ct-w8a8" else "pack-quantized"
-    compressor = ModelCompressor.from_pretrained_model(made, **options)
+    compressor = compressor_class.from_pretrained_model(made, **options)
     assert compressor is not None
     if hasattr(compressor, "compress_model"):
         compressor.compress_model(made)
@@ -132,8 +130,7 @@ def compressed_tensors(kind: str, folder: Path) -> None:
 
 def bitsandbytes(kind: str, folder: Path) -> None:
     """Through transformers, which saves the library's own tensors."""
-    from bitsandbytes import functional
-
+    functional: Any = import_module("bitsandbytes.functional")
     # Rows of at least a block: bitsandbytes 0.50.2 on a CPU dequantizes shorter ones wrongly.
     model(64, torch.bfloat16).save_pretrained(folder / "plain")
     options: dict[str, Any] = {"load_in_8bit": True}
