@@ -23,8 +23,8 @@ from transformers import (
     BitsAndBytesConfig,
     FineGrainedFP8Config,
     GPTQConfig,
-    Mxfp4Config,
 )
+from transformers.utils.quantization_config import Mxfp4Config
 
 from ...support.format_support import (
     HELD,
