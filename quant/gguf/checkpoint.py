@@ -56,11 +56,11 @@ class GgufCheckpoint(Checkpoint):
         self.config = stored_config(self._file)
         rules = rules_of(self.config)
         self._norm_offset = rules.norm_offset
-        beside = (self.folder / "config.json").is_file()
+        has_config = (self.folder / "config.json").is_file()
         self._infos: dict[str, TensorInfo] = {}
         types: dict[str, str] = {}
         for info in self._file.tensors.values():
-            if info.name == ROPE_FACTORS or (beside and info.name in _LONGROPE_FACTORS):
+            if info.name == ROPE_FACTORS or (has_config and info.name in _LONGROPE_FACTORS):
                 continue
             stem, _, kind = info.name.rpartition(".")
             module = from_gguf(stem, rules)
@@ -83,7 +83,7 @@ class GgufCheckpoint(Checkpoint):
             self.source_tokenizer = {k: v for k, v in keys if k.startswith("tokenizer.")}
 
     def end_token_ids(self) -> frozenset[int]:
-        """Those of the files next to it, and of its own keys."""
+        """End tokens by the files next to it, and by its own keys."""
         return super().end_token_ids() | frozenset(end_tokens(self._file.metadata))
 
     def companions(self) -> dict[str, bytes]:

@@ -66,7 +66,7 @@ def test_both_formats_give_the_same_entries_of_experts(tmp_path: Path) -> None:
 
 
 def test_llama_cpps_old_file_of_a_mixture(tmp_path: Path) -> None:
-    """As `save_imatrix_legacy` writes it: one number of calls, the values of all experts in one list."""
+    """The bytes of `save_imatrix_legacy`: one number of calls, the values of all experts in one list."""
     name, calls = b"blk.0.ffn_down_exps.weight", 3
     values = torch.arange(1.0, 19.0)
     head = struct.pack("<ii", 1, len(name)) + name + struct.pack("<ii", calls, 18)
