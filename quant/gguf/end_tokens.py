@@ -34,7 +34,7 @@ _CONTROL = 3
 def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids of the tokens that end an answer, the EOS token first; none without a vocabulary or keys."""
     tokens = _list(metadata, "tokens")
-    texts = {text: index for index, text in enumerate(tokens) if text in _WANTED}
+    texts = {text: tokens.index(text) for text in _WANTED.intersection(tokens)}
     default = 2 if metadata.get(f"{TOKENIZER}.model") == "llama" else None
     named = {kind: metadata.get(f"{TOKENIZER}.{kind}_token_id") for kind in END_KINDS}
     if named["eos"] is None:

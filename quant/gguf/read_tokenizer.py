@@ -92,6 +92,13 @@ class _Keys:
         self.model = _text(self.header.get("model"))
         self.pre = "gemma4" if self.model == "gemma4" else self._pre()
         self.tokens = self._tokens()
+        self.vocab = {text: index for index, text in enumerate(self.tokens)}
+        if len(self.vocab) < len(self.tokens):
+            index = next(i for i, text in enumerate(self.tokens) if self.vocab[text] != i)
+            text = self.tokens[index]
+            raise BadInput(
+                f"{path}: the tokens {index} and {self.vocab[text]} are both {shortened(text)}: {remedy}"
+            )
         self.types: list[int] = self.list("token_type", int)
         if self.types and len(self.types) != len(self.tokens):
             raise BadInput(
@@ -100,17 +107,12 @@ class _Keys:
 
     def _tokens(self) -> list[str]:
         """The vocabulary; tokens without a text have one of their id, as in llama.cpp."""
-        tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(self.list("tokens", str))]
+        tokens: list[str] = self.list("tokens", str)
+        if "" in tokens:
+            tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(tokens)]
         if not tokens:
             raise BadInput(
                 f"{self.path} holds no tokenizer: put the model's tokenizer.json beside it"
-            )
-        if len(set(tokens)) < len(tokens):
-            first = {text: index for index, text in reversed(list(enumerate(tokens)))}
-            twice, index = next((text, i) for i, text in enumerate(tokens) if first[text] != i)
-            raise BadInput(
-                f"{self.path}: the tokens {first[twice]} and {index} are both {shortened(twice)}: put the "
-                "model's tokenizer.json next to the file"
             )
         return tokens
 
@@ -154,7 +156,7 @@ def _bpe(keys: _Keys, *, raw: bool) -> Any:
     """Byte-level BPE; `raw` where tokens are spelled in the text's own characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    vocab = {text: index for index, text in enumerate(keys.tokens)}
+    vocab = keys.vocab
     merges = [_pair(line) for line in keys.list("merges", str)]
     options: dict[str, Any] = {"byte_fallback": raw, "ignore_merges": keys.pre in IGNORES_MERGES}
     if raw:
@@ -185,7 +187,7 @@ def _sentencepiece(keys: _Keys) -> Any:
     """SentencePiece-style BPE: merges from scores, spaces as U+2581, bytes for what no token spells."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    vocab = {text: index for index, text in enumerate(keys.tokens)}
+    vocab = keys.vocab
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
