@@ -9,7 +9,7 @@ GPU_JOBS ?= 6
 
 REAL := build/real
 ARM_TESTS := $(addprefix tests/engine/kernels/test_native_,linear.py lookup.py attention.py layer.py experts.py argmax.py rows.py halves.py) \
-	$(addprefix tests/engine/kernels/test_,trellis_linear.py e8p_linear.py) tests/quant/trellis/test_viterbi.py
+	$(addprefix tests/engine/kernels/test_,trellis_linear.py) tests/quant/trellis/test_viterbi.py
 
 LOWEST := build/lowest
 LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/record/test_trackers.py \

@@ -41,7 +41,6 @@ TESTS = [
     ),
     "tests/engine/kernels/test_packed_scales.py",
     "tests/engine/kernels/test_trellis_linear.py",
-    "tests/engine/kernels/test_e8p_linear.py",
     "tests/quant/gguf/test_block_codes.py",
     "tests/quant/grids/test_ranged.py",
     "tests/quant/methods/test_int_rounding.py",

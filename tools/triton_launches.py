@@ -28,12 +28,9 @@ from llmopt.engine.kernels.linear.triton_packed_weight import (
 from llmopt.engine.kernels.moe.experts import RoutingRule
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
-from llmopt.quant.kinds.base.incoherence import cosine_factor
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
-from llmopt.quant.kinds.e8p.kind import E8pTensor
-from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.kinds.fp8.kind import round_to_fp8
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
@@ -312,12 +309,11 @@ LAUNCHES |= {
 }
 
 
-OUT, BLOCKED, WHOLE = 512, 4096, 3584
-"""Outputs, and inputs in blocks of 128, and in one transform of 128 × 28 channels."""
-RESIDUALS = {3: torch.uint8, 4: torch.int16}
+OUT, BLOCKED = 512, 4096
+"""Outputs, and inputs in blocks of 128."""
 
 
-def code_products(weight: TrellisTensor | E8pTensor) -> None:
+def code_products(weight: TrellisTensor) -> None:
     """Launch the linear for a token, for as many as are decoded in registers, and for more."""
     from llmopt.engine.kernels.linear.triton_hadamard import TritonTransformedLinear
 
@@ -333,26 +329,14 @@ def trellis(bits: int, codebook: str) -> TrellisTensor:
     return TrellisTensor(words, *sides, TrellisScheme(bits, codebook))
 
 
-def e8p(bits: int) -> E8pTensor:
-    """A weight of the first code."""
-    codes = torch.zeros(OUT, WHOLE // 8, dtype=torch.int16)
-    residual = codes.to(RESIDUALS[bits]) if bits in RESIDUALS else None
-    sides = torch.zeros(WHOLE, dtype=torch.float16), torch.zeros(OUT, dtype=torch.float16)
-    one = torch.ones(())
-    return E8pTensor(codes, *sides, one, E8pScheme(bits), residual, cosine_factor(7))
-
-
 TRELLISES = (("mul1", (2, 8)), ("mcg", (3,)))
 
 LAUNCHES |= {
-    **{
-        f"{codebook} trellis of {bits} bits": lambda bits=bits, name=codebook: code_products(
-            trellis(bits, name)
-        )
-        for codebook, widths in TRELLISES
-        for bits in widths
-    },
-    **{f"E8P of {bits} bits": lambda bits=bits: code_products(e8p(bits)) for bits in (2, 3, 4)},
+    f"{codebook} trellis of {bits} bits": lambda bits=bits, name=codebook: code_products(
+        trellis(bits, name)
+    )
+    for codebook, widths in TRELLISES
+    for bits in widths
 }
 
 

@@ -78,7 +78,6 @@ SCHEMES: tuple[tuple[Scheme, int], ...] = (
     (TrellisScheme(2), 16),
     (TrellisScheme(2), 8),
     (E8pScheme(2), 16),
-    (E8pScheme(2), 8),
 )
 """A scheme of each kind of quantized weight, and the bits of its activations."""
 

@@ -16,14 +16,8 @@ typedef struct {
     const void *x;       /* [rows][stride], bfloat16 or float32 */
     const float *bias;   /* [out]; may be NULL */
     void *y;             /* [rows][out] */
-    const uint8_t *tables; /* E8P: see e8p_values.h */
-    const float *scales; /* E8P: [out], of the codes of an output */
-    const float *left;   /* E8P: odd factor of the inputs' transform, as it is applied; NULL where it is 1 */
-    const float *right;  /* of the outputs' */
-    int64_t left_order, right_order;
     int64_t rows, stride, in_features, out_features, bits, codebook, x_is_bf16, y_is_bf16, threads;
     int64_t input_bits; /* of an integer GEMM: 8 or 16; else 32 */
-    float residual;     /* E8P: the unit of the residual's bytes, in that of the others */
 } HadamardCall;
 
 /* One stage of the transform of `count` values: sums and differences of values `half` apart. */
@@ -52,12 +46,8 @@ INLINE void butterfly_lanes(float *values, const int count, const int half) {
 INLINE void butterfly_lanes(float *values, const int count, const int half) { butterfly(values, count, half); }
 #endif
 
-/* Sylvester's transform of `count` values, a power of two, but for its factor 1 / sqrt(count). */
+/* Sylvester's transform of `count` values, a power of two from 16 on, but for its factor 1 / sqrt(count). */
 INLINE void hadamard(float *values, const int count) {
-    if (count < 16) {
-        for (int half = 1; half < count; half *= 2) butterfly(values, count, half);
-        return;
-    }
     butterfly_lanes(values, count, 1), butterfly_lanes(values, count, 2);
     butterfly_lanes(values, count, 4), butterfly_lanes(values, count, 8);
     for (int half = 16; half < count; half *= 2) butterfly(values, count, half);
@@ -70,34 +60,23 @@ static inline float from_bf16(uint16_t half) {
     return value;
 }
 
-/* Some inputs of a row, scaled. */
-INLINE void load_inputs(const HadamardCall *call, int64_t row, int64_t first, int64_t count, float *to) {
+/* A block of inputs of a row, scaled. */
+INLINE void load_inputs(const HadamardCall *call, int64_t row, int64_t first, float *to) {
     const int64_t at = row * call->stride + first;
     if (call->x_is_bf16)
-        for (int64_t i = 0; i < count; i++) to[i] = from_bf16(((const uint16_t *)call->x)[at + i]) * call->su[first + i];
+        for (int64_t i = 0; i < BLOCK; i++) to[i] = from_bf16(((const uint16_t *)call->x)[at + i]) * call->su[first + i];
     else
-        for (int64_t i = 0; i < count; i++) to[i] = ((const float *)call->x)[at + i] * call->su[first + i];
+        for (int64_t i = 0; i < BLOCK; i++) to[i] = ((const float *)call->x)[at + i] * call->su[first + i];
 }
 
-/* Transformed outputs of a row, scaled in place, to the row's place in `y`. */
-INLINE void store_outputs(const HadamardCall *call, int64_t row, int64_t first, int64_t count, float *values) {
-    for (int64_t i = 0; i < count; i++) values[i] *= call->sv[first + i];
+/* A block of transformed outputs of a row, scaled in place, to the row's place in `y`. */
+INLINE void store_outputs(const HadamardCall *call, int64_t row, int64_t first, float *values) {
+    for (int64_t i = 0; i < BLOCK; i++) values[i] *= call->sv[first + i];
     if (call->bias)
-        for (int64_t i = 0; i < count; i++) values[i] += call->bias[first + i];
-    const int64_t at = row * call->out_features + first, whole = count / 16 * 16;
-    if (!call->y_is_bf16) {
-        memcpy((float *)call->y + at, values, (size_t)count * sizeof *values);
-        return;
-    }
-    uint16_t *to = (uint16_t *)call->y + at;
-    store_bf16(to, values, whole);
-    if (whole < count) {
-        float rest[16] = {0};
-        uint16_t rounded[16];
-        memcpy(rest, values + whole, (size_t)(count - whole) * sizeof *rest);
-        store_bf16(rounded, rest, 16);
-        memcpy(to + whole, rounded, (size_t)(count - whole) * sizeof *rounded);
-    }
+        for (int64_t i = 0; i < BLOCK; i++) values[i] += call->bias[first + i];
+    const int64_t at = row * call->out_features + first;
+    if (call->y_is_bf16) store_bf16((uint16_t *)call->y + at, values, BLOCK);
+    else memcpy((float *)call->y + at, values, BLOCK * sizeof *values);
 }
 
 #endif

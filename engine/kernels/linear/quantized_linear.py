@@ -29,7 +29,12 @@ from ..common.devices import (
 from ..common.dispatch import Candidate, NoKernel, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .grid import CodeGrid, has_whole_codes, native_grid_of, refuses_native_grid
-from .hadamard_linear import E8P, FLOAT_BITS, TRELLIS, HadamardKernels, TransformedLinear
+from .hadamard_linear import (
+    FLOAT_BITS,
+    NativeTrellisLinear,
+    TransformedLinear,
+    refuses_native_trellis,
+)
 from .library_linear import (
     DEEP_GEMM_WEIGHTS,
     MARLIN_GPUS,
@@ -58,6 +63,7 @@ from .triton_packed_weight import pack_weight, piece_of, refuses_packing
 if TYPE_CHECKING:
     from ....quant.kinds.fp8.scheme import FloatScheme
     from ....quant.kinds.integer.scheme import IntScheme
+    from ....quant.kinds.trellis.scheme import TrellisScheme
 
 MAX_INPUTS = 2**20
 
@@ -249,18 +255,20 @@ def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     return Packed16Linear(weight, grid, dtype)
 
 
-def _native_codes(name: str, codes: HadamardKernels, input_bits: int) -> LinearCandidate:
-    """The C kernel of a kind's codes that quantizes inputs to `input_bits`."""
+def _native_trellis(name: str, input_bits: int) -> LinearCandidate:
+    """The C kernel of trellis codes that quantizes inputs to `input_bits`."""
 
     def rest(query: QuantizedLinearKernelQuery) -> str | None:
         wants_8 = wants_8_bit_inputs(query.scheme, query.input_bits)
-        return codes.refuses(input_bits, query.dtype, query.scheme, wants_8)
+        scheme = cast("TrellisScheme", query.scheme)
+        return refuses_native_trellis(input_bits, query.dtype, scheme, wants_8)
 
-    kinds, prepare = (codes.kind_name,), lambda weight, _: codes.native(weight, input_bits)
-    return _for_kinds(name, prepare, kinds, codes.codes, rest, _refuses_device)
+    def prepare(weight: QuantizedTensor, _: torch.dtype) -> LinearKernel:
+        return NativeTrellisLinear(weight, input_bits)
+
+    return _for_kinds(name, prepare, ("trellis",), "trellis codes", rest, _refuses_device)
 
 
-CODED = ("trellis", "e8p")
 TRITON_CODES = lazily("linear.triton_hadamard", "TritonTransformedLinear")
 
 QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
@@ -294,15 +302,12 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
         Candidate("triton", _refuses_triton, _triton),
         Candidate("native-8bit-inputs", _refuses_packed_8, _packed_8),
         Candidate("native-16bit-inputs", _refuses_packed, _packed_16),
-        _for_kinds("triton-codes", TRITON_CODES, CODED, "trellis and E8P codes", refuses_rows),
-        _native_codes("trellis-8bit-inputs", TRELLIS, 8),
-        _native_codes("trellis-16bit-inputs", TRELLIS, 16),
-        _native_codes("native-trellis", TRELLIS, FLOAT_BITS),
-        _native_codes("e8p-8bit-inputs", E8P, 8),
-        _native_codes("e8p-16bit-inputs", E8P, 16),
-        _native_codes("native-e8p", E8P, FLOAT_BITS),
-        _for_kinds("torch-trellis", TransformedLinear, ("trellis",), TRELLIS.codes),
-        _for_kinds("torch-e8p", TransformedLinear, ("e8p",), E8P.codes),
+        _for_kinds("triton-codes", TRITON_CODES, ("trellis",), "trellis codes", refuses_rows),
+        _native_trellis("trellis-8bit-inputs", 8),
+        _native_trellis("trellis-16bit-inputs", 16),
+        _native_trellis("native-trellis", FLOAT_BITS),
+        _for_kinds("torch-trellis", TransformedLinear, ("trellis",), "trellis codes"),
+        _for_kinds("torch-e8p", TransformedLinear, ("e8p",), "E8P codes"),
         _for_kinds(
             "torch-int4pack",
             Int4PackLinear,

@@ -59,14 +59,14 @@ static inline void decode(const uint32_t *restrict states, int codebook, float *
 
 /* 128 inputs of a row, scaled and transformed. */
 static inline void transform_block(const HadamardCall *call, int64_t row, int64_t first, float *block) {
-    load_inputs(call, row, first, BLOCK, block);
+    load_inputs(call, row, first, block);
     hadamard_block(block);
 }
 
 /* 128 outputs of a row, which are transformed in place. */
 static inline void store_block(const HadamardCall *call, int64_t row, int64_t first, float *block) {
     hadamard_block(block);
-    store_outputs(call, row, first, BLOCK, block);
+    store_outputs(call, row, first, block);
 }
 
 #endif

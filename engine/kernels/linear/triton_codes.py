@@ -1,27 +1,23 @@
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-"""Decoding of trellis and E8P codes in Triton, from words to values of the matrix instructions' operand.
+"""Decoding of trellis codes in Triton, from words to values of the matrix instructions' operand.
 
 A word tensor is `[ROWS, LANES]` 32-bit words; the words of one lane hold 16 inputs of two outputs (halves).
 A piece is one input of each lane: `[ROWS, LANES]` values, decoded by shifts that are known when the kernel is
 compiled, so that a tile of codes never changes the thread that decodes it.
 
-Trellis: a state is a window of 16 bits, cut from two neighbouring words, and a multiplication makes it a
-value (`quant/kinds/trellis/viterbi.py`). E8P: a code becomes a word of eight nibbles `u`, `(2u - 15) / 4` the
-values: the pattern's from a table, turned over by signs that are spread over nibbles. Its numbers are exact
-in 16 bits, and scaled afterwards.
+A state is a window of 16 bits, cut from two neighbouring words, and a multiplication makes it a value
+(`quant/kinds/trellis/viterbi.py`).
 """
 
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
-from ....quant.kinds.e8p.kind import DIM, SIGN_BITS, patterns, residual_points
 from ....quant.kinds.trellis.viterbi import MULTIPLIERS
 
 ROWS = 64
@@ -41,9 +37,6 @@ _SUM_FACTOR: tl.constexpr = tl.constexpr(_FACTOR)
 _SUM_OFFSET: tl.constexpr = tl.constexpr(_OFFSET)
 _MUL1: tl.constexpr = tl.constexpr(MULTIPLIERS["mul1"])
 _MCG: tl.constexpr = tl.constexpr(MULTIPLIERS["mcg"])
-_GATHER: tl.constexpr = tl.constexpr(
-    "{ .reg .b64 at; mad.wide.u32 at, $1, 4, $2; ld.global.nc.b32 $0, [at]; }"
-)
 
 
 @triton.jit
@@ -95,106 +88,10 @@ def trellis_value(
     return value.to(TYPE)
 
 
-@triton.jit
-def gather(ptr, base, index, ASM: tl.constexpr):
-    """Look words up in the table at `ptr`, which is at the addresses `base` as well.
-
-    Triton's load would go by way of the codes' buffers in shared memory, and take their stages; and a pointer
-    from outside of the loop would keep codes from being decoded in the layout of the tensor core's operand.
-    """
-    if ASM:
-        return tl.inline_asm_elementwise(_GATHER, "=r,r,l", [index, base], tl.int32, True, 1)
-    return tl.load(ptr + index)
-
-
-@triton.jit
-def _nibbles(code, table_ptr, base, ASM: tl.constexpr):
-    """A code of E8P, 16 bits, as eight nibbles `u`."""
-    signs = code & 0xFF
-    folded = (signs ^ (signs >> 4)) & 15
-    odd = (0x6996 >> folded) & 1  # the parity of every number of four bits
-    # One bit a nibble, at its end.
-    spread = signs ^ odd
-    spread = (spread | (spread << 12)) & 0x000F000F
-    spread = (spread | (spread << 6)) & 0x03030303
-    spread = (spread | (spread << 3)) & 0x11111111
-    pattern = gather(table_ptr, base, (code >> 8) & 0xFF, ASM)
-    return (pattern ^ (spread * 15)) + (spread - odd * 0x11111111)
-
-
-@triton.jit
-def e8p_words(
-    ptr, within, table_ptr, base, BITS: tl.constexpr, WORDS: tl.constexpr, ASM: tl.constexpr
-):
-    """Nibbles of a run as a tuple of words: of the two codes of each half, then of their residuals."""
-    words = ()
-    for number in tl.static_range(2):
-        codes = tl.load(ptr + number * WORDS + within)
-        one = _nibbles(codes, table_ptr, base, ASM), _nibbles(codes >> 16, table_ptr, base, ASM)
-        words = words + one
-    if BITS == 3:
-        indices = tl.load(ptr + 2 * WORDS + within)
-        for number in tl.static_range(4):
-            index = ((indices >> (8 * number)) & 0xFF) + 256
-            words = words + (gather(table_ptr, base, index, ASM),)  # noqa: RUF005
-    if BITS == 4:
-        for number in tl.static_range(2):
-            codes = tl.load(ptr + (2 + number) * WORDS + within)
-            one = _nibbles(codes, table_ptr, base, ASM), _nibbles(codes >> 16, table_ptr, base, ASM)
-            words = words + one
-    return words
-
-
-@triton.jit
-def e8p_value(
-    words, first, piece, half, BASE: tl.constexpr, MAGIC: tl.constexpr, TYPE: tl.constexpr
-):
-    """Four times the values of a piece of one half, whole numbers `2 nibble - BASE`.
-
-    MAGIC: as of `linear/triton_dequantize.py`: two nibbles of a word become 16-bit floats without a cast.
-    """
-    shift: tl.constexpr = piece % 8 // 2 * 4
-    word = words[first + 2 * half + piece // 8]
-    pair = (word << 1) if shift == 0 else (word >> (shift - 1))
-    pair = pair & 0x001E001E
-    if MAGIC > 0:
-        pair = pair | MAGIC
-    bits = (pair & 0xFFFF) if piece % 2 == 0 else ((pair >> 16) & 0xFFFF)
-    if MAGIC > 0:
-        unit: tl.constexpr = 128.0 if MAGIC == 0x43004300 else 1024.0
-        value = bits.to(tl.uint16).to(TYPE, bitcast=True)
-        value = value - tl.full(bits.shape, unit + BASE, tl.float32).to(TYPE)
-    else:
-        value = (bits - BASE).to(TYPE)
-    return value
-
-
 def trellis_places(in_features: int) -> torch.Tensor:
     """Where a transformed input goes, so that each piece's are side by side: int32 `[in]`."""
     channel = torch.arange(in_features)
     within = channel % LANES
     piece = within % 8 // 2 * 4 + within // 8 * 2 + within % 2
-    return _placed(channel, piece)
-
-
-def e8p_places(in_features: int) -> torch.Tensor:
-    """`trellis_places` for E8P: a channel's nibble is that of its sign's bit."""
-    channel = torch.arange(in_features)
-    nibble = torch.tensor(SIGN_BITS)[channel % DIM]
-    piece = channel % LANES // DIM * DIM + nibble % 4 * 2 + nibble // 4
-    return _placed(channel, piece)
-
-
-def _placed(channel: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
     run = LANES * LANES
     return (channel // run * run + piece * LANES + channel % run // LANES).to(torch.int32)
-
-
-@lru_cache
-def e8p_table(device: torch.device) -> torch.Tensor:
-    """Nibbles int32 `[512]`: of the 256 patterns without signs or shift, then of the residual of 3 bits."""
-    magnitudes = patterns().clone()
-    magnitudes[:, DIM - 1] *= 1 - 2 * (magnitudes.sum(dim=1) % 2)
-    nibbles = torch.cat([magnitudes, residual_points()]).mul(2).add(8).long()
-    words = (nibbles << torch.tensor(SIGN_BITS) * 4).sum(dim=1)
-    return words.to(torch.int64).sub(words >> 31 << 32).to(torch.int32).to(device)

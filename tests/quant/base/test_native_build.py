@@ -112,7 +112,6 @@ KERNELS = {
         "native_argmax",
     ],
     "engine.kernels.linear.hadamard_linear": [
-        "native_e8p",
         "native_trellis",
         "native_trellis_integer",
     ],
