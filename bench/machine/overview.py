@@ -58,7 +58,6 @@ EXTRAS = {
     "ray": "run --on ray, best --on ray",
     "record": "the proxy of record",
     "serve": "serve-local, batch, and metrics of the server that bench measures",
-    "silicon": "kv-plan --operators silicon",
     "wandb": "bench reports to Weights & Biases",
 }
 """Purpose of each extra of the distribution."""

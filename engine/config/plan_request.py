@@ -179,12 +179,6 @@ class PlanRequest:
         "record of `llmopt contact`.",
         panel=_MONEY,
     )
-    operators: str = option(
-        "fit",
-        "fit, or silicon: operator times as measured in the tables of the package aiconfigurator-core, where "
-        "they hold the shape (pip install 'llmopt[silicon]').",
-        panel=_MONEY,
-    )
     draft_tokens: int | None = option(
         None, "Speculative decoding: draft tokens per step.", panel=_MONEY
     )

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 from .devices import Device
 from .load import SteadyState
 from .memory import Deployment, Reserve
-from .operator_tables import tables_for
 from .setup import PlannedWorkload, Setup, Speculation
 from .speed import Efficiency, StepTime, decode_time, prefill_time
 from .step_model import (
@@ -31,8 +30,6 @@ from .step_model import (
     weight_dtype,
 )
 from .step_parameters import (
-    BESIDE_TABLES,
-    FITTED,
     Deployed,
     OwnRows,
     level,
@@ -183,9 +180,6 @@ MEASURES = ("tpot", "ttft", "throughput")
 _KEYS = ("engine", "generation", "known", "kind", "regime")
 """Properties that make rows alike; where rows are few, the last ones are given up."""
 
-
-BY_TABLES = " by tables"
-"""After an engine's name: operator times were taken from measured tables."""
 Known = Literal["model measured", "model not measured"]
 
 
@@ -251,8 +245,8 @@ def _percent(band: tuple[float, float]) -> str:
 
 @cache
 def _bands() -> Mapping[str, Mapping[str, Any]]:
-    """Bands of measured GPU deployments, fitted and by tables, and of CPUs by this project's own records."""
-    names = ("error_bands.json", "table_bands.json", "cpu_band.json")
+    """Bands of measured GPU deployments, and of CPUs by this project's own records."""
+    names = ("error_bands.json", "cpu_band.json")
     files = map(Path(__file__).with_name, names)
     parts = (json.loads(file.read_text(encoding="utf-8"))["bands"] for file in files)
     return {key: entry for part in parts for key, entry in part.items()}
@@ -357,13 +351,11 @@ class Expectation:
         """Properties that its error depends on. Its model is known where the fit has a correction of it."""
         steps = self.steps
         key = Deployed(steps.model, steps.engine, weight_dtype(steps.recipe)).keys[0]
-        fitted = FITTED if steps.tables is None else BESIDE_TABLES
-        has_correction = key in parameter_file(fitted)["corrections"]["tpot"]
+        has_correction = key in parameter_file()["corrections"]["tpot"]
         known = "model measured" if has_correction else "model not measured"
         kind = "mixture" if steps.shape.experts else "dense"
         where = "cpu" if self.device.kind == "cpu" else generation(self.device)
-        engine = steps.engine if steps.tables is None else f"{steps.engine}{BY_TABLES}"
-        return Likeness(engine, where, known, kind, batch_regime(clients))
+        return Likeness(steps.engine, where, known, kind, batch_regime(clients))
 
     def _step_time(self, work: StepWork, outside: float) -> StepTime:
         """The step's time, with `outside` seconds of a request beside it."""
@@ -396,11 +388,7 @@ def own_of(device: Device, setup: Setup) -> OwnRows | None:
 
 def step_model(deployment: Deployment, device: Device, setup: Setup, model: str) -> StepModel:
     """The step model of a deployment of a model of that name."""
-    parameters, share, tables = None, setup.measured, None
-    recipe, parallel = deployment.recipe, deployment.parallel
-    element = float(deployment.kv_bytes_per_element)
-    if setup.operators == "silicon":
-        tables = tables_for(deployment.shape, recipe, device, setup.engine, parallel, element)
+    parameters, share = None, setup.measured
     if share is not None:
         parameters = measured_parameters(
             share.bandwidth, share.compute, share.seconds_per_layer, share.source
@@ -409,14 +397,13 @@ def step_model(deployment: Deployment, device: Device, setup: Setup, model: str)
             parameters = replace(parameters, tpot_log=level(own.tpot), ttft_log=level(own.ttft))
     return StepModel.build(
         deployment.shape,
-        recipe,
+        deployment.recipe,
         device,
         model=model,
         engine=setup.engine,
-        parallel=parallel,
-        kv_bytes_per_element=element,
+        parallel=deployment.parallel,
+        kv_bytes_per_element=float(deployment.kv_bytes_per_element),
         parameters=parameters,
-        tables=tables,
     )
 
 

@@ -388,11 +388,6 @@ def _warnings(
         warnings.append(
             "the engine evicts in one process: a kv_budget on several devices is arithmetic"
         )
-    untabled = [p.gpu for p in plans if p.expectation and p.expectation.steps.tables is None]
-    if setups[0].operators == "silicon" and untabled:
-        warnings.append(
-            f"no measured times of these linear layers on {', '.join(untabled)}: all operators are fitted"
-        )
     for setup in setups:
         rule = engine_rule(setup.engine)
         if workload.kv_dtype not in rule.kv_dtypes:

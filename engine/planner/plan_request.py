@@ -81,7 +81,6 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         max_num_seqs=ask.max_num_seqs,
         kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
         measured=together(runs).efficiency if runs else None,
-        operators=ask.operators,
         own=own_rows(runs, (model.name, recipe.label), devices, engine, plain_bytes)
         if runs
         else None,
@@ -191,8 +190,7 @@ def _runs(ask: PlanRequest, model: PlannedModel, recipe: WeightRecipe) -> tuple[
 
 def _record_of(ask: PlanRequest) -> Path | None:
     """The record of a contact that a plan of our engine on one GPU rests on, where one was sent in."""
-    is_ours = ask.engine == "llmopt" and ask.operators == "fit"
-    if not is_ours or len(ask.gpus) != 1 or ask.gpus[0].lower() in ("all", "cpu"):
+    if ask.engine != "llmopt" or len(ask.gpus) != 1 or ask.gpus[0].lower() in ("all", "cpu"):
         return None
     return sent_in(find_device(ask.gpus[0]))
 

@@ -242,7 +242,6 @@ class Setup:
     kv_cache_bytes: int | None = None
     measured: Efficiency | None = None
     own: OwnRows | None = None
-    operators: str = "fit"
     prices: Prices | None = None
     speculation: Speculation | None = None
     cpu_plain_bytes: int | None = None
@@ -250,10 +249,6 @@ class Setup:
 
     def __post_init__(self) -> None:
         engine_rule(self.engine)
-        if self.operators not in ("fit", "silicon"):
-            raise BadInput(f"--operators {self.operators!r}: fit or silicon")
-        if self.operators == "silicon" and self.measured is not None:
-            raise BadInput("--operators silicon: with --measured the times are the run's; give one")
         for name in ("tp", "pp", "ep", "attention_dp"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: at least 1 is needed")

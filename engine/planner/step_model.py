@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, e, log1p
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from .devices import Device
 from .probed_shape import ProbedShape
-from .step_parameters import BESIDE_TABLES, FITTED, Deployed, StepParameters, fitted_parameters
+from .step_parameters import Deployed, StepParameters, fitted_parameters
 from .weights import WeightRecipe
 
 ACTIVATION_BYTES = 2
@@ -163,17 +163,6 @@ class _Weights(NamedTuple):
     used_expert_elements: float
 
 
-class MeasuredOperators(Protocol):
-    """Operators of a deployment whose times were measured; `source` says where."""
-
-    @property
-    def source(self) -> str: ...
-
-    def seconds(self, work: StepWork) -> Mapping[str, float]:
-        """Seconds of those operators of a step that were measured, by name."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepModel:
     """Times of an engine's steps for one model on one kind of device.
@@ -193,7 +182,6 @@ class StepModel:
     roofs: Roofs
     _weights: _Weights
     _cache: tuple[tuple[float, float], ...]
-    tables: MeasuredOperators | None = None
 
     @classmethod
     def build(
@@ -208,15 +196,13 @@ class StepModel:
         parallel: Parallelism = Parallelism(),
         kv_bytes_per_element: float = 2,
         parameters: StepParameters | None = None,
-        tables: MeasuredOperators | None = None,
     ) -> StepModel:
-        """The model of a deployment, with the fitted parameters unless others are given; beside `tables`
-        those fitted with them. `model` is its name in the planner's table, by which measured deployments
-        of it are found."""
+        """The model of a deployment, with the fitted parameters unless others are given. `model` is its name
+        in the planner's table, by which measured deployments of it are found."""
         if parameters is None:
             tags = deployment_tags(shape, recipe, device, engine)
             deployed = Deployed(model, engine, weight_dtype(recipe), version, tags)
-            parameters = fitted_parameters(deployed, FITTED if tables is None else BESIDE_TABLES)
+            parameters = fitted_parameters(deployed)
         return cls(
             shape,
             recipe,
@@ -229,7 +215,6 @@ class StepModel:
             roofs_of(device, recipe),
             _weights_on_rank(shape, recipe, parallel),
             _cache_classes(shape, parallel.tp),
-            tables,
         )
 
     def seconds(self, work: StepWork) -> float:
@@ -239,21 +224,16 @@ class StepModel:
     def operators(self, work: StepWork) -> tuple[tuple[str, float, str], ...]:
         """Each operator of the step that takes time: its name, its seconds, and their source. What is known
         of the model beyond its operators scales each."""
-        factor = self._factor(work)
+        factor, source = self._factor(work), self.parameters.source
         parts = self._parts(work).items()
-        return tuple((name, factor * part, source) for name, (part, source) in parts if part > 0)
+        return tuple((name, factor * part, source) for name, part in parts if part > 0)
 
     def plain_seconds(self, work: StepWork) -> float:
         """Seconds of one step before what is known of the model scales it."""
-        return sum(seconds for seconds, _ in self._parts(work).values())
+        return sum(self._parts(work).values())
 
-    def _parts(self, work: StepWork) -> dict[str, tuple[float, str]]:
-        fitted = operator_seconds(self.loads(work), self.roofs, self.parameters.values)
-        parts = {name: (seconds, self.parameters.source) for name, seconds in fitted.items()}
-        if self.tables is not None:
-            held = self.tables.seconds(work).items()
-            parts |= {name: (seconds, self.tables.source) for name, seconds in held}
-        return parts
+    def _parts(self, work: StepWork) -> dict[str, float]:
+        return operator_seconds(self.loads(work), self.roofs, self.parameters.values)
 
     def _factor(self, work: StepWork) -> float:
         """The TPOT's factor for decode tokens and the TTFT's for prompt tokens, by their number."""

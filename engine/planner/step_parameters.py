@@ -51,14 +51,12 @@ def load_doublings(load: Mapping[str, float]) -> dict[str, float]:
 
 
 FITTED = "step_parameters.json"
-BESIDE_TABLES = "table_parameters.json"
-"""Parameters of what tables of measured operators leave to the fit."""
 
 
 @cache
-def parameter_file(name: str = FITTED) -> Mapping[str, Any]:
+def parameter_file() -> Mapping[str, Any]:
     """The file: `parameters` with units and standard errors, `corrections`, and what they were fitted to."""
-    path = Path(__file__).with_name(name)
+    path = Path(__file__).with_name(FITTED)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -101,9 +99,9 @@ class Deployed:
         return f"{self.keys[0]}|per doubling of the {name}"
 
 
-def fitted_parameters(deployed: Deployed, name: str = FITTED) -> StepParameters:
+def fitted_parameters(deployed: Deployed) -> StepParameters:
     """The fitted parameters of a deployment, with the corrections that are known of it."""
-    file = parameter_file(name)
+    file = parameter_file()
     tpot, ttft = (_known(file["corrections"][measure]) for measure in ("tpot", "ttft"))
     return StepParameters(
         resolve(file["parameters"], deployed.tags),

@@ -132,7 +132,6 @@ def test_a_command_without_its_package_ends_before_any_work(tmp_path: Path) -> N
         ({"wandb"}, "bench --wandb-project x", "wandb"),
         ({"lm_eval"}, "bench --tasks hellaswag", "eval"),
         ({"datasets"}, "quantize --method gptq --calibration owner/name", "hub"),
-        ({"aiconfigurator_core"}, "kv-plan --model llama-8b --operators silicon", "silicon"),
     ]
     # What one command imported, the next would find: only the server's packages are hidden one by one.
     also = {True: set[str](), False: OPTIONAL}

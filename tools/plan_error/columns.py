@@ -144,11 +144,6 @@ def _step_model(row: Row) -> StepModel:
     )
 
 
-def row_loop(row: Row) -> Loop:
-    """The closed loop of a row."""
-    return _loop(row, _step_model(row))
-
-
 def _loop(row: Row, model: StepModel) -> Loop:
     resident = model.resident_sequences(row.prompt, row.output)
     return Loop(row.prompt, row.output, row.concurrency, min(row.concurrency, resident))
