@@ -161,6 +161,7 @@ class CompressedTensorsFormat(WeightFormat):
             "targets",
         ),
         *("group_size", "block_structure", "strategy", "format"),
+        *("global_sparsity", "sparsity_structure", "registry_requires_subclass"),  # of a dense file
     )
     markers: tuple[str, ...] = (".weight_packed", ".weight_scale")
     suffixes: tuple[str, ...] = (

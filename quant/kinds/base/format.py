@@ -88,7 +88,13 @@ PROVENANCE = frozenset(
         ),
         *("low_gpu_mem_usage", "low_cpu_mem_usage", "quant_block_list", "to_quant_block_names"),
         *("seqlen", "supported_types", "scale_dtype", "static_kv_dtype", "static_kv_granularity"),
-        *("static_attention_granularity",),
+        *(
+            "static_attention_granularity",
+            "act_data_type",
+            "act_dynamic",
+            "act_group_size",
+            "act_sym",
+        ),
     )
 )
 """Keys of a `quantization_config` that leave the meaning of the weights alone, whatever the format.
@@ -214,6 +220,15 @@ class WeightFormat(ABC):
     def read_config(self, config: Config, modules: Collection[str]) -> None:
         """Read everything that says what the weights mean; raises BadInput where it is not supported."""
         self.scheme(config, min(modules))
+
+    def expect(self, config: Config, **values: tuple[Any, ...]) -> None:
+        """Raises BadInput where a key of a `quantization_config` is set to none of its `values`."""
+        for key, known in values.items():
+            if (value := config.get(key)) is not None and value not in known:
+                raise BadInput(
+                    f"quant_method {self.quant_method} with {key} {value!r} is not supported: "
+                    f"only {' and '.join(map(str, known))}"
+                )
 
     def config_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """JSON files beside `config.json`, by name, from the `quantization_config`."""

@@ -105,11 +105,9 @@ class Fp8Format(WeightFormat):
 
     def read_config(self, config: Config, modules: Collection[str]) -> None:
         self.scheme(config, min(modules))
-        for key, only in (("fmt", "e4m3"), ("expert_dtype", "fp8")):
-            if config.get(key, only) not in (only, None):
-                raise BadInput(
-                    f"quant_method fp8 with {key} {config[key]!r} is not supported: only {only}"
-                )
+        formats = ("e4m3", "e4m3fn", "float8_e4m3fn")
+        self.expect(config, fmt=formats, expert_dtype=("fp8",))
+        self.expect(config, activation_scheme=("dynamic", "static"))
 
     def scheme(self, config: Config, module: str) -> FloatScheme:
         block = config.get("weight_block_size")
@@ -117,12 +115,7 @@ class Fp8Format(WeightFormat):
             raise BadInput(
                 f"quant_method fp8 with blocks of {block} is not supported: only {_BLOCK}"
             )
-        activations = config.get("activation_scheme") or "dynamic"
-        if activations not in ("dynamic", "static"):
-            raise BadInput(
-                f"quant_method fp8 with activation_scheme {activations!r} is not supported"
-            )
-        static = activations == "static"
+        static = config.get("activation_scheme", "dynamic") == "static"
         if block is not None and static:
             raise BadInput("quant_method fp8 with blocks and static activations is not supported")
         if block is not None:

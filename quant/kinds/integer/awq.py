@@ -133,10 +133,7 @@ class AwqFormat(WeightFormat):
         dynamic: Config = config.get("dynamic") or {}
         if positive := [key for key, fields in dynamic.items() if key[:2] != "-:" and fields]:
             raise BadInput(f"quant_method awq with dynamic[{positive[0]!r}] is not supported")
-        if config.get("pack_dtype", "int32") != "int32":
-            raise BadInput(
-                f"quant_method awq with pack_dtype {config['pack_dtype']!r} is not supported: only int32"
-            )
+        self.expect(config, pack_dtype=("int32",), act_bits=(16, 32))
 
     def scheme(self, config: Config, module: str) -> IntScheme:
         if _layout(config) not in ("gemm", "gemv"):

@@ -147,10 +147,7 @@ class GptqFormat(WeightFormat):
 
     def read_config(self, config: Config, modules: Collection[str]) -> None:
         self.scheme(config, min(modules))
-        if config.get("pack_dtype", "int32") != "int32":
-            raise BadInput(
-                f"quant_method gptq with pack_dtype {config['pack_dtype']!r} is not supported: only int32"
-            )
+        self.expect(config, pack_dtype=("int32",), act_bits=(16, 32))
         for key, override in (config.get("dynamic") or {}).items():
             if key.startswith("-:"):
                 tuple((override or {}).values())  # of modules that have no codes

@@ -104,6 +104,7 @@ def test_mxfp4_refuses_an_unknown_key() -> None:
         ("compressed-tensors", None, {"config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16"),
         ("modelopt", NVFP4, {"config_groups": {"g": {"pre_quant_scale": True}}}, "pre_quant_scale"),
         ("modelopt", NVFP4, {"config_groups": {"g": {"lora_rank": 32}}}, "lora_rank"),
+        ("fp8", FP8_BLOCK, {"fmt": "e4m3fnuz"}, "fmt 'e4m3fnuz'"),
         ("quip", None, {"rescale_WH": True}, "rescale_WH"),
     ],
 )  # fmt: skip
@@ -172,6 +173,28 @@ def test_all_that_transformers_writes_is_read(
     keys = json.loads(json.dumps(keys, default=str))
     keys.pop("group_size", None)
     assert keys["quant_method"] == name
+    assert quantized_modules(written(tmp_path, name, scheme, keys)) == {MODULE}
+
+
+DENSE = {"format": "dense", "global_sparsity": 0.1, "sparsity_structure": "unstructured"}
+AUTO_ROUND = {"act_bits": 16, "act_data_type": "float", "act_dynamic": True, "act_group_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "keys"),
+    [
+        ("compressed-tensors", None, {"sparsity_config": {**DENSE, "targets": []}}),
+        ("fp8", FP8_BLOCK, {"fmt": "float8_e4m3fn", "scale_fmt": "ue8m0", "ignored_layers": ["x"]}),
+        ("gptq", None, {"provider": "auto-round", "autoround_version": "0.4.2"} | AUTO_ROUND),
+        ("gptq", None, {"pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:5"]}, "method": "gptq"}),
+        ("awq", None, {"modules_to_fuse": {"mlp": ["up"]}, "dynamic": {"-:.*gate$": {}}}),
+        ("exl3", None, {"calibration": {"rows": 250, "cols": 2048}, "mtp_bits": 4}),
+    ],
+)  # fmt: skip
+def test_what_other_tools_write_is_read(
+    tmp_path: Path, name: str, scheme: Any, keys: dict[str, Any]
+) -> None:
+    """Llama-3.1-W8A8 of Red Hat, MiniMax-M2, Intel's and ModelCloud's int4, AutoAWQ's fused, exllamav3's."""
     assert quantized_modules(written(tmp_path, name, scheme, keys)) == {MODULE}
 
 
