@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..base.consumed import Consumed
 from ..base.errors import BadInput
 from ..model.checkpoint import read_json
 
@@ -17,23 +18,14 @@ if TYPE_CHECKING:
 
 
 CONFIG_NAME = "adapter_config.json"
-# Fields of the training and of the file, which do not change how weights are read, and those that are read.
-_OF_TRAINING = {"corda_config", "eva_config", "exclude_modules", "layers_pattern"} | {
-    *(
-        "loftq_config",
-        "layers_to_transform",
-        "lora_dropout",
-        "lora_ga_config",
-        "runtime_config",
-        "task_type",
-    ),
-}
-_OF_THE_FILE = {"auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode"} | {
-    *("megatron_config", "megatron_core", "peft_version", "qalora_group_size", "revision"),
-}
-_READ = {"alpha_pattern", "bias", "init_lora_weights", "lora_alpha", "peft_type", "r"} | {
-    *("rank_pattern", "target_modules", "use_dora", "use_rslora"),
-}
+# Fields of the training and of the file, which do not change how weights are read.
+_IRRELEVANT = (
+    *("corda_config", "eva_config", "exclude_modules", "layers_pattern", "loftq_config"),
+    *("layers_to_transform", "lora_dropout", "lora_ga_config", "runtime_config", "task_type"),
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_config"),
+    *("megatron_core", "peft_version", "qalora_group_size", "revision"),
+    *("rank_pattern", "alpha_pattern"),  # whose keys are patterns of modules
+)
 _KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the weights of the base model as they are."""
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -77,7 +69,7 @@ class LoraSettings:
             BadInput: naming the file and the field that is missing, invalid, or not supported.
         """
         path = folder / CONFIG_NAME
-        raw = read_json(path)
+        raw = Consumed(read_json(path))
         if (kind := raw.get("peft_type")) != "LORA":
             raise BadInput(f"{path}: peft_type is {kind!r}: only LORA adapters can be read")
         if raw.get("bias", "none") != "none":
@@ -89,13 +81,10 @@ class LoraSettings:
                 f"{path}: init_lora_weights = {start!r} changes the base model's weights: convert the "
                 "adapter to a plain one with PEFT"
             )
-        for field in sorted(set(raw) - _OF_TRAINING - _OF_THE_FILE - _READ):
-            if raw[field]:
-                raise BadInput(f"{path}: {field} = {raw[field]!r} is not supported")
         targets: Any = raw.get("target_modules")
         if not isinstance(targets, str) and not _is_list_of(targets, str):
             raise BadInput(f"{path}: target_modules is {targets!r}: it needs names or a pattern")
-        return cls(
+        settings = cls(
             path,
             rank=_number(path, "r", raw.get("r"), int),
             alpha=_number(path, "lora_alpha", raw.get("lora_alpha"), float),
@@ -106,6 +95,8 @@ class LoraSettings:
             rank_pattern=_pattern(path, "rank_pattern", raw, int),
             alpha_pattern=_pattern(path, "alpha_pattern", raw, float),
         )
+        raw.refuse_unread(_IRRELEVANT, str(path))
+        return settings
 
     def targets_module(self, module: str) -> bool:
         """Whether `target_modules` matches a module, named without PEFT's prefix."""
@@ -138,12 +129,12 @@ def _number(path: Path, field: str, value: Any, kind: type) -> Any:
 
 def _pattern(path: Path, field: str, raw: Mapping[str, Any], kind: type) -> dict[str, Any]:
     pattern = raw.get(field) or {}
-    if not isinstance(pattern, dict):
+    if not isinstance(pattern, Mapping):
         raise BadInput(f"{path}: {field} is {pattern!r}, not an object")
     for key, value in pattern.items():
         _number(path, f"{field}[{key!r}]", value, kind)
         _compiled(path, field, key)
-    return pattern
+    return dict(pattern)
 
 
 def _compiled(path: Path, field: str, pattern: str) -> None:
