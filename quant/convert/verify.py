@@ -22,6 +22,7 @@ from ..formats.registry import (
     quantized_modules,
     tensor_names,
 )
+from ..kinds.base.format import matches
 from ..kinds.base.raw import Entries, Raw, read_headers, read_numbers
 from ..kinds.ggml.formats import read_gguf_headers
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
@@ -389,7 +390,10 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
         return lambda name: next((rule[:2] == "-:" for rule in rules if _rules(rule, name)), False)
     if method == "compressed-tensors":
         ignored = config.get("ignore") or ()
-        return lambda name: any(entry == name or _matches(entry, name) for entry in ignored)
+        return lambda name: any(
+            matches(entry[3:], name) if entry.startswith("re:") else entry == name
+            for entry in ignored
+        )
     if method == "modelopt":
         excluded = config.get("quantization", config).get("exclude_modules")
         wildcards = config.get("ignore") or excluded or ()
@@ -403,11 +407,7 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
 
 def _rules(rule: str, name: str) -> bool:
     """Whether a pattern of GPTQModel's `dynamic`, with or without its sign, is for a module."""
-    return re.match(rule[2:] if rule[:2] in ("-:", "+:") else rule, name) is not None
-
-
-def _matches(entry: str, name: str) -> bool:
-    return entry.startswith("re:") and re.match(entry[3:], name) is not None
+    return matches(rule[2:] if rule[:2] in ("-:", "+:") else rule, name)
 
 
 def _lists(entry: str, name: str) -> bool:

@@ -149,18 +149,10 @@ class CompressedTensorsFormat(WeightFormat):
     keeps_scale_dtypes = True
     holds_kv_scales = True
     irrelevant: tuple[str, ...] = (
-        *("version", "quantization_status", "global_compression_ratio", "autoround_version"),
+        *("version", "quantization_status", "global_compression_ratio", "targets", "format"),
         # Of weights and inputs: how they were calibrated, and what the tensors and their dtypes say.
-        *(
-            "observer",
-            "observer_kwargs",
-            "actorder",
-            "dynamic",
-            "scale_dtype",
-            "zp_dtype",
-            "targets",
-        ),
-        *("group_size", "block_structure", "strategy", "format"),
+        *("observer", "observer_kwargs", "actorder", "dynamic", "scale_dtype", "zp_dtype"),
+        *("group_size", "block_structure", "strategy"),
         *("global_sparsity", "sparsity_structure", "registry_requires_subclass"),  # of a dense file
     )
     markers: tuple[str, ...] = (".weight_packed", ".weight_scale")
