@@ -8,7 +8,6 @@ is unknown (`imported`). The columns are those of the tools' own writers; docs/m
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
-from ...quant.base.json_lines import json_lines
+from ...quant.base.json_lines import json_lines, parse_json
 
 Row = Mapping[str, Any]
 """A measured point as its tool wrote it."""
@@ -46,7 +45,7 @@ def read_rows(path: Path) -> list[Row]:
         BadInput: it holds something else; a line that is not JSON is named.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError:
         value = [row for _, row in json_lines(path)]
     rows = value if isinstance(value, list) else [value]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...quant.base.errors import BadInput
+from ...quant.base.json_lines import parse_json
 from ...recipes import DATA
 from .conversations import ConversationBuilder, ConversationRules, SourceTurn, in_order
 from .workload import (
@@ -61,7 +62,7 @@ def load_conversations(path: Path) -> list[list[Any]]:
     """
     text = read_text(path)
     try:
-        data = json.loads(text)
+        data = parse_json(text)
     except json.JSONDecodeError as error:
         raise BadInput(
             f"dataset {path}, line {error.lineno}: not JSON ({error.msg}); "

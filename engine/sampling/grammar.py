@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 
 from ...quant.base.errors import BadInput
+from .schema_limits import enforceable
 from .structural_tag import structural_tag
 
 _log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class GrammarCompiler:
 
     def json_schema_mask(self, schema: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
         """Compile a schema to a mask; an error names the JSON pointer of the failing part."""
+        schema = enforceable(schema)
         try:
             return self.mask(json_schema(schema), num_sequences)
         except BadInput as error:

@@ -13,6 +13,7 @@ from typing import Any
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from ...quant.base.errors import BadInput
+from .schema_limits import enforceable
 
 MAX_DEPTH = 32
 Format = Mapping[str, Any]
@@ -99,7 +100,8 @@ class _Lark:
             case "const_string":
                 return self._literal(form["value"])
             case "json_schema":
-                schema = {**form["json_schema"], "x-guidance": self._json_options}
+                schema = enforceable(form["json_schema"], f"{place}.json_schema")
+                schema = {**schema, "x-guidance": self._json_options}
                 return self._rule(f"%json {json.dumps(schema)}")
             case "grammar":
                 return self._grammar(form["grammar"], place)

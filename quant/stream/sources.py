@@ -14,7 +14,7 @@ from ...recipes import DATA, MODELS
 from ..base.atomic_io import expanded
 from ..base.errors import BadInput, first_line
 from ..base.extras import import_extra
-from ..base.json_lines import json_lines
+from ..base.json_lines import json_lines, parse_json
 
 STORIES = DATA / "calibration.txt"
 MIXED = DATA / "calibration_mixed.jsonl.xz"
@@ -112,7 +112,7 @@ def numbered_rows(path: Path) -> Iterator[tuple[str, Any]]:
         yield from json_lines(path, "calibration file")
         return
     try:
-        rows = json.loads(_read(path))
+        rows = parse_json(_read(path))
     except json.JSONDecodeError as error:
         raise BadInput(f"{path} is not valid JSON: {error}") from error
     if not isinstance(rows, list):

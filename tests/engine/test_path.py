@@ -26,7 +26,11 @@ OPTIONAL = {
     "state slots": ("engine/scheduling/state_pool.py", "engine/model/layers/state.py"),
     "images": ("engine/base/image_input.py", "engine/multimodal/"),
     "pooling": ("engine/execution/pooling.py",),
-    "grammar": ("engine/sampling/grammar.py", "engine/sampling/structural_tag.py"),
+    "grammar": (
+        "engine/sampling/grammar.py",
+        "engine/sampling/schema_limits.py",
+        "engine/sampling/structural_tag.py",
+    ),
     "speculation": (
         "engine/speculation/",
         "engine/execution/speculative_step.py",

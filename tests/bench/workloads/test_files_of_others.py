@@ -194,3 +194,17 @@ def test_a_conversation_without_a_question_is_counted(tokenizer: Any, tmp_path: 
     rows = [{"messages": turns} for turns in threads]
     found = hub_workload(tokenizer, rows, source="x", num_prompts=9, max_model_len=512)
     assert found.notes[0] == "3 rows left out: no question with text at their start"
+
+
+def test_half_surrogate_pairs_become_question_marks(tokenizer: Any, tmp_path: Path) -> None:
+    """As tools write them that cut a text within an emoji; whole pairs stay."""
+    cut = {"prompt": "Once \ud835 upon \U0001f600"}
+    (item,) = custom(tokenizer, tmp_path / "a.jsonl", json.dumps(cut)).items
+    assert list(item.prompt_token_ids) == tokenizer.encode("Once ? upon \U0001f600")
+    path = tmp_path / "s.json"
+    turns = [{"from": "human", "value": QUESTION + "\ud83d"}, CHATS["sharegpt"][1]]
+    path.write_text(json.dumps([{"conversations": turns}]))
+    (item,) = sharegpt_workload(tokenizer, num_prompts=1, max_model_len=512, path=path).items
+    assert list(item.prompt_token_ids) == tokenizer.encode(QUESTION + "?")
+    path.write_text(json.dumps([{"text": "a \udc00 b"}]))
+    assert read_documents(path)[1] == ["a ? b"]

@@ -1,0 +1,230 @@
+"""JSON schemas as llguidance enforces them: what it would let pass is written another way, or refused.
+
+llguidance refuses most of what it lacks (`not`, `if`, `uniqueItems`, ...). What it takes in silence was found
+by random outputs under its masks: see tests/engine/sampling/test_schema_kinds.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from functools import cache, lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from ...quant.base.errors import BadInput
+
+Schema = Mapping[str, Any]
+
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_IN_PLACE = ("allOf", "anyOf", "oneOf")
+_ONES = ("items", "additionalProperties", "additionalItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_EXACT = 2**53
+"""llguidance reads numbers as float64: integers above this one are rounded."""
+_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_SHIFTS = (0, 1, -1, 2, -2, Decimal("0.1"), Decimal("-0.1"), Decimal("0.001"), Decimal("-0.001"))
+_CONTROLS = "".join(map(chr, range(32)))
+
+
+def enforceable(schema: Schema, place: str = "") -> Schema:
+    """The schema, with patterns that llguidance enforces; outputs satisfy the one that was given.
+
+    Raises:
+        BadInput: a keyword whose outputs might not satisfy the schema, with its JSON pointer after `place`,
+            or the schema is nested too deep.
+    """
+    try:
+        schema = json.loads(json.dumps(schema))
+    except RecursionError as error:
+        raise BadInput("the schema is nested too deep") from error
+    parts = dict(_subschemas(schema))
+    is_draft4 = "draft-04" in str(schema.get("$schema"))
+    for pointer, part in parts.items():
+        for problem in _problems(part, is_draft4):
+            where = place + pointer
+            raise BadInput(f"{where}: {problem}" if where else problem)
+    if (pointer := _cycle(parts)) is not None:
+        raise BadInput(f"{place}{pointer or '/'}: $ref leads back to itself")
+    for part in parts.values():
+        if isinstance(part.get("pattern"), str):
+            part["pattern"] = _tight(part["pattern"])
+        if isinstance(names := part.get("patternProperties"), dict):
+            part["patternProperties"] = {_tight(name): inner for name, inner in names.items()}
+    return schema
+
+
+def _subschemas(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(JSON pointer, schema) of the schema and of all below it."""
+    waiting: list[tuple[str, Any]] = [("", schema)]
+    while waiting:
+        pointer, part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        yield pointer, part
+        for key in _LISTS:
+            if isinstance(part.get(key), list):
+                waiting += [(f"{pointer}/{key}/{n}", inner) for n, inner in enumerate(part[key])]
+        waiting += [(f"{pointer}/{key}", part[key]) for key in _ONES if key in part]
+        for key in _MAPS:
+            if isinstance(part.get(key), Mapping):
+                waiting += [
+                    (f"{pointer}/{key}/{name.replace('~', '~0').replace('/', '~1')}", inner)
+                    for name, inner in part[key].items()
+                ]
+
+
+def _problems(part: Schema, is_draft4: bool) -> Iterator[str]:
+    if "x-guidance" in part:
+        yield "x-guidance: no keyword of JSON Schema"
+    for key in ("exclusiveMinimum", "exclusiveMaximum"):
+        if isinstance(part.get(key), bool) and not is_draft4:
+            yield f"{key}: a boolean is of draft 4, which $schema has to name"
+    for key in ("enum", "const"):
+        if any(abs(number) > _EXACT for number in _integers(part.get(key))):
+            yield f"{key}: integers beyond 2^53 are not supported"
+    bounds = {key: part[key] for key in (*_LOWER, *_UPPER) if _is_number(part.get(key))}
+    is_risky = any(key.startswith("e") or abs(bound) > _EXACT for key, bound in bounds.items())
+    if is_risky and (key := _unenforced(json.dumps(part.get("type")), json.dumps(bounds))):
+        yield f"{key} {part[key]}: not supported with these bounds, which an output could pass"
+    names, patterns = part.get("properties"), part.get("patternProperties")
+    if isinstance(names, Mapping) and isinstance(patterns, Mapping):
+        for pattern in patterns:
+            if _is_finite(pattern) and any(_matches(pattern, name) for name in names):
+                yield f"patternProperties: {pattern!r} matches names of properties: write it there"
+    least, required = part.get("minProperties"), part.get("required")
+    num_required = len({*required}) if isinstance(required, list) else 0
+    if isinstance(least, int) and least - num_required > 1:
+        # Of two free names the second may repeat the first.
+        yield f"minProperties {least}: at most one more than the required properties is supported"
+
+
+def _cycle(parts: Mapping[str, Schema]) -> str | None:
+    """Pointer of a schema whose `$ref` leads back to it without an array or an object between."""
+    names = {f"#{pointer}": pointer for pointer in parts}
+    for pointer, part in parts.items():
+        names |= {str(part["$id"]): pointer} if "$id" in part else {}
+        names |= {f"#{part['$anchor']}": pointer} if "$anchor" in part else {}
+    # Depth first: a schema is open until all that it leads to is closed.
+    opened, closed = set[str](), set[str]()
+    waiting = [(pointer, False) for pointer in parts]
+    while waiting:
+        pointer, is_left = waiting.pop()
+        if is_left:
+            closed.add(pointer)
+        elif pointer not in closed:
+            if pointer in opened:
+                return pointer
+            opened.add(pointer)
+            waiting.append((pointer, True))
+            following = _in_place(pointer, parts[pointer], names)
+            waiting += [(inner, False) for inner in following if inner in parts]
+    return None
+
+
+def _in_place(pointer: str, part: Schema, names: Mapping[str, str]) -> Iterator[str]:
+    """Pointers of the schemas that describe the same value as `part`."""
+    if isinstance(ref := part.get("$ref"), str) and ref in names:
+        yield names[ref]
+    for key in _IN_PLACE:
+        if isinstance(part.get(key), list):
+            yield from (f"{pointer}/{key}/{number}" for number in range(len(part[key])))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in a JSON value."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case bool():
+                continue
+            case int() as number:
+                yield number
+            case list() as inner:
+                waiting += inner
+            case dict() as inner:
+                waiting += inner.values()
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+@lru_cache(1024)
+def _unenforced(kind: str, bounds_text: str) -> str | None:
+    """The bound that a number near it passes under llguidance's grammar; None where none was found.
+
+    llguidance 1.9 lets 0 pass `exclusiveMinimum: 0` below a maximum under 1, and rounds large integers.
+    """
+    bounds = json.loads(bounds_text, parse_float=Decimal)
+    grammar = json.dumps({"type": json.loads(kind) or "number", **json.loads(bounds_text)})
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(grammar), log_level=0)
+    if matcher.is_error():
+        return None  # llguidance says why
+    numbers = [bound + shift for bound in bounds.values() for shift in _SHIFTS]
+    for text in ("0", "-0", *(f"{number:f}" for number in map(Decimal, numbers))):
+        passed = _passed(Decimal(text), bounds)
+        if passed and _accepts(matcher.deep_copy(), text):
+            return passed
+    return None
+
+
+def _passed(number: Decimal, bounds: Mapping[str, Any]) -> str | None:
+    """The first bound that a number does not keep."""
+    broken = {
+        "minimum": lambda bound: number < bound,
+        "exclusiveMinimum": lambda bound: number <= bound,
+        "maximum": lambda bound: number > bound,
+        "exclusiveMaximum": lambda bound: number >= bound,
+    }
+    return next((key for key, bound in bounds.items() if broken[key](bound)), None)
+
+
+def _accepts(matcher: LLMatcher, text: str) -> bool:
+    tokens = [*text.encode()]
+    return matcher.validate_tokens(tokens) == len(tokens) and (
+        matcher.consume_tokens(tokens) and matcher.is_accepting()
+    )
+
+
+def _tight(pattern: str) -> str:
+    """A pattern whose character classes have not all control characters.
+
+    In a JSON text llguidance 1.9 lets such a class match escaped quotes and backslashes too, so that `[^"]`
+    is no limit. Without U+001F it is one.
+    """
+
+    def tight(found: re.Match[str]) -> str:
+        text = found[0]
+        try:
+            matches = re.compile(text).fullmatch if "[" not in text[1:] else None
+        except re.error:
+            matches = None
+        if matches is None or not all(map(matches, _CONTROLS)) or (matches('"') and matches("\\")):
+            return text
+        return f"[{text}&&[^\\x1f]]"
+
+    return _CLASS.sub(tight, pattern)
+
+
+def _is_finite(pattern: str) -> bool:
+    """Whether a pattern seems to match finitely many names: none may be left beside those of `properties`,
+    and llguidance 1.9 then ends an object after a comma."""
+    plain = _CLASS.sub("", re.sub(r"\\.", "", pattern))
+    return pattern[:1] == "^" and pattern[-1:] == "$" and not re.search(r"[*+]|,\}", plain)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True  # of another dialect: refused
