@@ -108,7 +108,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/python tools/large_files.py
 	$(VENV)/bin/pyright
 
-# What `llmopt deploy` writes, by hadolint, promtool, systemd-analyze, haproxy and Kubernetes' schemas: those that
+# What `llmopt deploy` writes, by hadolint, promtool and Kubernetes' schemas: those that
 # are not installed are named. REQUIRE=--require fails for them.
 lint-deploy: $(INSTALLED)
 	$(VENV)/bin/python -m tools.lint_deploy $(REQUIRE)

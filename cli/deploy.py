@@ -66,7 +66,7 @@ def deploy(
     cluster: Annotated[Words, From(DeployChoices, but=("model",))],
     output: DeployOutputOptions,
 ) -> None:
-    """Write manifests, a compose file, alert rules, Dockerfiles and a systemd unit, as planned."""
+    """Write manifests, a compose file, alert rules and Dockerfiles, as planned."""
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
     from ..engine.deploy.stored_quantization import stored_quantization_of
@@ -117,7 +117,6 @@ def _show(deployment: ServerDeployment, folder: Path, files: Mapping[str, str]) 
         lines += [
             f"  pip wheel --no-deps -w {folder}/docker CHECKOUT_OF_LLMOPT",
             f"  docker build -f {folder}/docker/Dockerfile.{file} -t {deployment.image} {folder}/docker",
-            f"  systemctl enable --now {deployment.choices.name}@8001  # {folder}/systemd",
         ]
     lines += [
         f"  kubectl apply -f {folder}/kubernetes",

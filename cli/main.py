@@ -29,7 +29,7 @@ COMMANDS = {
     "batch": "Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed.",
     "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
     "network.",
-    "deploy": "Write manifests, a compose file, alert rules, Dockerfiles and a systemd unit, as planned.",
+    "deploy": "Write manifests, a compose file, alert rules and Dockerfiles, as planned.",
     "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
     "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",
     "contact": "Try a GPU in nine minutes: kernels, models and quantizers, against what is expected of them.",

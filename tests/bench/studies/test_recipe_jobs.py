@@ -1,4 +1,4 @@
-"""The jobs of a recipe: done one by one, by a Slurm array or by Ray, they end as the local run does."""
+"""The jobs of a recipe: done one by one or by Ray, they end as the local run does."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from llmopt.bench.quality import positions, scoring
 from llmopt.bench.quality.scoring import SharedScores, score_passage
 from llmopt.bench.session.quality import quality_passage
 from llmopt.bench.studies import jobs
-from llmopt.bench.studies.jobs import Job, job_resources, jobs_of, node_kind, slurm_script
+from llmopt.bench.studies.jobs import Job, job_resources, jobs_of, node_kind
 from llmopt.bench.studies.recipe import Recipe
-from llmopt.bench.studies.recipe_files import JOURNAL_NAME, Stages
+from llmopt.bench.studies.recipe_files import JOURNAL_NAME, Stages, read_recipe
 from llmopt.bench.studies.recipe_run import job_on_node
 from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.progress import Silent
@@ -112,7 +112,7 @@ def test_without_ray_one_line_says_what_to_install(mine: Path, tmp_path: Path) -
     [
         (("--job", "bench one"), "--job is of a run that began"),
         (("--status",), "--status is of a run that began"),
-        (("--status", "--print-jobs", "slurm"), "give one"),
+        (("--status", "--job", "bench one"), "give one"),
         (("--score-shares", "0"), "score-shares"),
     ],
 )
@@ -125,7 +125,7 @@ def test_wrong_words_have_messages(
 
 def test_a_capacity_has_no_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cap.yaml").write_text(CAPACITY)
-    words = ("--print-jobs", "slurm", "--output", tmp_path / "out")
+    words = ("--score-shares", "2", "--output", tmp_path / "out")
     assert llmopt(tmp_path / "cap.yaml", *words) == 2
     assert "it has no jobs" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
@@ -174,47 +174,6 @@ def test_who_does_what_another_does_waits_for_its_end(tmp_path: Path) -> None:
         order.append("first")
     other.join(10)
     assert order == ["first", "done before"]
-
-
-SBATCH = """#!/bin/bash
-# Runs what is submitted at once: every element of an array, or the wrapped command.
-echo "$@" >> submitted
-for word in "$@"; do case $word in
-  --array=*) range=${word#--array=} ;;
-  --wrap=*) bash -c "${word#--wrap=}" >&2 ;;
-esac; done
-if [ -n "$range" ]; then
-  for i in $(seq ${range/-/ }); do SLURM_ARRAY_TASK_ID=$i bash "${@: -1}" >&2; done
-fi
-wc -l < submitted
-"""
-LLMOPT = """#!/bin/bash
-echo "$PWD: $*" >> done
-"""
-
-
-def test_the_slurm_script_does_each_job_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "it's here").mkdir()
-    monkeypatch.chdir(tmp_path / "it's here")
-    stages = stages_of(tmp_path / "it's here", shares=2)
-    for name, text in (("sbatch", SBATCH), ("llmopt", LLMOPT), ("jobs.sh", slurm_script(stages))):
-        Path(name).write_text(text)
-        Path(name).chmod(0o755)
-    path = f"{Path.cwd()}{os.pathsep}{os.environ['PATH']}"
-    words = ["bash", "jobs.sh", "--partition=gpu"]
-    subprocess.run(words, check=True, env={**os.environ, "PATH": path})
-    resume = f"{Path.cwd()}: run --resume {stages.folder.resolve()}"
-    done = [f"{resume} --job {name}" for name in names(stages)]
-    assert Path("done").read_text().splitlines() == [*done, resume]
-    submitted = Path("submitted").read_text().splitlines()
-    assert [line.partition("--dependency=afterok:")[2][:1] for line in submitted] == [
-        *("", "1", "2", "3")
-    ]
-    arrays = [word for line in submitted for word in line.split() if word.startswith("--array")]
-    assert arrays == ["--array=0-0", "--array=1-6", "--array=7-9"]
-    assert all("--exclusive" in line and "--partition=gpu" in line for line in submitted)
 
 
 def test_shared_scores_join_to_the_bytes_of_one_process(
@@ -276,8 +235,7 @@ def test_jobs_done_one_by_one_end_as_the_local_run(
     (tmp_path / "mine.yaml").write_text(RECIPE.replace("tokens: 64", "tokens: 20000"))
     here, out = tmp_path / "here", tmp_path / "out"
     assert llmopt(tmp_path / "mine.yaml", "--output", here) == 0
-    words = ("--print-jobs", "slurm", "--score-shares", "2", "--output", out)
-    assert llmopt(tmp_path / "mine.yaml", *words) == 0
+    Stages.begin(out, read_recipe(str(tmp_path / "mine.yaml")), 2)
     early = ["quantize two", "score two 2/2", "score two 1/2", "bench two", "score original 1/2"]
     for name in early:
         assert llmopt("--resume", out, "--job", name) == 0
