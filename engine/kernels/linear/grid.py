@@ -1,9 +1,9 @@
 """Weights as kernels read them: one common form of all quantization kinds, and the table of kinds.
 
 A grid is affine (`w = scale * code - offset` per group of input channels), a lookup table of 16 values for
-4-bit codes, or e4m3 floats. Lattice codes (ggml's IQ1 to IQ3), points of 4 or 8 weights and their signs, and
-lookup tables per output channel have forms of their own, for the C kernels. Trellis codes and points of E8P
-have decoders instead (`hadamard_linear.py`).
+4-bit codes, or e4m3 floats. Lattice codes (ggml's IQ1 to IQ3), points of 4 or 8 weights and their signs, have
+a form of their own, for the C kernels. Trellis codes and points of E8P have decoders instead
+(`hadamard_linear.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ....quant.kinds.ggml.small_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4
 from ....quant.kinds.ggml.small_blocks import table as iq4_table
 from ....quant.kinds.ggml.tensor import GgufTensor, block_codes
 from ....quant.kinds.integer.kind import IntTensor
-from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 
 
@@ -328,7 +327,7 @@ def lattice_grid(weight: GgufTensor) -> LatticeGrid:
     )
 
 
-NativeGrid = CodeGrid | LatticeGrid | LookupTensor
+NativeGrid = CodeGrid | LatticeGrid
 """A weight as the C kernels pack it."""
 
 
@@ -374,9 +373,6 @@ KIND_GRIDS: dict[str, KindGrids] = {
     "codebook": KindGrids(_codebook, _refuses_blocks_across_rows),
     "fp4": KindGrids(_fp4, whole=True),
     "vectorwise": KindGrids(_vectorwise, whole=True),
-    "lookup": KindGrids(
-        None, _refuses_groups, native=lambda weight: weight, has_native=lambda scheme: True
-    ),
     "gguf": KindGrids(
         _gguf,
         _refuses_blocks,

@@ -10,7 +10,6 @@
 
 #include "parallel.h"
 #include "quantize.h"
-#include "channel_table.h"
 #include "matrix_tile.h"
 #include "row_tile.h"
 #include "tile.h"
@@ -188,7 +187,7 @@ static void prepare_float(Job *job, int64_t row) {
         for (int i = 0; i < CHUNK; i++) {
             uint32_t bits;
             memcpy(&bits, values + i, 4);
-            halves[place_of_half(i)] = (uint16_t)(bits >> 16);
+            halves[(i & ~3) | (i & 1) << 1 | (i & 2) >> 1] = (uint16_t)(bits >> 16);
         }
     }
 }
@@ -369,12 +368,9 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
     int64_t block = w->step >= short_steps ? w->step : short_steps / w->step * w->step;
     int64_t block_chunks = block / CHUNK;
     const uint8_t *packed = w->codes + panel * chunks * size;
-    int in_bf16 = input_dtype == INPUT_BF16, in_tables = w->kind == CODES_CHANNEL_TABLE;
-    float tables[MAX_TABLE];
-    if (in_tables) widen_tables(w, panel, in_bf16, tables);
 #if HAS_PAIRS
     htable sixteen = {0};
-    if (w->bits == 4 && in_bf16 && !in_tables) sixteen = sixteen_values(w);
+    if (w->bits == 4 && input_dtype == INPUT_BF16) sixteen = sixteen_values(w);
 #endif
     for (int64_t c = 0; c < chunks; c += block_chunks) {
         int64_t now = chunks - c < block_chunks ? chunks - c : block_chunks;
@@ -396,14 +392,11 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
         } else if (input_dtype == INPUT_S8) {
             b.weights = operand_bytes(w, run, now, scratch);
         } else if (input_dtype == INPUT_F32) {
-            const uint8_t *bytes = codes_as_bytes(w, run, now, scratch);
-            if (in_tables) look_up_f32(tables, bytes, now, (float *)floats);
-            else unpack_f32(w, bytes, now, (float *)floats);
+            unpack_f32(w, codes_as_bytes(w, run, now, scratch), now, (float *)floats);
             b.weights = floats;
 #if HAS_PAIRS
         } else {
-            if (in_tables) look_up_bf16(tables, codes_as_bytes(w, run, now, scratch), now, floats);
-            else if (w->bits == 4) unpack_bf16_4(run, now, sixteen, floats);
+            if (w->bits == 4) unpack_bf16_4(run, now, sixteen, floats);
             else unpack_bf16(w, codes_as_bytes(w, run, now, scratch), now, floats);
             b.weights = floats;
 #endif
@@ -414,8 +407,6 @@ static void multiply_panel(const Job *job, int64_t panel, int64_t first, int64_t
                       (const uint8_t *)job->sums + at * 4, job->scales + at, acc);
         } else multiply_tiles(job, &b, first, step_at, c * CHUNK, rows, acc);
     }
-    if (in_tables && w->channels.rows)
-        add_sparse(w, panel, in_bf16, job->values + first * job->stride, job->stride, rows, acc);
     store_rows(job, panel, first, rows, acc);
 }
 

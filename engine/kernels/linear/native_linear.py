@@ -105,7 +105,7 @@ class PackedLinear:
     Batch-invariant: a row's result does not depend on the other rows.
 
     Args:
-        grid: the weight; lookup tables per channel take no int8 inputs, and 16-bit floats, a tensor, none
+        grid: the weight; 16-bit floats, a tensor, take no inputs
             but float32.
         input_dtype: dtype of the GEMM's inputs. "int8" quantizes them.
         input_block: the most int8 inputs that share a scale, a multiple of 32; 0: all of a token.

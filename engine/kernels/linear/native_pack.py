@@ -14,7 +14,6 @@ from torch.nn import functional
 from ....quant.base.build import beside, fields
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.ggml.tensor import Blocks, GgufTensor, blocks_of
-from ....quant.kinds.lookup.kind import LookupTensor
 from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of
 
 native_pack = beside(__file__, "pack.c")
@@ -105,7 +104,6 @@ class WeightStruct(ctypes.Structure):
         ),
         *fields(pointers="codes scales offsets outer_scales outer_offsets table points"),
         *fields(numbers="dim high_bits has_signs"),
-        *fields(pointers="values sparse_rows sparse_columns sparse"),
         ("unit", ctypes.c_float),
     ]
 
@@ -120,18 +118,9 @@ class PackedWeight:
 
     def __init__(self, grid: NativeGrid | torch.Tensor, max_step: int) -> None:
         whole_row = -(-grid.shape[1] // CHUNK) * CHUNK
-        if isinstance(grid, LookupTensor):
-            tensors = _lookup_tensors(grid)
-            read = {
-                "bits": grid.scheme.bits,
-                "kind": 4,
-                "group": whole_row,
-                "step": max_step,
-                "scale_kind": SCALE_KINDS.index(grid.table.dtype),
-            }
-        elif isinstance(grid, torch.Tensor):
+        if isinstance(grid, torch.Tensor):
             tensors = {"codes": pack_codes(grid, 16)}
-            kind = 5 if grid.dtype is torch.bfloat16 else 6
+            kind = 4 if grid.dtype is torch.bfloat16 else 5
             read = {"bits": 16, "kind": kind, "group": whole_row, "step": max_step}
         elif isinstance(grid, LatticeGrid):
             tensors = _lattice_tensors(grid)
@@ -199,18 +188,6 @@ def _lattice_tensors(grid: LatticeGrid) -> dict[str, torch.Tensor | None]:
         "scales": _panels(grid.scales[:, 0::2] | grid.scales[:, 1::2] << 4),
         "outer_scales": _panels(grid.outer_scales),
         "points": grid.points,
-    }
-
-
-def _lookup_tensors(weight: LookupTensor) -> dict[str, torch.Tensor | None]:
-    sparse = weight.sparse_values
-    return {
-        "codes": pack_codes(weight.codes, weight.scheme.bits),
-        "scales": _panels(weight.table.new_ones(weight.out_features, 1)),
-        "values": _panels(weight.table),
-        "sparse_rows": weight.sparse_rows,
-        "sparse_columns": weight.sparse_columns,
-        "sparse": None if sparse is None else sparse.to(torch.float32),
     }
 
 

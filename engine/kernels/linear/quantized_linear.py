@@ -16,7 +16,6 @@ import torch
 from ....quant.base.errors import BadInput
 from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
-from ....quant.kinds.lookup.kind import LookupTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
 from ..common.devices import (
     refuses_cpu,
@@ -244,7 +243,6 @@ def _packed_8(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
     if isinstance(weight, VectorwiseTensor):
         assert isinstance(grid, CodeGrid)
         return PackedOutlierLinear(weight, grid)
-    assert not isinstance(grid, LookupTensor)
     return Packed8Linear(weight, grid, dtype)
 
 

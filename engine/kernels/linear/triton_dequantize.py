@@ -156,7 +156,6 @@ def decode(
     scale,
     low,
     table_ptr,
-    output,
     GRID: tl.constexpr,
     KIND: tl.constexpr,
     MAGIC: tl.constexpr,
@@ -175,7 +174,7 @@ def decode(
     if KIND == "element":
         value = codes
     elif KIND == "table":
-        value = tl.load(table_ptr + output[:, None] * GRID.table_row + codes.to(tl.int32))
+        value = tl.load(table_ptr + codes.to(tl.int32))
     elif KIND == "e4m3":
         # e4m3 bits shifted into float16: the exponent is 8 too small; subnormals stay exact.
         bits = codes.to(tl.uint16)
@@ -272,7 +271,7 @@ def _dequantize(
             lanes = tl.arange(0, WORDS)[None, :] * SPACING
             for half in tl.static_range(2):
                 codes = front if half == 0 else back
-                value = decode(codes, scale, low, table_ptr, output, GRID, KIND, 0, tl.float32).to(
+                value = decode(codes, scale, low, table_ptr, GRID, KIND, 0, tl.float32).to(
                     tl.float32
                 )
                 if not GRID.is_affine:
@@ -280,9 +279,7 @@ def _dequantize(
                 out = value.to(out_ptr.dtype.element_ty)
                 tl.store(out_ptr + place + half * BEHIND + lanes, out, mask=mask)
         else:
-            value = decode(packed, scale, low, table_ptr, output, GRID, KIND, 0, tl.float32).to(
-                tl.float32
-            )
+            value = decode(packed, scale, low, table_ptr, GRID, KIND, 0, tl.float32).to(tl.float32)
             if not GRID.is_affine:
                 value = value * scale[:, None]
             out = value.to(out_ptr.dtype.element_ty)

@@ -204,7 +204,6 @@ def _gemm(
                     scale,
                     low,
                     table_ptr,
-                    output,
                     GRID,
                     KIND,
                     MAGIC,

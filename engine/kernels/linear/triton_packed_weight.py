@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
-from ....quant.kinds.lookup.kind import LookupTensor
-from ....quant.kinds.lookup.scheme import LookupScheme
 from .grid import CodeGrid, grid_of, refuses_grid
 
 OUTPUTS = 64
@@ -39,7 +37,6 @@ class PackedGrid(NamedTuple):
 
     Attributes:
         bits: of a stored code: 4 or 8.
-        table_row: entries of a lookup table per output channel; 0: there is one for all, or none.
     """
 
     kind: Kind
@@ -49,7 +46,6 @@ class PackedGrid(NamedTuple):
     zero: int
     is_affine: bool
     nested: int
-    table_row: int
 
     @property
     def pieces(self) -> int:
@@ -82,10 +78,10 @@ class TritonPackedWeight:
             codes `lows` is int32 `[runs, padded]`, a byte for each piece.
         is_affine: whether `lows` are minimums (offsets) subtracted after scaling, not zero points before.
         outer_scales, outer_lows: `[groups / nested, padded]`, where scales and lows are int8.
-        table: float32 `[1, 16]`, or `[padded, codes]`: a lookup table per output channel.
+        table: float32 `[16]`, the lookup table of the codes.
         order: int64 `[in]`, the input of each column (act-order); None: not permuted.
         num_parts: stacked weights of one shape (the experts of a grouped GEMM).
-        entries: the bits of a table `[1, 16]` of 16-bit floats, for a lookup in registers.
+        entries: the bits of a table of 16-bit floats, for a lookup in registers.
     """
 
     codes: torch.Tensor
@@ -134,10 +130,8 @@ class TritonPackedWeight:
     @property
     def grid(self) -> PackedGrid:
         """The part of it that kernels are compiled for."""
-        bits, table = 4 if self.is_packed else 8, self.table
-        row = 0 if table is None or len(table) == 1 else table.shape[1]
         scaled = self.group, self.zero, self.is_affine, self.nested
-        return PackedGrid(self.kind, bits, self.piece, *scaled, row)
+        return PackedGrid(self.kind, 4 if self.is_packed else 8, self.piece, *scaled)
 
     @property
     def weight_bytes(self) -> int:
@@ -154,9 +148,8 @@ class TritonPackedWeight:
         if self.table is None:
             return self
         table, entries = self.table.to(dtype), ()
-        if self.is_packed and len(table) == 1 and table.element_size() == 2:
-            bits = functional.pad(table, (0, 16 - table.shape[1])).view(torch.int16)[0]
-            entries = tuple(value & 0xFFFF for value in bits.tolist())
+        if table.element_size() == 2:
+            entries = tuple(value & 0xFFFF for value in table.view(torch.int16).tolist())
         return replace(self, table=table, entries=entries)
 
 
@@ -180,10 +173,7 @@ def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | N
 
 def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
     """The reason why weights of a scheme cannot be packed; None if they can."""
-    if scheme.kind_name == "lookup":  # packed here with its table
-        if cast("LookupScheme", scheme).sparse_fraction:
-            return "it does not support sparse outliers"
-    elif (reason := refuses_grid(scheme, in_features)) is not None:
+    if (reason := refuses_grid(scheme, in_features)) is not None:
         return reason
     group, bits = scheme.scale_group, scheme.bits
     if group not in (0, 16, in_features) and group % 32:
@@ -202,14 +192,9 @@ def pack_weight(
     `elements`: those of int8 and e4m3 that the GPU's matmul takes directly, without dequantization.
     None for the rare weight that violates its scheme: an act-order weight with unequal groups.
     """
-    if isinstance(weight, LookupTensor):
-        ones = weight.table.new_ones(weight.out_features, 1)
-        grid = CodeGrid(weight.codes, weight.scheme.bits, PER_CHANNEL, ones, table=weight.table)
-    else:
-        weight_grid = grid_of(weight)
-        if weight_grid is None:
-            return None
-        grid = weight_grid
+    grid = grid_of(weight)
+    if grid is None:
+        return None
     out, inputs = grid.shape
     group = 0 if grid.group in (PER_CHANNEL, inputs) else grid.group
     piece = piece_of(inputs, group, grid.bits, 64 if grid.table is None else 32)
@@ -227,8 +212,7 @@ def pack_weight(
         zero = 0 if is_affine else -1
     kind, codes = _elements(grid, elements)
     if table is not None:
-        table = table.to(codes.device, torch.float32).view(-1, table.shape[-1])
-        table = functional.pad(table, (0, 0, 0, short)) if len(table) > 1 else table
+        table = table.to(codes.device, torch.float32)
     codes = torch.cat([codes, codes.new_zeros(short, inputs)]) if short else codes
     lows = columns(offsets)
     if lows is not None and zero < 0 and grid.bits <= 4:
@@ -278,10 +262,8 @@ def stack_packed_weights(weights: Sequence[TritonPackedWeight]) -> TritonPackedW
             return None
         elif field.name == "codes":
             stacked["codes"] = torch.cat(tensors)
-        elif field.name != "table":
+        elif field.name != "table":  # which all share
             stacked[field.name] = torch.cat(tensors, dim=1)
-        elif len(tensors[0]) > 1:
-            stacked["table"] = torch.cat(tensors)
     return replace(weights[0], **stacked)
 
 

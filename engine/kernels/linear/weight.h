@@ -19,19 +19,11 @@
 
 #include "lattice.h"
 
-enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2, CODES_LATTICE = 3, CODES_CHANNEL_TABLE = 4,
-       CODES_BF16 = 5, CODES_F16 = 6 };
+enum { CODES_INTEGER = 0, CODES_TABLE = 1, CODES_FP8 = 2, CODES_LATTICE = 3, CODES_BF16 = 4,
+       CODES_F16 = 5 };
 enum { SCALE_F32 = 0, SCALE_F16 = 1, SCALE_NESTED = 2, SCALE_TABLE = 3, SCALE_NIBBLE = 4,
        SCALE_ODD = 5 };
 enum { OFFSET_BASE = 0, OFFSET_CODE = 1, OFFSET_F16 = 2, OFFSET_NESTED = 3, OFFSET_NIBBLE = 4 };
-
-/* A table of values for each output channel, and the weights that are added to those of the codes (SqueezeLLM). */
-typedef struct {
-    const uint16_t *values; /* float16 [panel][1 << bits][PANEL] */
-    const int32_t *rows;   /* [out_features + 1], CSR row pointers of the sparse weights; NULL: none */
-    const int32_t *columns; /* [nonzeros] */
-    const float *sparse;   /* [nonzeros] */
-} ChannelTables;
 
 typedef struct {
     int64_t out_features, in_features;
@@ -50,7 +42,6 @@ typedef struct {
     const void *scales, *offsets, *outer_scales, *outer_offsets;
     const float *table;    /* 16 values, CODES_TABLE; whole numbers below 128 if they are read as bytes */
     Lattice lattice;       /* CODES_LATTICE, whose `bits` are 8: those that it is unpacked to */
-    ChannelTables channels; /* CODES_CHANNEL_TABLE */
     float unit;            /* a power of two, of nested scales */
 } Weight;
 

@@ -25,7 +25,6 @@ from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.kinds.lookup.scheme import LookupScheme
 
 from ...support.native_paths import native_paths
 from ...support.quantized_world import quantized
@@ -97,7 +96,6 @@ def selected(experts: list[GatedMlp], dtype: torch.dtype, on_inputs: bool = Fals
         (GgufScheme("Q8_0"), 8),
         (Fp4Scheme("mxfp4"), 16),
         (FloatScheme("block", Activations("fp8", "group128")), 16),
-        (LookupScheme(3, 0.01), 16),
     ],
     ids=str,
 )

@@ -52,7 +52,6 @@ from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
 from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.kinds.lookup.kind import LookupTensor
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.kind import VectorwiseTensor
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
@@ -197,41 +196,6 @@ def random_lattice(kind: str, out: int, width: int) -> GgufTensor:
         heads = 2.0 ** torch.randint(-9, -3, (len(blocks), 1), generator=g)
         blocks[:, :2] = heads.to(torch.float16).view(torch.uint8)
     return GgufTensor(blocks.view(out, -1), scheme)
-
-
-def random_tables(bits: int, out: int, width: int, sparse_fraction: float) -> LookupTensor:
-    """Random codes, tables and sparse weights, of which a row may have none."""
-    g = torch.Generator().manual_seed(out + bits)
-    codes = torch.randint(0, 2**bits, (out, width), dtype=torch.uint8, generator=g)
-    table = torch.randn(out, 2**bits, generator=g).sort(dim=1).values.to(torch.float16)
-    rows, columns = (torch.rand(out, width, generator=g) < sparse_fraction).nonzero(as_tuple=True)
-    counts = torch.bincount(rows, minlength=out).cumsum(0)
-    scheme = LookupScheme(bits, sparse_fraction)
-    return LookupTensor(
-        codes,
-        table,
-        scheme,
-        functional.pad(counts, (1, 0)).to(torch.int32),
-        columns.to(torch.int32),
-        (torch.randn(len(columns), generator=g) * 4).to(torch.float16),
-    )
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_tables_of_channels_and_sparse_weights(path: str, bits: int) -> None:
-    for out, width, rows, fraction in ((70, 129, 5, 0.02), (32, 256, 1, 0.0), (40, 900, 20, 0.01)):
-        weight, x = random_tables(bits, out, width, fraction), inputs_of(rows, width)
-        linear = PackedLinear(weight, "float32")
-        assert error(linear(x), x, weight) < 2e-6
-        assert torch.equal(linear(x[:1]), linear(x)[:1])
-        half = x.bfloat16()
-        linear = PackedLinear(weight, "bfloat16")
-        assert error(linear(half), half, weight) < 6e-3
-        assert torch.equal(linear(half[:1]), linear(half)[:1])
-    whole = random_tables(bits, 64, 2048, 0.01)
-    assert PackedLinear(whole, "bfloat16").weight_bytes < 1.1 * (
-        whole.nbytes - whole.codes.nbytes * (8 - bits) / 8
-    )
 
 
 @pytest.mark.parametrize("kind", LATTICES)
@@ -427,7 +391,8 @@ def test_slices_of_a_wider_input_are_read_where_they_lie(path: str) -> None:
         (FloatScheme("block", Activations("fp8", "group128")), 8, "native-16bit-inputs"),
         (Fp4Scheme("nvfp4"), 8, "native-8bit-inputs"),
         (Fp4Scheme("mxfp4", Activations("mxfp4", "group32")), 16, "native-16bit-inputs"),
-        (LookupScheme(4), 8, "native-16bit-inputs"),
+        (LookupScheme(4), 8, "tiled-dequant"),
+        (LookupScheme(4, 0.01), 16, "tiled-dequant"),
         (IntScheme(4, 24, True), 16, "native-16bit-inputs"),
     ],
     ids=lambda x: getattr(x, "label", str(x)),

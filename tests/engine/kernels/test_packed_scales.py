@@ -28,7 +28,6 @@ from llmopt.quant.kinds.ggml.lattice import LATTICES
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import LAYOUTS, GgufTensor, block_codes_torch, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 
 from ...support.native_paths import native_paths
@@ -51,8 +50,6 @@ FORMAT_SCHEMES: list[tuple[str, Scheme]] = [
     ("bitsandbytes", CodebookScheme("nf4")),
     ("bitsandbytes", CodebookScheme("fp4", 64, double_quant=True)),
     ("bitsandbytes", VectorwiseScheme()),
-    ("squeezellm", LookupScheme(3)),
-    ("squeezellm", LookupScheme(4)),
     *(
         ("gguf", GgufScheme(kind))
         for kind in ("Q2_K", "Q3_K", "Q4_0", "Q4_1", "Q4_K", "Q5_1", "Q5_K", "Q6_K", "Q8_0")

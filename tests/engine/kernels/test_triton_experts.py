@@ -19,7 +19,6 @@ from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.kinds.lookup.scheme import LookupScheme
 
 from ...support.model_families import FAMILIES, save_model
 from ...support.quantized_world import quantized
@@ -30,7 +29,6 @@ SCHEMES: list[Scheme | None] = [
     None,
     IntScheme(4, 32, False),
     CodebookScheme("nf4", 32),
-    LookupScheme(4),
     FloatScheme("block"),
     IntScheme(8, -1, True, Activations("int8")),
     FloatScheme("channel", Activations("fp8")),

@@ -55,9 +55,6 @@ CASES: list[tuple[Scheme, int, int]] = [
     (Fp4Scheme("mxfp4"), 32, 128),
     (Fp4Scheme("nvfp4"), 32, 128),
     (Fp4Scheme("mxfp4", Activations("mxfp4", "group32")), 7, 128),
-    (LookupScheme(4), 66, 192),
-    (LookupScheme(3), 130, 64),
-    (LookupScheme(8), 30, 80),
     *(
         (GgufScheme(kind), 7, 192)
         for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
@@ -200,7 +197,7 @@ def test_a_delta_gets_the_input_as_it_is() -> None:
 
 REFUSED: list[tuple[Scheme, int, str, str]] = [
     (CodebookScheme("nf4"), 96, "triton", "blocks of 64 weights cross the rows"),
-    (LookupScheme(4, 0.01), 96, "triton", "it does not support sparse outliers"),
+    (LookupScheme(4), 64, "triton", "lookup4 has no scales of groups"),
     (IntScheme(4, 8, False), 256, "triton", "it has no groups of 8"),
     (IntScheme(4, -1, False), 48, "triton", "it needs rows of a multiple of 64"),
     (FloatScheme("channel"), 100, "triton", "it needs rows of a multiple of 16"),
