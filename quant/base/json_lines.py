@@ -17,7 +17,8 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def parse_json(text: str) -> Any:
     """`json.loads`, with question marks in place of half surrogate pairs.
 
-    Tools that cut a text within an emoji write them as escapes. No encoding has them, and tokenizers refuse them.
+    Tools that cut a text within an emoji write them as escapes. No encoding has them, and tokenizers refuse
+    them.
     """
     value = json.loads(text)
     if _SURROGATE.search(text):
