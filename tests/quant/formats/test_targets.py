@@ -137,3 +137,15 @@ def test_lists_of_other_formats(config: dict[str, Any], expected: list[str]) -> 
     skipped = skipped_by(config)
     leaves = ("gate", "gate_proj", "up_proj")
     assert [leaf for leaf in leaves if skipped(f"model.layers.1.mlp.{leaf}")] == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "compressed-tensors", "ignore": ["re:("]},
+        {"quant_method": "gptq", "dynamic": {"-:(": {}}},
+    ],
+)
+def test_an_invalid_pattern_is_one_line(config: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="which is no regular expression"):
+        skipped_by(config)(MODULE)
