@@ -6,7 +6,7 @@ A weight moves to the other format's grid exactly where that holds its numbers, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -33,7 +33,7 @@ from ..formats.registry import (
 )
 from ..gguf.assemble import assemble, gguf_name
 from ..gguf.mix import mix_of
-from ..kinds.base.format import KV_SCALES, WeightFormat
+from ..kinds.base.format import CACHE_SCALES, KV_SCALES, WeightFormat
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor, require_finite, zeroed_rows
 from ..kinds.registry import SCHEMES, scheme_record
@@ -54,7 +54,7 @@ from ..plan.manifest import (
     to_json,
 )
 from ..plan.selection import Shapes
-from .plain import PLAIN, dequantize_checkpoint, write_shards
+from .plain import PLAIN, dequantize_checkpoint, refuse_unplaced, write_shards
 
 _OF_PROJECTION = re.compile(r"\.[kv]_proj(?=\.[kv]_scale$)")
 _UNFINISHED = ".converting"  # unlike the suffix of an unfinished `quantize`, which must stay
@@ -118,8 +118,13 @@ class _Job:
 
     def run(self, output: Path) -> Conversion:
         kv_cache = self._kv_cache()
-        write_shards(self._work, self._tensors(drop_kv=kv_cache is None), self._source.release)
         parameters = model_parameters(self._source)
+        taken = {name for module in self._modules for name in tensor_names(self._source, module)}
+        plain = [name for name in self._source.names if name not in taken]
+        kept = [name for name in plain if not name.endswith(CACHE_SCALES)]
+        refuse_unplaced(self._source, kept, parameters)
+        plain = kept if kv_cache is None else plain
+        write_shards(self._work, self._tensors(plain), self._source.release)
         ignore = unquantized_modules(self._source, self._modules, parameters)
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
         if self._target.name == "gguf":
@@ -155,12 +160,10 @@ class _Job:
         write_atomically(self._work / CARD_NAME, conversion_card(result, manifest))
         return result
 
-    def _tensors(self, drop_kv: bool) -> Iterator[dict[str, torch.Tensor]]:
+    def _tensors(self, plain: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
         """The output tensors: module by module, then the unquantized ones."""
-        taken: set[str] = set()
         self._progress.start("converting", len(self._modules), "modules")
         for module in sorted(self._modules):
-            taken |= tensor_names(self._source, module)
             tensor = read_quantized(self._source, module)
             self._check_digests(module, tensor)
             found = requantize(module, tensor, self._target)
@@ -173,10 +176,9 @@ class _Job:
             yield self._target.pack(module, found.tensor)
             self._progress.advance()
         self._progress.finish()
-        for name in self._source.names:
-            if name not in taken and not (drop_kv and name.endswith(KV_SCALES)):
-                self._plain.append(name)
-                yield {self._kv_name(name): self._source.tensor(name)}
+        for name in plain:
+            self._plain.append(name)
+            yield {self._kv_name(name): self._source.tensor(name)}
 
     def _check_digests(self, module: str, tensor: QuantizedTensor) -> None:
         """Raises BadInput where a tensor's digest differs from the source's manifest."""

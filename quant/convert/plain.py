@@ -30,9 +30,10 @@ from ..formats.registry import (
     read_quantized,
     tensor_names,
 )
-from ..kinds.base.format import KV_SCALES
+from ..kinds.base.format import CACHE_SCALES
 from ..kinds.registry import scheme_record
 from ..model.checkpoint import INDEX_NAME, Checkpoint
+from ..model.parameters import ModelParameters, model_parameters
 from ..models import short_name
 from ..plan.journal import sha256_of_file, weight_digests
 from ..plan.manifest import Conversion, to_json
@@ -113,11 +114,26 @@ def plain_tensors(
         yield {name: edit(module, weight.float(), dtype or stored)}
         progress.advance()
     progress.finish()
-    for name in source.names:
-        if name not in taken and not (quantized and name.endswith(KV_SCALES)):
-            tensor = source.tensor(name)
-            is_cast = dtype is not None and tensor.is_floating_point()
-            yield {name: tensor.to(dtype) if is_cast else tensor}
+    left = [name for name in source.names if name not in taken]
+    if quantized:
+        left = [name for name in left if not name.endswith(CACHE_SCALES)]
+        refuse_unplaced(source, left, model_parameters(source))
+    for name in left:
+        tensor = source.tensor(name)
+        is_cast = dtype is not None and tensor.is_floating_point()
+        yield {name: tensor.to(dtype) if is_cast else tensor}
+
+
+def refuse_unplaced(
+    source: Checkpoint, names: Sequence[str], parameters: ModelParameters | str
+) -> None:
+    """Raises BadInput for a tensor of a quantized checkpoint that is no parameter of its model."""
+    unplaced = () if isinstance(parameters, str) else parameters.unplaced(names)
+    if unplaced:
+        raise BadInput(
+            f"{source.path}: {len(unplaced)} tensors have no place in the model that config.json "
+            f"describes, the first is {unplaced[0]}: what it changes would be lost"
+        )
 
 
 def dtype_of_config(source: Checkpoint) -> torch.dtype:

@@ -147,6 +147,25 @@ class ModelParameters:
             if name not in given and not any(re.search(pattern, name) for pattern in optional)
         ]
 
+    def unplaced(self, names: Iterable[str]) -> list[str]:
+        """Tensors that no parameter is loaded from, without those that a model may leave.
+
+        It may leave saved buffers, layers beyond its own (multi-token prediction) and names to ignore.
+        """
+        ignored = [
+            *_BUFFERS,
+            *(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        ]
+        layers = getattr(self._model.config.get_text_config(decoder=True), "num_hidden_layers", 0)
+
+        def may_remain(name: str) -> bool:
+            layer = _LAYER.search(name)
+            beyond = layer is not None and int(layer[1]) >= layers
+            return beyond or any(re.search(pattern, name) for pattern in ignored)
+
+        loaded = self.loaded_from(names)
+        return [n for n, to in loaded.items() if not to.parameters and not may_remain(n)]
+
     def replaced(self, quant_method: str) -> str | None:
         """The first module in whose place transformers puts another, with other names, for a quantized
         checkpoint of this method, or leaves one though the files hold that other; None: there is none."""
@@ -179,6 +198,8 @@ class ModelParameters:
 
 
 _EXPERTS = ".experts"
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+_BUFFERS = (r"rotary_emb\.", r"\.attn\.(masked_)?bias$", r"(^|\.)mtp\.", r"position_ids$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
