@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from .output.help_screen import App
-from .output.screen import install
+from .output.screen import check_shown, install
 
 COMMANDS = {
     "quantize": "Quantize a model's weights; an interrupted run is resumed.",
@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         app = application(first) if first in COMMANDS else application()
     # The context's object: the words for a process that does the same.
     how = {"prog_name": "llmopt", "standalone_mode": False, "obj": words}
-    sys.exit(run_guarded(lambda: app(arguments, **how), debug=debug))
+    sys.exit(check_shown(run_guarded(lambda: app(arguments, **how), debug=debug)))
 
 
 _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
@@ -138,7 +138,6 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
 
     try:
         code = call()
-        sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):  # outside a command
         print("interrupted", file=sys.stderr)
         return 130

@@ -19,6 +19,7 @@ class Screen(TextIOWrapper):
 
     def __init__(self, stream: TextIOWrapper) -> None:
         encoding, by_line, through = stream.encoding, stream.line_buffering, stream.write_through
+        self.failure: OSError | None = None
         super().__init__(
             stream.detach(), encoding, "replace", line_buffering=by_line, write_through=through
         )
@@ -38,9 +39,9 @@ class Screen(TextIOWrapper):
             super().flush()  # what is left in the buffer
 
     def _outlive(self, error: OSError) -> None:
-        """Send further output to the null device; raises an error of another kind, such as a full disk."""
+        """Send further output to the null device; an error of another kind, such as a full disk, is kept."""
         if error.errno not in _GONE:
-            raise error
+            self.failure = error
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())
         os.close(null)
@@ -55,3 +56,13 @@ def install() -> None:
             setattr(sys, name, null)
         elif type(stream) is TextIOWrapper:
             setattr(sys, name, Screen(stream))
+
+
+def check_shown(code: int) -> int:
+    """The exit code of a command that ends with `code`: 2 in place of 0 where its output was not written."""
+    sys.stdout.flush()
+    failure = getattr(sys.stdout, "failure", None)
+    if failure is None:
+        return code
+    print(f"error: cannot write the output: {failure.strerror}", file=sys.stderr)
+    return code or 2

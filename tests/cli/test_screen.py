@@ -75,7 +75,9 @@ def test_a_path_that_is_no_text_can_be_shown(tmp_path: Path) -> None:
 def test_files_are_written_before_anything_is_shown(tmp_path: Path) -> None:
     summary, plan = tmp_path / "summary.md", tmp_path / "plan.json"
     code, output = run('"$@" > /dev/full', [*COMMANDS[1], "--summary", str(summary)])
-    assert (code, output) == (2, b"error: cannot write: No space left on device\n")
+    assert (code, output) == (1, b"error: cannot write the output: No space left on device\n")
     assert "REGRESSION" in summary.read_text().upper()
-    code, _ = run('"$@" > /dev/full', [*PLAN, "--output", str(plan)])
+    # A result that nobody got is no success.
+    code, output = run('"$@" > /dev/full', [*PLAN, "--output", str(plan)])
     assert code == 2 and plan.read_text().endswith("}\n")
+    assert output.endswith(b"error: cannot write the output: No space left on device\n")

@@ -9,8 +9,9 @@ import json
 import random
 from typing import Any
 
-import jsonschema
 import pytest
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer
 from llmopt.engine.sampling.grammar import json_schema
 from llmopt.engine.sampling.schema_limits import enforceable
@@ -142,7 +143,7 @@ def compiled(schema: Any) -> str:
 @pytest.mark.parametrize("kind", ENFORCED)
 def test_every_output_satisfies_its_schema(vocabulary: LLTokenizer, kind: str) -> None:
     schema, grammar = ENFORCED[kind], compiled(ENFORCED[kind])
-    validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    validator = validator_for(schema, Draft202012Validator)
     checked = validator(schema, format_checker=validator.FORMAT_CHECKER)
     outputs = [walk(vocabulary, grammar, random.Random(seed)) for seed in range(WALKS)]
     finished = [output for output in outputs if output is not None]
@@ -163,7 +164,8 @@ def test_what_is_not_enforced_is_refused_by_name(vocabulary: LLTokenizer, kind: 
 
 def test_a_structural_tag_refuses_the_same() -> None:
     schema = {"$ref": "#"}
-    form = {"type": "json_schema", "json_schema": closed({"a": INTEGER, "b": schema})}
+    form: dict[str, Any] = {"type": "json_schema"}
+    form["json_schema"] = closed({"a": INTEGER, "b": schema})
     structural_tag({"format": form}, " ?")  # an object in an object comes to an end
     form["json_schema"] = {"anyOf": [schema, NULL]}
     with pytest.raises(BadInput, match=r"^format.json_schema/.*\$ref leads back to itself"):
