@@ -174,7 +174,9 @@ def test_a_structural_tag_refuses_the_same() -> None:
 
 def test_a_large_schema_is_checked_at_once() -> None:
     """Cycles are searched once over, not once from each schema."""
-    chain = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, NULL]} for n in range(3000)}
+    chain: dict[str, Any] = {
+        f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, NULL]} for n in range(3000)
+    }
     enforceable({"$ref": "#/$defs/d0", "$defs": {**chain, "d3000": INTEGER}})
     chain["d2999"] = {"$ref": "#/$defs/d0"}
     with pytest.raises(BadInput, match="leads back to itself"):
