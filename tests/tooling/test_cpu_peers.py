@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 
-from tests.support.start_table import goals_table
 from tools.cpu_peers import chosen_rows, measure_loads
 from tools.peers.models import repeat_in_gguf
 from tools.peers.plan import BESIDE, CASES, Row, ratios_of, rows_of
 from tools.peers.record import TORCH, loads_table, over, roof_share, seconds, spread
+from tools.start_table import goals_table
 
 FILE = Path("model.gguf")
 

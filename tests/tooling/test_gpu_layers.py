@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.gpu_layers import table
+from tools.gpu_layers import table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def test_a_hybrid_takes_twenty_launches_a_layer_and_one_replay(tmp_path: Path) -
     """By the command, in real widths."""
     pytest.importorskip("triton", reason="Triton is for Linux alone")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    run = [sys.executable, "-m", "tests.support.gpu_layers", "--only", "Qwen3-Next-80B-A3B"]
+    run = [sys.executable, "-m", "tools.gpu_layers", "--only", "Qwen3-Next-80B-A3B"]
     done = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     cells = [cell.strip() for cell in done.stdout.splitlines()[-1].split("|")]

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from ..support.jitter import __main__ as command
-from ..support.jitter import clock
+from tools.jitter import __main__ as command
+from tools.jitter import clock
 
 
 def stalls(

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import greedy_mixes, quantizer_times, start_table
-from tests.support.agents import __main__ as agents
-from tools import calibration_table, quality_table
+from tools import calibration_table, greedy_mixes, quality_table, quantizer_times, start_table
+from tools.agents import __main__ as agents
 from tools.document_part import part_of
 from tools.model_survey import read_results, row_line
 from tools.peers import record as peers_record
@@ -79,7 +78,7 @@ def test_the_table_of_mixes_is_that_of_the_record() -> None:
         made = mixes.markdown(record(f"cpu/mixes-{name}.json"))
         assert part_of(DOCS / "commands/best.md", f"quality_table.py mixes{part}") == made
     made = greedy_mixes.markdown(record("cpu/mixes-greedy.json"), record("cpu/mixes-real.json"))
-    assert part_of(DOCS / "commands/best.md", "../tests/support/greedy_mixes.py") == made
+    assert part_of(DOCS / "commands/best.md", "greedy_mixes.py") == made
 
 
 def test_the_calibration_table_is_that_of_the_record() -> None:

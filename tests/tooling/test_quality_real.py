@@ -20,13 +20,13 @@ from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.calibration import load_calibration
 from llmopt.quant.stream.sources import STORIES
 
-from tests.support import greedy_mixes
-from tests.support.quantizer_times import TASKS, lines
+from tools import greedy_mixes
 from tools.quality import mixes, real
 from tools.quality.cells import Cell, cells
 from tools.quality.dequantized import dequantize_checkpoint
 from tools.quality.gguf_file import dequantize_gguf, second_moments, write_float_gguf
 from tools.quality.scoring import Scorer
+from tools.quantizer_times import TASKS, lines
 
 PLAIN = resolve_model("stories3M")
 

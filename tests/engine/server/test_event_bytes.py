@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import pytest
 from llmopt.engine.server.endpoints.service import compact_json
 
-from ...support.front import Client, processor_seconds
+from tools.front import Client, processor_seconds
+
 from ...support.live_server import RunningServer
 
 SAID: Any = {"max_tokens": 12, "seed": 3, "temperature": 1.3, "stream": True}

@@ -1,4 +1,4 @@
-"""The soak of the server, short; its half hour is `python -m tests.support.soak`."""
+"""The soak of the server, short; its half hour is `python -m tools.soak`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 @pytest.mark.whole
 def test_a_short_soak_leaves_nothing_behind(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
-    command = [sys.executable, "-m", "tests.support.soak", "--seconds", "5", "--clients", "24"]
+    command = [sys.executable, "-m", "tools.soak", "--seconds", "5", "--clients", "24"]
     command += ["--fault-every", "0", "--return-within", "60", "--output", str(output)]
     done = subprocess.run(
         command,

@@ -13,7 +13,7 @@ from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.vectorwise.kind import round_to_rows
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 
-from ...support.make_bitsandbytes_golden import GOLDEN, golden_weight
+from tools.make_bitsandbytes_golden import GOLDEN, golden_weight
 
 CASES: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
 EACH_CASE = pytest.mark.parametrize("case", CASES, ids=[str(case["shape"]) for case in CASES])

@@ -34,7 +34,8 @@ from llmopt.quant.plan import plan
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.layer_stream import LayerStream
 
-from ...support.mixtures import Measured, rank_correlation
+from tools.mixtures import Measured, rank_correlation
+
 from ...support.quant_support import STORIES, TINY
 
 

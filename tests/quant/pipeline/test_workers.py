@@ -23,9 +23,10 @@ from llmopt.quant.plan.journal import work_folder
 from llmopt.recipes import MODELS
 from transformers import DeepseekV3Config
 
-from ...support.hollow_models import write
+from tools.hollow_models import write
+from tools.scale_table import table
+
 from ...support.quant_support import llmopt_environment
-from ...support.scale_table import table
 
 STORIES, TINY = str(MODELS / "stories3M"), str(MODELS / "stories260K")
 SMALL = ("--num-samples", "12", "--seq-len", "64")
@@ -338,7 +339,7 @@ NARROWER: dict[str, Any] = {
 @pytest.mark.timeout(1800)
 def test_a_worker_has_the_memory_that_was_planned_for_one_layer_of_many(tmp_path: Path) -> None:
     size = write(tmp_path / "model", DeepseekV3Config(**NARROWER, dtype="bfloat16"))
-    script = Path(__file__).parents[2] / "support" / "one_layer.py"
+    script = Path(__file__).parents[3] / "tools" / "one_layer.py"
     samples = ("--num-samples", "32", "--seq-len", "512", "--held-out", "4")
     words = ("--method", "gptq", "--format", "compressed-tensors", "--group-size", "64", *samples)
     done = torchrun(tmp_path, 2, str(script), "quantize", "model", *words, "-o", "out")

@@ -1,6 +1,6 @@
 """Checkpoints of any size on a small disk: the weights behind the first layer are holes in their files.
 
-    python -m tests.support.hollow_models 671B FOLDER
+    python -m tools.hollow_models 671B FOLDER
 
 writes the first layer and the embedding with random values, and the headers of everything else.
 """

@@ -1,4 +1,5 @@
-"""Make what the clients meet: a tiny model with a long context, the script of its answers, a picture and a paper."""
+"""Make what the clients meet: a tiny model with a long context, the script of its answers, a picture and a
+paper."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Made with bitsandbytes 0.49.2 and torch 2.13 in an environment of its own:
 
     pip install bitsandbytes==0.49.2 torch
-    OMP_NUM_THREADS=1 python tests/support/make_bitsandbytes_golden.py
+    OMP_NUM_THREADS=1 python tools/make_bitsandbytes_golden.py
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-GOLDEN = Path(__file__).resolve().parents[1] / "quant" / "formats" / "data" / "bitsandbytes.json"
+GOLDEN = (
+    Path(__file__).resolve().parents[1]
+    / "tests"
+    / "quant"
+    / "formats"
+    / "data"
+    / "bitsandbytes.json"
+)
 SHAPES = ((96, 192), (7, 30))
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.support.jitter --seeds 1,2,3 [pytest options]`: the suite per seed, next to busy processes.
+"""`python -m tools.jitter --seeds 1,2,3 [pytest options]`: the suite per seed, next to busy processes.
 
 Exits by 1 if a seed fails, after all seeds, and prints which.
 """
@@ -11,7 +11,7 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 NUM_BUSY = 4
 TIMEOUT_SECONDS = 900
 """Limit of a test, three times that of `make test`: the busy processes take more than half of the cores."""
@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 900
 def run(seed: int, options: list[str]) -> int:
     """Run the tests with the jitter of a seed; return pytest's exit status."""
     command = [
-        sys.executable, "-m", "pytest", "-p", "tests.support.jitter.plugin",
+        sys.executable, "-m", "pytest", "-p", "tools.jitter.plugin",
         "--jitter-seed", str(seed), "--timeout", str(TIMEOUT_SECONDS), *options,
     ]  # fmt: skip
     with ExitStack() as stack:

@@ -1,10 +1,10 @@
 """Mixtures of schemes whose KL divergence is predicted and measured, without quantizing a checkpoint.
 
-    python -m tests.support.mixtures recipes/models/stories3M --mixtures 60
+    python -m tools.mixtures recipes/models/stories3M --mixtures 60
 
-prints the rank correlation of random mixtures of about one size, plain and with the solver's scales of blocks of
-layers, which are measured on other text than the mixtures, and the KL divergence of what is chosen by either: the
-solver takes the one of less on its own text.
+prints the rank correlation of random mixtures of about one size, plain and with the solver's scales of
+blocks of layers, which are measured on other text than the mixtures, and the KL divergence of what is
+chosen by either: the solver takes the one of less on its own text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker of `llmopt quantize` that ends behind the first layer, and says how much memory it took.
 
-    torchrun --nproc-per-node 2 tests/support/one_layer.py MODEL --method gptq --output OUT ...
+    torchrun --nproc-per-node 2 tools/one_layer.py MODEL --method gptq --output OUT ...
 
 The checkpoint may be one of `hollow_models`: nothing is read or written for the other layers.
 """

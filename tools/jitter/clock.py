@@ -35,7 +35,8 @@ class Jitter:
         self._num_calls = 0
 
     def drift(self, seed: int) -> None:
-        """Let `perf_counter` drift from now on: alike in all processes of the seed, which compare its times."""
+        """Let `perf_counter` drift from now on: alike in all processes of the seed, which compare its
+        times."""
         draw = random.Random(seed)
         self.phases = [draw.uniform(0, 2 * math.pi) for _ in WAVES]
         self.drifts = True

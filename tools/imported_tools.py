@@ -1,11 +1,13 @@
-"""Run the benchmarks whose files `compare` reads, twice each against serve-local, and compare their two files.
+"""Run the benchmarks whose files `compare` reads, twice each against serve-local, and compare their two
+files.
 
-    python -m tests.support.imported_tools [--only NAME ...] [--folder FOLDER] [--no-install]
+    python -m tools.imported_tools [--only NAME ...] [--folder FOLDER] [--no-install]
 
-Each is installed into an environment of its own in build/tools (from PyPI; gigabytes the first time), except those
-that need a GPU or a build, whose fixtures name their source (tests/bench/record/results/README.md). Both runs
-measure the same server, so that a verdict is no finding: that the files are read, and by requests or items where the
-tool writes them, is. Ends with 1 where a tool that is installed fails, or its files are not read.
+Each is installed into an environment of its own in build/tools (from PyPI; gigabytes the first time),
+except those that need a GPU or a build, whose fixtures name their source
+(tests/bench/record/results/README.md). Both runs measure the same server, so that a verdict is no finding:
+that the files are read, and by requests or items where the tool writes them, is. Ends with 1 where a tool
+that is installed fails, or its files are not read.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from llmopt.recipes import MODELS
 
 from tools.environments import install
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MODEL = MODELS / "stories3M"
 ITEMS = 24
 TOOL_SECONDS = 900
@@ -39,8 +41,8 @@ class Tool:
 
     Attributes:
         packages: what is installed, below versions that the tool does not run with.
-        words: the command line, by the server's URL and the folder for results; its first word is a program of
-            the environment.
+        words: the command line, by the server's URL and the folder for results; its first word is a
+            program of the environment.
         result: pattern of the file that is read, or of the folder that holds it.
         count: of requests or items that must be in its file.
         is_offline: it asks the hub for what it has, unless it is told that there is none.

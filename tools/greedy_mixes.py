@@ -1,14 +1,14 @@
 """Mixed precision of the release before the solver beside ours, in files of no more bytes.
 
-    python -m tests.support.greedy_mixes --models DIR --environments DIR --install --calibration c4.jsonl \\
+    python -m tools.greedy_mixes --models DIR --environments DIR --install --calibration c4.jsonl \\
         --text wiki.test.raw --mixes docs/measured/cpu/mixes-real.json --output mixes-greedy.json \\
         --docs docs/commands/best.md
 
 That release spent bytes where rounding to nearest lost most output error per byte. It is installed from this
 repository's history and run by its command line, with the calibration of `quality_table.py mixes`, at the
 bytes of our mixes of integers in that record; the program of that table scores it. Rows are kept, and the
-same command goes on where it was stopped. Ends with 1 where a mix of ours has the larger KL divergence, with 3
-where there is none beside it.
+same command goes on where it was stopped. Ends with 1 where a mix of ours has the larger KL divergence,
+with 3 where there is none beside it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> int:
             text = json.dumps(record_of(session, rows) | {"greedy": GREEDY}, indent=1)
             write_atomically(path, f"{text}\n".encode())
     if given.docs:
-        part = "../tests/support/greedy_mixes.py"
+        part = "greedy_mixes.py"
         write_part(given.docs, part, markdown({"rows": rows}, mixes))
     held = pairs(rows, mixes)
     return int(any(mine["kl_nats"] > row["kl_nats"] for row, mine in held)) if held else 3

@@ -1,8 +1,8 @@
-"""`-p tests.support.jitter.plugin --jitter-seed 1`: stall the process at random, and let `perf_counter` drift.
+"""`-p tools.jitter.plugin --jitter-seed 1`: stall the process at random, and let `perf_counter` drift.
 
 A test that passes only on a quiet machine fails here. The seed and the test's name determine the stalls, so a
-test that failed can be run again by itself. The drift also depends on the time since the machine's start, which
-all processes of a test share. `make test-jitter SEED=1,2,3` adds busy processes.
+test that failed can be run again by itself. The drift also depends on the time since the machine's start,
+which all processes of a test share. `make test-jitter SEED=1,2,3` adds busy processes.
 """
 
 from __future__ import annotations

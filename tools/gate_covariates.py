@@ -1,9 +1,10 @@
-"""Print whether what passes suffered explains their CPU time: the spread of equal builds, with and without covariates.
+"""Print whether what passes suffered explains their CPU time: the spread of equal builds, with and without
+covariates.
 
-    python -m tests.support.gate_covariates docs/measured/cpu
+    python -m tools.gate_covariates docs/measured/cpu
 
-The covariates' slopes are fitted (least squares, on changes within a pair) on every second block of a recording
-and judged on the others, and the other way round. A pair's change is the median of its passes'.
+The covariates' slopes are fitted (least squares, on changes within a pair) on every second block of a
+recording and judged on the others, and the other way round. A pair's change is the median of its passes'.
 """
 
 from __future__ import annotations

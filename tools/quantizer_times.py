@@ -1,13 +1,14 @@
-"""Print the quantizer table: processor seconds and peak memory of ours and of other packages, at their errors.
+"""Print the quantizer table: processor seconds and peak memory of ours and of other packages, at their
+errors.
 
-    python -m tests.support.quantizer_times --models DIR --environments DIR --install \\
+    python -m tools.quantizer_times --models DIR --environments DIR --install \\
         --calibration c4_demo.jsonl --text wikitext2_wiki.test.raw --output FILE
 
-Takes the options of `tools/quality_table.py real`, quantizes the cells below each in a process of its own, one
-after another, and prints what they took, imports included, beside the KL of what they wrote. Processor seconds
-(user and system, all threads) are those of a busy machine, too. A ratio is to the quickest peer of the task; it
-is at equal error, or less, where our KL is no more than that peer's: ours have rows of fewer samples for that.
-`--docs docs/quantization.md` writes the table there.
+Takes the options of `tools/quality_table.py real`, quantizes the cells below each in a process of its own,
+one after another, and prints what they took, imports included, beside the KL of what they wrote. Processor
+seconds (user and system, all threads) are those of a busy machine, too. A ratio is to the quickest peer of
+the task; it is at equal error, or less, where our KL is no more than that peer's: ours have rows of fewer
+samples for that. `--docs docs/quantization.md` writes the table there.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tools.quality.environments import PACKAGES
 from tools.quality.real import fill, label, parse, prepare
 
 Row = Mapping[str, Any]
-PART = "../tests/support/quantizer_times.py"
+PART = "quantizer_times.py"
 ASYMMETRIC = {"symmetric": False}
 BY_STEPS = ASYMMETRIC | {"iters": ITERS}
 MIX = {"gguf_type": "Q4_K_M", "imatrix": False, "tables": True}

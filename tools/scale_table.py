@@ -1,4 +1,4 @@
-"""Plan GPTQ in workers of large models, for docs/scale.md: `python -m tests.support.scale_table` prints the table."""
+"""Plan GPTQ in workers of large models, for docs/scale.md: `python -m tools.scale_table` prints the table."""
 
 from __future__ import annotations
 

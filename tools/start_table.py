@@ -1,12 +1,12 @@
 """Print the start table: import, load, first token and resident memory of ours, llama.cpp and transformers.
 
-    python -m tests.support.start_table --files MODEL.gguf FOLDER --environments DIR --rounds 5 [--output FILE]
-    python -m tests.support.start_table --show docs/measured/cpu/starts.json
+    python -m tools.start_table --files MODEL.gguf FOLDER --environments DIR --rounds 5 [--output FILE]
+    python -m tools.start_table --show docs/measured/cpu/starts.json
 
-Takes the options of `tools/cpu_peers.py` and starts its workers alone, in turns, once a round; nothing else is
-measured. Goals of our rows, each marked: from process to first token in 1.5 times `import torch` and half a
-second, loading in twice llama.cpp's, and no more resident than the weights and 400 MB. `--show` prints
-the tables of a record, and writes them into docs/peers.md.
+Takes the options of `tools/cpu_peers.py` and starts its workers alone, in turns, once a round; nothing
+else is measured. Goals of our rows, each marked: from process to first token in 1.5 times `import torch`
+and half a second, loading in twice llama.cpp's, and no more resident than the weights and 400 MB. `--show`
+prints the tables of a record, and writes them into docs/peers.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.cpu_peers import arguments, chosen_rows, load_ratios, measure_loads, 
 from tools.document_part import write_part
 from tools.peers.record import RESIDENT, TORCH, loads_table, seconds
 
-DOCS, PART = Path(__file__).parents[2] / "docs/peers.md", "../tests/support/start_table.py"
+DOCS, PART = Path(__file__).parents[1] / "docs/peers.md", "start_table.py"
 OWN = "llmopt "
 TORCH_TIMES, TORCH_MORE, LOAD_TIMES, MORE_BYTES = 1.5, 0.5, 2, 400e6
 

@@ -1,8 +1,10 @@
-"""Compare the TTFT error of load clients: ours, vLLM's benchmark and AIPerf, on one server that stamps its chunks.
+"""Compare the TTFT error of load clients: ours, vLLM's benchmark and AIPerf, on one server that stamps its
+chunks.
 
-    python -m tests.support.client_peers --vllm ENV/bin/vllm --aiperf ENV/bin/aiperf -o client-peers.json
+    python -m tools.client_peers --vllm ENV/bin/vllm --aiperf ENV/bin/aiperf -o client-peers.json
 
-Every client sends the same number of streams at the same rate; the error is its median TTFT less the server's.
+Every client sends the same number of streams at the same rate; the error is its median TTFT less the
+server's.
 """
 
 from __future__ import annotations

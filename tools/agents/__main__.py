@@ -1,12 +1,12 @@
 """Drive the newest agents and clients, as they come, against serve-local with a scripted model.
 
     make agents
-    python -m tests.support.agents [--only NAME ...] [--kinds KIND ...] [--output FILE.json] [--no-install]
+    python -m tools.agents [--only NAME ...] [--kinds KIND ...] [--output FILE.json] [--no-install]
 
-Installs the clients into `build/agents` from PyPI and npm, then runs a turn of each kind (a tool's round trip,
-a picture, a PDF, a web search, cut-off arguments of a call, a prompt of 20,000 tokens) in a network of its own that
-has no host but 127.0.0.1, and prints a table; --output keeps it, each turn as it ends, beside what the file has of
-others. What a client cannot send is a dash; a client that cannot be installed or
+Installs the clients into `build/agents` from PyPI and npm, then runs a turn of each kind (a tool's round
+trip, a picture, a PDF, a web search, cut-off arguments of a call, a prompt of 20,000 tokens) in a network
+of its own that has no host but 127.0.0.1, and prints a table; --output keeps it, each turn as it ends,
+beside what the file has of others. What a client cannot send is a dash; a client that cannot be installed or
 started says so. Ends with 1 where a turn fails.
 """
 
@@ -31,7 +31,7 @@ from typing import Any
 
 from .clients import CLIENTS, HERE, KINDS, Client, filled, final
 
-ROOT = HERE.parents[2]
+ROOT = HERE.parents[1]
 FOLDER = ROOT / "build" / "agents"
 TURN_SECONDS = 240
 EXTRA_NPM = ("@ai-sdk/openai-compatible",)
@@ -205,7 +205,7 @@ def main() -> int:
     if not given.inside:
         if not given.no_install:
             install(clients)
-        again = [sys.executable, "-m", "tests.support.agents", "--inside", *sys.argv[1:]]
+        again = [sys.executable, "-m", "tools.agents", "--inside", *sys.argv[1:]]
         return subprocess.run(["unshare", "--net", "--map-root-user", *again], cwd=ROOT).returncode
     open_loopback()
     (FOLDER / "node").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Soak test of a server under overload, attack and faults: `python -m tests.support.soak --seconds 1800`.
+"""Soak test of a server under overload, attack and faults: `python -m tools.soak --seconds 1800`.
 
 It starts `llmopt serve-local` (server.py) with two random adapters and a KV cache far too small
 for its clients, so that sequences are preempted. Its clients ask for completions and chats, whole and
@@ -328,7 +328,8 @@ async def greedy(session: aiohttp.ClientSession, url: str) -> str:
 
 
 async def in_a_form(session: aiohttp.ClientSession, url: str) -> None:
-    """Ask by a small schema: the library that compiles it is loaded for a first one, and no attack is that."""
+    """Ask by a small schema: the library that compiles it is loaded for a first one, and no attack is
+    that."""
     body = by_schema({"type": "object", "properties": {"a": {"type": "integer"}}})
     async with session.post(f"{url}/v1/completions", json=body) as response:
         response.raise_for_status()

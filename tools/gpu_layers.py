@@ -1,4 +1,4 @@
-"""Table a decode layer of today's models on a GPU, without one: `python -m tests.support.gpu_layers`.
+"""Table a decode layer of today's models on a GPU, without one: `python -m tools.gpu_layers`.
 
 A step of each runs on the pretended card. Launches are the difference between two depths of a small model;
 whether a graph replays the step is read from the card's log. For the time, layers in real widths, with few
@@ -22,7 +22,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 CAPABILITY, PROMPT = 90, 128
 """The capability that is compiled for, and tokens before the decode step."""
 

@@ -61,7 +61,8 @@ server.serve_forever()
 class Health:
     """Times of `/health` on a new connection each, as a load balancer asks, and from a process of its own.
 
-    Another process asks a server that has nothing else to do, at the same time: what the machine itself takes.
+    Another process asks a server that has nothing else to do, at the same time: what the machine itself
+    takes.
     """
 
     seconds: list[float] = field(default_factory=list)

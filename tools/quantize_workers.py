@@ -1,4 +1,4 @@
-"""Measure quantizing in workers: `python -m tests.support.quantize_workers MODEL [OPTION ...] > FILE`.
+"""Measure quantizing in workers: `python -m tools.quantize_workers MODEL [OPTION ...] > FILE`.
 
 One worker with one thread, two workers with one thread each, and one worker with two threads, in turns; each
 run quantizes `LAYERS` layers and ends. Beside the seconds by the clock, which a neighbour on the cores makes
@@ -72,7 +72,7 @@ def measured(words: list[str], number: int, threads: int) -> dict[str, Any]:
     """Seconds of the layers by the clock, and CPU seconds of the longest path and of all workers."""
     with tempfile.TemporaryDirectory() as parent:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(number), "-m", "tests.support.quantize_workers"]
+        command += ["--nproc-per-node", str(number), "-m", "tools.quantize_workers"]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), TIMES: parent}
         command += ["quantize", *words, "--output", f"{parent}/out"]
         subprocess.run(command, env=environment, check=True, stdout=sys.stderr)

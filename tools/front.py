@@ -1,12 +1,12 @@
-"""Processor time of a server for a streamed token: `python -m tests.support.front --streams 64 256`.
+"""Processor time of a server for a streamed token: `python -m tools.front --streams 64 256`.
 
 It makes a model that costs next to nothing (one layer of width 64), starts `llmopt serve-local` with it, and
 reads so many streams at once from this process, whose time does not count. Counted is the user and system
 time of all of the server's processes, from before the first request until after the last event, over the
 number of tokens: so engine, detokenizing, HTTP and the requests themselves. The times between events
-are those that the client sees. Before that one stream at a time is asked for, whose time to the first token is
-compared with the engine's own, which the server says in its usage. Each model computes with one thread: those
-of a pool would wait for each other in a loop, and that counts.
+are those that the client sees. Before that one stream at a time is asked for, whose time to the first
+token is compared with the engine's own, which the server says in its usage. Each model computes with one
+thread: those of a pool would wait for each other in a loop, and that counts.
 
 `--peer vllm=PYTHON` and `--peer llama.cpp=PYTHON` run their servers in the same way, with an interpreter that
 has `vllm` or `xllamacpp`.

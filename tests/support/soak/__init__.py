@@ -1,1 +1,0 @@
-"""A soak of the server: `python -m tests.support.soak --help`."""

@@ -1,0 +1,1 @@
+"""A soak of the server: `python -m tools.soak --help`."""
