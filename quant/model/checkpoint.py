@@ -271,11 +271,6 @@ class Checkpoint:
         """Bytes of all shards on disk."""
         return sum((self.folder / shard).stat().st_size for shard in set(self.shard_of.values()))
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of tensors that stay in memory, not mapped from the files."""
-        return 0
-
 
 def gguf_file_of(path: Path) -> Path | None:
     """The GGUF file of a path: itself, or the only one in a folder without safetensors; else None.

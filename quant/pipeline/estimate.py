@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from operator import add
 
 from ..base.atomic_io import entry_bytes
@@ -43,7 +43,6 @@ class MemoryEstimate:
         codes: of the linears so far, one byte per weight.
         work: the method's copies of weights and, with GPTQ, of Gram matrices; AutoRound's parameters.
         activations: of one batch inside the layer, while it runs; freed afterwards.
-        embedding: a rotated embedding table, which is not mapped from a file.
         images: pixels of the calibration samples, and the vision tower in float32.
         kept: what passes of one layer share (`FinalSubmodules`).
     """
@@ -55,7 +54,6 @@ class MemoryEstimate:
     codes: int
     work: int
     activations: int
-    embedding: int = 0
     images: int = 0
     kept: int = 0
 
@@ -127,8 +125,7 @@ def estimate_memory(
                     kept=kept,
                 )
             )
-    largest = max(moments, key=lambda moment: moment.bytes)
-    return replace(largest, embedding=plan.checkpoint.resident_bytes)
+    return max(moments, key=lambda moment: moment.bytes)
 
 
 def _publishing(plan: QuantizePlan, libraries: int) -> MemoryEstimate:

@@ -139,9 +139,8 @@ class QuantizeRequest:
     )
     rotations: tuple[str, ...] | None = option(
         (),
-        "R1,R2: fold random Hadamard rotations of the residual stream (R1) and of the heads' "
-        "values (R2) into the weights first; the float model's logits stay. Default: R2 with awq; none: "
-        "no rotation.",
+        "R2: fold random Hadamard rotations of the heads' values into the weights first; the float model's "
+        "logits stay. Default: R2 with awq; none: no rotation.",
         panel=_METHOD,
         flag="--rotate",
         word=str,

@@ -1,22 +1,17 @@
-"""Patterns of a layer's smoothing map, and where rotations go.
+"""Patterns of a layer's smoothing map, and the heads whose values are rotated.
 
 Patterns have names with `*` for an expert's number, and sizes left open. They are discovered on a small
-model and hold for the layer of any size: `family` fills in the names and shapes of a checkpoint. A rotation
-map says what reads the residual stream (what is behind a norm of the layer), what writes into it (its other
-matrices with as many rows as the stream is wide; `rotate` proves that these are all), and where heads' values
-pass.
+model and hold for the layer of any size: `family` fills in the names and shapes of a checkpoint.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..base.errors import BadInput
 from ..families.layer_map import Fold, LayerMap
-from ..families.registry import type_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 
@@ -169,9 +164,6 @@ def _folds(
     return folds
 
 
-R1, R2 = "R1", "R2"
-
-
 @dataclass(frozen=True, slots=True)
 class Head:
     """Rows `[start, stop)` of a value projection, or columns of an output projection: heads of `width`."""
@@ -180,83 +172,31 @@ class Head:
     start: int
     stop: int
     width: int
+    is_output: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RotationMap:
-    """Tensors by full name.
-
-    Attributes:
-        hidden: width of the residual stream; 0: it is not rotated.
-        embedding, head: the token embedding, and the output projection.
-        tied: whether the head is the embedding on disk.
-        norms: what is added to the weight of each norm on the stream before it multiplies.
-        readers: the norm in front of each matrix that reads the stream, the head included.
-        writers: matrices whose outputs are added to the stream, and their biases.
-        values, outputs: what R2 turns.
-    """
-
-    hidden: int
-    embedding: str
-    head: str
-    tied: bool
-    norms: dict[str, float] = field(default_factory=dict)
-    readers: dict[str, str] = field(default_factory=dict)
-    writers: frozenset[str] = frozenset()
-    values: dict[str, Head] = field(default_factory=dict)
-    outputs: dict[str, Head] = field(default_factory=dict)
-
-
-def rotation_map_of(
-    checkpoint: Checkpoint, architecture: Architecture, *, residual: bool, values: frozenset[str]
-) -> RotationMap:
-    """The map of a checkpoint whose architecture has its foldable pairs.
+def rotated_heads(
+    checkpoint: Checkpoint, architecture: Architecture, values: frozenset[str]
+) -> dict[str, Head]:
+    """The matrices that R2 turns, by full name, of an architecture that has its foldable pairs.
 
     Args:
-        residual: whether R1 is asked for.
-        values: sources of the pairs that R2 turns, with `*` for an expert's number.
-
-    Raises:
-        BadInput: the stream cannot be told, or a norm on it has a bias.
+        values: sources of the pairs to turn, with `*` for an expert's number.
     """
-    meta = architecture.meta_model
-    embedding = _on_disk(architecture, meta.model.get_input_embeddings())
-    head_module = meta.model.get_output_embeddings()
-    if embedding is None or head_module is None:
-        raise _refused(checkpoint, "it has no token embedding or no output projection")
-    # Not by `tie_word_embeddings`, which text configs of wrapped models lack or say otherwise.
-    head = _on_disk(architecture, head_module)
-    head = None if head == embedding else head
-    hidden = checkpoint.shape(embedding)[-1]
-    targets = RotationMap(
-        hidden if residual else 0, embedding, head or "lm_head.weight", head is None
-    )
-    norms, readers, writers = targets.norms, targets.readers, set[str]()
+    heads: dict[str, Head] = {}
     for index, family in enumerate(architecture.layers):
         start = f"{architecture.layer_prefix(index)}."
-        if residual:
-            offset = _layer_readers(checkpoint, family, start, hidden, norms, readers)
-            writers |= _writers(checkpoint, family, start, hidden)
-            norms[_final_norm(checkpoint, architecture, hidden)] = offset
         for fold in family.folds:
-            if starred(fold.source) in values:
-                _heads(checkpoint, fold, start, index, targets)
-    if residual:
-        readers[targets.head] = _final_norm(checkpoint, architecture, hidden)
-        for norm in norms:
-            if norm.removesuffix("weight") + "bias" in checkpoint:
-                raise _refused(checkpoint, f"{norm.removesuffix('.weight')} has a bias")
-    return RotationMap(
-        targets.hidden,
-        embedding,
-        targets.head,
-        targets.tied,
-        norms,
-        readers,
-        frozenset(writers),
-        targets.values,
-        targets.outputs,
-    )
+            if starred(fold.source) not in values:
+                continue
+            source, target = f"{start}{fold.source}.weight", f"{start}{fold.targets[0]}.weight"
+            first, last = fold.rows or (0, checkpoint.shape(source)[0])
+            width = (last - first) // fold.groups if fold.groups > 1 else _head_width(checkpoint)
+            columns = checkpoint.shape(target)[1]
+            if width and (last - first) % width == 0 and columns % width == 0:
+                heads[source] = Head(index, first, last, width)
+                heads[target] = Head(index, 0, columns, width, is_output=True)
+    return heads
 
 
 def value_candidates(architecture: Architecture) -> list[str]:
@@ -269,85 +209,7 @@ def value_candidates(architecture: Architecture) -> list[str]:
     return list(found)
 
 
-def _layer_readers(
-    checkpoint: Checkpoint,
-    family: LayerMap,
-    start: str,
-    hidden: int,
-    norms: dict[str, float],
-    readers: dict[str, str],
-) -> float:
-    """Add the norms of a layer and what reads them; returns what its norms add to their weights."""
-    offset: float | None = None
-    for fold in family.folds:
-        norm = f"{start}{fold.source}.weight"
-        # A norm on the stream is the layer's own child; inside attention are those of latents and heads.
-        if fold.source in family.linears or "." in fold.source:
-            continue
-        if checkpoint.shape(norm) == (hidden,):
-            offset = norms[norm] = fold.norm_offset
-            readers |= dict.fromkeys((f"{start}{name}.weight" for name in fold.targets), norm)
-    if offset is None:
-        raise _refused(checkpoint, f"no norm of {start[:-1]} has only linears behind it")
-    return offset
-
-
-def _writers(checkpoint: Checkpoint, family: LayerMap, start: str, hidden: int) -> set[str]:
-    behind_norms = {
-        name for fold in family.folds if fold.source not in family.linears for name in fold.targets
-    }
-    return {
-        name
-        for name in checkpoint.names
-        if name.startswith(start)
-        and name.endswith(".weight")
-        and len(shape := checkpoint.shape(name)) == 2
-        and shape[0] == hidden
-        and name.removeprefix(start).removesuffix(".weight") not in behind_norms
-    }
-
-
-def _final_norm(checkpoint: Checkpoint, architecture: Architecture, hidden: int) -> str:
-    """The only vector as wide as the stream outside the layers."""
-    prefix = f"{architecture.prefix}."
-    names = [
-        name
-        for name in checkpoint.names
-        if not name.startswith(prefix)
-        and name.endswith("weight")
-        and checkpoint.shape(name) == (hidden,)
-    ]
-    if len(names) != 1:
-        raise _refused(checkpoint, f"it has {len(names)} norms of {hidden} outside its layers")
-    return names[0]
-
-
-def _heads(
-    checkpoint: Checkpoint, fold: Fold, start: str, index: int, targets: RotationMap
-) -> None:
-    source, target = f"{start}{fold.source}.weight", f"{start}{fold.targets[0]}.weight"
-    first, last = fold.rows or (0, checkpoint.shape(source)[0])
-    width = (last - first) // fold.groups if fold.groups > 1 else _head_width(checkpoint)
-    columns = checkpoint.shape(target)[1]
-    if width and (last - first) % width == 0 and columns % width == 0:
-        targets.values[source] = Head(index, first, last, width)
-        targets.outputs[target] = Head(index, 0, columns, width)
-
-
 def _head_width(checkpoint: Checkpoint) -> int:
     config = checkpoint.text_config
     heads = int(config.get("num_attention_heads") or 1)
     return int(config.get("head_dim") or int(config.get("hidden_size") or 0) // heads)
-
-
-def _on_disk(architecture: Architecture, module: object) -> str | None:
-    """The tensor on disk of a module's weight."""
-    meta = architecture.meta_model
-    paths = [path for path, each in meta.model.named_modules() if each is module]
-    names = [name for path in paths for name in meta.sources.get(f"{path}.weight", ())]
-    return names[0] if names else None
-
-
-def _refused(checkpoint: Checkpoint, reason: str) -> BadInput:
-    kind = type_of(checkpoint.config)
-    return BadInput(f"--rotate: model type {kind!r} cannot be rotated: {reason}: leave it out")

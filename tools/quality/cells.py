@@ -111,7 +111,7 @@ def cells() -> Iterator[Cell]:
         yield from _integer("llmopt", "autoround", (4, 3, 2, 8), iters=ITERS)
     if "rotations" in QuantizeRequest.__dataclass_fields__:
         for method in ("gptq", "awq"):
-            yield from _integer("llmopt", method, (4, 3), (False,), rotations=("R1", "R2"))
+            yield from _integer("llmopt", method, (4, 3), (False,), rotations=("R2",))
         for bits in WIDTHS:  # what the command takes by default
             options = {"symmetric": False, "rotations": ("R2",), "asymmetric": True}
             yield Cell("llmopt", "awq", f"int{bits}", bits, options)

@@ -65,7 +65,7 @@ def test_others_take_neither(model: Path, given: dict[str, Any]) -> None:
 
 
 def test_what_is_asked_stays(model: Path) -> None:
-    assert decided(model, rotations=("R1",)) == (("R1",), True)
+    assert decided(model, method="gptq", rotations=("R2",)) == (("R2",), False)
     assert decided(model, rotations=(), options=MethodOptions()) == ((), False)
     assert decided(model, format="gguf") == ((), True)
 

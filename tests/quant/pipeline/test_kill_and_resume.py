@@ -35,9 +35,9 @@ CASES: dict[str, tuple[str, ...]] = {
     "autoround": ("--method", "autoround", "--iters", "8", *PER_CHANNEL),
     "autoround-rotated": (
         *("--method", "autoround", "--iters", "4", *PER_CHANNEL),
-        *("--rotate", "R1,R2"),
+        *("--rotate", "R2"),
     ),
-    "rotated-gptq": ("--method", "gptq", *PER_CHANNEL, "--rotate", "R1,R2"),
+    "rotated-gptq": ("--method", "gptq", *PER_CHANNEL, "--rotate", "R2"),
     "gptaq": ("--method", "gptq", *PER_CHANNEL, "--asymmetric-calibration"),
     "nvfp4": ("--method", "nvfp4", *FP4),
     "nvfp4-w4a4": ("--method", "nvfp4", "--activations", "static", "--solver", "gptq", *FP4),

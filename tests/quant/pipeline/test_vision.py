@@ -241,7 +241,7 @@ def test_bad_pairs_are_refused_by_line(
     [
         ({"method": "autoround"}, "--quantize-vision: method autoround takes decoder layers alone"),
         ({"method": "rtn", "format": "gguf", "group_size": None}, "GGUF file holds the language"),
-        ({"rotations": ("R1",)}, "--rotate turns the language model alone"),
+        ({"rotations": ("R2",)}, "--rotate turns the language model alone"),
         ({"calibration": str(STORIES / "config.json")}, "holds no array"),
     ],
 )

@@ -22,9 +22,8 @@ from ...support.family_models import MAPPED, OTHERS, save_model, token_ids
 from ...support.quant_support import TINY
 from ...support.vision_checkpoints import image_prompt, save_wrapped
 
-# Norms that subtract the mean (BLOOM, GPT-NeoX, GPT-J, StableLM), that follow a sublayer (Gemma), and readers
-# that are no linears (gpt-oss).
-REFUSED = {"gemma2", "gemma3", "gpt_oss", "stablelm", "gpt_neox", "bloom", "gptj"}
+# Values between others in one projection, per head (GPT-NeoX, BLOOM), of a latent (DeepSeek), or without a pair.
+REFUSED = {"deepseek_v2", "deepseek_v3", "gpt_neox", "bloom", "gptj"}
 
 
 @torch.no_grad()
@@ -39,11 +38,11 @@ def test_logits_stay_or_the_family_is_refused(tmp_path: Path, name: str) -> None
     save_model(name, tmp_path / "plain")
     checkpoint = Checkpoint(tmp_path / "plain")
     if name in REFUSED:
-        with pytest.raises(BadInput, match="cannot be rotated"):
-            rotated(checkpoint, ("R1",), 0)
+        with pytest.raises(BadInput, match="--rotate R2: model type"):
+            rotated(checkpoint, ("R2",), 0)
         return
-    turned = rotated(checkpoint, ("R1",), 0)
-    assert changed(checkpoint, turned) > 4
+    turned = rotated(checkpoint, ("R2",), 0)
+    assert changed(checkpoint, turned) >= 2
     after = logits(write_plain(turned, tmp_path / "rotated"))
     before = logits(tmp_path / "plain")
     assert float((after - before).abs().max()) < 1e-5 * max(1, float(before.abs().max()))
@@ -62,30 +61,10 @@ def changed(plain: Checkpoint, turned: Checkpoint) -> int:
 def test_values_are_turned_head_by_head(tmp_path: Path, name: str) -> None:
     save_model(name, tmp_path / "plain")
     checkpoint = Checkpoint(tmp_path / "plain")
-    turned = rotated(checkpoint, ("R1", "R2"), 3)
-    value_only = rotated(checkpoint, ("R2",), 3)
-    assert changed(checkpoint, value_only) == 4  # v and o of two layers
-    before = logits(tmp_path / "plain")
-    for number, each in enumerate((turned, value_only)):
-        after = logits(write_plain(each, tmp_path / str(number)))
-        assert float((after - before).abs().max()) < 1e-5 * max(1, float(before.abs().max()))
-
-
-def test_channels_of_the_stream_become_alike(tmp_path: Path) -> None:
-    """A loud channel of what is written into the stream is spread over all."""
-    model = save_model("llama", tmp_path / "plain")
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.mlp.down_proj.weight[3] *= 50
-    model.save_pretrained(tmp_path / "plain")
-    checkpoint = Checkpoint(tmp_path / "plain")
-    turned = rotated(checkpoint, ("R1",), 0)
-    name = "model.layers.1.mlp.down_proj.weight"
-    loud = [
-        c.tensor(name).norm(dim=1).max() / c.tensor(name).norm(dim=1).mean()
-        for c in (checkpoint, turned)
-    ]
-    assert loud[0] > 10 and loud[1] < 2
+    turned = rotated(checkpoint, ("R2",), 3)
+    assert changed(checkpoint, turned) == 4  # v and o of two layers
+    before, after = logits(tmp_path / "plain"), logits(write_plain(turned, tmp_path / "rotated"))
+    assert float((after - before).abs().max()) < 1e-5 * max(1, float(before.abs().max()))
 
 
 def request(output: Path, **options: Any) -> QuantizeRequest:
@@ -97,7 +76,7 @@ def request(output: Path, **options: Any) -> QuantizeRequest:
         "seq_len": 32,
         "held_out": 0,
         "model_name": "tiny",
-        "rotations": ("R1", "R2"),
+        "rotations": ("R2",),
     }
     return QuantizeRequest(TINY, output, **(settings | options))
 
@@ -111,7 +90,7 @@ def test_a_rotated_model_is_quantized_and_resumed_to_the_same_bytes(
 ) -> None:
     whole = quantize(request(tmp_path / "whole")).output
     config = json.loads((whole / "config.json").read_text())
-    assert config["tie_word_embeddings"] is False
+    assert config["tie_word_embeddings"] is True
     assert '"rotations": [\n' in (whole / MANIFEST_NAME).read_text()
     assert verify(whole).ok
     written = pipeline._write_layer
@@ -146,13 +125,9 @@ def logits_behind_image(folder: Path, inputs: dict[str, torch.Tensor]) -> torch.
 
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava_onevision"])
-def test_answers_about_images_stay_or_the_rotation_is_refused(tmp_path: Path, name: str) -> None:
-    """The features of images enter the residual stream behind the embedding, so R1 cannot turn it alone."""
+def test_answers_about_images_stay(tmp_path: Path, name: str) -> None:
     save_wrapped(tmp_path / "plain", name)
     checkpoint = Checkpoint(tmp_path / "plain")
-    for rotations in (("R1",), ("R1", "R2")):
-        with pytest.raises(BadInput, match=r"R1: .*Generation writes features of images"):
-            rotated(checkpoint, rotations, 0)
     turned = rotated(checkpoint, ("R2",), 0)
     assert changed(checkpoint, turned) == 4
     inputs = image_prompt(tmp_path / "plain", name)
@@ -162,5 +137,6 @@ def test_answers_about_images_stay_or_the_rotation_is_refused(tmp_path: Path, na
 
 
 def test_an_unknown_rotation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="--rotate R5: choose of R1, R2"):
-        quantize(request(tmp_path / "out", rotations=("R5",)))
+    for names in (("R5",), ("R1", "R2")):
+        with pytest.raises(BadInput, match=f"--rotate {names[0]}: choose R2, or none"):
+            quantize(request(tmp_path / "out", rotations=names))
