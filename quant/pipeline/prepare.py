@@ -18,8 +18,8 @@ from ..base import workers
 from ..base.device import HOST
 from ..base.errors import BadInput
 from ..base.lanes import LANES
-from ..base.option import INT8_CACHE
 from ..base.progress import Progress, Silent
+from ..kinds.fp8.scheme import INT8_CACHE
 from ..kinds.registry import scheme_record
 from ..load_processor import has_processor, load_processor, load_tokenizer
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS

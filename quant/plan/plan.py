@@ -10,7 +10,6 @@ import torch
 
 from ..base.device import HOST, devices_of
 from ..base.errors import BadInput
-from ..base.option import INT8_CACHE, KvStrategy
 from ..base.scheme import PER_CHANNEL, Scheme
 from ..base.workers import own_device
 from ..formats.registry import FORMATS
@@ -19,6 +18,7 @@ from ..gguf.assemble import check_source
 from ..gguf.imatrix import read_imatrix
 from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes, shape_of
 from ..kinds.base.format import WeightFormat
+from ..kinds.fp8.scheme import INT8_CACHE, KvStrategy
 from ..methods.options import MethodOptions, SchemeOptions
 from ..methods.registry import METHODS, Method, formats_asked
 from ..model.architecture import Architecture, architecture_of

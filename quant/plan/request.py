@@ -12,15 +12,13 @@ from typing import Any, get_args, get_type_hints
 
 from ..base.errors import BadInput
 from ..base.option import (
-    INT8_CACHE,
-    LARGEST,
-    KvStrategy,
     device_names,
     option,
     option_like,
     options_of,
     within,
 )
+from ..kinds.fp8.scheme import INT8_CACHE, LARGEST, KvStrategy
 from ..kinds.registry import format_names
 from ..methods.options import MethodOptions, SchemeOptions, check_group_size
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS, check_method, formats_asked

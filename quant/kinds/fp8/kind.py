@@ -12,10 +12,7 @@ from torch.nn import functional
 from ..base.grid import Affine, Parameters, ScalarGrid
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor, with_scale_dtype
-from .scheme import FloatScheme
-
-E4M3_MAX = 448.0
-BLOCK = 128
+from .scheme import BLOCK, E4M3_MAX, FloatScheme
 
 
 @dataclass(frozen=True, slots=True)
