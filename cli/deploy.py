@@ -96,7 +96,7 @@ def _plan(
     choices: DeployChoices, planned: DeployedPlanOptions, stored: StoredQuantization | None
 ) -> DeploymentPlan:
     """The plan, with the KV cache's dtype that the checkpoint has scales for, if none was chosen."""
-    from ..engine.config.plan_request import PlanRequest
+    from ..engine.config.plan_options import PlanRequest
     from ..engine.planner.plan_request import plan_for
 
     asked = values_of(planned)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from ..engine.config.plan_request import PlanRequest
+from ..engine.config.plan_options import PlanRequest
 from ..quant.base.option import keywords_of_words, option
 from .options.command import From, Words, with_options
 from .options.shared import ModelOptions

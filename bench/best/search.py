@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.config.plan_request import PlanRequest
+from ...engine.config.plan_options import PlanRequest
 from ...engine.planner.catalog import find_model
 from ...engine.planner.devices import Device, choose_devices
 from ...engine.planner.engine_rules import engine_rule

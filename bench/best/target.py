@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...engine.base.units import parse_size, required_slo
-from ...engine.config.plan_request import PlanRequest
+from ...engine.config.plan_options import PlanRequest
 from ...quant.base.atomic_io import make_folder, write_atomically
 from ...quant.base.errors import BadInput
 from ...quant.base.option import check_limits, offer, option, option_like, options_of, within

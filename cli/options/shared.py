@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
-from ...engine.config.plan_request import PlanRequest
+from ...engine.config.plan_options import PlanRequest
 from ...quant.base.option import check_limits, option, option_like, within
 
 if TYPE_CHECKING:

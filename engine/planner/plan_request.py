@@ -20,7 +20,7 @@ from ...quant.base.processor import computes_in_bf16
 from ...quant.families.shapes import ModelShape
 from ..base.units import parse_bytes, parse_size, parse_tokens, required_slo
 from ..config.config import EngineConfig
-from ..config.plan_request import PlanRequest
+from ..config.plan_options import PlanRequest
 from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices, find_device

@@ -10,7 +10,7 @@ import pytest
 from llmopt.bench.contact import run
 from llmopt.bench.contact.record import WHOLE, new_record
 from llmopt.cli.main import main
-from llmopt.engine.config.plan_request import PlanRequest
+from llmopt.engine.config.plan_options import PlanRequest
 from llmopt.engine.planner import own_runs
 from llmopt.engine.planner.plan_request import plan_for
 
