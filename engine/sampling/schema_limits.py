@@ -51,6 +51,8 @@ def enforceable(schema: Schema, place: str = "") -> Schema:
     if (pointer := _cycle(parts)) is not None:
         raise BadInput(f"{place}{pointer or '/'}: $ref leads back to itself")
     for part in parts.values():
+        if part.get("uniqueItems") is False:  # llguidance refuses the name alone
+            del part["uniqueItems"]
         if isinstance(part.get("pattern"), str):
             part["pattern"] = _tight(part["pattern"])
         if isinstance(names := part.get("patternProperties"), dict):

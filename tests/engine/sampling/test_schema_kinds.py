@@ -44,6 +44,7 @@ ENFORCED: dict[str, Any] = {
     "allOf": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}, {"multipleOf": 2}]},
     "allOf objects": {"allOf": [closed({"a": INTEGER}), {"properties": {"b": NULL}}]},
     "array": {"type": "array", "items": INTEGER, "minItems": 2, "maxItems": 3},
+    "array of any": {"type": "array", "items": NULL, "uniqueItems": False, "maxItems": 2},
     "prefixItems": {"type": "array", "prefixItems": [INTEGER, NULL], "items": False, "minItems": 1},
     "prefixItems and items": {"type": "array", "prefixItems": [INTEGER], "items": NULL, "maxItems": 3},
     **{name: texts(format=name) for name in ("date", "date-time", "ipv4", "ipv6", "uuid", "duration")},
