@@ -19,8 +19,14 @@ AT_END = "server, at the end"
 PER_EVENT = "re-tokenized"
 # Exceptions that reading a document of another form raises.
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
-FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
+STOPS = ("eos", "eos_token", "stop_sequence")
+"""Together's and TGI's names of `stop`."""
+FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter", *STOPS)
 """Finish reasons of OpenAI's API. Engines report a dropped request by another one ("abort", "error")."""
+NO_EVENT = (b"", b"null")
+"""Data of events that keep a connection open."""
+CUMULATIVE_CHUNKS = 4
+"""Number of chunks from which a text that each chunk repeats and extends is no chance."""
 
 # Fields that the parser reads, and fields that hold no output; other filled fields are counted as unread.
 EVENT_FIELDS, CHOICE_FIELDS, DELTA_FIELDS = (
@@ -30,7 +36,8 @@ EVENT_FIELDS, CHOICE_FIELDS, DELTA_FIELDS = (
         "provider timings prompt_filter_results prompt_token_ids kv_transfer_params obfuscation nvext "
         "sla_metrics x_groq citations search_results metadata request_id",
         "delta message text finish_reason error index logprobs stop_reason matched_stop native_finish_reason "
-        "token_ids prompt_token_ids prompt_logprobs hidden_states content_filter_results seed",
+        "token_ids prompt_token_ids prompt_logprobs hidden_states content_filter_results seed "
+        "provider_specific_fields",
         "content reasoning_content reasoning reasoning_details tool_calls function_call refusal role name "
         "annotations provider_specific_fields audio thinking_blocks",
     )
@@ -103,19 +110,28 @@ def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
     """Parse a streamed response of `/v1/completions` or `/v1/chat/completions`."""
     answer = Answer()
     seen: list[Chunk] = []
-    ended = False
+    ends: dict[int, bool] = {}  # by the index of the choice
+    totals: list[int] = []
+    is_done = False
     for time, data, name in events(chunks):
         if data.strip() == b"[DONE]":
-            ended = True
+            is_done = True
+            continue
+        if data.strip() in NO_EVENT:
             continue
         try:
             event = _parsed(data, name)
             count = _read_usage(event, answer)
             answer.model = answer.model or str(event.get("model") or "")
+            if count and not event.get("choices"):
+                totals.append(count)
             for choice in event.get("choices") or ():
                 chunk = _delivered(choice, time, count, answer)
-                ended = ended or chunk.ends
-                if not _is_role_only(choice, chunk):
+                index = choice.get("index") or 0
+                has_ended = ends.get(index, False)
+                ends[index] = has_ended or chunk.ends
+                # LiteLLM sends the usage in a choice of its own, after the finish reason.
+                if not _is_role_only(choice, chunk) and (chunk.text or not has_ended):
                     seen.append(chunk)
                     _server_times(event, answer)
         except BrokenEvent as broken:
@@ -124,8 +140,12 @@ def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
         except UNREADABLE:
             answer.error = f"an event has no choice that can be read: {_excerpt(data)}"
             break
-    if not answer.error and not ended:
+    if not answer.error and not is_done and not (ends and all(ends.values())):
         answer.error = "the stream ended without a finish_reason or [DONE]"
+    if len(totals) == len(ends) > 1:  # llama.cpp counts the tokens of each choice
+        answer.total = sum(totals)
+    if not answer.error and _is_cumulative(seen):
+        answer.error = "each chunk repeats the text of the chunks before it"
     _set_chunks(seen, answer)
     return answer
 
@@ -227,7 +247,8 @@ def _checked(event: Any, data: bytes, name: bytes = b"") -> dict[str, Any]:
     if not is_object:
         raise BrokenEvent(f"an event is no object: {_excerpt(data)}")
     choices = event.get("choices")
-    if choices is None and not isinstance(event.get("usage"), dict):
+    is_empty = choices is None and not isinstance(event.get("usage"), dict)
+    if is_empty and "ping" not in kinds:
         raise BrokenEvent(f"an event is neither a chunk nor a usage: {_excerpt(data)}")
     if choices is not None and not isinstance(choices, list):
         raise BrokenEvent(f"an event has no choice that can be read: {_excerpt(data)}")
@@ -277,6 +298,16 @@ def _is_role_only(choice: dict[str, Any], chunk: Chunk) -> bool:
     part = choice.get("delta") or choice.get("message") or {}
     is_empty = not chunk.text and not chunk.ends
     return chunk.is_delta and is_empty and (not part or "role" in part)
+
+
+def _is_cumulative(chunks: Sequence[Chunk]) -> bool:
+    """Each chunk holds the whole text so far, as in some streams of DashScope."""
+    for texts in ([chunk.content for chunk in chunks], [chunk.reasoning for chunk in chunks]):
+        pairs = list(pairwise(filter(None, texts)))
+        grows = all(len(a) < len(b) and b.startswith(a) for a, b in pairs)
+        if len(pairs) + 1 >= CUMULATIVE_CHUNKS and grows:
+            return True
+    return False
 
 
 def _unread(prefix: str, fields: Mapping[str, Any], known: frozenset[str]) -> list[str]:

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import os
 import pickle
+import re
 import signal
 import ssl
 import sys
@@ -46,6 +47,9 @@ LAG_EVERY_SECONDS = 0.02
 # Resolution of the event loop's timers: epoll counts whole milliseconds and rounds up.
 TIMER_SECONDS = 0.001
 BURDEN_EVERY_SECONDS = 0.05
+COMPRESSIONS = ("gzip", "x-gzip", "deflate", "compress", "br", "zstd")
+FIRST_FIELD = re.compile(rb"(data|event|error|id|retry)?:")
+"""First characters of a stream of server-sent events: a field's name, or a comment."""
 
 
 class Pool:
@@ -339,11 +343,17 @@ class Pass:
 def _read(response: Response, endpoint: Endpoint) -> Answer:
     if not response.is_head_whole:
         return Answer()
+    encoding = response.headers.get("content-encoding")
+    if encoding in COMPRESSIONS:
+        error = f"HTTP {response.status}: the body is compressed ({encoding}) against the request"
+        return Answer(error=f"{error}; turn compression off in the server or proxy")
     if response.status != 200:
         return Answer(error=refusal(response.status, response.chunks))
     if endpoint.is_pooled:
         return read_pooled(response.chunks)
-    if response.chunks and response.chunks[0][1].lstrip().startswith(b"{"):
+    # Servers may send white space before a document, and gateways a page of HTML.
+    body = b"".join(data for _, data in response.chunks).lstrip()
+    if body and not FIRST_FIELD.match(body):
         return read_document(response.chunks)
     return read_stream(response.chunks)
 

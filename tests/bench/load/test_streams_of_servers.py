@@ -5,6 +5,7 @@ Usage in every chunk means four different things, errors come in eight shapes, a
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,9 @@ ROLE = event({"role": "assistant", "content": ""})
 def stream(counts: Sequence[int | None], final: bytes = b"", finish: bytes = b"") -> Answer:
     """A role, a word with each count, and an end; every event is a read of its own."""
     words = [
-        event({"content": f" w{number}"}, **({} if count is None else {"usage": usage(count)}))
+        event(
+            {"content": f" w{number}"}, None, **({} if count is None else {"usage": usage(count)})
+        )
         for number, count in enumerate(counts)
     ]
     return read_stream(
@@ -236,3 +239,146 @@ def test_longer_answers_are_reported_as_shorter_ones_are() -> None:
     assert "6 tokens longer than asked" in failures(trace_of(answer, wanted=4))[0]
     assert "2 tokens shorter than asked" in failures(trace_of(answer, wanted=12))[0]
     assert failures(trace_of(answer)) == []
+
+
+# Streams and documents of public reports against other clients and gateways.
+HELLO = [event({"content": text}) for text in ("Hel", "lo")]
+
+
+def responded(body: bytes, *headers: str, status: int = 200, size: int = 1 << 20) -> Answer:
+    """The reading of a response whose body comes in reads of `size` bytes."""
+    response = Response()
+    head = [f"HTTP/1.1 {status} -", f"Content-Length: {len(body)}", *headers, "", ""]
+    response.feed(1.0, "\r\n".join(head).encode())
+    for begin in range(0, len(body), size):
+        response.feed(1.1 + begin, body[begin : begin + size])
+    assert response.is_whole
+    return _read(response, ENDPOINT)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        b": ping - 2026-07-26 19:11:49\n\n",  # llama.cpp b9478 (ollama/ollama#16443)
+        b"data:\n\n",  # modelcontextprotocol/python-sdk#1670
+        b"data: \r\n\r\n",  # stacklok/mecatl#309
+        b"retry: 1000\n\n",  # openai/openai-python#3833
+        b"id: 7\nevent: message\n\n",
+        b"event: ping\n\n",  # langgenius/dify-docs#937
+        b'event: ping\ndata: {"type": "ping"}\n\n',  # Wei-Shaw/sub2api#7097
+        b'data: {"type": "ping"}\n\n',  # openai-php/client#556
+        b"data: null\n\n",  # Kilo-Org/kilocode#3083
+        b'data: {"choices": []}\n\n',  # BerriAI/litellm#27969
+    ],
+)
+def test_what_keeps_a_connection_open_is_no_token_and_no_error(kept: bytes) -> None:
+    reads = [kept, ROLE, kept, HELLO[0], kept, HELLO[1], event({}, "stop"), total_event(2), DONE]
+    answer = read_stream(at(*reads))
+    assert (answer.error, answer.text, answer.unread) == ("", "Hello", {})
+    assert (answer.times, chunk_tokens(answer, None)) == ([1.3, 1.5], ([1, 1], AT_END))
+
+
+def test_a_ping_with_an_error_is_an_error() -> None:
+    failing = b'data: {"type": "ping", "error": {"message": "boom"}}\n\n'
+    assert "boom" in read_stream(at(*HELLO, failing, DONE)).error
+
+
+@pytest.mark.parametrize("reason", ["eos", "eos_token", "stop_sequence"])
+def test_other_names_of_a_stop_are_ends(reason: str) -> None:
+    # huggingface/text-generation-inference#2344, vespa-engine/vespa#33327
+    assert read_stream(at(*HELLO, event({}, reason))).error == ""
+
+
+@pytest.mark.parametrize("size", [1, 7, 1 << 20])
+@pytest.mark.parametrize("lead", [b" ", b"\n\n\n", b" " * 300])
+def test_white_space_before_a_document(lead: bytes, size: int) -> None:
+    # jundot/omlx#2066, inferencerlabs/inferencer-feedback#158
+    choice = {"message": {"content": "Hello"}, "finish_reason": "stop"}
+    body = lead + json.dumps({"choices": [choice], "usage": usage(2)}).encode()
+    answer = responded(body, size=size)
+    assert (answer.error, answer.text, answer.total) == ("", "Hello", 2)
+
+
+@pytest.mark.parametrize("size", [1, 1 << 20])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html><head><title>502 Bad Gateway</title></head></html>",
+        b"upstream connect error or disconnect/reset before headers",
+        b'{"error": {"message": "502 upstream connect error"}}',
+    ],
+)
+def test_an_error_page_with_status_200_is_an_error_that_shows_it(body: bytes, size: int) -> None:
+    # kubernetes-sigs/inference-perf#713
+    error = responded(body, "Content-Type: text/event-stream", size=size).error
+    assert "502" in error or "upstream connect error" in error
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_compressed_body_is_refused_by_name(status: int) -> None:
+    # Anionex/agent-vision-toolkit#36: gateways that compress whatever the request accepts
+    body = gzip.compress(b"".join([ROLE, *HELLO, event({}, "stop"), DONE]))
+    error = responded(body, "Content-Encoding: gzip", status=status).error
+    assert f"HTTP {status}: the body is compressed (gzip)" in error
+
+
+def test_a_limit_of_requests_has_its_status_and_message() -> None:
+    body = b'{"error": {"message": "rate limit exceeded"}}'
+    answer = responded(body, "Retry-After: 30", status=429)
+    assert answer.error == "HTTP 429: rate limit exceeded"
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_characters_cut_between_reads(size: int) -> None:
+    # vllm-project/vllm#38717, and U+2028 within a line: vllm-project/vllm#54628
+    text = "中文🙂\u2028é"
+    data = json.dumps({"choices": [{"text": text, "finish_reason": "stop"}]}, ensure_ascii=False)
+    answer = responded(b"data: " + data.encode() + b"\r\n\r\n" + DONE, size=size)
+    assert (answer.error, answer.text) == ("", text)
+
+
+def test_a_choice_after_the_end_is_no_token() -> None:
+    # BerriAI/litellm#28735: the usage comes in a choice of its own. The first chunk has two tokens.
+    def text(data: dict[str, Any], **more: Any) -> bytes:
+        return (
+            b"data: " + json.dumps({"choices": [{"index": 0, **data}], **more}).encode() + b"\n\n"
+        )
+
+    ends = [text({"finish_reason": "length"}), text({}, usage=usage(4))]
+    answer = read_stream(at(text({"text": "a b"}), text({"text": " c"}), *ends, DONE))
+    assert (answer.error, answer.total, answer.times) == ("", 4, [1.0, 1.1])
+
+
+@pytest.mark.parametrize(
+    ("totals", "tokens"), [((3, 3), 6), ((6,), 6)], ids=["of each choice", "of all"]
+)
+def test_two_choices(totals: tuple[int, ...], tokens: int) -> None:
+    # llama.cpp sends a usage for each choice, vLLM one for all.
+    def of(index: int, text: str, reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": {"content": text}, "finish_reason": reason}
+        return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+    words = [of(number % 2, "a") for number in range(6)]
+    whole = [*words, of(0, "", "length"), of(1, "", "length"), *map(total_event, totals), DONE]
+    answer = read_stream(at(*whole))
+    assert (answer.error, answer.total) == ("", tokens)
+    assert chunk_tokens(answer, None) == ([1] * 6, AT_END)
+    assert "without a finish_reason" in read_stream(at(*words, of(0, "", "length"))).error
+    assert read_stream(at(*words, of(1, "", "length"), of(0, "", "length"))).error == ""
+
+
+def test_a_usage_that_is_sent_twice_counts_once() -> None:
+    answer = read_stream(at(*HELLO, event({}, "stop"), total_event(2), total_event(2), DONE))
+    assert (answer.error, answer.total) == ("", 2)
+
+
+@pytest.mark.parametrize("field", ["content", "reasoning_content"])
+def test_a_cumulative_stream_is_refused_by_name(field: str) -> None:
+    # QwenLM/qwen-code#3896: DashScope's deltas that hold the whole text so far
+    text = "The quick brown fox jumps"
+    whole = [event({field: text[:end]}) for end in (3, 9, 15, 19, 25)]
+    answer = read_stream(at(ROLE, *whole, event({}, "stop"), DONE))
+    assert answer.error == "each chunk repeats the text of the chunks before it"
+    same = [event({field: "a"}) for _ in range(9)]
+    answer = read_stream(at(ROLE, *same, event({}, "stop"), DONE))
+    assert (answer.error, chunk_tokens(answer, 9)) == ("", ([1] * 9, PER_EVENT))
