@@ -6,7 +6,7 @@
 Takes the options of `tools/cpu_peers.py` and starts its workers alone, in turns, once a round; nothing
 else is measured. Goals of our rows, each marked: from process to first token in 1.5 times `import torch`
 and half a second, loading in twice llama.cpp's, and no more resident than the weights and 400 MB. `--show`
-prints the tables of a record, and writes them into docs/peers.md.
+prints the tables of a record, and writes them into docs/measured/starts.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.cpu_peers import arguments, chosen_rows, load_ratios, measure_loads, 
 from tools.document_part import write_part
 from tools.peers.record import RESIDENT, TORCH, loads_table, seconds
 
-DOCS, PART = Path(__file__).parents[1] / "docs/peers.md", "start_table.py"
+DOCS, PART = Path(__file__).parents[1] / "docs/measured/starts.md", "start_table.py"
 OWN = "llmopt "
 TORCH_TIMES, TORCH_MORE, LOAD_TIMES, MORE_BYTES = 1.5, 0.5, 2, 400e6
 

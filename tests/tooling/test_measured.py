@@ -40,15 +40,20 @@ def test_every_record_names_its_command_machine_date_and_commit() -> None:
     if listing.returncode:
         pytest.skip("not a git checkout")
     records = {Path(line).relative_to("docs/measured") for line in listing.stdout.splitlines()}
+    pages = {path for path in records if len(path.parts) == 1 and path.suffix == ".md"}
     rows = [match.groups() for match in ROW.finditer(page("measured/README.md"))]
-    assert {Path(name) for name, *_ in rows} == records - {Path("README.md")}
+    assert {Path(name) for name, *_ in rows} == records - pages
     for _, command, *_ in rows:
         for tool in re.findall(r"tools/\S+\.py", command):
             assert (ROOT / tool).is_file(), command
 
 
 def test_the_tables_of_the_peers_are_those_of_the_records() -> None:
-    assert part_of(DOCS / "peers.md", "peers/record.py") == peers_record.made()
+    made = peers_record.made()
+    assert part_of(MEASURED / "peers.md", "peers/record.py") == made
+    summary = re.findall(r"\d\.\d\d \([\d.]+-[\d.]+\)", page("peers.md"))
+    assert len(summary) == 44
+    assert not [ratio for ratio in summary if f"| {ratio} |" not in made]
 
 
 def test_the_times_of_quantizers_are_those_of_the_record() -> None:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/peers.md from the records of tools/cpu_peers.py: rates, ratios, start-up, memory.
+"""Write docs/measured/peers.md from the records of tools/cpu_peers.py: rates, ratios, start-up, memory.
 
 python -m tools.peers.record [--check]
 """
@@ -173,4 +173,4 @@ def made() -> str:
 
 
 if __name__ == "__main__":
-    put_part("docs/peers.md", "peers/record.py", __doc__, made)
+    put_part("docs/measured/peers.md", "peers/record.py", __doc__, made)
