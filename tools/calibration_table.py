@@ -1,7 +1,7 @@
 """Measure what more calibration text is worth on a CPU, and how right the estimates of a run are.
 
     python tools/calibration_table.py build/real/SmolLM2-135M-Instruct \\
-        --output docs/measured/cpu/calibration.json --docs docs/quantization.md
+        --output docs/measured/cpu/calibration.json --docs docs/measured/calibration.md
 
 Quantizes the model (`tools/real_model.py` prints its folder) once for each amount of text, the command's
 default among them, and round-to-nearest without any. A row has what was predicted before the run beside what

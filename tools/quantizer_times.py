@@ -8,7 +8,7 @@ Takes the options of `tools/quality_table.py real`, quantizes the cells below ea
 one after another, and prints what they took, imports included, beside the KL of what they wrote. Processor
 seconds (user and system, all threads) are those of a busy machine, too. A ratio is to the quickest peer of
 the task; it is at equal error, or less, where our KL is no more than that peer's: ours have rows of fewer
-samples for that. `--docs docs/quantization.md` writes the table there.
+samples for that. `--docs docs/measured/quantizers.md` writes the table there.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _FILES = (".txt", ".jsonl", ".json")
 
 # Of the bundled models by default: 3 million parameters with at most 512 inputs to a linear need no more.
 BUNDLED_SAMPLES, BUNDLED_SEQ_LEN = 64, 256
-# On a CPU by default, and of a quick run: docs/quantization.md has what it costs in quality.
+# On a CPU by default, and of a quick run: docs/measured/calibration.md has what it costs in quality.
 CPU_SAMPLES, CPU_SEQ_LEN = 64, 512
 
 Messages = list[dict[str, str]]

@@ -59,7 +59,7 @@ def test_the_tables_of_the_peers_are_those_of_the_records() -> None:
 def test_the_times_of_quantizers_are_those_of_the_record() -> None:
     for name, is_plain in (("quantizers", False), ("quantizers-1.1B", True)):
         made = "\n".join(quantizer_times.lines(record(f"cpu/{name}.json")["rows"]))
-        assert part_of(DOCS / "quantization.md", quantizer_times.part_for(is_plain)) == made
+        assert part_of(MEASURED / "quantizers.md", quantizer_times.part_for(is_plain)) == made
 
 
 def test_the_start_table_is_that_of_the_record() -> None:
@@ -72,10 +72,14 @@ def test_the_quality_tables_are_those_of_the_records() -> None:
     bundled = record("cpu/quality-table.json")
     rows = [quality_table.Row(**row) for row in bundled["rows"]]
     made = quality_table.markdown(bundled["original_perplexity"], rows)
-    assert part_of(DOCS / "quantization.md", "quality_table.py") == made
+    assert part_of(MEASURED / "quality.md", "quality_table.py") == made
     for name, part in (("real", "quality_table.py real"), ("stories", "quality_table.py stories")):
         made = real.markdown(record(f"cpu/quality-{name}.json"))
-        assert part_of(DOCS / "quantization.md", part) == made
+        assert part_of(MEASURED / "quality.md", part) == made
+    made = real.markdown(record("cpu/quality-real.json"))
+    summary = re.findall(r"[\d.]+ \([\d.]+ to [\d.]+\)", page("quantization.md"))
+    assert len(summary) == 18
+    assert not [score for score in summary if f"| {score} |" not in made]
 
 
 def test_the_table_of_mixes_is_that_of_the_record() -> None:
@@ -89,7 +93,7 @@ def test_the_table_of_mixes_is_that_of_the_record() -> None:
 def test_the_calibration_table_is_that_of_the_record() -> None:
     rows = [calibration_table.Row(**row) for row in record("cpu/calibration.json")["rows"]]
     made = calibration_table.markdown(rows)
-    assert part_of(DOCS / "quantization.md", "calibration_table.py") == made
+    assert part_of(MEASURED / "calibration.md", "calibration_table.py") == made
 
 
 def test_the_survey_has_the_recorded_verdicts() -> None:
