@@ -19,7 +19,7 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo best-demo test test-all test-rest test-random test-jitter bench-check test-profiles test-arm nightly real gpu-matrix gpu-check contact lint lint-deploy resolve lowest install owners agents clean
+.PHONY: demo best-demo test test-all test-rest test-random test-jitter bench-check test-profiles test-arm nightly real gpu-matrix gpu-check gpu-doctor lint lint-deploy resolve lowest install owners agents clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -89,16 +89,16 @@ gpu-matrix: $(INSTALLED)
 	$(VENV)/bin/python -m tools.gpu_matrix --out docs/measured/gpu-matrix.json
 
 # On a machine with a GPU, by a Python that has torch, triton and transformers: nothing is installed or fetched.
-gpu-check contact: export PYTHONPATH := $(LINKS)$(if $(PYTHONPATH),:$(PYTHONPATH))
-gpu-check contact: export HF_HUB_OFFLINE = 1
+gpu-check gpu-doctor: export PYTHONPATH := $(LINKS)$(if $(PYTHONPATH),:$(PYTHONPATH))
+gpu-check gpu-doctor: export HF_HUB_OFFLINE = 1
 
 # Is it right: every Triton kernel in small and real sizes, the engine in every mode, all formats. Under 8 minutes.
 gpu-check: $(LINKS)/llmopt
 	timeout --signal=INT 470 $(PYTHON) -m pytest -rs -n $(GPU_JOBS) --dist worksteal tests/gpu tests/engine/kernels/test_triton_*.py
 
-# `llmopt contact` without an install: the first nine minutes on any card, one record and one page.
-contact: $(LINKS)/llmopt
-	$(PYTHON) -m llmopt.bench.contact.run $(CONTACT)
+# `llmopt doctor --gpu` without an install: the first nine minutes on any card.
+gpu-doctor: $(LINKS)/llmopt
+	$(PYTHON) -m llmopt doctor --gpu $(GPU_DOCTOR)
 
 $(LINKS)/llmopt:
 	mkdir -p $@

@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from .options.command import output_to
+
+Everything = Annotated[
+    bool,
+    typer.Option(
+        "--all",
+        help="Ask torch too: time the threads, compile every C kernel, and show the kernel selected for "
+        "each operation and why not the others.",
+    ),
+]
+SelfTest = Annotated[
+    bool | None,
+    typer.Option(
+        "--self-test/--no-self-test",
+        help="Check each kernel against its reference and measure roofline ceilings. Default: with CUDA, "
+        "where --all or --json is given.",
+    ),
+]
+Renew = Annotated[
+    bool,
+    typer.Option(
+        "--renew", help="Forget which kernels earned their place on the GPU, and try them again."
+    ),
+]
+Gpu = Annotated[
+    bool,
+    typer.Option(
+        "--gpu",
+        help="Try the GPU in nine minutes: kernels, three models and every quantizer, next to what is "
+        "expected.",
+    ),
+]
+Output = Annotated[
+    Path | None, output_to("The record of --gpu, as JSON, written after each stage.")
+]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the findings of --all, or the record of --gpu, as JSON."),
+]
+
 
 def doctor(
-    everything: Annotated[
-        bool,
-        typer.Option(
-            "--all",
-            help="Ask torch too: time the threads, compile every C kernel, and show the kernel "
-            "selected for each operation and why not the others.",
-        ),
-    ] = False,
-    self_test: Annotated[
-        bool | None,
-        typer.Option(
-            "--self-test/--no-self-test",
-            help="Check each kernel against its reference and measure roofline ceilings. Default: "
-            "with CUDA, where --all or --json is given.",
-        ),
-    ] = None,
-    renew: Annotated[
-        bool,
-        typer.Option(
-            "--renew",
-            help="Forget which kernels earned their place on the GPU, and try them again.",
-        ),
-    ] = False,
-    contact: Annotated[
-        Path | None,
-        typer.Option("--contact", help="Show what failed in this record of `llmopt contact` too."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the findings of --all as JSON.")
-    ] = False,
+    everything: Everything = False,
+    self_test: SelfTest = None,
+    renew: Renew = False,
+    gpu: Gpu = False,
+    output: Output = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show this machine's hardware, what is wrong and what to do about it; with --all also the kernel
     selected for each operation.
 
     Without options nothing is timed and torch is not loaded. --self-test checks that the kernels are
-    correct: exit code 1 where one is wrong.
+    correct: exit code 1 where one is wrong. --gpu runs each stage in a process with a time limit: exit
+    code 1 where an expectation failed.
     """
+    from ..quant.base.errors import BadInput
     from .output.console import emit_json, result_console
     from .output.doctor_tables import show_findings
 
-    told = {} if contact is None else _of_contact(contact)
-    findings = _findings(asks_torch=everything or as_json, renew=renew) | told
+    if gpu and (everything or renew or self_test is not None):
+        raise BadInput("--gpu is a run of its own: leave out --all, --renew and --self-test")
+    if gpu:
+        _try_gpu(output, as_json)
+        return
+    if output is not None:
+        raise BadInput("--output is where --gpu writes its record: add --gpu")
+    findings = _findings(asks_torch=everything or as_json, renew=renew)
     health = None
     if bool(findings.get("cuda")) if self_test is None else self_test:
         from ..bench.machine.roofline import check_health
@@ -66,19 +92,22 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _of_contact(path: Path) -> dict[str, Any]:
-    """A record's date, GPU, failures, and how many expectations hold.
+def _try_gpu(output: Path | None, as_json: bool) -> None:
+    """Print each finding of a check of the GPU as it comes; exit code 1 where an expectation failed."""
+    from ..bench.gpu_check.run import check_gpu, failures
+    from .output.console import emit_json, result_console, say
 
-    Raises:
-        BadInput: it is none.
-    """
-    from ..bench.contact.record import failures, findings, read_record
-
-    record = read_record(path)
-    held = [each["met"] for each in findings(record) if each["met"] is not None]
-    head = {"file": str(path), "date": record["date"], "gpu": record["environment"].get("gpu")}
-    counts = {"held": sum(held), "expectations": len(held)}
-    return {"contact": head | counts | {"failures": failures(record)}}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage, and its folder
+    console = result_console(as_json)
+    record = check_gpu(output, partial(say, console=console))
+    failed = failures(record)
+    for line in failed:
+        say(line, console)
+    say(f"{len(failed)} failures" + (f"; {output}" if output else ""), console)
+    if as_json:
+        emit_json(record)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _findings(*, asks_torch: bool, renew: bool) -> dict[str, Any]:

@@ -32,7 +32,6 @@ COMMANDS = {
     "deploy": "Write manifests, a compose file, alert rules and Dockerfiles, as planned.",
     "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
     "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",
-    "contact": "Try a GPU in nine minutes: kernels, models and quantizers, against what is expected of them.",
     "doctor": "Show this machine's hardware, what is wrong and what to do about it; with --all also the "
     "kernel selected for each operation.",
 }

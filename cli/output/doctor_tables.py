@@ -24,11 +24,6 @@ def show_findings(findings: dict[str, Any], console: Console) -> None:
     for problem in findings["problems"]:
         said = f" {problem['what']}; {problem['remedy']}"
         console.print(Text.assemble(("wrong:", "red"), said))
-    if (contact := findings.get("contact")) is not None:
-        held = f"{contact['held']} of {contact['expectations']} expectations held"
-        console.print(f"contact: {held} on {contact['date']}, {contact['file']}", soft_wrap=True)
-        for failure in contact["failures"]:
-            console.print(Text.assemble(("failed:", "red"), f" {failure}"))
     if not findings["problems"]:
         console.print("Nothing wrong was found.")
     if "kernels" not in findings:

@@ -215,14 +215,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "llmopt run method-shootout --dry-run",
         "llmopt run my-recipe.yaml -o runs/mine",
     ),
-    "contact": (
-        "llmopt contact",
-        "llmopt contact --stages kernels,llama-8b -o runs/contact/mine.json",
-        "llmopt contact --device cpu --small",
-    ),
     "doctor": (
         "llmopt doctor",
         "llmopt doctor --all",
+        "llmopt doctor --gpu -o gpu.json",
     ),
 }
 """{command: its lines}, the shortest first; `llmopt` itself by its name."""

@@ -176,7 +176,7 @@ class PlanRequest:
         None,
         "A run of `llmopt bench`: use its measured ceilings, not a data sheet's. Runs of `bench --plan`, one "
         "or a folder of them, are rows of this machine that correct the plan and narrow its error. Or a "
-        "record of `llmopt contact`.",
+        "record of `llmopt doctor --gpu`.",
         panel=_MONEY,
     )
     draft_tokens: int | None = option(

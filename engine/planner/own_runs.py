@@ -26,9 +26,9 @@ from .step_parameters import OwnRows, level, shared_value
 
 Deployable = tuple[str, str]
 """Names of a model and of its weights."""
-CONTACT_SCHEMA = "llmopt-contact/1"
+GPU_SCHEMA = "llmopt-gpu/1"
 RECORDS = Path(__file__).resolve().parents[2] / "docs" / "measured"
-"""Records of `llmopt contact` that were sent in, in a folder for each GPU; a wheel has none."""
+"""Records of `llmopt doctor --gpu` that were sent in, in a folder for each GPU; a wheel has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +221,8 @@ def _own_row(file: Path, row: Mapping[str, Any]) -> OwnRow:
 
 
 def sent_in(gpu: Device) -> Path | None:
-    """The record of a contact with a GPU, among those that come with the source; None: there is none."""
-    for path in sorted(RECORDS.glob("*/contact.json")):
+    """The record of a check of a GPU, among those that come with the source; None: there is none."""
+    for path in sorted(RECORDS.glob("*/gpu.json")):
         name = str(read_json(path)["environment"]["gpu"]["name"])
         if _table_name(name) == gpu.name:
             return path
@@ -237,9 +237,8 @@ def _table_name(gpu: str) -> str:
         return gpu
 
 
-_CONTACT = {
+_GPU_RECORD = {
     "date": str,
-    "small": bool,
     "environment": {"gpu": (None, {"name": str}), "libraries": {"*": (str, None)}},
     "roofs": {"*": (int, float)},
     "shares": {"*": {"*": (int, float)}},
@@ -249,11 +248,11 @@ _STAGE = {"name": str, "ended": str, "seconds": (int, float), "findings": [dict]
 _FINDING = {"what": str, "expected": str, "seen": str, "met": (bool, None), "numbers": dict}
 
 
-def check_contact(file: Path, record: Mapping[str, Any]) -> None:
-    """Raise BadInput where a file is no record of `llmopt contact`, or lacks what its readers need."""
-    if record.get("schema") != CONTACT_SCHEMA:
-        raise BadInput(f"{file} is no record of llmopt contact: give the JSON that it wrote")
-    _check_part(file, record, _CONTACT)
+def check_gpu_record(file: Path, record: Mapping[str, Any]) -> None:
+    """Raise BadInput where a file is no record of `llmopt doctor --gpu`, or lacks what its readers need."""
+    if record.get("schema") != GPU_SCHEMA:
+        raise BadInput(f"{file} is no record of llmopt doctor --gpu: give the JSON that it wrote")
+    _check_part(file, record, _GPU_RECORD)
     for stage in record["stages"]:
         _check_part(file, stage, _STAGE)
         for finding in stage["findings"]:
@@ -262,27 +261,26 @@ def check_contact(file: Path, record: Mapping[str, Any]) -> None:
 
 def _check_part(file: Path, part: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     if missing := [key for key in kinds if key not in part]:
-        raise BadInput(f"{file} is damaged ({missing[0]} is missing): run llmopt contact --again")
+        raise BadInput(
+            f"{file} is damaged ({missing[0]} is missing): run llmopt doctor --gpu again"
+        )
     check_kinds(file, part, kinds)
 
 
-def read_contact(file: Path, record: Mapping[str, Any], weights: str) -> MeasuredRun:
-    """A record of `llmopt contact`: its roofs, and the shares of them that these weights reached; those of
-    others of so many bits, or else of bf16, where they were not measured.
+def read_gpu_record(file: Path, record: Mapping[str, Any], weights: str) -> MeasuredRun:
+    """A record of `llmopt doctor --gpu`: its roofs, and the shares of them that these weights reached.
+
+    Where they were not measured, the shares are those of weights of as many bits, or else of bf16.
 
     Raises:
-        BadInput: it is damaged, of small shapes, or of no model.
+        BadInput: it is damaged, or of no model.
     """
-    check_contact(file, record)
-    if record["small"]:
-        raise BadInput(f"{file} is of small shapes, whose times tell nothing: run without --small")
+    check_gpu_record(file, record)
     shares, roofs = record["shares"], record["roofs"]
     alike = (name for name in shares if name.split(" ")[0] == weights.split(" ")[0])
     chosen = weights if weights in shares else next(alike, "bf16")
     if chosen not in shares:
-        raise BadInput(
-            f"{file} measured no model: run llmopt contact again, which goes on where it ended"
-        )
+        raise BadInput(f"{file} measured no model: run llmopt doctor --gpu again")
     environment = record["environment"]
     efficiency = Efficiency(
         bandwidth=_number(file, shares[chosen], "decode"),
@@ -303,15 +301,15 @@ def read_contact(file: Path, record: Mapping[str, Any], weights: str) -> Measure
 
 
 def read_run(path: Path, weights: str = "bf16") -> MeasuredRun:
-    """Read a run folder or its `result.json`; or the record of a contact, for a plan of these weights.
+    """Read a run folder or its `result.json`; or the record of a check of a GPU, for a plan of these weights.
 
     Raises:
         BadInput: there is no such result, or it has no roofline points for both phases.
     """
     file = path / "result.json" if path.is_dir() else path
     whole = read_json(file)
-    if whole.get("schema") == CONTACT_SCHEMA:
-        return read_contact(file, whole, weights)
+    if whole.get("schema") == GPU_SCHEMA:
+        return read_gpu_record(file, whole, weights)
     result = _parts(file)
     try:
         roofline = result["roofline"]

@@ -189,7 +189,7 @@ def _runs(ask: PlanRequest, model: PlannedModel, recipe: WeightRecipe) -> tuple[
 
 
 def _record_of(ask: PlanRequest) -> Path | None:
-    """The record of a contact that a plan of our engine on one GPU rests on, where one was sent in."""
+    """The record of a GPU that a plan of our engine on one GPU rests on, where one was sent in."""
     if ask.engine != "llmopt" or len(ask.gpus) != 1 or ask.gpus[0].lower() in ("all", "cpu"):
         return None
     return sent_in(find_device(ask.gpus[0]))

@@ -88,7 +88,7 @@ HIDDEN = [
 ]
 WRITES = {
     *("batch", "quantize", "convert", "merge", "bench", "freeze", "compare"),
-    *("kv-plan", "deploy", "report", "run", "best", "contact", "record"),
+    *("kv-plan", "deploy", "report", "run", "best", "doctor", "record"),
 }
 Captured = Callable[..., EngineConfig]
 

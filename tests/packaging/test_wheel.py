@@ -166,16 +166,16 @@ def test_serve_local_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.whole
-def test_contact_runs_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
-    """Run its first stages on a CPU; no plan rests on the times of small shapes."""
-    words = "contact --device cpu --small --stages kernels,llama-8b -o contact.json"
-    run_llmopt(elsewhere, tmp_path, *words.split())
-    plan = "kv-plan llama-8b --gpu h100 --measured contact.json --json"
+def test_doctor_tries_a_gpu_from_the_wheel(elsewhere: Path, tmp_path: Path) -> None:
+    """Run its first process, which says in one line that there is no card; no record is written."""
+    words = "doctor --gpu -o gpu.json"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     refused = subprocess.run(
-        [elsewhere / "llmopt", *plan.split()], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert refused.returncode == 2 and "contact.json is of small shapes" in refused.stderr
-    assert (tmp_path / "contact.md").is_file()
+        [elsewhere / "llmopt", *words.split()],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert refused.returncode == 2 and "sees no CUDA device" in refused.stderr
+    assert not (tmp_path / "gpu.json").exists()
 
 
 def ci_scripts(job: str) -> tuple[dict[str, str], list[str]]:

@@ -28,10 +28,10 @@ def given(target: str, **environment: str) -> str:
 
 
 def test_packages_beside_the_checkout_are_seen() -> None:
-    assert given("contact") == f"<{LINKS}> <>"
-    assert given("contact", PYTHONPATH="/opt/torch:/opt/x") == f"<{LINKS}:/opt/torch:/opt/x> <>"
+    assert given("gpu-doctor") == f"<{LINKS}> <>"
+    assert given("gpu-doctor", PYTHONPATH="/opt/torch:/opt/x") == f"<{LINKS}:/opt/torch:/opt/x> <>"
 
 
 def test_threads_are_the_machines() -> None:
-    assert given("contact").endswith("<>")
-    assert given("contact", OMP_NUM_THREADS="12").endswith("<12>")
+    assert given("gpu-doctor").endswith("<>")
+    assert given("gpu-doctor", OMP_NUM_THREADS="12").endswith("<12>")
