@@ -1,6 +1,7 @@
 """Quality of every quantization method at every width: perplexity, KL and top-1 agreement.
 
-    python tools/quality_table.py --output docs/measured/cpu/quality-table.json --docs docs/measured/quality.md
+    python tools/quality_table.py --output docs/measured/cpu/quality-table.json \
+        --docs docs/measured/quality.md
 
 The bundled stories3M by default. Perplexity, KL from the original and top-1 agreement are taken on the
 bundled evaluation text, with inputs and arithmetic in float32, so that a difference is the weights'
