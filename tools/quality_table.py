@@ -1,6 +1,6 @@
 """Quality of every quantization method at every width: perplexity, KL and top-1 agreement.
 
-    python tools/quality_table.py --output docs/measured/cpu/quality-table.json \
+    python tools/quality_table.py --output docs/measured/cpu/quality-table.json \\
         --docs docs/measured/quality.md
 
 The bundled stories3M by default. Perplexity, KL from the original and top-1 agreement are taken on the
