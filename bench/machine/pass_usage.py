@@ -22,7 +22,7 @@ from pathlib import Path
 
 # A shorter pass is not rejected: one time slice of another process would be a large share of it.
 LEAST_JUDGED_SECONDS = 0.1
-# Thresholds of a rejected pass, from tools/pass_evidence.py: docs/measuring.md has the table.
+# Thresholds of a rejected pass, by tools/pass_evidence.py: docs/measured/cpu/pass-evidence.md has the table.
 MAX_RUN_DELAY_SHARE = 0.05
 MAX_STEAL_SHARE = 0.05
 MAX_SWITCHES_PER_CPU_SECOND = 100.0
