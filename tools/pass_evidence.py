@@ -1,6 +1,6 @@
 """What a pass shows of its neighbours: the recorded passes behind the thresholds that reject one.
 
-    python tools/pass_evidence.py docs/measured/cpu/identical-starts.parquet
+    python tools/pass_evidence.py docs/measured/cpu/identical-starts-loaded.parquet
 
 All starts of the recording (`tools/record_gate_runs.py`) are of one build. For each kind of evidence the
 passes are sorted into ranges; a range whose passes are much slower than the rest is to be rejected.
