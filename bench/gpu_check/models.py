@@ -124,7 +124,7 @@ class TimedModel:
 
     def open(self, folder: Path, **options: Any) -> Engine:
         """An engine with room for each timed case, without prefix cache; written where it is not there."""
-        if not (folder / "config.json").exists():  # or a process was killed that wrote it
+        if not (folder / "config.json").exists():  # a process before this one wrote it
             self.write(folder)
         longest = max(PREFILL, *(context for _, context in DECODE))
         options |= {"device": "cuda", "dtype": "bfloat16", "max_model_len": longest + 128}
