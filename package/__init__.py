@@ -15,7 +15,13 @@ import os
 if os.environ.get("LLMOPT_CPU"):  # the libraries read their variables when torch is first used
     from llmopt.quant.base import processor as processor
 
-__version__ = "0.1.0"
-"""Also in `pyproject.toml`. A constant: a checkout on the path has no metadata of an installed package."""
-
+__version__: str
 __all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from llmopt.quant.base.version import VERSION
+
+    return VERSION

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ... import __version__
 from ...engine.planner.catalog import find_model
 from ...quant.base.atomic_io import write_atomically
 from ...quant.base.option import words_of
 from ...quant.base.progress import Progress, ProgressUpdate, as_progress, in_words
+from ...quant.base.version import VERSION
 from ...quant.model.checkpoint import gguf_file_of
 from ...quant.models import short_name
 from ...quant.pipeline.preflight import preflight
@@ -154,7 +154,7 @@ def find_best(
         ],
         "is_bounded": asked.is_bounded,
     }  # fmt: skip
-    head = {"llmopt": __version__, "schema": SCHEMA, "asked": question}
+    head = {"llmopt": VERSION, "schema": SCHEMA, "asked": question}
     if dry_run:
         decision = decide(question, searched, [])
         chosen = choose(question, searched, asked.finalists)

@@ -15,10 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from ... import __version__
 from ...quant.base.errors import BadInput
 from ...quant.base.extras import import_extra
 from ...quant.base.progress import Progress
+from ...quant.base.version import VERSION
 from ..record.result import RESULT_NAME, RunData
 from .recipe import BASE_NAME, Recipe, bench_of
 from .recipe_files import IN_TURNS, JOURNAL_NAME, Stages
@@ -159,7 +159,7 @@ def run_on_ray(stages: Stages, work: Callable[[Path, str], None], progress: Prog
         progress.note(f"Ray: {len(nodes)} nodes; jobs on those with {_words_of(node)}")
         # A node sees by the journal that it shares the folder.
         journal = (stages.folder / JOURNAL_NAME).resolve()
-        place = (__version__, str(Path.cwd()), str(journal))
+        place = (VERSION, str(Path.cwd()), str(journal))
         for job in jobs:
             task = ray.remote(max_retries=_RETRIES, **job_resources(job, node))(_job_on_node)
             needed = [refs[one.name] for one in job.after(jobs)]
@@ -231,7 +231,7 @@ def _job_on_node(
 ) -> str:
     """Do a job in a process of Ray's, behind those whose results are the last arguments; returns its node."""
     node = socket.gethostname()
-    if __version__ != llmopt:
+    if llmopt != VERSION:
         raise BadInput(
             f"node {node} has llmopt {version('llmopt')}, this command is {llmopt}: install one everywhere"
         )

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from ... import __version__
+from ...quant.base.version import VERSION
 from ..engine import Engine
 from .endpoints.capabilities import (
     Constrainer,
@@ -99,7 +99,7 @@ def create_app(
     # be enabled by an environment variable.
     app = FastAPI(
         title="llmopt",
-        version=__version__,
+        version=VERSION,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,

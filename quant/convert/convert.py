@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ..base.atomic_io import atomic_folder, write_atomically
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
 from ..base.scheme import Scheme
+from ..base.version import VERSION
 from ..families.registry import type_of
 from ..formats.registry import (
     FORMATS,
@@ -237,7 +237,7 @@ class _Job:
         labels = [scheme.label for scheme in self._schemes.values()]
         origin = self._manifest or {}
         return {
-            "llmopt": __version__,
+            "llmopt": VERSION,
             "torch": version("torch"),
             "model": origin.get("model", short_name(self._source.path)),
             "converted_from": {

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ... import __version__
 from ..base.atomic_io import atomic_folder, layout_of, write_atomically, write_tensors
 from ..base.errors import BadInput
 from ..base.progress import Progress, Silent
+from ..base.version import VERSION
 from ..families.registry import type_of
 from ..formats.registry import (
     checkpoint_format,
@@ -189,7 +189,7 @@ def dequantize_checkpoint(source: Checkpoint, output: Path, progress: Progress) 
         write_plain(work, source, tensors, dtype)
         name = checkpoint_format(source).name if quantized else "gguf"
         record = {
-            "llmopt": __version__,
+            "llmopt": VERSION,
             "model": short_name(source.path),
             "converted_from": {"format": name, "sha256": weight_digests(source)},
             "modules": records,
@@ -375,7 +375,7 @@ class _Merge:
     def record(self) -> dict[str, Any]:
         """Record of what was merged, with the digests of the base and of every adapter."""
         return {
-            "llmopt": __version__,
+            "llmopt": VERSION,
             "base": short_name(self._base.path),
             "base_sha256": weight_digests(self._base),
             "adapters": [

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ..base.errors import BadInput
 from ..base.scheme import Scheme
+from ..base.version import VERSION
 from ..kinds.base.containers import ModelOptAlgorithms
 from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat
 from ..kinds.base.kind import storage_of
@@ -94,7 +94,7 @@ class ModelOptFormat(WeightFormat):
             "quant_method": self.name,
             "quant_algo": kinds[0] if len(kinds) == 1 else MIXED,
             "ignore": list(ignore),
-            "producer": {"name": "llmopt", "version": __version__},
+            "producer": {"name": "llmopt", "version": VERSION},
         }
         if len(kinds) == 1:
             config["config_groups"] = groups

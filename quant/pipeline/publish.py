@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomically, write_tensors
 from ..base.errors import BadInput
+from ..base.version import VERSION
 from ..formats.registry import completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..methods.options import MethodOptions
@@ -128,7 +128,7 @@ def _manifest(
     samples, length = calibration.token_ids.shape
     source_type = plan.checkpoint.source_type
     return {
-        "llmopt": __version__,
+        "llmopt": VERSION,
         "torch": version("torch"),
         "transformers": version("transformers"),
         "model": request.model_name or request.model.resolve().name,

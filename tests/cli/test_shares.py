@@ -48,7 +48,7 @@ def test_every_option_that_shows_a_percentage_is_listed() -> None:
 @pytest.mark.parametrize("option", SHARES)
 @pytest.mark.parametrize("word", ["5", "1", "1.5"])
 def test_an_option_refuses_a_bare_number_that_is_no_fraction(
-    option: tuple[str, ...], word: str, capsys: pytest.CaptureFixture[str]
+    option: tuple[str, str], word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmopt(*SHARES[option], option[-1], word) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .... import __version__
+from ....quant.base.version import VERSION
 from ....quant.convert.adapter import CONFIG_NAME, WEIGHTS_NAME
 from ...base.chat_template import PLAIN_TEMPLATE
 from ...engine import Engine
@@ -59,7 +59,7 @@ def add_operations(app: FastAPI, engine: Engine, loop: EngineLoop, service: Serv
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
-        return {"version": __version__}
+        return {"version": VERSION}
 
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:

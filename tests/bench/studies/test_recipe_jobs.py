@@ -139,7 +139,7 @@ def test_a_job_by_name(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
-    place = (jobs.__version__, str(tmp_path), str(tmp_path / "elsewhere" / JOURNAL_NAME))
+    place = (jobs.VERSION, str(tmp_path), str(tmp_path / "elsewhere" / JOURNAL_NAME))
     with pytest.raises(BadInput, match=r"does not see .*elsewhere: put --output on storage"):
         jobs._job_on_node(job_on_node, *place, "bench one")
     with pytest.raises(BadInput, match=r"has llmopt .*, this command is 0\.0\.0"):
