@@ -82,10 +82,17 @@ class AwqFormat(WeightFormat):
     def unpack(self, module: str, source: TensorSource, config: Config) -> IntTensor:
         scheme, stored = self.scheme(config, module), Stored(source, module)
         words = stored.matrix("qweight", torch.int32)
-        if _layout(config) == "gemv":
-            return self._unpack_gemv(stored, scheme, words)
+        unpack = self._unpack_gemv if _layout(config) == "gemv" else self._unpack_gemm
+        tensor = unpack(stored, scheme, words)
+        # auto-round's symmetric files have zero_point false, and the middle code as every zero point.
+        if not config.get("zero_point", True) and (tensor.zeros != 8).any():
+            raise BadInput(f"zero_point is false, but {module}.qzeros has other codes than 8")
+        return tensor
+
+    @staticmethod
+    def _unpack_gemm(stored: Stored, scheme: IntScheme, words: torch.Tensor) -> IntTensor:
         in_features, out_features = words.shape[0], words.shape[1] * _PER_WORD
-        scheme.check_groups(module, in_features)
+        scheme.check_groups(stored.module, in_features)
         groups = scheme.num_groups(in_features)
         shape = groups, out_features // _PER_WORD
         zeros = unpack_words(stored.tensor("qzeros", torch.int32, shape=shape), _BITS)
@@ -133,7 +140,7 @@ class AwqFormat(WeightFormat):
         dynamic: Config = config.get("dynamic") or {}
         if positive := [key for key, fields in dynamic.items() if key[:2] != "-:" and fields]:
             raise BadInput(f"quant_method awq with dynamic[{positive[0]!r}] is not supported")
-        self.expect(config, pack_dtype=("int32",), act_bits=(16, 32))
+        self.expect(config, pack_dtype=("int32",), act_bits=(16, 32), zero_point=(True, False))
 
     def scheme(self, config: Config, module: str) -> IntScheme:
         if _layout(config) not in ("gemm", "gemv"):
@@ -144,8 +151,6 @@ class AwqFormat(WeightFormat):
         bits = config.get("bits", config.get("w_bit", _BITS))
         if bits != _BITS:
             raise BadInput(f"quant_method awq with {bits} bits is not supported: only 4")
-        if not config.get("zero_point", True):
-            raise BadInput("quant_method awq without zero points is not supported")
         group_size = int(config.get("group_size", config.get("q_group_size", 128)))
         return IntScheme(_BITS, PER_CHANNEL if group_size < 1 else group_size, symmetric=False)
 

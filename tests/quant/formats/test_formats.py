@@ -251,7 +251,6 @@ def group_config(**changes: Any) -> dict[str, Any]:
         ({"bits": 4}, "None"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv_fast"}, "gemv_fast"),
         ({"quant_method": "awq", "bits": 3}, "3 bits"),
-        ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero points"),
         ({"quant_method": "gptq", "bits": 5}, "5 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, "no regular expression"),

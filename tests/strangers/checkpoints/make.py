@@ -8,6 +8,7 @@ Kinds and the versions that were used: `README.md`. Nothing here is llmopt's.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -16,9 +17,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    CompressedTensorsConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 EXPECTED = "expected.safetensors"
+TOKENIZER = Path(__file__).parents[3] / "recipes" / "models" / "stories260K"
+BITS, GROUP_SIZE, LENGTH = 4, 32, 32
 
 
 def model(hidden: int = 32, dtype: torch.dtype = torch.float32) -> Any:
@@ -46,10 +56,27 @@ def linears(made: Any) -> dict[str, Any]:
     return {name: part for name, part in made.named_modules() if name.endswith("_proj")}
 
 
-def expect(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Keep the values of three linears, float32 [out, in]."""
+def expect(
+    folder: Path, weights: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> None:
+    """Keep the values of three linears, [out, in]."""
     kept = {k: v for k, v in weights.items() if k.endswith(("q_proj", "up_proj", "down_proj"))}
-    save_file({k: v.detach().float().contiguous() for k, v in kept.items()}, folder / EXPECTED)
+    save_file({k: v.detach().to(dtype).contiguous() for k, v in kept.items()}, folder / EXPECTED)
+
+
+def source(folder: Path, dtype: torch.dtype) -> str:
+    """The model and a tokenizer in a folder of their own, which `main` removes."""
+    plain = folder / "plain"
+    model(64, dtype).save_pretrained(plain)
+    for path in TOKENIZER.glob("*token*"):
+        shutil.copy(path, plain)
+    return str(plain)
+
+
+def calibration() -> list[list[int]]:
+    """Eight random sequences."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(3, 32, (8, LENGTH), generator=generator).tolist()
 
 
 def weights(**fields: Any) -> dict[str, Any]:
@@ -132,13 +159,13 @@ def bitsandbytes(kind: str, folder: Path) -> None:
     """Through transformers, which saves the library's own tensors."""
     functional: Any = import_module("bitsandbytes.functional")
     # Rows of at least a block: bitsandbytes 0.50.2 on a CPU dequantizes shorter ones wrongly.
-    model(64, torch.bfloat16).save_pretrained(folder / "plain")
+    plain = source(folder, torch.bfloat16)
     options: dict[str, Any] = {"load_in_8bit": True}
     if kind != "bnb-int8":
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": kind[4:7]}
         options["bnb_4bit_use_double_quant"] = kind.endswith("double")
     made = AutoModelForCausalLM.from_pretrained(
-        folder / "plain", quantization_config=BitsAndBytesConfig(**options), dtype=torch.bfloat16
+        plain, quantization_config=BitsAndBytesConfig(**options), dtype=torch.bfloat16
     )
     made.save_pretrained(folder)
     expected = {}
@@ -153,26 +180,125 @@ def bitsandbytes(kind: str, folder: Path) -> None:
                 module.weight.data, module.weight.quant_state
             )
     expect(folder, expected)
-    for path in (folder / "plain").iterdir():
-        path.unlink()
-    (folder / "plain").rmdir()
+
+
+LLM_COMPRESSOR: dict[str, dict[str, Any]] = {
+    "llmcompressor-w4a16": {"config_groups": SCHEMES["ct-int4"]},
+    "llmcompressor-w8a8": {"scheme": "W8A8"},
+    "llmcompressor-fp8-dynamic": {"scheme": "FP8_DYNAMIC"},
+    "llmcompressor-gptq-actorder": {
+        "config_groups": {
+            "g": {"targets": ["Linear"], "weights": weights(symmetric=False, actorder="weight")}
+        }
+    },
+}
+
+
+def llm_compressor(kind: str, folder: Path) -> None:
+    """`oneshot`, and the weights as transformers decompresses them by compressed-tensors."""
+    modifiers: Any = import_module("llmcompressor.modifiers.quantization")
+    dtype = torch.bfloat16
+    options: dict[str, Any] = {}
+    modifier = modifiers.QuantizationModifier
+    if "gptq" in kind:
+        modifier = import_module("llmcompressor.modifiers.gptq").GPTQModifier
+        rows = {"input_ids": calibration(), "attention_mask": [[1] * LENGTH] * 8}
+        options["dataset"] = import_module("datasets").Dataset.from_dict(rows)
+        options |= {"num_calibration_samples": 8, "max_seq_length": LENGTH}
+    made = AutoModelForCausalLM.from_pretrained(source(folder, dtype), dtype=dtype)
+    recipe = modifier(targets="Linear", ignore=["lm_head"], **LLM_COMPRESSOR[kind])
+    import_module("llmcompressor").oneshot(model=made, recipe=recipe, **options)
+    made.save_pretrained(folder, save_compressed=True)
+    decompressed = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=CompressedTensorsConfig(run_compressed=False), dtype=dtype
+    )
+    expect(folder, {name: part.weight for name, part in linears(decompressed).items()}, dtype)
+
+
+AUTO_ROUND = {
+    "autoround-gptq": ("auto_gptq", True),
+    "autoround-awq": ("auto_awq", False),
+    "autoround-awq-symmetric": ("auto_awq", True),
+    "autoround-native": ("auto_round", True),
+}
+
+
+def auto_round(kind: str, folder: Path) -> None:
+    """One step of tuning; GPTQModel reads what auto-round exports for it."""
+    form, symmetric = AUTO_ROUND[kind]
+    plain = source(folder, torch.float16)
+    made = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float16)
+    tuner = import_module("auto_round").AutoRound(
+        made, AutoTokenizer.from_pretrained(plain), bits=BITS, group_size=GROUP_SIZE, sym=symmetric, iters=1,
+        dataset=[torch.tensor([row]) for row in calibration()], seqlen=LENGTH, nsamples=4, batch_size=1,
+    )  # fmt: skip
+    tuned, _ = tuner.quantize()
+    # The tuned weights went through bfloat16, so that they are near the file's and not the same.
+    near = {name: part.weight.detach().clone() for name, part in linears(tuned).items()}
+    tuner.save_quantized(str(folder), format=form)
+    if form == "auto_round":  # llmopt refuses that one
+        return
+    read = gptq_model_weights(folder)
+    for name, weight in near.items():
+        torch.testing.assert_close(read[name].float(), weight.float(), rtol=2**-7, atol=0)
+    expect(folder, read, torch.float16)
+
+
+def gptq_model_weights(folder: Path) -> dict[str, Any]:
+    """The weights that GPTQModel's torch kernels multiply by: their products with the identity."""
+    library: Any = import_module("gptqmodel")
+    loaded = library.GPTQModel.load(
+        str(folder), backend=library.BACKEND.TORCH, device="cpu", dtype=torch.float16
+    )
+    with torch.no_grad():
+        return {
+            name: part(torch.eye(part.in_features, dtype=torch.float16)).t()
+            for name, part in linears(loaded.model).items()
+        }
+
+
+GPTQ_MODEL: dict[str, dict[str, Any]] = {
+    "gptqmodel-v1": {"format": "gptq"},
+    "gptqmodel-v1-asymmetric": {"format": "gptq", "sym": False},
+    "gptqmodel-v2-asymmetric": {"format": "gptq_v2", "sym": False},
+    "gptqmodel-v1-desc-act": {"format": "gptq", "desc_act": True},
+}
+
+
+def gptq_model(kind: str, folder: Path) -> None:
+    """GPTQ on random sequences."""
+    library: Any = import_module("gptqmodel")
+    config = library.QuantizeConfig(
+        bits=BITS, group_size=GROUP_SIZE, offload_to_disk=False, **GPTQ_MODEL[kind]
+    )
+    plain = source(folder, torch.float16)
+    made = library.GPTQModel.load(plain, config, device="cpu", dtype=torch.float16)
+    rows = [{"input_ids": row, "attention_mask": [1] * LENGTH} for row in calibration()]
+    made.quantize(rows, batch_size=1)
+    made.save(str(folder))
+    expect(folder, gptq_model_weights(folder), torch.float16)
 
 
 KINDS: dict[str, Callable[[str, Path], None]] = {
     **dict.fromkeys(SCHEMES, compressed_tensors),
     **dict.fromkeys(("bnb-nf4-double", "bnb-fp4", "bnb-int8"), bitsandbytes),
+    **dict.fromkeys(LLM_COMPRESSOR, llm_compressor),
+    **dict.fromkeys(AUTO_ROUND, auto_round),
+    **dict.fromkeys(GPTQ_MODEL, gptq_model),
 }
 
 
 def main(kind: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     KINDS[kind](kind, folder)
+    shutil.rmtree(folder / "plain", ignore_errors=True)
     for path in sorted(folder.iterdir()):
         if path.name not in ("config.json", "model.safetensors", EXPECTED):
             path.unlink()
     config = json.loads((folder / "config.json").read_text())
     print(json.dumps(config["quantization_config"], indent=1))
-    print({name: tuple(part.shape) for name, part in load_file(folder / EXPECTED).items()})
+    if (folder / EXPECTED).is_file():
+        print({name: tuple(part.shape) for name, part in load_file(folder / EXPECTED).items()})
 
 
 if __name__ == "__main__":
