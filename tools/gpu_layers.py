@@ -179,14 +179,18 @@ def _decoding(config: str, fields: dict[str, Any], **options: Any) -> Iterator[t
     with tempfile.TemporaryDirectory() as folder:
         with torch.device("meta"):
             made: Any = transformers.AutoModelForCausalLM.from_config(
-                getattr(transformers, config)(**fields), dtype=torch.bfloat16
+                getattr(transformers, config)(**fields),
+                dtype=torch.bfloat16,
+                trust_remote_code=False,
             )
         made = made.to_empty(device="cpu")
         for tensor in made.state_dict().values():
             tensor.zero_()
         made.save_pretrained(folder)
         del made
-        words = transformers.AutoTokenizer.from_pretrained(BUNDLED / "stories260K")
+        words = transformers.AutoTokenizer.from_pretrained(
+            BUNDLED / "stories260K", trust_remote_code=False
+        )
         words.save_pretrained(folder)
         card = Card()
         cache: dict[str, Any] = {"num_blocks": 80, "block_size": 16, "max_model_len": 1024}

@@ -47,7 +47,9 @@ REAL = {
 def shapes_of(config: Any) -> Shapes:
     """The tensors of a checkpoint, each expert's its own."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16, trust_remote_code=False
+        )
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():
         stem, _, leaf = name.rpartition(".")
