@@ -47,11 +47,11 @@ def test_each_relaxation_brings_what_it_says() -> None:
 
 def test_a_lighter_recipe_keeps_the_width_of_what_it_leaves_unquantized() -> None:
     model, device = find_model("llama-8b"), find_device("h100")
-    wide = recipe_for("float32", model.shape)
-    plan = make_plan(model, wide, PlannedWorkload(131072), [device], 1).devices[0]
+    wide, setup = recipe_for("float32", model.shape), Setup(tp=1, keeps_float32=True)
+    plan = make_plan(model, wide, PlannedWorkload(131072), [device], setup=setup).devices[0]
     found = {change.change: change.kv_budget_bytes for change in plan.relaxations}
     lighter = recipe_for("int4", model.shape, plain_bytes=4)
-    made = make_plan(model, lighter, PlannedWorkload(131072), [device], 1).devices[0]
+    made = make_plan(model, lighter, PlannedWorkload(131072), [device], setup=setup).devices[0]
     assert found["--weights int4"] == made.kv_budget_bytes
 
 
