@@ -354,7 +354,7 @@ def claimed(path: Path) -> Path:
 
 
 def is_taken(folder: Path) -> bool:
-    """Whether something is at a path, other than an empty folder."""
+    """True where a path holds something other than an empty folder."""
     return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 

@@ -219,8 +219,10 @@ def _tight(pattern: str) -> str:
 
 
 def _is_finite(pattern: str) -> bool:
-    """Whether a pattern seems to match finitely many names: none may be left beside those of `properties`,
-    and llguidance 1.9 then ends an object after a comma."""
+    """True where a pattern seems to match finitely many names.
+
+    None may be left next to those of `properties`, and llguidance 1.9 then ends an object after a comma.
+    """
     plain = _CLASS.sub("", re.sub(r"\\.", "", pattern))
     return pattern[:1] == "^" and pattern[-1:] == "$" and not re.search(r"[*+]|,\}", plain)
 
