@@ -19,7 +19,7 @@ class Consumed(Mapping[str, Any]):
 
     Args:
         raw: the object.
-        at: its path in the file with a dot at the end, for errors; empty for the outermost one.
+        at: path of the object in the file with a dot at the end, for errors; empty for the outermost object.
     """
 
     def __init__(self, raw: Mapping[str, Any], at: str = "") -> None:

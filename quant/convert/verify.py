@@ -350,7 +350,7 @@ def model_failures(
 
 
 def _leaves_the_head(config: Mapping[str, Any]) -> bool:
-    """Whether loaders leave the output projection alone, though the config does not list it.
+    """True where loaders leave the output projection alone, though the config does not list it.
 
     transformers adds it to the plain modules of bitsandbytes and fp8 where there is no list.
     """
@@ -406,7 +406,7 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _rules(rule: str, name: str) -> bool:
-    """Whether a pattern of GPTQModel's `dynamic`, with or without its sign, is for a module."""
+    """True where a pattern of GPTQModel's `dynamic`, with or without its sign, is for a module."""
     return matches(rule[2:] if rule[:2] in ("-:", "+:") else rule, name)
 
 

@@ -224,7 +224,7 @@ class ServerOptions:
             which CORS does not stop.
         header_timeout_seconds: from the connection, or the first byte of the request.
         max_connections, max_waiting: limits beyond which a client gets 503 and 429.
-        admin_api_key: beside `api_keys` or one of them; None lets all of `api_keys`.
+        admin_api_key: another key, or one of `api_keys`; None makes each of `api_keys` an admin.
 
     Raises:
         BadInput: a number out of range, a key or an origin of another form, or options that contradict.
