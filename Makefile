@@ -102,7 +102,7 @@ gpu-doctor: $(LINKS)/llmopt
 
 $(LINKS)/llmopt:
 	mkdir -p $@
-	for source in package/*.py bench cli engine quant recipes; do ln -sfn $(CURDIR)/$$source $@/$$(basename $$source); done
+	for source in package/*.py base bench cli engine quant recipes; do ln -sfn $(CURDIR)/$$source $@/$$(basename $$source); done
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check

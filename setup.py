@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-FLOORS = ("bench", "cli", "engine", "quant", "recipes")
+FLOORS = ("base", "bench", "cli", "engine", "quant", "recipes")
 
 folders = find_packages(include=[pattern for floor in FLOORS for pattern in (floor, f"{floor}.*")])
 setup(

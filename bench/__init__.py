@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..quant.base.exports import exporter
+from ..base.exports import exporter
 
 if TYPE_CHECKING:
     from .best.finalists import find_best

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.option import keywords_of_words
 from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
 from ..engine.server.protocol.server_options import ServedModelOptions
-from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, output_to, with_options
 from .options.shared import Json, check_models
 from .serving import app_options, require_server
@@ -44,11 +44,11 @@ def batch(
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
     require_server("batch")
+    from ..base.atomic_io import check_output
+    from ..base.errors import BadInput
     from ..engine.server.batch_file import digest_of, read_batch
     from ..engine.server.batch_run import AnswerJournal
-    from ..quant.base.atomic_io import check_output
-    from ..quant.base.errors import BadInput
-    from ..quant.models import resolve_model
+    from ..quant.source.models import resolve_model
     from ..recipes import DEFAULT_MODEL
     from .output.console import say
 
@@ -97,7 +97,7 @@ def _run(
 
     say(f"loading {config.model} ...")
     bound_memory()
-    from ..engine.engine import Engine
+    from ..engine.core.engine import Engine
     from ..engine.server.app import create_app
     from ..engine.server.batch_run import OPTIONS, BatchRun
 

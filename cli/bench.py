@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.option import keywords_of_words
 from ..bench.options import definitions as of_bench
 from ..bench.record.tracking import TrackingOptions
 from ..engine.config.config import EngineConfig
-from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_options
 from .options.shared import (
     ModelOptions,
@@ -70,8 +70,8 @@ def bench(
 
 def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
     """Raises BadInput for a model or a file that is not there, before torch is imported."""
-    from ..quant.base.errors import BadInput
-    from ..quant.models import resolve_model
+    from ..base.errors import BadInput
+    from ..quant.source.models import resolve_model
 
     if options.base_url is None and options.serve is None:
         against = None if wanted is None else wanted.against
@@ -187,9 +187,9 @@ def run_sweep(
     Raises:
         BadInput: more than one of them, or combined with a comparison.
     """
+    from ..base.errors import BadInput
     from ..bench.record.tracking import of_sweep
     from ..bench.report.run_report import points_table, sweep_verdict, write_sweep
-    from ..quant.base.errors import BadInput
     from .output.bench_tables import track
     from .output.console import result_console, say
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from ..base.option import keywords_of_words, option
 from ..bench.best.target import BestRequest
-from ..quant.base.option import keywords_of_words, option
 from .options.command import From, Words, with_options
 from .options.shared import JobOptions, ModelOptions, json_option
 
@@ -52,8 +52,8 @@ def best(
     jobs: JobOptions,
 ) -> None:
     """Find the checkpoint for a model, hardware and promises, proven; an interrupted run is resumed."""
-    from ..quant.base.atomic_io import check_output
-    from ..quant.models import resolve_model, short_name
+    from ..base.atomic_io import check_output
+    from ..quant.source.models import resolve_model, short_name
     from ..recipes import DEFAULT_MODEL
     from .output.console import TerminalProgress, result_console
 

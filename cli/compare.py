@@ -59,11 +59,11 @@ def compare(
 
 
 def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOptions) -> Comparison:
+    from ..base.errors import BadInput
     from ..bench.gate.compare import RunData
     from ..bench.gate.compare import compare as judge
     from ..bench.gate.limits import parse_gate, parse_share
     from ..bench.gate.outputs import write_outputs
-    from ..quant.base.errors import BadInput
 
     if len(paths) != 2:
         raise BadInput(
@@ -156,9 +156,9 @@ def _planned(
     """A new plan, or that of the folder to go on with."""
     from dataclasses import replace
 
+    from ..base.atomic_io import check_output
+    from ..base.errors import BadInput
     from ..bench.studies.starts_plan import Budget, StartsPlan, can_interleave, parse_builds
-    from ..quant.base.atomic_io import check_output
-    from ..quant.base.errors import BadInput
 
     given = {"max_starts": starts.max_starts, "max_minutes": starts.max_minutes}
     budget = {key: value for key, value in given.items() if value is not None}
@@ -187,9 +187,9 @@ def _planned(
 
 def _begin(output: Path | None, plan: StartsPlan) -> Path:
     """Make the folder, with the plan in it."""
+    from ..base.atomic_io import make_folder
+    from ..base.errors import BadInput
     from ..bench.record.result import is_taken, stamped
-    from ..quant.base.atomic_io import make_folder
-    from ..quant.base.errors import BadInput
 
     folder = output or stamped(Path("runs"), f"{plan.new.name}-against-{plan.base.name}")
     if is_taken(folder):

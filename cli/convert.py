@@ -37,9 +37,9 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a quantized checkpoint to another format, or to plain weights."""
-    from ..quant.base.atomic_io import check_output
+    from ..base.atomic_io import check_output
     from ..quant.methods.registry import check_format
-    from ..quant.models import open_checkpoint, resolve_model, short_name
+    from ..quant.source.models import open_checkpoint, resolve_model, short_name
 
     is_plain = target == "hf"
     check_format(target, ["hf"])

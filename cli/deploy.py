@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from ..base.option import keywords_of_words, option
 from ..engine.deploy.deployment import DeployChoices
-from ..quant.base.option import keywords_of_words, option
 from .options.command import From, Words, values_of, with_options
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def deploy(
     output: DeployOutputOptions,
 ) -> None:
     """Write manifests, a compose file, alert rules and Dockerfiles, as planned."""
+    from ..base.atomic_io import check_output, write_atomically
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
     from ..engine.deploy.stored_quantization import stored_quantization_of
     from ..engine.planner.catalog import find_model
-    from ..quant.base.atomic_io import check_output, write_atomically
     from .output.console import emit_json, people
 
     choices = DeployChoices(model, **keywords_of_words(DeployChoices, cluster))

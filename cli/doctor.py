@@ -66,7 +66,7 @@ def doctor(
     correct: exit code 1 where one is wrong. --gpu runs each stage in a process with a time limit: exit
     code 1 where an expectation failed.
     """
-    from ..quant.base.errors import BadInput
+    from ..base.errors import BadInput
     from .output.console import emit_json, result_console
     from .output.doctor_tables import show_findings
 

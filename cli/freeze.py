@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from ..base.option import option
 from ..bench.options.definitions import ArrivalOptions, ConversationOptions, DataOptions
 from ..engine.config.config import EngineConfig
-from ..quant.base.option import option
 from .options.command import From, Words, with_options
 from .options.shared import ModelOptions, json_option
 
@@ -42,7 +42,7 @@ def freeze(
     Run it with `llmopt bench --dataset FILE`. The results name the hash.
     """
     from ..bench.options.options import BenchOptions, checked
-    from ..quant.models import resolve_model
+    from ..quant.source.models import resolve_model
     from .output.console import result_console, say
 
     asked = {**workload, **fitted, "model": model.name}

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from ..base.option import keywords_of_words, option
 from ..engine.config.plan_options import PlanRequest
-from ..quant.base.option import keywords_of_words, option
 from .options.command import From, Words, with_options
 from .options.shared import ModelOptions
 
@@ -59,10 +59,10 @@ def kv_plan(
     output: PlanOutputOptions,
 ) -> None:
     """Plan memory, speed and price of serving a model, from its config alone. No GPU and no network."""
+    from ..base.errors import BadInput
     from ..engine.planner.answer import answer_as_dict, answer_of
     from ..engine.planner.plan_json import plan_as_dict
     from ..engine.planner.plan_request import plan_for
-    from ..quant.base.errors import BadInput
     from .output.console import emit_json, result_console, say
     from .output.plan_tables import show_engines, show_explanation, show_names, show_plan
 
@@ -95,7 +95,7 @@ def kv_plan(
 
 
 def _write(plan: DeploymentPlan, answer: dict[str, Any], output: PlanOutputOptions) -> None:
-    from ..quant.base.atomic_io import write_atomically
+    from ..base.atomic_io import write_atomically
     from .output.console import say
 
     if output.output is not None:

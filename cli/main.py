@@ -133,7 +133,7 @@ _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAME
 
 def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
     """Run `call`; map exceptions to a line on stderr and an exit code."""
-    from ..quant.base.errors import BadInput, Failure
+    from ..base.errors import BadInput, Failure
 
     try:
         code = call()

@@ -32,9 +32,9 @@ def merge(
     """Fold LoRA and DoRA adapters into the weights of a checkpoint."""
     from dataclasses import asdict
 
-    from ..quant.base.atomic_io import check_output
+    from ..base.atomic_io import check_output
     from ..quant.convert.adapter import LoraSettings
-    from ..quant.models import resolve_model, short_name
+    from ..quant.source.models import resolve_model, short_name
 
     path = resolve_model(str(base), local=True)
     factors = _factors(weights, len(adapters))
@@ -45,7 +45,7 @@ def merge(
     # Nothing before imports torch.
     from ..quant.convert.plain import WeightedAdapter
     from ..quant.convert.plain import merge as run
-    from ..quant.models import open_checkpoint
+    from ..quant.source.models import open_checkpoint
     from .output.console import TerminalProgress, result_console, say
 
     given = [WeightedAdapter(*pair) for pair in zip(adapters, factors, strict=True)]
@@ -68,7 +68,7 @@ def _factors(text: str | None, count: int) -> list[float]:
     """
     import math
 
-    from ..quant.base.errors import BadInput
+    from ..base.errors import BadInput
 
     if text is None:
         return [1.0] * count

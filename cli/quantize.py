@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from ..quant.base.option import at_least, check_limits, keywords_of_words, option
+from ..base.option import at_least, check_limits, keywords_of_words, option
 from ..quant.plan.request import QuantizeRequest
 from .options.command import From, Words, output_to, with_options
 from .options.shared import ModelOptions, json_option
@@ -54,11 +54,11 @@ def quantize(
     chosen: RunOptions,
 ) -> None:
     """Quantize a model's weights; an interrupted run is resumed."""
+    from ..base.atomic_io import check_output
+    from ..base.processor import keep_few_gemms
     from ..engine.base.units import parse_size
-    from ..quant.base.atomic_io import check_output
-    from ..quant.base.processor import keep_few_gemms
     from ..quant.model.checkpoint import GGUF_SUFFIX
-    from ..quant.models import resolve_model
+    from ..quant.source.models import resolve_model
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL

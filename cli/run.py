@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
-from ..quant.base.option import option
+from ..base.option import option
 from .options.command import with_options
 from .options.shared import FolderOptions, JobOptions, Json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from ..base.progress import Progress
     from ..bench.studies.recipe import Recipe
     from ..bench.studies.recipe_files import Stages
-    from ..quant.base.progress import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RunJobOptions(JobOptions):
         Raises:
             BadInput: several ask for different things, or one is of a run that began, or of a new one.
         """
-        from ..quant.base.errors import BadInput
+        from ..base.errors import BadInput
 
         asked = {
             "--on": self.on is not None,
@@ -110,7 +110,7 @@ def run(
 def _check_of_new_runs(
     folder: FolderOptions, resume: Path | None, model: str | None, changes: Sequence[str] | None
 ) -> None:
-    from ..quant.base.errors import BadInput
+    from ..base.errors import BadInput
 
     if resume is not None and folder.output is not None:
         raise BadInput("--output names the folder of a new run: omit it with --resume")
@@ -180,7 +180,7 @@ def _check_models(recipe: Recipe) -> None:
     """Raises `BadInput` for a model that is not there, other than those of running servers."""
     from ..bench.load.started_server import preset
     from ..bench.studies.recipe import bench_of
-    from ..quant.models import is_local, resolve_model
+    from ..quant.source.models import is_local, resolve_model
 
     for variant in (None, *recipe.variants):
         options = bench_of(recipe, variant)
@@ -191,7 +191,7 @@ def _check_models(recipe: Recipe) -> None:
 
 
 def _check_writable(folder: FolderOptions, resume: Path | None) -> None:
-    from ..quant.base.atomic_io import check_output
+    from ..base.atomic_io import check_output
 
     if resume is None:
         folder.check()
@@ -213,8 +213,8 @@ def _wanted(
     recipe: str | None, resume: Path | None, model: str | None, changes: Sequence[str]
 ) -> tuple[Stages | None, Recipe]:
     """(the stage journal to resume, the recipe)."""
+    from ..base.errors import BadInput
     from ..bench.studies.recipe_files import Stages, read_recipe
-    from ..quant.base.errors import BadInput
 
     if recipe is not None and resume is None:
         return None, read_recipe(recipe, model, changes)

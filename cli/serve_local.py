@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..base.option import keywords_of_words
 from ..engine.config.config import EngineConfig
 from ..engine.server.protocol.server_options import HandoverOptions, ServerOptions, ServingOptions
-from ..quant.base.option import keywords_of_words
 from .options.command import From, Words, with_config, with_options
 from .options.shared import ModelOptions, check_models
 from .serving import (
@@ -25,7 +25,7 @@ from .serving import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..engine.engine import Engine
+    from ..engine.core.engine import Engine
 
 
 MORE_LORAS = 8
@@ -43,8 +43,8 @@ def serve_local(
     server: Annotated[Words, From(ServerOptions)],
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
-    from ..quant.base.errors import BadInput
-    from ..quant.models import resolve_model
+    from ..base.errors import BadInput
+    from ..quant.source.models import resolve_model
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
@@ -93,7 +93,7 @@ def _serve(
     _tell(options, "loading", f"loading {folder} ({described}) ...", model=str(folder))
     bound_memory()
     with answering_while_loading(listener, options.tls):
-        from ..engine.engine import Engine
+        from ..engine.core.engine import Engine
         from ..engine.server.app import create_app, describe_template
         from ..engine.server.launch import serve
 

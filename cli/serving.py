@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from ..base.atomic_io import expanded
 from ..engine.server.protocol.server_options import ServedModelOptions
-from ..quant.base.atomic_io import expanded
 from .options.command import Words, shown_name
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 def require_server(command: str) -> None:
     """Raises BadInput where a package of the server is missing, before a model loads."""
-    from ..quant.base.extras import require
+    from ..base.extras import require
 
     modules = ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx", "httpcore", "PIL")
     require(f"llmopt {command}", "serve", *modules)
@@ -41,10 +41,10 @@ def server_options(words: Words, *, host: str) -> ServerOptions:
     Raises:
         BadInput: what is wrong with one of them.
     """
+    from ..base.errors import BadInput
+    from ..base.option import keywords_of_words
     from ..engine.server.launch import is_loopback, own_names
     from ..engine.server.protocol.server_options import ServerOptions
-    from ..quant.base.errors import BadInput
-    from ..quant.base.option import keywords_of_words
 
     given = keywords_of_words(ServerOptions, words)
     names, is_local = given.pop("host_names", None), is_loopback(host)
@@ -109,7 +109,7 @@ def chat_template(served: ServedModelOptions) -> str | None:
     Raises:
         BadInput: its file cannot be read.
     """
-    from ..quant.base.errors import BadInput
+    from ..base.errors import BadInput
 
     if served.chat_template is None:
         return None
@@ -135,7 +135,7 @@ def options_given(context: typer.Context) -> dict[str, Any]:
 
 def refuse_handover_options(given: Mapping[str, Any]) -> None:
     """Raises `BadInput` for options of other engines with llmopt's."""
-    from ..quant.base.errors import BadInput
+    from ..base.errors import BadInput
 
     for name in ("pipeline_parallel_size", "ray", "print_command"):
         if name in given:
@@ -153,7 +153,7 @@ def hand_over(engine: str, name: str, given: Mapping[str, Any]) -> None:
     from pathlib import Path
 
     from ..engine.deploy.engine_commands import server_command
-    from ..quant.models import bundled_models, resolve_model, short_name
+    from ..quant.source.models import bundled_models, resolve_model, short_name
     from .output.console import people
 
     server = server_command(engine)

@@ -20,7 +20,7 @@ def verify(
     """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
     from dataclasses import asdict
 
-    from ..quant.models import check_local
+    from ..quant.source.models import check_local
 
     check_local(folder)  # before torch is imported
     from ..engine.planner.facts import facts_of

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..quant.base import processor  # before torch is loaded  # noqa: F401
-from ..quant.base.exports import exporter
+from ..base import processor  # before torch is loaded  # noqa: F401
+from ..base.exports import exporter
 
 if TYPE_CHECKING:
     from .base.sampling_params import SamplingParams
-    from .llm import LLM
+    from .core.llm import LLM
 
 __all__ = ["LLM", "SamplingParams"]
 
 __getattr__ = exporter(
     __name__,
     {
-        "LLM": ".llm",
+        "LLM": ".core.llm",
         "SamplingParams": ".base.sampling_params",
     },
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 
 if os.environ.get("LLMOPT_CPU"):  # the libraries read their variables when torch is first used
-    from llmopt.quant.base import processor as processor
+    from llmopt.base import processor as processor
 
 __version__: str
 __all__ = ["__version__"]
@@ -22,6 +22,6 @@ __all__ = ["__version__"]
 def __getattr__(name: str) -> str:
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from llmopt.quant.base.version import VERSION
+    from llmopt.base.version import VERSION
 
     return VERSION

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base.exports import exporter
+from ..base.exports import exporter
 
 if TYPE_CHECKING:
     from .convert.verify import verify

@@ -24,7 +24,7 @@ TORCH_FREE = (
     "engine.probe.facts",
     "cli",
 )
-MOST_FOLDERS = 65
+MOST_FOLDERS = 66
 MODULES = structure.read_modules()
 
 

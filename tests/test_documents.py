@@ -16,7 +16,7 @@ import typer.main
 from llmopt.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("bench", "cli", "engine", "quant")
+FLOORS = ("base", "bench", "cli", "engine", "quant")
 FOLDERS = (*FLOORS, "docs", "recipes", "tests", "tools")
 PAGES = [
     *sorted(ROOT.glob("*.md")),

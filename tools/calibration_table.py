@@ -111,7 +111,7 @@ def main() -> None:
     from llmopt.bench.quality.scoring import score_passage
     from llmopt.bench.quality.summary import summarize
     from llmopt.engine.config.config import EngineConfig
-    from llmopt.engine.engine import Engine
+    from llmopt.engine.core.engine import Engine
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", type=Path)

@@ -15,12 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmopt.quant.base import build
-from llmopt.quant.base.processor import PATHS, InstructionPath, processor_flags
+from llmopt.base import build
+from llmopt.base.processor import PATHS, InstructionPath, processor_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED = build.HEADERS.parents[1]
-SOURCES = sorted(file for part in ("engine", "quant") for file in (INSTALLED / part).rglob("*.c"))
+SOURCES = sorted(
+    file for part in ("base", "engine", "quant") for file in (INSTALLED / part).rglob("*.c")
+)
 COMPILE_SECONDS = 1800
 SUPPRESSIONS = ROOT / "tools" / "thread_sanitizer.txt"
 """Races that are none: between threads of torch's own operations, which gcc's pool synchronizes."""
@@ -126,7 +128,7 @@ def main() -> int:
             failed |= ADDRESS.test(*TESTS, "-k", f"[{name}")
         print(f"{names[0]}: thread", flush=True)
         print(f"{THREAD.compile_all(here[names[0]])} of {len(SOURCES)} C files", flush=True)
-        failed |= THREAD.test("tests/quant/base/test_thread_pool.py")
+        failed |= THREAD.test("tests/base/test_thread_pool.py")
         failed |= THREAD.test(*TESTS, "-k", f"[{names[0]} and ({RACES})")
     return failed
 

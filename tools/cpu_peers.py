@@ -34,10 +34,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from llmopt.base.processor import cpu_model, without_openmp_spins
 from llmopt.engine.base.host import usable_cores
 from llmopt.engine.kernels.common.cpu_measurements import CpuRoofs
 from llmopt.engine.kernels.linear.native_linear import native_linear
-from llmopt.quant.base.processor import cpu_model, without_openmp_spins
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.environments import install

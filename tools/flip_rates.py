@@ -38,10 +38,10 @@ from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.task_items import tango_interval
 from llmopt.bench.session.tasks import encode_pair
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.models import resolve_model
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.source.models import resolve_model
 from llmopt.recipes import DEFAULT_MODEL
 
 QUANTIZATIONS: dict[str, dict[str, Any]] = {

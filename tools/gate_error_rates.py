@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from llmopt.base.atomic_io import write_atomically
 from llmopt.bench.gate.limits import Limit, parse_gate, with_waiting
 from llmopt.bench.page.page import markdown_table
-from llmopt.quant.base.atomic_io import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.gate_rates import (

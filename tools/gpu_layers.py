@@ -245,7 +245,10 @@ def of_tree(tree: Path, names: Sequence[str]) -> dict[str, Any]:
         package = Path(folder) / "llmopt"
         package.mkdir()
         modules = tree.glob("package/*.py")
-        for part in (*(tree / n for n in ("bench", "cli", "engine", "quant", "recipes")), *modules):
+        for part in (
+            *(tree / n for n in ("base", "bench", "cli", "engine", "quant", "recipes")),
+            *modules,
+        ):
             (package / part.name).symlink_to(part)
         (package / "__init__.py").touch()  # else one that is installed comes before it
         environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{tree}"}

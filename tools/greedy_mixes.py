@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmopt.quant.base.atomic_io import write_atomically
+from llmopt.base.atomic_io import write_atomically
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 
 from tools.document_part import ROOT, write_part

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-FOLDERS = ("bench", "cli", "engine", "quant", "recipes")
+FOLDERS = ("base", "bench", "cli", "engine", "quant", "recipes")
 PACKAGE = "package"
 """The folder whose files are those of `llmopt` itself."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from llmopt.quant.base.progress import Silent
+from llmopt.base.progress import Silent
 from llmopt.quant.pipeline.cached_calibration import StatisticsFolder
 from llmopt.quant.pipeline.candidates import Choice, measure_choices, search_of
 from llmopt.quant.pipeline.mixed_precision import Allocation, Lane

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import transformers
-from llmopt.quant.base.atomic_io import write_atomically
+from llmopt.base.atomic_io import write_atomically
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.survey.case import Case, Column, Verdict, surveyed_types, unlisted_types

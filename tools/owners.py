@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.models import resolve_model
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.source.models import resolve_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.owners.check_llama_cpp import as_floats

@@ -19,10 +19,10 @@ from typing import Any
 
 import llmopt.engine
 from llmopt.engine import SamplingParams
-from llmopt.engine.llm import LLM
+from llmopt.engine.core.llm import LLM
 
 PRODUCT = Path(llmopt.engine.__file__).parent.parent
-FLOORS = tuple(f"{PRODUCT / floor}/" for floor in ("cli", "bench", "engine", "quant"))
+FLOORS = tuple(f"{PRODUCT / floor}/" for floor in ("cli", "bench", "engine", "quant", "base"))
 """Where the product's code lies: a checkout has a virtual environment and its tests beside them."""
 PROMPT = "Once upon a time"
 START, PREFILL, DECODE = (

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 
+from llmopt.base.atomic_io import write_atomically
 from llmopt.engine.planner import catalog
 from llmopt.engine.probe.oracle import probe
-from llmopt.quant.base.atomic_io import write_atomically
 from llmopt.quant.families.config import current_names, has_table_rule
 
 

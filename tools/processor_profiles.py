@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmopt.quant.base.processor import (
+from llmopt.base.processor import (
     PATHS,
     PROFILE_VARIABLE,
     PROFILES,
@@ -34,6 +34,7 @@ TESTS = (
     "tests/engine/sampling",
     "tests/engine/test_equalities.py",
     "tests/engine/test_state_equalities.py",
+    "tests/base",
     "tests/quant/base",
     "tests/quant/grids",
     "tests/quant/pipeline/test_reverted_codes.py",

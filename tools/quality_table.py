@@ -28,19 +28,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.bench.quality.passage import EVALUATION_TEXT, read_passage
 from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.summary import FORMULAS, summarize
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.formats.registry import module_scheme, quantized_modules, read_quantized
 from llmopt.quant.methods.options import MethodOptions, SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.source.models import resolve_model
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.document_part import write_part

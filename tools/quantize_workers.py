@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from llmopt.base.processor import cpu_model
 from llmopt.cli.main import main as llmopt
 from llmopt.quant.base import workers
-from llmopt.quant.base.processor import cpu_model
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.plan.journal import Journal
 from torch import distributed

@@ -48,11 +48,11 @@ class Start:
     """A start in this process: the loaded session and its passes with their clocks."""
 
     def __init__(self, side: str, given: argparse.Namespace) -> None:
+        from llmopt.base.progress import Silent
         from llmopt.bench.load.inprocess import InjectedDelay, spin
         from llmopt.bench.machine.pass_usage import PassMeter
         from llmopt.bench.options.options import BenchOptions
         from llmopt.bench.session.engine_session import EngineSession
-        from llmopt.quant.base.progress import Silent
 
         options = BenchOptions(
             num_prompts=given.num_prompts,

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmopt.quant.base.processor import cpu_model
+from llmopt.base.processor import cpu_model
 
 from tools.cpu_peers import arguments, chosen_rows, load_ratios, measure_loads, start
 from tools.document_part import write_part

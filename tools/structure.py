@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("quant", "engine", "bench", "cli")
+FLOORS = ("base", "quant", "engine", "bench", "cli")
 """Each may import those before it."""
 DATA = "recipes"
 """Bundled data: anyone may import it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...quant.base.extras import is_installed
+from ...base.extras import is_installed
 from ..page.page import (
     MISSING,
     Card,

@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...base.atomic_io import write_atomically
+from ...base.option import words_of
+from ...base.progress import Progress, ProgressUpdate, as_progress, in_words
+from ...base.version import VERSION
 from ...engine.planner.catalog import find_model
-from ...quant.base.atomic_io import write_atomically
-from ...quant.base.option import words_of
-from ...quant.base.progress import Progress, ProgressUpdate, as_progress, in_words
-from ...quant.base.version import VERSION
 from ...quant.model.checkpoint import gguf_file_of
-from ...quant.models import short_name
 from ...quant.pipeline.preflight import preflight
 from ...quant.pipeline.prepare import prepare
 from ...quant.plan.request import QuantizeRequest
+from ...quant.source.models import short_name
 from ..gate.limits import GateOutcome, Limit
 from ..gate.quality_checks import check_promises
 from ..gate.verdict import LimitVerdict

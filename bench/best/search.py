@@ -19,6 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from ...base.atomic_io import write_atomically
+from ...base.errors import BadInput
+from ...base.extras import require
+from ...base.option import offer
+from ...base.progress import Progress
 from ...engine.config.plan_options import PlanRequest
 from ...engine.planner.catalog import find_model
 from ...engine.planner.devices import Device, choose_devices
@@ -26,14 +31,8 @@ from ...engine.planner.engine_rules import engine_rule
 from ...engine.planner.load import dataset_lengths
 from ...engine.planner.plan_request import plan_for
 from ...engine.planner.weights import WeightRecipe
-from ...quant.base.atomic_io import write_atomically
-from ...quant.base.errors import BadInput
-from ...quant.base.extras import require
-from ...quant.base.option import offer
-from ...quant.base.progress import Progress
 from ...quant.base.scheme import Scheme
 from ...quant.model.checkpoint import read_json
-from ...quant.models import resolve_model
 from ...quant.pipeline.candidates import Search, search_of
 from ...quant.pipeline.mixed_precision import Allocation, Lane, with_schemes
 from ...quant.pipeline.preflight import module_sizes, unquantized_bytes
@@ -41,6 +40,7 @@ from ...quant.pipeline.prepare import search_fronts
 from ...quant.plan.loaders import loaders, stored, vllm_refuses_on_cpu
 from ...quant.plan.plan import QuantizePlan, make_plan
 from ...quant.plan.request import QuantizeRequest
+from ...quant.source.models import resolve_model
 from ..options.options import BenchOptions
 from ..session.run_sessions import run_bench, write_run
 from .decision import mean_speed

@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ...base.atomic_io import make_folder, write_atomically
+from ...base.errors import BadInput
+from ...base.option import check_limits, offer, option, option_like, options_of, within
 from ...engine.base.units import parse_size, required_slo
 from ...engine.config.plan_options import PlanRequest
-from ...quant.base.atomic_io import make_folder, write_atomically
-from ...quant.base.errors import BadInput
-from ...quant.base.option import check_limits, offer, option, option_like, options_of, within
 from ...quant.model.checkpoint import read_json
 from ...quant.plan.request import QuantizeRequest
 from ..gate.limits import SCORED, Limit, Scored, parse_promises

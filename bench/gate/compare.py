@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..metrics.run_statistics import HEADLINES
 from ..metrics.statistics import ASSUMED_RUN_CV, run_cv
 from ..record.comparable import (

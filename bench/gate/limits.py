@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..quality.passage import DOMAINS
 from ..record.comparable import served_weight_bytes
 

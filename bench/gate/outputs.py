@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ...quant.base.atomic_io import write_atomically
-from ...quant.base.errors import BadInput
+from ...base.atomic_io import write_atomically
+from ...base.errors import BadInput
 from ..record.result import RunData, to_json
 from .compare import Comparison
 from .limits import MEASURED, GateOutcome, Limit, parse_gate

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..quality.domains import items_for_limit
 from ..quality.summary import CONFIDENCE, Interval, blocks_of, quantile, score_of
 from ..record.result import RunData

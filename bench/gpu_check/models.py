@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ...base.errors import BadInput
 from ...engine.base.sampling_params import SamplingParams
 from ...engine.config.config import EngineConfig
-from ...engine.engine import Engine
+from ...engine.core.engine import Engine
 from ...engine.planner.catalog import PlannedModel, find_model
 from ...engine.planner.devices import Device, find_device
 from ...engine.planner.expected import UNKNOWN_FACTORS, Expectation
 from ...engine.planner.memory import Deployment
 from ...engine.planner.setup import Setup
 from ...engine.planner.speed import decode_step_bytes, prefill_flops
-from ...quant.base.errors import BadInput
 from ...quant.formats.registry import FORMATS
 from ...quant.kinds.base.kind import kind_of
 from ...quant.kinds.fp8.scheme import FloatScheme

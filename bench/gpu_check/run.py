@@ -23,10 +23,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ...base.atomic_io import end_with_parent, write_atomically
+from ...base.errors import BadInput, first_line
 from ...engine.base.host import usable_cores
 from ...engine.planner.own_runs import GPU_SCHEMA
-from ...quant.base.atomic_io import end_with_parent, write_atomically
-from ...quant.base.errors import BadInput, first_line
 
 COMMAND: Sequence[str] = (sys.executable, "-m", "llmopt.bench.gpu_check.stages")
 POLL_SECONDS = 0.1

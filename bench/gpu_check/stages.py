@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ...base.errors import BadInput
 from ...engine.kernels.common.devices import refuses_triton
 from ...engine.kernels.common.verdicts import current_verdicts, driver_version
 from ...quant.base.device import cuda_problem
-from ...quant.base.errors import BadInput
 from ...quant.base.scheme import Activations
 from ...quant.kinds.fp8.scheme import FloatScheme
 from ...quant.kinds.integer.scheme import IntScheme

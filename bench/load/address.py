@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...quant.base.errors import BadInput
-from ...quant.base.extras import import_extra
-from ...quant.load_processor import load_tokenizer
-from ...quant.models import is_local, resolve_model
+from ...base.errors import BadInput
+from ...base.extras import import_extra
+from ...quant.source.load_processor import load_tokenizer
+from ...quant.source.models import is_local, resolve_model
 from ..options.options import BenchOptions
 from ..options.values import (
     BACKENDS,

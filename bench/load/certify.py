@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.base.progress import Progress
+from ...base.progress import Progress
 from ..machine.environment import describe
 from .exchange import EncodedRequest, Endpoint
 from .fleet import Fleet, FleetPass, default_workers

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress
+from ...base.errors import BadInput
+from ...base.progress import Progress
 from ..metrics.trace import LoadPass, RequestTrace
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..workloads.workload import ConversationTurn, Message, Workload, WorkloadItem, cycle_seconds

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...quant.base.progress import Progress, Silent
+from ...base.progress import Progress, Silent
 from ..machine.pass_usage import process_cpu_seconds
 from .exchange import EncodedRequest, Endpoint, Exchange, PassWindow, Report, WorkerJob
 from .load import PassProgress

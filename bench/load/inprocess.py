@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any, Literal
 
+from ...base.errors import BadInput
 from ...engine.base.image_input import NO_IMAGES, Images
 from ...engine.base.sampling_params import SamplingParams
 from ...engine.execution.step import Phase
 from ...engine.execution.step_loop import StepRecorder, StepTrace
-from ...quant.base.errors import BadInput
 from ..metrics.trace import RequestTrace, StepRecord
 from ..page.page import number, percent
 from ..workloads.workload import Workload, WorkloadItem
 from .load import Chunk, Target, drive
 
 if TYPE_CHECKING:
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
     from ...engine.execution.prompt_pass import PromptPass
     from ...engine.multimodal.encoder import EncoderCache
     from ...engine.scheduling.outputs import RequestOutput

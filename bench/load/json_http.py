@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from .stream import refusal
 
 # A server that is full for a moment says one of these; so does a proxy before it.

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...quant.base.progress import Progress, Silent
+from ...base.progress import Progress, Silent
 from ..metrics.metrics import samples
 from ..metrics.trace import LoadPass, RequestTrace, StepRecord
 from ..workloads.workload import (

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...quant.base.errors import BadInput
-from ...quant.base.extras import import_extra
+from ...base.errors import BadInput
+from ...base.extras import import_extra
 from .json_http import RequestFailed
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from ...base.atomic_io import end_with_parent, expanded, interrupts_held
+from ...base.errors import BadInput
+from ...base.processor import without_openmp_spins
+from ...base.progress import Progress, Silent
 from ...engine.deploy.engine_commands import SGLANG, TRTLLM, ServerCommand
-from ...quant.base.atomic_io import end_with_parent, expanded, interrupts_held
-from ...quant.base.errors import BadInput
-from ...quant.base.processor import without_openmp_spins
-from ...quant.base.progress import Progress, Silent
 from ...quant.model.checkpoint import gguf_file_of, read_json
-from ...quant.models import bundled_models, resolve_model
+from ...quant.source.models import bundled_models, resolve_model
 from ...recipes import DEFAULT_MODEL
 from ..machine.environment import without_secrets
 from ..options.options import BenchOptions

@@ -19,8 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ...base.processor import CPUINFO, cpu_model
 from ...engine.base.host import CLOCK_MEMORY, CLOCK_SM, Nvml, usable_cores
-from ...quant.base.processor import CPUINFO, cpu_model
 from ...quant.model.checkpoint import gguf_file_of
 
 LIBRARIES = ("llmopt", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from ...base.build import parallel_start
+from ...base.errors import BadInput
+from ...base.processor import processor_flags, torch_capability
 from ...engine.base.host import thread_limit
 from ...engine.kernels.attention.dispatch import MASKS, PAGED_ATTENTION, AttentionKernelQuery
 from ...engine.kernels.attention.paged_tensor import LARGEST_CODE
@@ -45,9 +48,6 @@ from ...engine.kernels.moe.experts import ExpertsKernel
 from ...engine.model.layers.mlp import GatedMlp
 from ...engine.model.layers.projection import Projection
 from ...engine.sampling.sampler import SAMPLING, SamplingKernelQuery
-from ...quant.base.build import parallel_start
-from ...quant.base.errors import BadInput
-from ...quant.base.processor import processor_flags, torch_capability
 from ...quant.base.scheme import Activations, Scheme
 from ...quant.kinds.base.kind import kind_of
 from ...quant.kinds.codebook.scheme import CodebookScheme

@@ -16,6 +16,24 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from ...base.build import (
+    BuildFailed,
+    cache_folder,
+    compiled,
+    compiler_command,
+    compiler_version,
+    open_library,
+)
+from ...base.processor import (
+    NATIVE,
+    PATHS,
+    VARIABLE,
+    choose_path,
+    computes_in_bf16,
+    cpu_model,
+    processor_flags,
+    profile,
+)
 from ...engine.base.host import (
     LIBRARY,
     Nvml,
@@ -25,24 +43,6 @@ from ...engine.base.host import (
     read_topology,
     thread_limit,
     usable_cores,
-)
-from ...quant.base.build import (
-    BuildFailed,
-    cache_folder,
-    compiled,
-    compiler_command,
-    compiler_version,
-    open_library,
-)
-from ...quant.base.processor import (
-    NATIVE,
-    PATHS,
-    VARIABLE,
-    choose_path,
-    computes_in_bf16,
-    cpu_model,
-    processor_flags,
-    profile,
 )
 
 PACKAGES = ("llmopt", "torch", "transformers")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...base.errors import BadInput
 from ...engine.base.device import choose_device
 from ...engine.kernels.common.cpu_measurements import CpuRoofs, NoRoofs
 from ...engine.planner.speed import (
@@ -23,14 +24,13 @@ from ...engine.planner.speed import (
     ridge,
     streamed_weight_bytes,
 )
-from ...quant.base.errors import BadInput
 from ...quant.families.shapes import ModelShape
-from ...quant.models import open_checkpoint
+from ...quant.source.models import open_checkpoint
 from ..metrics.trace import LoadPass, StepRecord
 from .kernel_table import self_test
 
 if TYPE_CHECKING:
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
 
 
 FAR_BYTES = 256 << 20

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ...quant.base.option import option, within
+from ...base.option import option, within
 from ..quality.passage import ProtocolName
 from .values import each, json_object, listed, pairs, parse_duration
 

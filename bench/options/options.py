@@ -37,10 +37,10 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 
+from ...base.errors import BadInput
+from ...base.option import Option, offer, options_of, spellings, word_name
 from ...engine.base.units import parse_slo
 from ...engine.config.config import EngineConfig
-from ...quant.base.errors import BadInput
-from ...quant.base.option import Option, offer, options_of, spellings, word_name
 from ..metrics.metrics import METRICS
 from ..quality.passage import ProtocolOptions
 from . import definitions as of

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...quant.base.atomic_io import expanded
-from ...quant.base.errors import BadInput
-from ...quant.base.option import Limit, offer
+from ...base.atomic_io import expanded
+from ...base.errors import BadInput
+from ...base.option import Limit, offer
 
 if TYPE_CHECKING:
     import numpy as np

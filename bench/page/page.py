@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, ParamSpec
 
-from ...quant.base.atomic_io import write_atomically
-from ...quant.base.extras import is_installed
+from ...base.atomic_io import write_atomically
+from ...base.extras import is_installed
 
 if TYPE_CHECKING:
     import jinja2

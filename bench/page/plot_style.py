@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...quant.base.extras import is_installed
+from ...base.extras import is_installed
 
 if TYPE_CHECKING or is_installed("matplotlib"):
     import matplotlib as mpl

@@ -26,7 +26,7 @@ from functools import cache
 from html import escape, unescape
 from typing import TYPE_CHECKING, Any
 
-from ...quant.base.extras import is_installed
+from ...base.extras import is_installed
 from .page import (
     NO_PICTURES,
     Card,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...quant.base.json_lines import json_lines
+from ...base.json_lines import json_lines
 from ...quant.stream.sources import Document, plain_text
 from ...recipes import DATA
 from .passage import DOMAINS, Passage, PassageWindow

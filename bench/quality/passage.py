@@ -18,7 +18,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...recipes import DATA
 
 EVALUATION_TEXT = DATA / "evaluation.txt"

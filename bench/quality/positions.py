@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -22,11 +22,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ...base.atomic_io import atomic_file
+from ...base.errors import BadInput
+from ...base.progress import Progress, Silent
 from ...engine.execution.prompt_pass import PromptPass, Span, plan_steps
 from ...engine.sampling.sampler import SLICE_BYTES, rows_per_slice
-from ...quant.base.atomic_io import atomic_file
-from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress, Silent
 from .passage import Passage, PassageWindow
 from .positions import SCORES, PositionScores, QualitySeries, SeriesWriter, readable, typed
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self, get_args
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from .positions import readable
 
 TASKS_NAME = "tasks.parquet"

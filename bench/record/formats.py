@@ -14,8 +14,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
-from ...quant.base.json_lines import json_lines, parse_json
+from ...base.errors import BadInput
+from ...base.json_lines import json_lines, parse_json
 
 Row = Mapping[str, Any]
 """A measured point as its tool wrote it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...engine.config.config import EngineConfig
-from ...quant.models import open_checkpoint
+from ...quant.source.models import open_checkpoint
 from ..load.inprocess import InProcessTarget
 from ..load.load import ROUND_ROBIN
 from ..machine.environment import checkpoint_hash, hardware_facts, machine_name
@@ -19,7 +19,7 @@ from ..workloads.datasets import arrival_words
 from ..workloads.workload import Workload
 
 if TYPE_CHECKING:
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
     from ...engine.scheduling.outputs import EngineStats
 
 

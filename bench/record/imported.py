@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..quality.task_items import TaskItems, items_of, metric_rows
 from .formats import FORMATS, SAME, Format, Row, at, read_rows
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...quant.base.atomic_io import flush
-from ...quant.base.errors import BadInput
+from ...base.atomic_io import flush
+from ...base.errors import BadInput
 from ..metrics.trace import LoadPass
 from ..quality.positions import QualitySeries, readable
 from ..quality.task_items import TaskItems

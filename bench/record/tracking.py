@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...quant.base.errors import BadInput
-from ...quant.base.extras import import_extra
-from ...quant.base.option import option
+from ...base.errors import BadInput
+from ...base.extras import import_extra
+from ...base.option import option
 
 BATCH = 100  # MLflow's limit of parameters in one request
 LONGEST_PARAM = 500

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Literal
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..gate.compare import unusable
 from ..page.page import Figure, Page, ReportVerdict, drawn
 from ..page.plot_style import INK, MUTED, SERIES, canvas, label, title, to_svg

@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.atomic_io import write_atomically
-from ...quant.base.errors import BadInput
+from ...base.atomic_io import write_atomically
+from ...base.errors import BadInput
 from ..gate.limits import COUNTED, MEASURED, SCORED
 from ..quality.summary import score_of
 from ..record.comparable import series_identity

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.atomic_io import write_atomically
+from ...base.atomic_io import write_atomically
 from ...quant.model.checkpoint import read_json
 from ...quant.plan.manifest import MANIFEST_NAME
 from ..gate.limits import SCORED

@@ -23,7 +23,7 @@ from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, label
 from ..page.templates import page_of
 
 if TYPE_CHECKING:
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
 
 
 GIB = 2**30

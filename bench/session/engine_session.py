@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...base.progress import Progress
 from ...engine.execution.step_loop import StepRecorder
 from ...engine.planner.facts import facts_of
-from ...quant.base.progress import Progress
-from ...quant.models import resolve_model, short_name
+from ...quant.source.models import resolve_model, short_name
 from ..load.inprocess import (
     ImagePreparation,
     InProcessTarget,
@@ -41,7 +41,7 @@ from .task_backends import EngineBackend
 from .tasks import check_template, prepare_tasks
 
 if TYPE_CHECKING:
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
     from ..quality.scoring import SharedScores
 
 
@@ -218,6 +218,6 @@ class EngineSession(BenchSession):
 
 def load_engine(options: BenchOptions, model: Path, **overrides: Any) -> Engine:
     """Build the engine of `options` for the model in a folder."""
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
 
     return Engine(replace(options.engine, model=model, **overrides))

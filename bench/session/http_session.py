@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress
+from ...base.errors import BadInput
+from ...base.progress import Progress
 from ..load.address import BACKENDS, CHAT, COMPLETIONS, Address, find_served, server_facts
 from ..load.driver import HttpDriver
 from ..load.server_metrics import Scraper, pass_metrics, server_metrics_part

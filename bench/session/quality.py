@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress
-from ...quant.models import resolve_model
+from ...base.errors import BadInput
+from ...base.progress import Progress
+from ...quant.source.models import resolve_model
 from ...quant.stream.sources import is_bundled
 from ..load.address import Address, ServedModel, find_served
 from ..load.inprocess import WithAdapter
@@ -35,7 +35,7 @@ from ..quality.summary import distance, summarize, truncated_kl
 from .tasks import encode_pair
 
 if TYPE_CHECKING:
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
     from ...engine.execution.prompt_pass import PromptPass
     from ..quality.scoring import SharedScores
 
@@ -207,7 +207,7 @@ def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine
         BadInput: the model cannot be served, or its context is shorter than a window.
     """
     from ...engine.base.device import choose_device
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
     from ...engine.planner.cache_size import DEFAULT_BLOCK_SIZE
 
     kind = choose_device(options.device).type

@@ -18,9 +18,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...quant.base.atomic_io import interrupts_held
-from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress, ProgressUpdate, as_progress
+from ...base.atomic_io import interrupts_held
+from ...base.errors import BadInput
+from ...base.progress import Progress, ProgressUpdate, as_progress
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, compare
 from ..gate.outputs import VerdictWanted, write_outputs

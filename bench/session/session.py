@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from ...quant.base.atomic_io import interrupts_held
-from ...quant.base.progress import SHARE, Progress, Silent
+from ...base.atomic_io import interrupts_held
+from ...base.progress import SHARE, Progress, Silent
 from ..machine.machine_meter import MachineMeter
 from ..metrics.run_statistics import distributions
 from ..metrics.trace import LoadPass

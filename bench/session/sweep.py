@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...base.errors import BadInput
+from ...base.progress import Progress
 from ...engine.base.units import KEPT_UP, PRECISION, SloResult, parse_slo
-from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress
 from ..metrics.metrics import aggregate, slo_share
 from ..metrics.run_statistics import steady_state
 from ..metrics.statistics import run_cv

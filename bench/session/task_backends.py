@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ...base.errors import BadInput
+from ...base.progress import Progress, Silent
 from ...engine.base.sampling_params import SamplingParams
-from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress, Silent
 from ..load.address import CHAT, Address, ServedModel
 from ..load.json_http import TOKEN_ID, JsonClient, PromptLogprobs, probe_prompt
 from .tasks import TargetScore, TaskGeneration, TaskWindow, before_stops, decode
 
 if TYPE_CHECKING:
-    from ...engine.engine import Engine
+    from ...engine.core.engine import Engine
     from ...engine.scheduling.outputs import TokenLogprobs
 
 

@@ -17,9 +17,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from ...base.errors import BadInput, first_line
+from ...base.extras import import_extra
 from ...engine.base.sampling_params import SamplingParams
-from ...quant.base.errors import BadInput, first_line
-from ...quant.base.extras import import_extra
 from ..options.options import BenchOptions
 from ..quality.domains import BUNDLED_TASKS, ChoiceTask, bundled_task, scored_bundled
 from ..quality.task_items import TaskItems, items_of, metric_rows

@@ -15,10 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from ...quant.base.errors import BadInput
-from ...quant.base.extras import import_extra
-from ...quant.base.progress import Progress
-from ...quant.base.version import VERSION
+from ...base.errors import BadInput
+from ...base.extras import import_extra
+from ...base.progress import Progress
+from ...base.version import VERSION
 from ..record.result import RESULT_NAME, RunData
 from .recipe import BASE_NAME, Recipe, bench_of
 from .recipe_files import IN_TURNS, JOURNAL_NAME, Stages

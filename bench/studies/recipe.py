@@ -24,6 +24,8 @@ from pydantic import (
     model_validator,
 )
 
+from ...base.errors import BadInput
+from ...base.option import options_of, words_of
 from ...engine.base.units import parse_bytes
 from ...engine.config.config import EngineConfig
 from ...engine.deploy.engine_commands import server_command
@@ -32,12 +34,10 @@ from ...engine.server.protocol.server_options import (
     ServedModelOptions,
     ServerOptions,
 )
-from ...quant.base.errors import BadInput
-from ...quant.base.option import options_of, words_of
 from ...quant.methods.options import MethodOptions
 from ...quant.methods.registry import METHODS, formats_asked
-from ...quant.models import is_local
 from ...quant.plan.request import QuantizeRequest
+from ...quant.source.models import is_local
 from ...recipes import DEFAULT_MODEL
 from ..gate.limits import Limit, parse_gate, parse_share
 from ..gate.quality_checks import QualityGate

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ...quant.base.atomic_io import expanded, write_atomically
-from ...quant.base.errors import BadInput
-from ...quant.base.option import offer
-from ...quant.base.progress import Progress
+from ...base.atomic_io import expanded, write_atomically
+from ...base.errors import BadInput
+from ...base.option import offer
+from ...base.progress import Progress
 from ...quant.model.checkpoint import read_json
 from ...recipes import ROOT
 from ..gate.compare import Comparison

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
+from ...base.atomic_io import expanded, write_atomically
+from ...base.errors import BadInput
+from ...base.option import offer
+from ...base.progress import Progress, Silent
 from ...engine.planner.cache_size import OF_ENGINE
 from ...engine.planner.catalog import find_model
 from ...engine.planner.plan_json import WrittenPlan, plan_as_dict, read_plan
 from ...engine.planner.plan_request import PlanRequest, plan_for
-from ...quant.base.atomic_io import expanded, write_atomically
-from ...quant.base.errors import BadInput
-from ...quant.base.option import offer
-from ...quant.base.progress import Progress, Silent
 from ...quant.convert.verify import VerifyReport, verify
 from ...quant.model.checkpoint import gguf_file_of, read_json
-from ...quant.models import resolve_model
 from ...quant.pipeline.pipeline import quantize
 from ...quant.plan.manifest import MANIFEST_NAME
+from ...quant.source.models import resolve_model
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, RunData, compare
 from ..gate.outputs import write_outputs

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...quant.base.atomic_io import interrupts_held
-from ...quant.base.errors import BadInput
+from ...base.atomic_io import interrupts_held
+from ...base.errors import BadInput
 from ..load.started_server import stop
 from ..machine.pass_usage import PROC, allowed_cpus, thread_ids
 from ..record.result import has_result

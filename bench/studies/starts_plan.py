@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 
-from ...quant.base.atomic_io import expanded, write_atomically
-from ...quant.base.errors import BadInput, first_line
+from ...base.atomic_io import expanded, write_atomically
+from ...base.errors import BadInput, first_line
 from ..gate.compare import QualityGate
 from ..gate.limits import (
     Limit,

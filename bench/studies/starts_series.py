@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.base.atomic_io import write_atomically
-from ...quant.base.errors import BadInput
-from ...quant.base.progress import Progress, Silent
+from ...base.atomic_io import write_atomically
+from ...base.errors import BadInput
+from ...base.progress import Progress, Silent
 from ..gate.compare import Comparison, judge_starts
 from ..gate.limits import MEASURED, GateOutcome, Limit, Measured
 from ..gate.measured import value_of_start

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from .trace_rows import BLOCK_BYTES, TraceRow, block_hashes, message_text
 
 TOKEN_BYTES = 4

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...base.errors import BadInput
 from ...engine.base.chat_template import PLAIN_TEMPLATE
-from ...quant.base.errors import BadInput
 from ..options.values import ThinkTime
 from .workload import ConversationTurn, Message, Workload, WorkloadItem
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.atomic_io import expanded
-from ...quant.base.errors import BadInput, first_line
-from ...quant.base.extras import import_extra
-from ...quant.base.json_lines import json_objects
+from ...base.atomic_io import expanded
+from ...base.errors import BadInput, first_line
+from ...base.extras import import_extra
+from ...base.json_lines import json_objects
 from .sharegpt import TURNS, first_pair, turns_of
 from .synthetic import IMAGE_NOTE, data_url
 from .workload import Tokenizer, Workload, numbered, oversampled

@@ -13,11 +13,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...quant.base.atomic_io import expanded, write_atomically
-from ...quant.base.errors import BadInput
-from ...quant.base.json_lines import json_objects
-from ...quant.load_processor import load_tokenizer
-from ...quant.models import open_checkpoint, resolve_model
+from ...base.atomic_io import expanded, write_atomically
+from ...base.errors import BadInput
+from ...base.json_lines import json_objects
+from ...quant.source.load_processor import load_tokenizer
+from ...quant.source.models import open_checkpoint, resolve_model
 from ..options.options import BenchOptions
 from ..options.values import BACKENDS, CHAT, NAMES, TRACES, ThinkTime, check_dataset
 from .conversations import ConversationRules, agentic_workload

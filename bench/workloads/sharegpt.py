@@ -18,8 +18,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
-from ...quant.base.json_lines import parse_json
+from ...base.errors import BadInput
+from ...base.json_lines import parse_json
 from ...recipes import DATA
 from .conversations import ConversationBuilder, ConversationRules, SourceTurn, in_order
 from .workload import (

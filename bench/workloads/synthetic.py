@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
-from ...quant.base.extras import import_extra
+from ...base.errors import BadInput
+from ...base.extras import import_extra
 from ...recipes import DATA
 from .workload import Tokenizer, Workload, fit_lengths, numbered
 

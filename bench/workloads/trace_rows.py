@@ -17,8 +17,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
-from ...quant.base.json_lines import json_objects
+from ...base.errors import BadInput
+from ...base.json_lines import json_objects
 
 MOONCAKE_TOKENS = 512
 BLOCK_BYTES = 64

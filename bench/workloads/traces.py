@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...recipes import DATA
 from .agent_traces import read_agents
 from .conversations import ChatSegments, SourceTurn

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 
 Row = TypeVar("Row")
 

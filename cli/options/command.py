@@ -28,7 +28,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from ...quant.base.option import Option, flag_of, options_of, word_and_default, word_name
+from ...base.option import Option, flag_of, options_of, word_and_default, word_name
 
 _HIDDEN = "__hidden"
 MOST_SHOWN = 30
@@ -229,7 +229,7 @@ def _writes(*, folder: bool = False, cache: bool = False) -> Callable[..., Path 
     def checked(
         context: typer.Context, parameter: typer.CallbackParam, path: Path | None
     ) -> Path | None:
-        from ...quant.base.atomic_io import check_output
+        from ...base.atomic_io import check_output
 
         is_read = cache and path is not None and path.exists()
         if path is not None and not is_read and not context.resilient_parsing:
@@ -257,7 +257,7 @@ def _by_shown_name(given: Words, known: dict[str, Parameter]) -> Words:
             continue
         shown = shown_name(name)
         if found[shown] != known[shown].default:
-            from ...quant.base.errors import BadInput
+            from ...base.errors import BadInput
 
             raise BadInput(f"--{shown.replace('_', '-')} was given by two spellings: give one")
         found[shown] = value
@@ -295,7 +295,7 @@ def read_config(path: Path, command: Any) -> dict[str, Any]:
     Raises:
         BadInput: it cannot be read, is not a mapping, or has an unknown name or a value of another kind.
     """
-    from ...quant.base.errors import BadInput
+    from ...base.errors import BadInput
 
     options = {}
     for parameter in command.params:
@@ -338,7 +338,7 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
 
 def _check(context: typer.Context, path: Path, parameter: Any, value: Any) -> None:
     """Raises `BadInput` that names the file, where click would only name the option."""
-    from ...quant.base.errors import BadInput
+    from ...base.errors import BadInput
 
     try:
         parameter.process_value(context, value)
@@ -362,7 +362,7 @@ _CONFIG = Annotated[
 def _mapping(path: Path) -> Mapping[Any, Any]:
     import yaml
 
-    from ...quant.base.errors import BadInput
+    from ...base.errors import BadInput
 
     try:
         document = yaml.load(path.read_bytes(), Loader=_loader())  # a safe one

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
+from ...base.option import check_limits, option, option_like, within
 from ...engine.config.plan_options import PlanRequest
-from ...quant.base.option import check_limits, option, option_like, within
 
 if TYPE_CHECKING:
     from ...bench.gate.outputs import VerdictWanted
@@ -92,7 +92,7 @@ class ModelOptions:
         Raises:
             BadInput: two different models were given.
         """
-        from ...quant.base.errors import BadInput
+        from ...base.errors import BadInput
 
         model, option = self.model, self.model_option
         if model is not None and option is not None and model != option:
@@ -115,8 +115,8 @@ class FolderOptions:
 
     def check(self) -> None:
         """Raises `BadInput` before measuring if the output exists or cannot be written."""
-        from ...quant.base.atomic_io import check_output
-        from ...quant.base.errors import BadInput
+        from ...base.atomic_io import check_output
+        from ...base.errors import BadInput
 
         if self.output is None:
             check_output(self.result_dir / "run", "--result-dir", folder=True)
@@ -143,7 +143,7 @@ class ResultOptions(FolderOptions):
 def check_models(keywords: Mapping[str, Any]) -> None:
     """Raises BadInput for adapters and a draft model that are not there, before torch is imported."""
     from ...quant.convert.adapter import LoraSettings
-    from ...quant.models import resolve_model
+    from ...quant.source.models import resolve_model
 
     for folder in keywords.get("loras", {}).values():
         LoraSettings.read(folder)
@@ -184,8 +184,8 @@ class SweepOptions:
         Raises:
             BadInput: two sweeps at once, or invalid limits.
         """
+        from ...base.errors import BadInput
         from ...engine.base.units import required_slo
-        from ...quant.base.errors import BadInput
 
         asked = (self.sweep_concurrency, self.sweep_rate, self.slo)
         if sum(one is not None for one in asked) != 1:
@@ -303,7 +303,7 @@ class StartOptions:
 
     def check_absent(self) -> None:
         """Raises `BadInput` for an option that two recorded runs have no use for."""
-        from ...quant.base.errors import BadInput
+        from ...base.errors import BadInput
 
         for name in ("max_starts", "max_minutes", "pin_cpus", "interleave"):
             if getattr(self, name) is not None:

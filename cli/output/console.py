@@ -23,7 +23,7 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from ...quant.base.progress import SHARE, in_words
+from ...base.progress import SHARE, in_words
 
 # A bracket in a message, a path or a table's cell is itself: what is coloured is a `Text`.
 people = Console(stderr=True, highlight=False, markup=False)

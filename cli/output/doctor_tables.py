@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ...base.processor import NATIVE
 from ...bench.machine.overview import EXTRAS
 from ...engine.base.units import format_gib
-from ...quant.base.processor import NATIVE
 from .console import table_of
 
 Row = tuple[str, str]

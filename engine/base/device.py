@@ -10,9 +10,9 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ...base.errors import BadInput
+from ...base.processor import computes_in_bf16
 from ...quant.base.device import cuda_problem, has_nvidia_gpu
-from ...quant.base.errors import BadInput
-from ...quant.base.processor import computes_in_bf16
 from ...quant.model.checkpoint import Checkpoint
 
 CheckpointT = TypeVar("CheckpointT", bound=Checkpoint)

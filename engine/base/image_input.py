@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ...quant.base.errors import BadInput
-from ...quant.base.option import check_limits, no_less_than, option
+from ...base.errors import BadInput
+from ...base.option import check_limits, no_less_than, option
 from .units import parse_bytes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from .device import to_device
 
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 
 if TYPE_CHECKING:
     from .logits import LogitsProcessor, TokenMask

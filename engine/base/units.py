@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 
 _BYTES = {
     "kib": 2**10,

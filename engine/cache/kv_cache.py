@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.device import packed
 from ..base.host import available_memory_bytes
 from ..base.units import format_gib

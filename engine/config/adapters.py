@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from ...quant.base.atomic_io import expanded
-from ...quant.base.errors import BadInput
+from ...base.atomic_io import expanded
+from ...base.errors import BadInput
 from ...quant.convert.adapter import LoraSettings
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 
 
 @dataclass(frozen=True, slots=True)

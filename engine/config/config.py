@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...quant.base.errors import BadInput
-from ...quant.base.option import at_least, check_limits, one_of, option, share
+from ...base.errors import BadInput
+from ...base.option import at_least, check_limits, one_of, option, share
 from ..base.units import parse_bytes, parse_size
 from ..scheduling.block_pool import Window
 from ..scheduling.kv_eviction import DEFAULT_METHOD, METHODS, KvEviction

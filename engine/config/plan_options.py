@@ -6,8 +6,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ...quant.base.errors import BadInput
-from ...quant.base.option import option, option_like
+from ...base.errors import BadInput
+from ...base.option import option, option_like
 from ..base.units import SLO_SHARE
 from .config import EngineConfig
 

@@ -12,8 +12,8 @@ from math import ceil
 from pathlib import Path
 from typing import ClassVar
 
-from ...quant.base.errors import BadInput
-from ...quant.base.option import check_limits, no_less_than, option
+from ...base.errors import BadInput
+from ...base.option import check_limits, no_less_than, option
 from ..planner.cache_size import DEFAULT_UTILIZATION
 from ..planner.plan import DeploymentPlan, DevicePlan
 from ..server.requests.metric_names import llmopt_metric, no_metric, sglang_metric, vllm_metric

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.units import parse_bytes, parse_size
 from ..config.adapters import parse_adapters, servable_settings
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.model.checkpoint import read_json
 from ..planner.catalog import PlannedModel
 from ..planner.devices import Device

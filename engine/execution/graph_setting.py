@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ...quant.base.errors import first_line
+from ...base.errors import first_line
 from ..kernels.common.devices import refuses_triton
 from ..kernels.common.graphs import CpuGraph, CudaGraph, GraphMemoryPool, NotCapturable
 from ..model.layers.attention import LayerCache, StepInputs

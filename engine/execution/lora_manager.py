@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..config.adapters import LoadedAdapters
 from ..config.config import EngineConfig
 from ..model.adapter.open import CausalModel

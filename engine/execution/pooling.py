@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.config import is_classifier
 from ...quant.families.registry import type_of
 from ...quant.model.checkpoint import read_json
-from ...quant.models import open_checkpoint
+from ...quant.source.models import open_checkpoint
 from ..base.sampling_params import PoolingParams
 from ..scheduling.outputs import RequestOutput
 from ..scheduling.request import Request

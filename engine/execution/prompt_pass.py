@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..cache.step_inputs import Run
 from ..scheduling.block_pool import BlockPool, evict_blocks
 from ..scheduling.request import NULL_SLOT

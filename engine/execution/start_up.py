@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from ...quant.base.errors import BadInput, DoesNotFit
+from ...base.errors import BadInput, DoesNotFit
 from ..base.host import available_memory_bytes
 from ..base.sampling_params import SamplingParams
 from ..base.units import format_gib

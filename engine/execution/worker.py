@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...quant.base.errors import BadInput, first_line
-from ...quant.models import open_checkpoint
+from ...base.errors import BadInput, first_line
+from ...quant.source.models import open_checkpoint
 from ..base.host import Topology, place, read_topology, thread_limit
 from ..cache.kv_cache import KvCache
 from ..kernels.common.cpu_measurements import choose_threads

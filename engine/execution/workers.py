@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
 from ..cache.kv_cache import KvCache, check_stored_dtype, stored_dtype
 from ..config.config import EngineConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...quant.base.errors import BadInput, first_line
+from ...base.errors import BadInput, first_line
 from ..base.image_input import ImageInput
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.model.checkpoint import Checkpoint
 from ..model.adapter.linears import (
     CurrentAdapters,

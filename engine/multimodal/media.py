@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import MARKER
 
-from ...quant.base.atomic_io import expanded
-from ...quant.base.errors import BadInput, first_line
+from ...base.atomic_io import expanded
+from ...base.errors import BadInput, first_line
 from ..base.image_input import MediaLimits
 from .remote import RemoteMedia
 

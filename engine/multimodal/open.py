@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
 
 import torch
 
-from ...quant.base.errors import BadInput, first_line
-from ...quant.load_processor import has_processor
+from ...base.errors import BadInput, first_line
 from ...quant.model.checkpoint import Checkpoint
+from ...quant.source.load_processor import has_processor
 from ..base.image_input import Images, MediaLimits
 from ..model.layers.spec import ImageSpec
 from ..scheduling.request import RopePositions

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...quant.base.errors import BadInput, first_line
-from ...quant.load_processor import load_processor
+from ...base.errors import BadInput, first_line
+from ...quant.source.load_processor import load_processor
 from ..base.image_input import ImageInput, Images
 
 if TYPE_CHECKING:

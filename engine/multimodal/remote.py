@@ -14,7 +14,7 @@ from urllib.parse import urljoin
 import httpcore
 import httpx
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 
 MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)

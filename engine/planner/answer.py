@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.units import format_tokens
 from .catalog import PlannedModel
 from .devices import Device, devices

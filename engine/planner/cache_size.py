@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Protocol
 
-from ...quant.base.errors import BadInput, DoesNotFit
+from ...base.errors import BadInput, DoesNotFit
 from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
 from .probed_shape import ElementBytes, ProbedShape

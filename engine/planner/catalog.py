@@ -20,8 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.atomic_io import expanded, write_atomically
-from ...quant.base.errors import BadInput
+from ...base.atomic_io import expanded, write_atomically
+from ...base.errors import BadInput
 from ...quant.families.config import (
     check_depth,
     check_type,

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.host import available_memory_bytes
 
 # One direction of PCIe 4.0 x16, for cards without NVLink or the like.

@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from ...quant.base.errors import BadInput
-from ...quant.base.option import offer
+from ...base.errors import BadInput
+from ...base.option import offer
 from ...quant.families.shapes import ModelShape
 from ..probe.facts import CachedTensor
 from ..scheduling.block_pool import Window

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.config import has_table_rule, model_shape
 from ...quant.gguf.container import GgufFile
 from ...quant.gguf.mix import file_type

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.family import ImageSettings, ImageTokens
 from ...quant.families.registry import image_tokens, type_of
 from ...quant.model.checkpoint import read_json

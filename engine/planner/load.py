@@ -14,8 +14,8 @@ from itertools import accumulate
 from math import ceil, floor
 from typing import Any
 
-from ...quant.base.errors import BadInput
-from ...quant.base.json_lines import json_lines
+from ...base.errors import BadInput
+from ...base.json_lines import json_lines
 from ...recipes import DATA
 from ..base.units import KEPT_UP, SLO_SHARE
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Self
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from ..config.compatibility import refuse
 from ..scheduling.kv_eviction import KvEviction

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.model.checkpoint import check_kinds, read_json
 from ...recipes import MODELS
 from .catalog import PlannedModel, find_model

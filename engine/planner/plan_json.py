@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from ...quant.model.checkpoint import check_kinds, read_json
 from ..probe.facts import PARTS

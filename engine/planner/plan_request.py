@@ -15,8 +15,8 @@ from difflib import get_close_matches
 from fractions import Fraction
 from pathlib import Path
 
-from ...quant.base.errors import BadInput
-from ...quant.base.processor import computes_in_bf16
+from ...base.errors import BadInput
+from ...base.processor import computes_in_bf16
 from ...quant.families.shapes import ModelShape
 from ..base.units import parse_bytes, parse_size, parse_tokens, required_slo
 from ..config.config import EngineConfig

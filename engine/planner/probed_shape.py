@@ -9,7 +9,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any, Self, cast
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.shapes import Experts, Latent, ModelShape, Role, Shard, Tensor
 from ..probe.facts import CachedTensor, ProbedModel
 

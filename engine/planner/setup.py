@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from ..scheduling.kv_eviction import KvEviction
 from .cache_size import (

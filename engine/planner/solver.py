@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from .cache_size import kv_dtype
 from .devices import Device

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from math import ceil, e, log1p
 from typing import Any, NamedTuple
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from .devices import Device
 from .probed_shape import ProbedShape

@@ -14,8 +14,8 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from ...quant.base.atomic_io import Entry, file_bytes
-from ...quant.base.errors import BadInput
+from ...base.atomic_io import Entry, file_bytes
+from ...base.errors import BadInput
 from ...quant.families.registry import model_family
 from ...quant.families.shapes import ModelShape, Role, Tensor
 from ...quant.kinds.ggml.scheme import GgufScheme

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicCache
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.families.registry import type_of
 from .facts import CachedTensor, Law, Parameters, Part
 

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
-from ...quant.base.errors import BadInput, first_line
+from ...base.errors import BadInput, first_line
 from ...quant.families.registry import type_of
 from ...quant.model.auto import auto_class, read_config
 from .facts import CachedTensor, ProbedModel

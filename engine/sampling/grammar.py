@@ -19,7 +19,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from llguidance.hf import from_tokenizer
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from .schema_limits import enforceable
 from .structural_tag import structural_tag
 

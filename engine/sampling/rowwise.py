@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.device import packed, to_device
 from ..base.logits import LogitsProcessor, dense_mask
 from ..base.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 
 Schema = Mapping[str, Any]
 

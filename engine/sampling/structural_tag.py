@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from .schema_limits import enforceable
 
 MAX_DEPTH = 32

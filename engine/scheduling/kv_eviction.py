@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from .block_pool import BlockPool, PrefixCache
 from .extensions import SchedulerExtension
 from .request import Request

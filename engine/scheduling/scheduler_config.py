@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from .block_pool import Window
 from .draft_length import DraftLength
 from .kv_eviction import KvEviction

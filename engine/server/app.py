@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from ...quant.base.version import VERSION
-from ..engine import Engine
+from ...base.version import VERSION
+from ..core.engine import Engine
 from .endpoints.capabilities import (
     Constrainer,
     PromptImages,

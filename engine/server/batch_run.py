@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 import httpx
 from fastapi import FastAPI
 
-from ...quant.base.atomic_io import atomic_file, no_space_or
-from ...quant.base.errors import BadInput, Failure
-from ...quant.base.progress import Progress
+from ...base.atomic_io import atomic_file, no_space_or
+from ...base.errors import BadInput, Failure
+from ...base.progress import Progress
 from .batch_file import BatchFile, BatchRequest
 from .protocol.server_options import ServerOptions
 

@@ -28,7 +28,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from ...quant.base.errors import BadInput, Failure
+from ...base.errors import BadInput, Failure
 from ..base.host import use_one_arena
 from .protocol.errors import error_body
 from .protocol.server_options import ServerOptions, TlsOptions

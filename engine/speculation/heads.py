@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...quant.base.errors import BadInput
+from ...base.errors import BadInput
 from ...quant.model.checkpoint import SINGLE_NAME, Checkpoint, read_json
 from ..base.device import packed
 from ..cache.kv_cache import KvCache

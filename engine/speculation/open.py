@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...quant.base.errors import BadInput
-from ...quant.load_processor import load_tokenizer
-from ...quant.models import open_checkpoint, resolve_model
+from ...base.errors import BadInput
+from ...quant.source.load_processor import load_tokenizer
+from ...quant.source.models import open_checkpoint, resolve_model
 from ..base.device import packed
 from ..cache.kv_cache import KvCache
 from ..cache.step_inputs import Run

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
-from .errors import BadInput
+from ...base.errors import BadInput
 
 
 class Consumed(Mapping[str, Any]):

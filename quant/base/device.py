@@ -24,8 +24,8 @@ from typing import TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from .errors import BadInput, first_line
-from .option import device_names
+from ...base.errors import BadInput, first_line
+from ...base.option import device_names
 
 HOST = torch.device("cpu")
 Task = TypeVar("Task")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from .errors import BadInput
+from ...base.errors import BadInput
 
 SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
 PER_CHANNEL = -1

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import distributed as dist
 
+from ...base.errors import BadInput, Failure, first_line
 from .device import HOST
-from .errors import BadInput, Failure, first_line
 
 _GRACE_SECONDS = 20.0  # in which torchrun ends a worker, once the first said what is wrong with all
 _PATIENCE = timedelta(days=7)  # the others wait for a search of the first one

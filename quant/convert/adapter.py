@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...base.errors import BadInput
 from ..base.consumed import Consumed
-from ..base.errors import BadInput
 from ..model.checkpoint import read_json
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ..base.atomic_io import atomic_folder, write_atomically
-from ..base.errors import BadInput
-from ..base.progress import Progress, Silent
+from ...base.atomic_io import atomic_folder, write_atomically
+from ...base.errors import BadInput
+from ...base.progress import Progress, Silent
+from ...base.version import VERSION
 from ..base.scheme import Scheme
-from ..base.version import VERSION
 from ..families.registry import type_of
 from ..formats.registry import (
     FORMATS,
@@ -40,7 +40,6 @@ from ..kinds.registry import SCHEMES, scheme_record
 from ..methods.registry import check_format
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..model.parameters import model_parameters, unquantized_modules
-from ..models import short_name
 from ..plan.journal import sha256_of, weight_digests
 from ..plan.loaders import CheckpointContents, loaders, loads_in
 from ..plan.manifest import (
@@ -54,6 +53,7 @@ from ..plan.manifest import (
     to_json,
 )
 from ..plan.selection import Shapes
+from ..source.models import short_name
 from .plain import PLAIN, dequantize_checkpoint, refuse_unplaced, write_shards
 
 _OF_PROJECTION = re.compile(r"\.[kv]_proj(?=\.[kv]_scale$)")

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..base.atomic_io import atomic_folder, layout_of, write_atomically, write_tensors
-from ..base.errors import BadInput
-from ..base.progress import Progress, Silent
-from ..base.version import VERSION
+from ...base.atomic_io import atomic_folder, layout_of, write_atomically, write_tensors
+from ...base.errors import BadInput
+from ...base.progress import Progress, Silent
+from ...base.version import VERSION
 from ..families.registry import type_of
 from ..formats.registry import (
     checkpoint_format,
@@ -34,9 +34,9 @@ from ..kinds.base.format import CACHE_SCALES
 from ..kinds.registry import scheme_record
 from ..model.checkpoint import INDEX_NAME, Checkpoint
 from ..model.parameters import ModelParameters, model_parameters
-from ..models import short_name
 from ..plan.journal import sha256_of_file, weight_digests
 from ..plan.manifest import Conversion, to_json
+from ..source.models import short_name
 from .adapter import WEIGHTS_NAME, AdapterWeights, LoraSettings
 
 PLAIN = "hf"

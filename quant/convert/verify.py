@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import BadInput
-from ..base.progress import Progress, Silent
+from ...base.errors import BadInput
+from ...base.progress import Progress, Silent
 from ..formats.registry import (
     READERS,
     checkpoint_format,
@@ -27,10 +27,10 @@ from ..kinds.base.raw import Entries, Raw, read_headers, read_numbers
 from ..kinds.ggml.formats import read_gguf_headers
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
 from ..model.parameters import ModelParameters, by_kind, model_parameters, plain_linears
-from ..models import check_local, open_checkpoint
 from ..plan.journal import sha256_of_file
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.selection import HEAD
+from ..source.models import check_local, open_checkpoint
 from ..stream.kv_scales import kv_heads
 
 PROVEN = "proven: the files hold what was computed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from .family import ModelFamily
 from .registry import all_families, model_family, type_of
 from .shape_rules import Config

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import ceil, floor, sqrt
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from .choices import (
     QK_NORM,
     check_silu,

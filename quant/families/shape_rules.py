@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 
 Config = Mapping[str, Any]
 Windows = tuple[int | None, ...]

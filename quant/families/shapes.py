@@ -13,7 +13,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Literal, Self
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from .shape_rules import Config, ShapeRules, has_chunks, layer_windows
 
 Role = Literal[

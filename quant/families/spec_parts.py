@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 
 CLAMPED_SWIGLU = "clamped_swiglu"
 """Activation of gpt-oss, which clamps gate and up."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.containers import BitsAndBytesCodes
 from ..kinds.base.format import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.containers import CompressedLayouts, unsupported
 from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat, matches

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
+from ...base.version import VERSION
 from ..base.scheme import Scheme
-from ..base.version import VERSION
 from ..kinds.base.containers import ModelOptAlgorithms
 from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat
 from ..kinds.base.kind import storage_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.format import CACHE_SCALES, WeightFormat
 from ..kinds.base.kind import Reader, storage_of

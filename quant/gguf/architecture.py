@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..base.errors import BadInput
-from ..base.extras import import_extra
+from ...base.errors import BadInput
+from ...base.extras import import_extra
 from ..families.family import GgufRules
 from ..families.registry import all_families, model_family, type_of
 

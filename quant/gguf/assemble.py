@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ..base.atomic_io import Entry
-from ..base.errors import BadInput
+from ...base.atomic_io import Entry
+from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS

@@ -23,8 +23,8 @@ from typing import IO, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ..base.atomic_io import atomic_file
-from ..base.errors import BadInput
+from ...base.atomic_io import atomic_file
+from ...base.errors import BadInput
 from ..kinds.ggml.scheme import BLOCK_NUMBERS, GGUF_BLOCKS
 from ..model.checkpoint import GGUF_MAGIC
 

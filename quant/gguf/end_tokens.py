@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from .keys import TOKENIZER
 
 OLLAMAS_ENDS = "eos_token_ids"

@@ -18,8 +18,8 @@ from typing import BinaryIO
 
 import torch
 
-from ..base.atomic_io import write_atomically
-from ..base.errors import BadInput
+from ...base.atomic_io import write_atomically
+from ...base.errors import BadInput
 from .architecture import expert_of, to_gguf
 from .container import GgufFile, TensorToWrite, write_gguf
 

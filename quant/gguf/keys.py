@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 
 TOKENIZER = "tokenizer.ggml"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from .architecture import to_gguf
 from .container import GgufFile

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..families.family import GgufRules, ModelFamily
 from ..families.registry import all_families
 from ..families.spec_parts import yarn_scale

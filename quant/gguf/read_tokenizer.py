@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.plain_tokenizer import PlainTokenizer
 from .container import GgufFile
 from .end_tokens import END_KINDS, OLLAMAS_ENDS

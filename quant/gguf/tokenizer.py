@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import BadInput, first_line
+from ...base.errors import BadInput, first_line
 from ..model.checkpoint import read_json
 from .end_tokens import end_keys
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.scheme import Activations, Scheme
 from .codebook.scheme import CodebookScheme
 from .e8p.scheme import E8pScheme

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...base.errors import BadInput
 from ..base import workers
 from ..base.device import rows_at_once
-from ..base.errors import BadInput
 from ..families.layer_map import Fold
 from ..kinds.base.grid import where
 from ..kinds.base.tensor import QuantizedTensor

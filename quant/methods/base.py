@@ -9,9 +9,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from ...base.errors import BadInput, first_line
 from ..base import workers
 from ..base.device import lasting_zeros
-from ..base.errors import BadInput, first_line
 from ..base.lanes import LaneSums, Share, largest, totals
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap

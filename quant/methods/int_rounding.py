@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..base.build import beside, fields
+from ...base.build import beside, fields
 from ..base.device import rows_at_once
 from ..base.sums import folded
 from ..kinds.integer.kind import IntTensor, sequential_groups

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
-from ..base.errors import BadInput
-from ..base.option import Limit, check_limits, flag_of, option, options_of
+from ...base.errors import BadInput
+from ...base.option import Limit, check_limits, flag_of, option, options_of
 from ..base.scheme import PER_CHANNEL, Activations, Scheme
 from ..kinds.codebook.scheme import CODEBOOK_BLOCKS, CodebookScheme
 from ..kinds.e8p.scheme import E8pScheme

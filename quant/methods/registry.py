@@ -11,9 +11,9 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..base.errors import BadInput
-from ..base.extras import require
-from ..base.option import flag_of, offer, options_of
+from ...base.errors import BadInput
+from ...base.extras import require
+from ...base.option import flag_of, offer, options_of
 from ..base.scheme import SUPPORTED_BITS, Scheme
 from ..kinds.registry import format_names
 from . import options

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap, fused_name
 from ..kinds.base.grid import Grid

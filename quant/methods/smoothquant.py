@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..families.layer_map import Fold
 from ..kinds.base.tensor import QuantizedTensor
 from . import gptq

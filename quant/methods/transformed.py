@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ...base.errors import BadInput, first_line
 from ..base.device import temporaries_kept
-from ..base.errors import BadInput, first_line
 from ..kinds.base.incoherence import (
     TransformedGrid,
     TransformedKind,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..families.layer_map import LayerMap
 from ..families.registry import type_of
 from .checkpoint import Checkpoint

@@ -11,7 +11,7 @@ from packaging.version import Version
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..base.errors import BadInput, first_line
+from ...base.errors import BadInput, first_line
 
 _GROUPS = {
     "bamba": "mamba_n_groups",

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 
 if TYPE_CHECKING:
     import torch

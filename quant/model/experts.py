@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..families.registry import model_family, type_of
 from .checkpoint import Checkpoint
 

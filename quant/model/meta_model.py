@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..base.errors import BadInput, first_line
+from ...base.errors import BadInput, first_line
 from .auto import check_grouped_norm, read_config
 from .checkpoint import Checkpoint
 from .experts import NAMES_ON_DISK, fused_experts, split_experts

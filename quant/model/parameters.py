@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..base.errors import BadInput, first_line
+from ...base.errors import BadInput, first_line
 from ..families.registry import type_of
 from .architecture import HEAD
 from .auto import auto_class, read_config

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from ...base.atomic_io import layout_of, make_folder, write_atomically, write_tensors
+from ...base.errors import BadInput
+from ...base.progress import Progress
 from ..base import workers
-from ..base.atomic_io import layout_of, make_folder, write_atomically, write_tensors
 from ..base.device import HOST, give_back
-from ..base.errors import BadInput
-from ..base.progress import Progress
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics
 from ..model.checkpoint import read_json

@@ -15,9 +15,9 @@ from math import ceil
 
 import torch
 
-from ..base.atomic_io import entry_bytes
-from ..base.errors import BadInput
-from ..base.progress import Progress
+from ...base.atomic_io import entry_bytes
+from ...base.errors import BadInput
+from ...base.progress import Progress
 from ..base.scheme import PER_CHANNEL, SUPPORTED_BITS, Scheme
 from ..families.layer_map import LayerMap
 from ..gguf.architecture import architecture_of as gguf_architecture

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from operator import add
 
-from ..base.atomic_io import entry_bytes
+from ...base.atomic_io import entry_bytes
 from ..base.device import HOST
 from ..families.layer_map import LayerMap
 from ..gguf.architecture import expert_of

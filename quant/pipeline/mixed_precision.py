@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..base.errors import BadInput
-from ..base.progress import Progress
+from ...base.errors import BadInput
+from ...base.progress import Progress
 from ..base.scheme import Scheme
 from ..gguf.mix import mix_of
 from ..kinds.registry import scheme_record

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from ...base.errors import BadInput
 from ..base import workers
-from ..base.errors import BadInput
 from ..base.lanes import Share
 from ..methods.base import InputStatistics, LayerResult, in_lanes
 from ..methods.sign_descent import TunableBlock

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from ...base.atomic_io import layout_of, write_tensors
+from ...base.errors import BadInput
+from ...base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..base import workers
-from ..base.atomic_io import layout_of, write_tensors
 from ..base.device import PeakMemory, give_back
-from ..base.errors import BadInput
-from ..base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..gguf.architecture import architecture_of, expert_of, to_gguf
 from ..gguf.imatrix import ImportanceMatrix, write_imatrix
 from ..methods.base import InputStatistics

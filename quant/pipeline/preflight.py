@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..base.atomic_io import Entry, entry_bytes, file_bytes, layout_of
+from ...base.atomic_io import Entry, entry_bytes, file_bytes, layout_of
+from ...base.progress import Progress, Silent, in_words
 from ..base.lanes import shares_of
-from ..base.progress import Progress, Silent, in_words
 from ..base.scheme import Scheme
 from ..gguf.assemble import gguf_name, planned_bytes, planned_tensors
 from ..gguf.container import TensorToWrite, data_bytes

@@ -13,21 +13,21 @@ from typing import Any, TypedDict
 
 import torch
 
+from ...base.errors import BadInput
+from ...base.progress import Progress, Silent
 from ...recipes import DATA
 from ..base import workers
 from ..base.device import HOST
-from ..base.errors import BadInput
 from ..base.lanes import LANES
-from ..base.progress import Progress, Silent
 from ..kinds.fp8.scheme import INT8_CACHE
 from ..kinds.registry import scheme_record
-from ..load_processor import has_processor, load_processor, load_tokenizer
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS
 from ..model.checkpoint import Checkpoint
 from ..plan.journal import sha256_of, sha256_of_file, weight_digests
 from ..plan.plan import QuantizePlan, make_plan
 from ..plan.request import QuantizeRequest, require_target, searches
 from ..plan.selection import Shapes
+from ..source.load_processor import has_processor, load_processor, load_tokenizer
 from ..stream.calibration import Calibration, Images, load_calibration, no_calibration
 from ..stream.image_samples import PICTURES, Pair, image_calibration, read_pairs
 from ..stream.layer_stream import LayerStream

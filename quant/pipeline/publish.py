@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomically, write_tensors
-from ..base.errors import BadInput
-from ..base.version import VERSION
+from ...base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomically, write_tensors
+from ...base.errors import BadInput
+from ...base.version import VERSION
 from ..formats.registry import completed_config, config_files
 from ..gguf.assemble import assemble, gguf_name
 from ..methods.options import MethodOptions

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from ...base.errors import BadInput
 from ..base.device import HOST, creating_on
-from ..base.errors import BadInput
 from ..families.layer_map import LayerMap
 from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.tensor import QuantizedTensor, zeroed_rows

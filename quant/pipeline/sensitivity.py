@@ -24,9 +24,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from ..base.atomic_io import layout_of, write_atomically, write_tensors
+from ...base.atomic_io import layout_of, write_atomically, write_tensors
+from ...base.progress import Progress
 from ..base.device import HOST, hooks
-from ..base.progress import Progress
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics, quadratic_form
 from ..plan.selection import HEAD

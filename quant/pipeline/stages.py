@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..base.errors import BadInput
-from ..base.progress import Progress
+from ...base.errors import BadInput
+from ...base.progress import Progress
 from ..plan.journal import Journal
 from ..plan.plan import QuantizePlan
 from ..plan.request import QuantizeRequest

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import ParamSpec, TypeVar
 
-from ..base.progress import Progress
+from ...base.progress import Progress
 from ..plan.plan import QuantizePlan
 from ..stream.calibration import Calibration
 from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN

@@ -16,9 +16,9 @@ import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ...base.atomic_io import flush, make_folder, no_space_or, write_atomically
+from ...base.errors import BadInput
 from ..base import workers
-from ..base.atomic_io import flush, make_folder, no_space_or, write_atomically
-from ..base.errors import BadInput
 from ..model.checkpoint import Checkpoint
 
 _JOURNAL = "journal.jsonl"

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ...base.errors import BadInput
 from ..base.device import HOST, devices_of
-from ..base.errors import BadInput
 from ..base.scheme import PER_CHANNEL, Scheme
 from ..base.workers import own_device
 from ..formats.registry import FORMATS
@@ -26,9 +26,9 @@ from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
 from ..model.experts import APART_FORMATS, with_experts_apart
 from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
-from ..models import open_plain
 from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing
+from ..source.models import open_plain
 from ..stream.kv_scales import kv_heads
 from ..stream.layer_stream import compute_dtype
 from ..stream.sources import BUNDLED_SEQ_LEN, CPU_SEQ_LEN, is_bundled

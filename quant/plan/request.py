@@ -10,8 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
-from ..base.errors import BadInput
-from ..base.option import (
+from ...base.errors import BadInput
+from ...base.option import (
     device_names,
     option,
     option_like,
@@ -246,7 +246,7 @@ class QuantizeRequest:
             BadInput: no such model, or options that no model could fulfil.
         """
         from ..model.checkpoint import GGUF_SUFFIX
-        from ..models import resolve_model
+        from ..source.models import resolve_model
 
         folder = resolve_model(str(model))
         name = Path(model).name.removesuffix(GGUF_SUFFIX) or folder.resolve().name

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.scheme import PER_CHANNEL, Scheme
 from ..families.layer_map import LayerMap
 from ..families.vision import vision_map

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..families.layer_map import Fold, LayerMap
 from ..methods.base import LayerProblem
 from ..methods.folding import can_fold, column_scales, divided_bias, fold_into_norm, row_scales

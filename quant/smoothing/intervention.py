@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...base.errors import BadInput, first_line
 from ..base.device import hooks
-from ..base.errors import BadInput, first_line
 from .small_model import RandomModel
 
 LARGEST_SCALE = 256.0  # far from 1, so that clamps and soft caps show

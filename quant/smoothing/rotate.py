@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..base.errors import BadInput, first_line
+from ...base.errors import BadInput, first_line
 from ..families.registry import type_of
 from ..model.architecture import architecture_of
 from ..model.auto import auto_class, read_config

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import BadInput, first_line
+from ...base.errors import BadInput, first_line
 from ..families.registry import type_of
 from ..model.auto import auto_class
 from ..model.checkpoint import Checkpoint

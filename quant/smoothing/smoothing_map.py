@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..base.atomic_io import write_atomically
-from ..base.errors import BadInput
+from ...base.atomic_io import write_atomically
+from ...base.errors import BadInput
 from ..families.registry import type_of
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint

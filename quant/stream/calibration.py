@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from .sources import STORIES, Document, plain_text, read_documents
 
 _Document = TypeVar("_Document")

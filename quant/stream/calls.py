@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from ..base.atomic_io import layout_of, write_tensors
+from ...base.atomic_io import layout_of, write_tensors
 from ..base.device import hooks
 from ..base.lanes import Share
 from ..model.meta_model import MetaModel

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...base.atomic_io import expanded
+from ...base.errors import BadInput, first_line
 from ...recipes import DATA
-from ..base.atomic_io import expanded
-from ..base.errors import BadInput, first_line
 from .calibration import (
     Calibration,
     ImageInputs,

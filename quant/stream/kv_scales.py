@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..base.workers import gathered
 from ..kinds.fp8.scheme import LARGEST, KvStrategy
 

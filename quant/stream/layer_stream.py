@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.errors import BadInput, first_line
+from ...base.processor import multiplies_bf16
 from ..base.device import HOST, hooks, temporaries_kept
-from ..base.errors import BadInput, first_line
 from ..base.lanes import Share, share_of
-from ..base.processor import multiplies_bf16
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics, in_lanes
 from ..model.architecture import Architecture

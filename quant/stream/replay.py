@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..base.errors import BadInput
+from ...base.errors import BadInput
 from ..model.meta_model import MetaModel
 from .calibration import ImageInputs
 from .calls import (

@@ -10,11 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ...base.atomic_io import expanded
+from ...base.errors import BadInput, first_line
+from ...base.extras import import_extra
+from ...base.json_lines import json_lines, parse_json
 from ...recipes import DATA, MODELS
-from ..base.atomic_io import expanded
-from ..base.errors import BadInput, first_line
-from ..base.extras import import_extra
-from ..base.json_lines import json_lines, parse_json
 
 STORIES = DATA / "calibration.txt"
 MIXED = DATA / "calibration_mixed.jsonl.xz"

@@ -6,8 +6,8 @@ import errno
 
 import pytest
 import typer
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import COMMANDS, application, main, run_guarded
-from llmopt.quant.base.errors import BadInput
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:

@@ -9,11 +9,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
+from llmopt.base.option import offer
 from llmopt.bench.load.address import PATHS
 from llmopt.bench.options.values import BACKENDS, NAMES
 from llmopt.bench.workloads.datasets import _BUILDERS
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.option import offer
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.registry import format_names
 from llmopt.quant.methods.options import SchemeOptions

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import typer.main
+from llmopt.base.errors import BadInput
+from llmopt.base.option import Option, options_of, word_name
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session import run_sessions
 from llmopt.bench.studies.recipe import Recipe
 from llmopt.cli import bench, main, serve_local
 from llmopt.cli.options.command import shown_name
 from llmopt.cli.options.shared import FolderOptions
-from llmopt.engine import llm
 from llmopt.engine.config.compatibility import FEATURES
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
+from llmopt.engine.core import llm
 from llmopt.engine.deploy.engine_commands import VLLM
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.option import Option, options_of, word_name
 
 ROOT = Path(__file__).parents[2]
 VLLM_OPTIONS = (ROOT / f"tests/engine/deploy/vllm-{VLLM.version}-options.txt").read_text().split()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import typer.main
+from llmopt.base.atomic_io import check_output, write_atomically
+from llmopt.base.errors import BadInput
 from llmopt.cli import main
-from llmopt.quant.base.atomic_io import check_output, write_atomically
-from llmopt.quant.base.errors import BadInput
 
 WORDS = (
     "Write ",

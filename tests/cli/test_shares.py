@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import typer.main
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.limits import COUNTED as COUNTS
 from llmopt.bench.gate.limits import MEASURED, SCORED, parse_gate
 from llmopt.bench.studies.recipe import CompareStep
 from llmopt.bench.studies.starts_plan import Build, StartsPlan
 from llmopt.cli import main
-from llmopt.quant.base.errors import BadInput
 
 
 def llmopt(*words: str) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoTokenizer
 

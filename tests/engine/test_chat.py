@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import ProgressUpdate
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.server.endpoints.tokenization import Tokenization
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import ProgressUpdate
 
 from ..support.image_models import IMAGE_FAMILIES, picture, save_image_model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 
 from ..support.live_server import make_engine
 

@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 
 

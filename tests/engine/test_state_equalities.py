@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.model.decoder.decoder import Decoder
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS as BUNDLED
 from transformers import AutoTokenizer
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.bench.machine.kernel_table import SCHEMES
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.kernels.elementwise.reference import fake_quantize_inputs
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.ggml.scheme import GgufScheme

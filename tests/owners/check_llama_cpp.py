@@ -151,7 +151,7 @@ def our_answer(path: Path) -> dict[str, Any]:
     """Token ids of the prompt, logits after each, and a greedy continuation from this engine."""
     from llmopt.engine import LLM, SamplingParams
     from llmopt.engine.config.config import EngineConfig
-    from llmopt.engine.engine import Engine
+    from llmopt.engine.core.engine import Engine
 
     options: Any = {"dtype": "float32", "device": "cpu", "cpu_activations": 16}
     engine = Engine(EngineConfig(model=path, **options))

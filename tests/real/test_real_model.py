@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.llm import LLM
+from llmopt.engine.core.llm import LLM
 from llmopt.recipes import DATA
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

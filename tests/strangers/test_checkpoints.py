@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.plain import PLAIN
 from llmopt.quant.convert.verify import verify

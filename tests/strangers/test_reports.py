@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.plain import PLAIN
 from llmopt.quant.convert.verify import skipped_by, verify

@@ -22,7 +22,7 @@ PRELOADED = [
     "torch",
     "transformers.models.llama.modeling_llama",
     "llmopt.cli.main",
-    "llmopt.engine.engine",
+    "llmopt.engine.core.engine",
     "llmopt.engine.server.app",
     "llmopt.quant.pipeline.pipeline",
     "llmopt.bench.session.run_sessions",

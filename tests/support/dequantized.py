@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.model.auto import auto_class, read_config
 from llmopt.quant.model.checkpoint import Checkpoint

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base import build, processor
+from llmopt.base.processor import features_of
 from llmopt.engine.kernels.common import graphs
 from llmopt.engine.kernels.common.graphs import Launch
-from llmopt.quant.base import build, processor
-from llmopt.quant.base.processor import features_of
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 LIBRARIES = "/usr/aarch64-linux-gnu"

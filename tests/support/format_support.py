@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.base.kind import kind_of

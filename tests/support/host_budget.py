@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.decode_graphs import CPU_SIZES, CUDA_SIZES
 from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.execution.graph_setting import EagerGraph

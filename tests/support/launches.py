@@ -77,7 +77,7 @@ def counting() -> Iterator[Counter[str]]:
 def launches_per_layer(config_class: str, overrides: dict[str, Any], folder: Path) -> Counter[str]:
     """Launches of the last layer of a model, in a decode step; `folder` is where it is written."""
     from llmopt.engine.config.config import EngineConfig
-    from llmopt.engine.engine import Engine
+    from llmopt.engine.core.engine import Engine
     from llmopt.engine.execution.decode_inputs import DecodeInputs
 
     save_model(folder, config_class, overrides)

@@ -16,7 +16,7 @@ import openai
 import uvicorn
 from fastapi import FastAPI
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.scheduling.outputs import EngineStats, RequestOutput
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, bounded_connections

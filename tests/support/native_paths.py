@@ -6,8 +6,8 @@ import os
 import platform
 
 import pytest
-from llmopt.quant.base.build import BuildFailed, compiler_command
-from llmopt.quant.base.processor import PATHS, VARIABLE, processor_flags
+from llmopt.base.build import BuildFailed, compiler_command
+from llmopt.base.processor import PATHS, VARIABLE, processor_flags
 
 
 def native_paths() -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.model.auto import check_grouped_norm
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

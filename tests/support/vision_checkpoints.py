@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from llmopt.quant.load_processor import load_processor, load_tokenizer
+from llmopt.quant.source.load_processor import load_processor, load_tokenizer
 from llmopt.recipes import MODELS
 from PIL import Image
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 
 from tools import owners
 

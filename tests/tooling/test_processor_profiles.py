@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from llmopt.quant.base.processor import PATHS, PROFILES
+from llmopt.base.processor import PATHS, PROFILES
 
 from tools.processor_profiles import DEFAULT, NO_COMPILER, path_without_compilers, settings
 

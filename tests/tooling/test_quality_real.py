@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from llmopt.base.errors import BadInput
 from llmopt.bench.quality.passage import ProtocolOptions, read_passage
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.models import resolve_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.source.models import resolve_model
 from llmopt.quant.stream.calibration import load_calibration
 from llmopt.quant.stream.sources import STORIES
 

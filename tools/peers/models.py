@@ -16,7 +16,7 @@ import transformers
 from llmopt.quant.gguf.container import GgufFile, TensorInfo, TensorToWrite, write_gguf
 from llmopt.quant.gguf.mix import has_more_bits
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.models import resolve_model
+from llmopt.quant.source.models import resolve_model
 from safetensors.torch import save_file
 
 T = TypeVar("T")

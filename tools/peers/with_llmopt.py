@@ -8,7 +8,7 @@ from typing import Any
 
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.planner.speed import (
     decode_step_bytes,
     decode_step_flops,

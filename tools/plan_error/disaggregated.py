@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.expected import MEASURES
 from llmopt.engine.planner.step_model import StepModel, StepWork, generation
-from llmopt.quant.base.errors import BadInput
 
 from .columns import Predicted
 from .report import HEADER, LEGEND, errors, line

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmopt.quant.base.processor import without_openmp_spins
+from llmopt.base.processor import without_openmp_spins
 
 WORKER = Path(__file__).with_name("worker.py")
 PACKAGES: dict[str, tuple[str, ...]] = {

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmopt.base.atomic_io import write_atomically
+from llmopt.base.errors import BadInput
+from llmopt.base.processor import cpu_model
 from llmopt.bench.quality.passage import Passage, ProtocolOptions, read_passage
 from llmopt.bench.quality.summary import FORMULAS
-from llmopt.quant.base.atomic_io import write_atomically
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.processor import cpu_model
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.calibration import Calibration, load_calibration

@@ -310,7 +310,7 @@ def main() -> None:
     if (
         package == "llmopt"
     ):  # as its command: torch's threads spin briefly if it is loaded before torch
-        import_module("llmopt.quant.base.processor")
+        import_module("llmopt.base.processor")
     if package != "llamacpp":
         import torch
 

@@ -17,7 +17,7 @@ from itertools import cycle
 from typing import Any
 
 from llmopt.cli.main import main
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.output_processor import OutputProcessor
 from llmopt.engine.scheduling.outputs import RequestOutput

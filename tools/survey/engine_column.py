@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.llm import LLM
+from llmopt.engine.core.llm import LLM
 from llmopt.engine.model.adapter.packed import PackedForward
 from llmopt.engine.model.adapter.sequential import SequentialForward
 from llmopt.engine.model.decoder.decoder import Decoder
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
 

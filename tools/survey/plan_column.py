@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import shape_of
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.probed_shape import ProbedShape
 from llmopt.engine.probe.measure import cache_after, cache_bytes
-from llmopt.quant.base.errors import BadInput
 
 from tests.support.survey.case import Case, Verdict
 

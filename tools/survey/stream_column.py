@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.stream.layer_stream import LayerStream

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from llmopt.quant.base.errors import BadInput, first_line
+from llmopt.base.errors import BadInput, first_line
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.model.architecture import Architecture, architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from ....quant.base.build import beside, fields
+from ....base.build import beside, fields
 from ..common.devices import refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from ..common.graphs import launch

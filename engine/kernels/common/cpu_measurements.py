@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ....quant.base.build import native
+from ....base.build import native
 
 READ_BYTES = 2**27
 ROUNDS = 500_000

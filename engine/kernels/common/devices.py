@@ -22,8 +22,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ....quant.base.build import Native
-from ....quant.base.errors import first_line
+from ....base.build import Native
+from ....base.errors import first_line
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ....quant.base.build import native
+from ....base.build import native
 
 Launch = tuple[Any, ctypes.Structure]
 """A C function and its only argument."""

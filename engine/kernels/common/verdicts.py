@@ -25,9 +25,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ....quant.base.atomic_io import write_atomically
-from ....quant.base.build import cache_folder
-from ....quant.base.errors import BadInput, Failure, first_line
+from ....base.atomic_io import write_atomically
+from ....base.build import cache_folder
+from ....base.errors import BadInput, Failure, first_line
 
 _log = logging.getLogger(__name__)
 Implementation = TypeVar("Implementation")

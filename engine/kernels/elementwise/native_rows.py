@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....quant.base.build import beside, fields
+from ....base.build import beside, fields
 from ..common.graphs import launch
 from .reference import (
     ActivationQuant,

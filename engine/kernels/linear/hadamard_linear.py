@@ -13,7 +13,7 @@ import ctypes
 import torch
 from torch.nn import functional
 
-from ....quant.base.build import beside, fields
+from ....base.build import beside, fields
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.e8p.kind import E8pTensor
 from ....quant.kinds.trellis.kind import TrellisTensor

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
-from ....quant.base.processor import computes_in_bf16
+from ....base.processor import computes_in_bf16
 from ..common.devices import refuses_cpu, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from .native_pack import native_pack

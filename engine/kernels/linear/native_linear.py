@@ -9,7 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
-from ....quant.base.build import beside, fields
+from ....base.build import beside, fields
 from ....quant.base.scheme import Activations, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor

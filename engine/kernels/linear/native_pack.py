@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ....quant.base.build import beside, fields
+from ....base.build import beside, fields
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.ggml.tensor import Blocks, GgufTensor, blocks_of
 from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of

@@ -10,7 +10,7 @@ import ctypes
 
 import torch
 
-from ....quant.base.build import beside, fields
+from ....base.build import beside, fields
 from ..common.graphs import launch
 
 ONEDNN_OPERATORS = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ....quant.base.scheme import PER_CHANNEL, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor

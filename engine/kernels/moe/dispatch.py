@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....quant.base.build import beside, fields
+from ....base.build import beside, fields
 from ..common.devices import package, refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from ..common.graphs import launch

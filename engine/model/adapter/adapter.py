@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ....quant.base.errors import BadInput, first_line
+from ....base.errors import BadInput, first_line
 from ....quant.model.auto import check_grouped_norm
 from ....quant.model.checkpoint import Checkpoint
 from ...config.compatibility import refuse

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from ....quant.base.errors import BadInput, first_line
+from ....base.errors import BadInput, first_line
 from ....quant.families.registry import type_of
 from ....quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from ....quant.kinds.base.tensor import QuantizedTensor

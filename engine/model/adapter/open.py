@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, TypeAlias
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ....quant.families.spec_parts import NotCovered
 from ....quant.model.checkpoint import Checkpoint
 from ...base.host import give_back_freed_memory

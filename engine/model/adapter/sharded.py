@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ..layers.parallel import Group, Shard, take, take_rows
 from ..layers.projection import LinearSite, Projection
 from ..layers.spec import LoadingOptions

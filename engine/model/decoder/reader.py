@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ....quant.families.config import complete, current_names, is_classifier
 from ....quant.families.registry import all_families, model_family, type_of
 from ....quant.families.spec_parts import CLAMPED_SWIGLU, Names, NotCovered

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ....quant.families.spec_parts import RopeSpec, yarn_scale
 from ...kernels.elementwise.native_rows import cos_sin_rows, embedding_rows
 from ...kernels.elementwise.reference import expand_cos_sin

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ....quant.convert.adapter import AdapterWeights
 from ...base.device import packed
 from ...config.adapters import servable_settings

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ....quant.base.errors import BadInput, Failure
+from ....base.errors import BadInput, Failure
 from ....quant.families.shapes import Latent, ModelShape
 from ....quant.kinds.base.incoherence import BLOCK as TRANSFORMED
 from ....quant.kinds.base.tensor import QuantizedTensor

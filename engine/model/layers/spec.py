@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ....quant.families.shapes import ModelShape
 from ....quant.families.spec_parts import (
     AltUpSpec,

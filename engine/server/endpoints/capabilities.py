@@ -14,12 +14,12 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ....quant.model.checkpoint import read_json
 from ...base.image_input import MediaLimits
 from ...base.logits import TokenMask
 from ...base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
-from ...engine import Engine
+from ...core.engine import Engine
 from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import is_data_url, load_images, sent_bytes
 from ..protocol.errors import ApiError, bad_field

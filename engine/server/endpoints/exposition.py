@@ -19,7 +19,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ...engine import Engine
+from ...core.engine import Engine
 from ..requests.loop import EngineLoop
 from ..requests.metric_names import llmopt_metric, vllm_metric
 from ..requests.metrics import Histogram, ServerMetrics

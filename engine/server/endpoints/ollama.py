@@ -14,11 +14,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ....quant.families.config import has_table_rule, model_shape
 from ....quant.families.registry import type_of
 from ....quant.model.checkpoint import gguf_file_of
-from ...engine import Engine
+from ...core.engine import Engine
 from ...execution.pooling import read_pooling
 from ...scheduling.outputs import RequestOutput, TokenLogprobs
 from ..parsing.events import Arguments, CallStart, Event, Parsed, ParsedCall

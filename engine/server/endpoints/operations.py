@@ -12,10 +12,10 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ....quant.base.version import VERSION
+from ....base.version import VERSION
 from ....quant.convert.adapter import CONFIG_NAME, WEIGHTS_NAME
 from ...base.chat_template import PLAIN_TEMPLATE
-from ...engine import Engine
+from ...core.engine import Engine
 from ..protocol.chat_protocol import Messages, Tool
 from ..protocol.errors import ApiError, Unavailable, bad_field
 from ..protocol.generation_protocol import TokenId

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.responses import Response
 
 from ...config.adapters import adapter_name
-from ...engine import Engine
+from ...core.engine import Engine
 from ...scheduling.request import Request, RequestStatus
 from ..protocol.errors import ApiError, Unavailable
 from ..requests.loop import EngineLoop

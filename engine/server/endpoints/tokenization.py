@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.chat_template import render_chat, renders_text
 from ..parsing.formats import ReasoningFormat, ToolFormat, format_of_template, reasoning_of_template
 from ..protocol.chat_protocol import ChatMessage, Tool

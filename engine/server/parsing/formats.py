@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 
 _NAME = r"(?P<name>[A-Za-z0-9_.\-]+)"
 SEPARATORS = " \t\r\n,;]"

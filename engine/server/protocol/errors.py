@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ....quant.base.errors import BadInput
+from ....base.errors import BadInput
 
 _log = logging.getLogger(__name__)
 

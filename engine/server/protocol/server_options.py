@@ -11,9 +11,9 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from ....quant.base.atomic_io import expanded
-from ....quant.base.errors import BadInput
-from ....quant.base.option import check_limits, flag_of, no_less_than, option, options_of
+from ....base.atomic_io import expanded
+from ....base.errors import BadInput
+from ....base.option import check_limits, flag_of, no_less_than, option, options_of
 from ...base.image_input import MediaLimits, size_option
 
 
@@ -62,7 +62,7 @@ class ServedModelOptions:
 
     def served_name(self, model: str) -> str:
         """The served name of `model`, a folder, a GGUF file or a name."""
-        from ....quant.models import short_name
+        from ....quant.source.models import short_name
 
         path = expanded(model)
         return self.served_model_name or (short_name(path) if path.exists() else model)

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ....quant.base.errors import Failure
+from ....base.errors import Failure
 from ...base.device import enter_device
 from ...base.host import give_back_freed_memory
 from ...base.sampling_params import SamplingParams
-from ...engine import Engine
+from ...core.engine import Engine
 from ...multimodal.encoder import EncodingError
 from ...scheduling.outputs import RequestOutput
 from ...scheduling.scheduler_config import StepPace

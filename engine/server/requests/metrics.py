@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...base.sampling_params import SamplingParams
 from ...config.adapters import adapter_name
-from ...engine import Engine
+from ...core.engine import Engine
 from ...execution.step_loop import StepRecorder
 from ...scheduling.outputs import EngineStats, RequestOutput
 from ...scheduling.request import RequestStatus

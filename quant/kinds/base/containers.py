@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import Activations, Scheme
 from .format import SCALE_DTYPES, Config, Stored
 from .raw import Entries, Raw

@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ....base.errors import BadInput
 from ...base.consumed import Consumed
-from ...base.errors import BadInput
 from ...base.scheme import Scheme
 from .tensor import QuantizedTensor
 

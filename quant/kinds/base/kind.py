@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import Scheme
 from .containers import BitsAndBytesCodes, CompressedLayouts, ModelOptAlgorithms
 from .format import WeightFormat

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...base.build import beside, fields
+from ....base.build import beside, fields
 from ...base.device import HOST, rows_at_once
 from ...base.sums import folded
 from .grid import Affine, Edge, Parameters, ScalarGrid, snap_to_integers, where

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 
 
 class QuantizedTensor(ABC):

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ..base.containers import BitsAndBytesCodes
 from ..base.format import COMPUTE_DTYPE, Config, Stored
 from ..base.kind import Storage

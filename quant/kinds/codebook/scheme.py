@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import Scheme
 
 CODEBOOK_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)

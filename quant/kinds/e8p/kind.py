@@ -26,7 +26,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ..base.grid import Parameters
 from ..base.incoherence import (
     HadamardTransform,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....base.errors import BadInput
 from ...base.consumed import Consumed
-from ...base.errors import BadInput
 from ...base.scheme import Activations, Scheme
 from ..base.containers import CompressedLayouts, ModelOptAlgorithms, one_number, unsupported
 from ..base.format import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import Activations, Scheme
 
 FP4_BLOCKS = {"nvfp4": 16, "mxfp4": 32}

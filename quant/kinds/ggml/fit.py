@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...base.build import beside, fields
+from ....base.build import beside, fields
 from ...base.device import rows_at_once
 from ...base.sums import folded
 from ..base.grid import where

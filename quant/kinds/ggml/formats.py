@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import Scheme
 from ..base.format import Config, TensorSource, WeightFormat
 from ..base.kind import Storage

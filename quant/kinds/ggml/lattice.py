@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...base.extras import import_extra
+from ....base.extras import import_extra
 from ..base.grid import where
 from .fit import error_weights, fit_signed, half, reciprocal
 from .small_blocks import pack_bits, read_half, unpack_bits

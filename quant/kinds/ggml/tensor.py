@@ -15,9 +15,9 @@ from typing import ClassVar
 
 import torch
 
-from ...base.build import beside, fields
+from ....base.build import beside, fields
+from ....base.errors import BadInput
 from ...base.device import rows_at_once
-from ...base.errors import BadInput
 from ..base.tensor import QuantizedTensor, edges, require_finite
 from ..fp4.kind import Fp4Tensor
 from ..fp4.scheme import Fp4Scheme

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import PER_CHANNEL, SUPPORTED_BITS
 from ..base.containers import (
     CompressedLayouts,

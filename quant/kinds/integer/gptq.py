@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import PER_CHANNEL, Scheme
 from ..base.format import (
     SCALE_DTYPES,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import PER_CHANNEL, SUPPORTED_BITS, Activations, Scheme
 
 _GROUPS = (128, 64, 32, PER_CHANNEL)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ..base.grid import Grid, Parameters
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import Scheme
 
 

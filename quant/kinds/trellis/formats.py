@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import Scheme
 from ..base.format import Config, Stored, TensorSource, WeightFormat, held_scheme
 from ..base.incoherence import BLOCK

@@ -15,7 +15,7 @@ from typing import Self
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import SUPPORTED_BITS
 from ..base.grid import Parameters
 from ..base.incoherence import (

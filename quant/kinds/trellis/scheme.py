@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ...base.scheme import Scheme
 
 TRELLIS_CODEBOOKS = ("3inst", "mcg", "mul1")

@@ -29,8 +29,8 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
-from ...base.build import beside, fields
-from ...base.errors import first_line
+from ....base.build import beside, fields
+from ....base.errors import first_line
 
 _log = logging.getLogger(__name__)
 

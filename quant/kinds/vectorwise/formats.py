@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ..base.containers import BitsAndBytesCodes
 from ..base.format import Config, Stored
 from ..base.kind import Storage

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from ...base.errors import BadInput
+from ....base.errors import BadInput
 from ..base.grid import Affine, Parameters, ScalarGrid, snap_to_integers
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor

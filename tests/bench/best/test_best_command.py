@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer
+from llmopt.base.progress import Silent
 from llmopt.bench.best import search
 from llmopt.bench.best.finalists import recipe_of
 from llmopt.bench.best.search import Target
@@ -18,7 +19,6 @@ from llmopt.bench.best.target import BestRequest
 from llmopt.cli.best import best
 from llmopt.cli.main import application, run_guarded
 from llmopt.engine.planner.catalog import find_model
-from llmopt.quant.base.progress import Silent
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.recipes import ROOT
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.bench.best import search
 from llmopt.bench.best.decision import mean_speed
 from llmopt.bench.best.finalists import affordable
@@ -17,8 +19,6 @@ from llmopt.bench.best.target import DEFAULT_MAX_KL, BestRequest, open_folder
 from llmopt.engine.planner import load_plan
 from llmopt.engine.planner.simulation import simulate
 from llmopt.engine.planner.weights import WeightRecipe
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
 from llmopt.quant.pipeline import preflight, timed_layer
 
 

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import Comparison, RunData, compare
 from llmopt.bench.gate.limits import COUNTED, MEASURED, RATES, GateOutcome, parse_gate, speed_limits
 from llmopt.bench.gate.measured import background_error
 from llmopt.bench.gate.outputs import benchmark_entries, junit
 from llmopt.bench.page.page import markdown_table
 from llmopt.bench.report.comparison import deltas_table
-from llmopt.quant.base.errors import BadInput
 
 
 def run_of(

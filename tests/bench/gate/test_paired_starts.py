@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import Comparison, RunData, judge_starts
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.measured import value_of_start
@@ -16,7 +17,6 @@ from llmopt.bench.page.page import markdown_table
 from llmopt.bench.record.result import to_json
 from llmopt.bench.report.comparison import operating_table
 from llmopt.bench.report.figures import operating_curve_svg
-from llmopt.quant.base.errors import BadInput
 
 from .test_gate import run_of
 

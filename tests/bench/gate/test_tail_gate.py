@@ -13,7 +13,7 @@ from llmopt.bench.quality.scoring import PromptScorer, score_passage
 from llmopt.bench.quality.summary import summarize
 from llmopt.bench.record.result import RunData
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.prompt_pass import PromptPass
 
 GATE = parse_gate("kl<=0.05 top1>=0.97 perplexity<=+3% p999_kl<=0.2")

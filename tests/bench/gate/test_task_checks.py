@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.task_checks import task_changes
 from llmopt.bench.quality.task_items import TaskItems, items_of
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import task_rows
-from llmopt.quant.base.errors import BadInput
 
 from ...support.gate_rates import as_run
 

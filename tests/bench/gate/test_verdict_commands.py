@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pyarrow.parquet as pq
 import pytest
 import typer
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import RunData
 from llmopt.bench.page.page import to_markdown
 from llmopt.bench.report.joined import ParetoPoint, front, joined_page, shared_quality
@@ -21,7 +22,6 @@ from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
 from llmopt.cli.report import report
-from llmopt.quant.base.errors import BadInput
 
 from ...support.simulated_clock import simulated_clock
 

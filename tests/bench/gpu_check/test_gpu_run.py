@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.gpu_check import run
 from llmopt.bench.gpu_check.run import STAGES, WHOLE, Record, Stage, add_stage, check_gpu, failures
-from llmopt.quant.base.errors import BadInput
 
 SCRIPT = """
 import os, sys, time
 from functools import partial
 from pathlib import Path
 from llmopt.bench.gpu_check.run import Case, Finding, run_cases
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 
 def good(): yield Finding("good", "1", "1", True)
 def wrong(): yield Finding("wrong", "1", "2", False)

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.bench.gpu_check import models, stages
 from llmopt.bench.gpu_check.models import TimedModel, decode_seconds
 from llmopt.bench.gpu_check.run import MOST_PROCESSES, STAGES, Finding
@@ -21,7 +22,6 @@ from llmopt.bench.gpu_check.stages import CASES, TIMED
 from llmopt.bench.machine.roofline import copy_bandwidth
 from llmopt.engine.kernels.common.verdicts import VARIABLE, current_verdicts
 from llmopt.engine.planner.catalog import find_model
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.plan.request import QuantizeRequest
 

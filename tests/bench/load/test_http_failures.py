@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.bench.load.address import Address
 from llmopt.bench.load.exchange import EncodedRequest, Endpoint
 from llmopt.bench.load.fleet import Fleet
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
 
 from ...support.cli_process import LlmoptProcess
 from ...support.live_server import eventually

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.bench.load import load
 from llmopt.bench.load.inprocess import InProcessTarget
 from llmopt.bench.load.load import Chunk, PassProgress, drive
 from llmopt.bench.metrics.trace import StepRecord
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.workload import Workload, WorkloadItem, numbered
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
 
 STEP = 0.010
 

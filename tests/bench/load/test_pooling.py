@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.load.address import RERANK
 from llmopt.bench.load.driver import batches
 from llmopt.bench.load.started_server import preset, server_arguments
@@ -20,7 +21,6 @@ from llmopt.bench.record.result import BenchRun
 from llmopt.bench.report.run_report import run_page, run_verdict
 from llmopt.bench.session.run_sessions import run_bench, write_run
 from llmopt.bench.workloads.workload import numbered
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 from tests.support.fake_server import Handler, State, make_server

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llmopt.base.processor import OPENMP_SPINS
 from llmopt.bench.load import started_server
 from llmopt.bench.options.options import BenchOptions
-from llmopt.quant.base.processor import OPENMP_SPINS
 
 
 class Started(Exception):

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.load import started_server
 from llmopt.bench.load.started_server import PRESETS, preset, served
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.run_sessions import run_bench
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 from ...support.cli_process import LlmoptProcess

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.metrics.metrics import (
     aggregate,
     exact_peaks,
@@ -16,7 +17,6 @@ from llmopt.bench.metrics.metrics import (
 )
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.engine.base.units import parse_slo
-from llmopt.quant.base.errors import BadInput
 
 SELECTED = ("ttft", "tpot", "itl", "e2el")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.limits import GateOutcome, parse_promises
 from llmopt.bench.gate.quality_checks import check_promises
 from llmopt.bench.quality.domains import (
@@ -28,7 +29,6 @@ from llmopt.bench.quality.passage import DOMAINS, EVALUATION_TEXT
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
 from llmopt.bench.quality.summary import score_of
 from llmopt.bench.session.tasks import encode_pair
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.stream.sources import MIXED, STORIES, plain_text, read_documents
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoTokenizer

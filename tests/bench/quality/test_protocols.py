@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.quality.passage import (
     Passage,
     ProtocolOptions,
@@ -12,7 +13,6 @@ from llmopt.bench.quality.passage import (
     leading_special_tokens,
     read_passage,
 )
-from llmopt.quant.base.errors import BadInput
 
 
 class Letters:

@@ -13,7 +13,7 @@ from llmopt.bench.quality.passage import EVALUATION_TEXT, ProtocolOptions, read_
 from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.summary import Quality, summarize
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

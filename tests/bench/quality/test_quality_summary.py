@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
 from llmopt.bench.quality.summary import PositionBlocks, quantile, summarize
-from llmopt.quant.base.errors import BadInput
 
 PASSAGE = Passage(
     (PassageWindow((1, 2, 3)), PassageWindow((3, 3), document=1)), "text", "p", "words"

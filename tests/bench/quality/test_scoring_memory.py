@@ -11,7 +11,7 @@ from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.scoring import SCORING_BYTES, score_passage
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.sampling.sampler import SLICE_BYTES
 from torch.profiler import ProfilerActivity, profile
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.bench.quality import scoring
 from llmopt.bench.quality.scoring import reduce_slice
-from llmopt.quant.base.errors import BadInput
 
 
 def both(rows: int = 37, vocab: int = 1009) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.record import identity
 from llmopt.engine.config.config import EngineConfig
-from llmopt.quant.models import resolve_model
+from llmopt.quant.source.models import resolve_model
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import compare, noise_of_runs
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.metrics.statistics import run_cv
@@ -14,7 +15,6 @@ from llmopt.bench.record.imported import read_imported
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.joined import joined_page
-from llmopt.quant.base.errors import BadInput
 
 RESULTS = Path(__file__).with_name("results")
 DOCS = Path(__file__).parents[3] / "docs" / "measuring.md"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
+from llmopt.base.errors import BadInput
 from llmopt.bench.report.otava import write_otava
 from llmopt.cli.main import main
-from llmopt.quant.base.errors import BadInput
 
 from tests.support.run_results import IDENTITY, result_of, write_results
 

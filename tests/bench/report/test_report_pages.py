@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmopt.base.atomic_io import write_atomically
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.gate.limits import GateOutcome, parse_share
 from llmopt.bench.gate.quality_checks import QualityGate
@@ -33,8 +35,6 @@ from llmopt.bench.record.run_record import vllm_part
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.parts import formulas
 from llmopt.bench.report.run_report import console_table, planned, write_report
-from llmopt.quant.base.atomic_io import write_atomically
-from llmopt.quant.base.errors import BadInput
 
 VLLM_KEYS = [
     "date",

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.load.inprocess import InProcessTarget, WithAdapter
 from llmopt.bench.load.load import adapter_of
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.workload import WorkloadItem
-from llmopt.quant.base.errors import BadInput
 
 
 class NotingEngine:

@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import typer
+from llmopt.base.processor import computes_in_bf16
 from llmopt.bench.load.inprocess import InProcessTarget
 from llmopt.bench.load.load import Chunk
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
-from llmopt.quant.base.processor import computes_in_bf16
 
 from ...support.simulated_clock import simulated_clock
 

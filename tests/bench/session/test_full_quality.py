@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from llmopt.base.errors import BadInput
 from llmopt.bench.quality import domains
 from llmopt.bench.quality.passage import DOMAINS
 from llmopt.bench.quality.scoring import score_passage
@@ -19,8 +20,7 @@ from llmopt.bench.session.tasks import encode_pair
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
+from llmopt.engine.core.engine import Engine
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

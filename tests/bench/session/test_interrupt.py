@@ -5,7 +5,7 @@ import signal
 import threading
 
 import pytest
-from llmopt.quant.base.atomic_io import interrupts_held
+from llmopt.base.atomic_io import interrupts_held
 
 
 def press_ctrl_c() -> None:

@@ -21,7 +21,7 @@ from llmopt.cli.bench import bench
 from llmopt.cli.freeze import freeze
 from llmopt.cli.main import run_guarded
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 
 from ...support.live_server import RunningServer, running
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.session.run_sessions import PassTurns, TurnPipe, give_turns
-from llmopt.quant.base.errors import BadInput
 
 # A benchmark in small: as many passes as it is told, then what `finish` does. Needs nothing of torch.
 CHILD = """

@@ -6,11 +6,11 @@ import time
 from collections import Counter
 
 import pytest
+from llmopt.base.progress import SHARE, Silent, in_words
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.bench.session.session import LOAD, PASS, QUALITY, REPORT, RunProgress
 from llmopt.cli.output.console import TerminalProgress
-from llmopt.quant.base.progress import SHARE, Silent, in_words
 
 
 class Clock:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from llmopt.base.processor import computes_in_bf16
 from llmopt.bench.load.known_server import known_server
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.run_sessions import run_bench
-from llmopt.quant.base.processor import computes_in_bf16
 
 # By the path of the object that holds them, `llmopt` being "". What is "*" differs from machine to
 # machine or from run to run.

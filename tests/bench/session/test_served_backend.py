@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.load.address import BACKENDS, Address, ServedModel, find_served
 from llmopt.bench.load.json_http import NoPromptLogprobs
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.session.task_backends import EngineBackend, ServedBackend
 from llmopt.bench.session.tasks import TaskScorer, check_template, protocol_words
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA
 
 from tests.support.live_server import RunningServer, make_engine, running

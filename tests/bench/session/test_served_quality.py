@@ -10,14 +10,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import typer
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.bench.load.address import Address, find_served
 from llmopt.bench.load.known_server import known_server
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.session.quality import ScoredQuality, quality_passage, score_quality, score_served
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
 
 from tests.support.live_server import RunningServer, make_engine, running
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.metrics.metrics import slo_share
 from llmopt.bench.metrics.trace import RequestTrace
 from llmopt.bench.options.options import BenchOptions
@@ -24,7 +25,6 @@ from llmopt.bench.session.sweep import (
     sweep_loads,
 )
 from llmopt.cli.main import main
-from llmopt.quant.base.errors import BadInput
 
 FAST = ["--num-prompts", "8", "--output-len", "6", "--num-threads", "1"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.page.templates import tables_of
 from llmopt.bench.quality.task_items import metric_rows
@@ -30,8 +31,7 @@ from llmopt.bench.session.tasks import (
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
+from llmopt.engine.core.engine import Engine
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM
 

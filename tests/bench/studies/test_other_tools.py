@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.report.comparison import summary
 from llmopt.bench.studies.starts_plan import Budget, StartsPlan, parse_builds
 from llmopt.bench.studies.starts_series import Finished, PairedSeries
-from llmopt.quant.base.errors import BadInput
 
 TOOL = """
 import json, pathlib, random, sys

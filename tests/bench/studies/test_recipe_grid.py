@@ -7,10 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.studies.recipe import Recipe, server_words, steps_of
 from llmopt.bench.studies.recipe_files import Stages, read_recipe
 from llmopt.cli.main import main
-from llmopt.quant.base.errors import BadInput
 
 GRID = """name: loads
 num_threads: 1

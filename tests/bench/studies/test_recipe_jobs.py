@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.bench.quality import positions, scoring
 from llmopt.bench.quality.scoring import SharedScores, score_passage
 from llmopt.bench.session.quality import quality_passage
@@ -19,8 +21,6 @@ from llmopt.bench.studies.jobs import Job, job_resources, jobs_of, node_kind
 from llmopt.bench.studies.recipe import Recipe
 from llmopt.bench.studies.recipe_files import JOURNAL_NAME, Stages, read_recipe
 from llmopt.bench.studies.recipe_run import job_on_node
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
 
 from .test_recipe_resume import CAPACITY, RECIPE, llmopt
 

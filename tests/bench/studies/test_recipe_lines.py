@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from llmopt.base.errors import BadInput
 from llmopt.bench.studies.recipe import steps_of
 from llmopt.bench.studies.recipe_files import line_of, read_recipe
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import ROOT
 
 GOOD = """# a comment

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from llmopt.base.option import options_of, spellings
 from llmopt.bench.options.definitions import BENCH_GROUPS
 from llmopt.bench.record.tracking import TrackingOptions
 from llmopt.bench.studies.recipe import Recipe, bench_of
@@ -16,7 +17,6 @@ from llmopt.bench.studies.recipe_files import read_recipe
 from llmopt.cli import main as cli_main
 from llmopt.cli.main import main
 from llmopt.cli.options.command import shown_name
-from llmopt.quant.base.option import options_of, spellings
 from llmopt.recipes import ROOT
 
 TWO = """name: mine

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.record.result import RunData
 from llmopt.bench.studies.start import affinity, cpus_of_pair, idlest, parse_cpus
 from llmopt.bench.studies.starts_plan import (
@@ -21,7 +22,6 @@ from llmopt.bench.studies.starts_plan import (
 )
 from llmopt.bench.studies.starts_series import num_cold, warm
 from llmopt.cli.main import main
-from llmopt.quant.base.errors import BadInput
 
 URLS = ("base=http://a:1", "new=http://b:2")
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import typer
+from llmopt.base.errors import BadInput
 from llmopt.bench.gate.limits import GateOutcome
 from llmopt.bench.studies.start import has_option
 from llmopt.bench.studies.starts_plan import Budget, Build, StartsPlan
 from llmopt.bench.studies.starts_series import Finished, PairedSeries, write_comparison
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
-from llmopt.quant.base.errors import BadInput
 
 Behave = Callable[..., Callable[[], list[str]]]
 GATE = "duration<=+10% cpu_seconds<=+5%"

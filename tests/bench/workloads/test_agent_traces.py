@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.workloads.trace_rows import TraceRow
 from llmopt.bench.workloads.traces import read_trace, trace_workload
-from llmopt.quant.base.errors import BadInput
 
 from .test_workload_traces import IDS
 

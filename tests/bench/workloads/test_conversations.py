@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.options.values import ThinkTime
 from llmopt.bench.workloads.conversations import (
@@ -21,9 +22,8 @@ from llmopt.bench.workloads.conversations import (
 from llmopt.bench.workloads.datasets import build_workload, read_frozen, write_frozen
 from llmopt.bench.workloads.sharegpt import exchanges_of
 from llmopt.bench.workloads.workload import Message
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.load_processor import load_tokenizer
-from llmopt.quant.models import resolve_model
+from llmopt.quant.source.load_processor import load_tokenizer
+from llmopt.quant.source.models import resolve_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
+from llmopt.base.json_lines import json_lines
 from llmopt.bench.record.result import RunData
 from llmopt.bench.workloads.custom import custom_workload, hub_workload
 from llmopt.bench.workloads.datasets import is_frozen, read_frozen, write_frozen
 from llmopt.bench.workloads.sharegpt import sharegpt_workload
 from llmopt.bench.workloads.traces import read_trace
 from llmopt.bench.workloads.workload import Workload
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.json_lines import json_lines
-from llmopt.quant.load_processor import load_tokenizer
-from llmopt.quant.models import resolve_model
+from llmopt.quant.source.load_processor import load_tokenizer
+from llmopt.quant.source.models import resolve_model
 from llmopt.quant.stream.sources import read_documents
 
 LM_EVAL = Path(__file__).parents[1] / "record" / "results" / "lm-eval"

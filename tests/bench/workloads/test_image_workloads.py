@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.load.address import CHAT, COMPLETIONS
 from llmopt.bench.load.driver import Body
 from llmopt.bench.load.exchange import MARK
@@ -18,9 +19,8 @@ from llmopt.bench.session.run_sessions import run_bench
 from llmopt.bench.workloads.datasets import build_workload, write_frozen
 from llmopt.bench.workloads.workload import Workload
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.multimodal.media import load_image
-from llmopt.quant.base.errors import BadInput
 
 from ...support.image_models import IMAGE_FAMILIES, save_image_model
 from ...support.pictures import encoded, picture

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.workloads.datasets import (
@@ -22,9 +23,8 @@ from llmopt.bench.workloads.datasets import (
 )
 from llmopt.bench.workloads.traces import Replay, read_trace, trace_workload
 from llmopt.bench.workloads.workload import ConversationTurn, Message, Workload, WorkloadItem
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.load_processor import load_tokenizer
-from llmopt.quant.models import resolve_model
+from llmopt.quant.source.load_processor import load_tokenizer
+from llmopt.quant.source.models import resolve_model
 
 from .simulated import Served, SimulatedRun
 from .test_workload_traces import IDS

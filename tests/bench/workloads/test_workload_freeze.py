@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.workloads.datasets import (
@@ -23,8 +24,7 @@ from llmopt.bench.workloads.workload import (
     numbered,
 )
 from llmopt.cli.main import main
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.load_processor import load_tokenizer
+from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.recipes import MODELS
 
 TOKENIZER = load_tokenizer(MODELS / "stories3M")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.custom import hub_rows, hub_workload
 from llmopt.bench.workloads.datasets import build_workload, locate_dataset
 from llmopt.bench.workloads.synthetic import prefix_repetition_workload, sonnet_workload
 from llmopt.bench.workloads.workload import fit_lengths, ramp_offsets
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.load_processor import load_tokenizer
+from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.recipes import MODELS
 
 

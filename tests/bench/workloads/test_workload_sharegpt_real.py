@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.bench.workloads.sharegpt import sharegpt_workload
-from llmopt.quant.load_processor import load_tokenizer
+from llmopt.quant.source.load_processor import load_tokenizer
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 FILES = ("dpo_en_300.json", "sharegpt_multiturn_128.json")
@@ -93,7 +93,7 @@ def test_prompts_without_an_answer_are_no_conversation() -> None:
         pytest.skip(f"needs the real prompts {path}, which are not shipped")
     entries = json.loads(path.read_text(encoding="utf-8"))
     assert not any(len(entry["conversations"]) >= 2 for entry in entries)
-    from llmopt.quant.base.errors import BadInput
+    from llmopt.base.errors import BadInput
 
     with pytest.raises(BadInput, match="no entry with two"):
         sharegpt_workload(

@@ -8,11 +8,11 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.engine_session import EngineSession
 from llmopt.bench.workloads.datasets import build_workload, resolved_options
 from llmopt.bench.workloads.traces import BUNDLED, read_trace, trace_workload
-from llmopt.quant.base.errors import BadInput
 
 SHARED = Path(__file__).parents[4] / "shared" / "data" / "traces"
 AZURE = SHARED / "AzureLLMInferenceTrace_conv_2023.csv"

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.custom import custom_workload
 from llmopt.bench.workloads.datasets import build_workload, locate_dataset
 from llmopt.bench.workloads.sharegpt import drop_reason, sharegpt_workload
 from llmopt.bench.workloads.synthetic import length_range, random_workload, warmup_workload
 from llmopt.bench.workloads.workload import Workload, arrival_offsets, numbered
-from llmopt.quant.base.errors import BadInput
 
 
 class Words:

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.device import choose_device, say_on_cpu
 from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.core.llm import LLM
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION
 from llmopt.engine.kernels.common import devices
 from llmopt.engine.kernels.common.dispatch import Operation
-from llmopt.engine.llm import LLM
 from llmopt.quant.base import device as quant_device
 from llmopt.quant.base.device import device_of
-from llmopt.quant.base.errors import BadInput
 
 from ...support.model_families import FAMILIES, save_model
 from ...support.pretended_cuda.card import Card

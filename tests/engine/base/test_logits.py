@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.base.logits import REMEMBERED_STATES, AutomatonMask, dense_mask
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 

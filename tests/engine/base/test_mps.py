@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.bench.machine.kernel_table import table
 from llmopt.cli.main import main
 from llmopt.engine.base.device import choose_device, choose_dtype
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.execution.decode_graphs import graph_sizes
 from llmopt.engine.execution.start_up import memory_of
-from llmopt.quant.base.errors import BadInput
 
 MPS = torch.device("mps")
 TORCH_PATHS = {"torch", "torch-sdpa", "torch-rows", "loop", "tiled-dequant"}

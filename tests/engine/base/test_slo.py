@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.units import SloResult, highest_near, parse_slo, required_slo
-from llmopt.quant.base.errors import BadInput
 
 
 def test_times_have_units_or_are_in_milliseconds() -> None:

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import Failure
+from llmopt.base.progress import Silent
 from llmopt.cli.main import main
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.step import StepResult, StepTimer
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.batch_file import read_batch
 from llmopt.engine.server.batch_run import OPTIONS, AnswerJournal, BatchRun
-from llmopt.quant.base.errors import Failure
-from llmopt.quant.base.progress import Silent
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine import build
+from llmopt.base.errors import BadInput
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core import build
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.prompt_pass import plan_steps
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
 from llmopt.engine.model.layers.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.recipes import DATA, MODELS
 
 from ...engine.kernels.test_kernels import RULES, attention_case

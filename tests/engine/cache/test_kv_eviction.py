@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.compaction import kept_slots
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.engine.llm import LLM
+from llmopt.engine.core.engine import Engine
+from llmopt.engine.core.llm import LLM
 from llmopt.engine.scheduling.kv_eviction import KvEviction
 from llmopt.engine.server.endpoints.page import snapshot
 from llmopt.engine.server.requests.metrics import ServerMetrics
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

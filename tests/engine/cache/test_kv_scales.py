@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
+from llmopt.engine.core.llm import LLM
 from llmopt.engine.kernels.attention import dispatch
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
-from llmopt.engine.llm import LLM
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest

@@ -14,7 +14,7 @@ STARTED = """
 import ctypes, json, mmap, sys
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 
 mincore = ctypes.CDLL(None, use_errno=True).mincore
 

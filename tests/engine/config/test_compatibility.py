@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.compatibility import (
     ALTERNATIVES,
@@ -21,7 +22,6 @@ from llmopt.engine.config.compatibility import (
     refuse,
 )
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.recipes import MODELS
 

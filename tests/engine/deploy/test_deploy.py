@@ -9,12 +9,12 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.deploy.deploy_files import QUEUE_METRIC, dashboard
 from llmopt.engine.deploy.engine_commands import VLLM
 from llmopt.engine.planner import plan_request
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
-from llmopt.quant.base.errors import BadInput
 
 from ...support.deployments import OTHERS, OURS, deployment, documents, small
 

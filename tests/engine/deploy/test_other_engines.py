@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.bench.load.started_server import PRESETS
 from llmopt.engine.deploy.engine_commands import ENGINES, ServerCommand, server_command
-from llmopt.quant.base.errors import BadInput
 
 from ...support.cli_process import run_llmopt
 

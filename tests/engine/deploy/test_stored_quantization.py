@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.deploy.stored_quantization import (
     SGLANG_METHODS,
@@ -15,7 +16,6 @@ from llmopt.engine.deploy.stored_quantization import (
     stored_quantization_of,
 )
 from llmopt.engine.planner.catalog import find_model
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.modelopt import ALGORITHMS, MIXED, ModelOptFormat, hf_quant_config
 from llmopt.recipes import MODELS

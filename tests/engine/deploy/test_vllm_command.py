@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.deploy.engine_commands import VLLM
-from llmopt.quant.base.errors import BadInput
 
 OPTIONS = Path(__file__).with_name(f"vllm-{VLLM.version}-options.txt").read_text().split()
 

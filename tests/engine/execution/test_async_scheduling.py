@@ -10,7 +10,7 @@ import pytest
 import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_loop import (
     DeviceAsyncLoop,
@@ -31,7 +31,7 @@ def loop(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> typ
     def opened(runner: ModelRunner, device: torch.device, *, overlapped: bool) -> Any:
         return request.param(runner) if overlapped else SerialLoop(runner)
 
-    monkeypatch.setattr("llmopt.engine.build.open_loop", opened)
+    monkeypatch.setattr("llmopt.engine.core.build.open_loop", opened)
     return request.param
 
 

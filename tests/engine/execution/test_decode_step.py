@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.kernels.common.graphs import GraphMemoryPool
 from llmopt.quant.kinds.integer.scheme import IntScheme

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.execution.token_graphs import TOKEN_SIZES
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests.loop import EngineLoop
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.families.spec_parts import NotCovered
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme

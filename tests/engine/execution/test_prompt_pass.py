@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.prompt_pass import PromptPass, Span, plan_steps
 from llmopt.engine.scheduling.block_pool import Window
 from llmopt.engine.scheduling.state_pool import StatePool
-from llmopt.quant.base.errors import BadInput
 
 
 class Pass:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
+from llmopt.engine.core.engine import Engine
 
 PROMPTS = [list(range(1, 1 + length)) for length in (3, 17, 40)]
 REDUCED = {

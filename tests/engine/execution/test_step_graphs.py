@@ -68,7 +68,7 @@ def test_rows_up_to_the_next_size_change_nothing(
     expected, near, _ = decoded(enforce_eager=True, **options)
     monkeypatch.setattr(decode_graphs, "CPU_SIZES", sizes)
     if capture == "called again":
-        monkeypatch.setattr("llmopt.engine.build.capture_on", lambda _: EagerGraph)
+        monkeypatch.setattr("llmopt.engine.core.build.capture_on", lambda _: EagerGraph)
     tokens, scored, used = decoded(**options)
     assert tokens == expected
     # torch's own GEMMs sum in another order where there are more rows.
@@ -116,7 +116,7 @@ def test_a_later_capture_that_fails_leaves_every_step_eager(
         ]
 
     expected = tokens(enforce_eager=True)
-    monkeypatch.setattr("llmopt.engine.build.capture_on", lambda _: capture)
+    monkeypatch.setattr("llmopt.engine.core.build.capture_on", lambda _: capture)
     assert tokens() == expected
     assert len(made) == 3
     (line,) = [r.getMessage() for r in caplog.records if "graphs" in r.getMessage()]

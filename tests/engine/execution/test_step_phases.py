@@ -10,7 +10,7 @@ import pytest
 from llmopt.bench.load.inprocess import mean_split
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.decode_graphs import StepGraphs
 from llmopt.engine.execution.graph_setting import Forward
 from llmopt.engine.execution.step import UNTIMED, PhaseTimer
@@ -45,7 +45,9 @@ def opened(**options: Any) -> Engine:
 
 @pytest.mark.parametrize("loop", [SerialLoop, ThreadedLoop, DeviceAsyncLoop])
 def test_the_phases_of_a_step_fit_into_it(loop: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmopt.engine.build.open_loop", lambda runner, _device, **_: loop(runner))
+    monkeypatch.setattr(
+        "llmopt.engine.core.build.open_loop", lambda runner, _device, **_: loop(runner)
+    )
     steps = traced(opened(), phases=True)
     assert len(steps) == 6
     for step in steps:

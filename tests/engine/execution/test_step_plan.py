@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 from llmopt.engine import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop, SerialLoop, ThreadedLoop
 from llmopt.engine.scheduling.block_pool import PrefixCache, evict_blocks
@@ -42,7 +42,8 @@ LOOPS = {"serial": SerialLoop, "threaded": ThreadedLoop, "device": DeviceAsyncLo
 
 def engine(monkeypatch: pytest.MonkeyPatch, loop: str, options: str) -> Engine:
     monkeypatch.setattr(
-        "llmopt.engine.build.open_loop", lambda runner, device, *, overlapped: LOOPS[loop](runner)
+        "llmopt.engine.core.build.open_loop",
+        lambda runner, device, *, overlapped: LOOPS[loop](runner),
     )
     given = {"num_blocks": 64, "block_size": 4, **OPTIONS[options]}
     return Engine(EngineConfig(MODELS / "stories3M", dtype="float32", num_threads=1, **given))

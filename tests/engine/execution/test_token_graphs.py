@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt import engine
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.cache.step_inputs import Run
 from llmopt.engine.config.config import SpeculationConfig
+from llmopt.engine.core import build
 from llmopt.engine.execution import token_graphs
 from llmopt.engine.execution.graph_setting import GraphSetting
 from llmopt.engine.kernels.common.devices import VARIABLE
@@ -63,7 +63,7 @@ def test_replayed_steps_change_no_token(
         return forward
 
     monkeypatch.setattr(token_graphs.TokenGraphs, "prepare", watched)
-    monkeypatch.setattr(engine.build, "token_graph_sizes", lambda device, most: (16, 32))
+    monkeypatch.setattr(build, "token_graph_sizes", lambda device, most: (16, 32))
     assert tokens(tmp_path, **options) == expected
     assert any(size < 16 for size in sizes)
     assert len(sizes) > 1, "the steps went past the graphs"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from llmopt.engine import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.start_up import warm_up
 from llmopt.engine.kernels.common.devices import VARIABLE
 

@@ -9,20 +9,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from llmopt.engine.kernels.attention.batch import AttentionRule
-from llmopt.engine.kernels.attention.dispatch import attend_native
-from llmopt.engine.kernels.elementwise.native_rows import ACTIVATIONS, NativeGate, NativeNorm
-from llmopt.engine.kernels.elementwise.reference import ActivationQuant
-from llmopt.engine.kernels.linear.grid import grid_of, lattice_grid
-from llmopt.engine.kernels.linear.native_linear import InputDtype, PackedLinear, native_linear
-from llmopt.quant.base import processor
-from llmopt.quant.base.processor import (
+from llmopt.base import processor
+from llmopt.base.processor import (
     PROFILE_VARIABLE,
     VARIABLE,
     choose_path,
     machine_flags,
     processor_flags,
 )
+from llmopt.engine.kernels.attention.batch import AttentionRule
+from llmopt.engine.kernels.attention.dispatch import attend_native
+from llmopt.engine.kernels.elementwise.native_rows import ACTIVATIONS, NativeGate, NativeNorm
+from llmopt.engine.kernels.elementwise.reference import ActivationQuant
+from llmopt.engine.kernels.linear.grid import grid_of, lattice_grid
+from llmopt.engine.kernels.linear.native_linear import InputDtype, PackedLinear, native_linear
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.kernels.linear.hadamard_linear import TransformedLinear
 from llmopt.engine.kernels.linear.quantized_linear import (
     QUANTIZED_LINEAR,
@@ -11,7 +12,6 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     prepare_quantized_linear,
 )
 from llmopt.engine.model.layers.parallel import take
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.base.incoherence import whole_width
 from llmopt.quant.kinds.e8p.kind import E8pTensor
 from llmopt.quant.kinds.e8p.scheme import E8pScheme

@@ -237,7 +237,7 @@ def test_greedy_tokens(
 
     expected = tokens()
     monkeypatch.setattr(
-        "llmopt.engine.build.capture_on", lambda _: lambda call: Replayed(call, log)
+        "llmopt.engine.core.build.capture_on", lambda _: lambda call: Replayed(call, log)
     )
     attend = library_attention.attend_flashinfer(attend_sdpa)
     monkeypatch.setattr(dispatch, "_attend_flashinfer", attend)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.elementwise.native_rows import argmax_rows, native_argmax
-from llmopt.quant.base.processor import VARIABLE
 
 from ...support.native_paths import native_paths
 

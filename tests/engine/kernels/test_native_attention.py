@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.dispatch import (
     PAGED_ATTENTION,
@@ -18,7 +19,6 @@ from llmopt.engine.kernels.attention.dispatch import (
 )
 from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
 from llmopt.engine.scheduling.draft_length import Tree
-from llmopt.quant.base.processor import VARIABLE
 
 from ...support.attention_world import STORED, World, rules
 from ...support.native_paths import native_paths

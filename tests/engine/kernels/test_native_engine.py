@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.processor import VARIABLE
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.integer.scheme import IntScheme
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.common.graphs import CpuGraph, GraphMemoryPool
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
 from llmopt.engine.kernels.moe.dispatch import (
@@ -17,7 +18,6 @@ from llmopt.engine.kernels.moe.dispatch import (
 from llmopt.engine.kernels.moe.experts import ExpertsKernel, LoopedExperts, RoutingRule, route_torch
 from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.families.spec_parts import CLAMPED_SWIGLU
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.elementwise.reference import fake_quantize_inputs
 from llmopt.engine.kernels.linear.grid import native_grid_of
 from llmopt.engine.kernels.linear.native_linear import (
@@ -14,7 +15,6 @@ from llmopt.engine.kernels.linear.native_linear import (
     native_linear,
     packed_of,
 )
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.kernels.linear.linear import HALVES, LinearKernel, TorchLinear, prepare_linear
 from llmopt.engine.kernels.linear.native_linear import HalfLinear, LooksUpRows
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.recipes import MODELS
 
 from ...support.native_paths import native_paths

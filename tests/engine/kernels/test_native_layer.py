@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.elementwise.dispatch import GATE, NORM, ROPE_AND_CACHE, RowKernelQuery
 from llmopt.engine.kernels.elementwise.native_rows import (
@@ -28,7 +29,6 @@ from llmopt.engine.kernels.elementwise.reference import (
     torch_silu_gate,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme

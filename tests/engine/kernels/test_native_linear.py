@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmopt.base.build import Native
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.elementwise.reference import (
     fake_quantize_activations,
     fake_quantize_inputs,
@@ -40,8 +42,6 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     prepare_quantized_linear,
 )
 from llmopt.engine.model.layers.projection import Projection
-from llmopt.quant.base.build import Native
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme

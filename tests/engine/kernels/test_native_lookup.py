@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, WHOLE_BLOCKS, grid_of
 from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_lookup
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.ggml.scheme import GgufScheme

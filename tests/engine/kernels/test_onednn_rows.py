@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.kernels.linear import linear as linear_module
 from llmopt.engine.kernels.linear import onednn_linear as module
 from llmopt.engine.kernels.linear.linear import LINEAR, LinearKernelQuery, prepare_linear

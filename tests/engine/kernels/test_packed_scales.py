@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.linear import native_pack
 from llmopt.engine.kernels.linear.grid import TABLE_BLOCKS, CodeGrid, grid_of
 from llmopt.engine.kernels.linear.native_linear import PackedLinear, native_linear
@@ -17,7 +18,6 @@ from llmopt.engine.kernels.linear.native_pack import (
     packed_scales,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.base.tensor import QuantizedTensor

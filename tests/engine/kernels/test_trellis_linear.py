@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.kernels.common.devices import VARIABLE as TRITON
 from llmopt.engine.kernels.linear.hadamard_linear import (
     NativeTrellisLinear,
@@ -17,8 +19,6 @@ from llmopt.engine.kernels.linear.quantized_linear import (
     prepare_quantized_linear,
 )
 from llmopt.engine.model.layers.parallel import take
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.kinds.trellis.kind import TrellisTensor
 from llmopt.quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
 from llmopt.quant.kinds.trellis.viterbi import codebook, from_sequences, unpack_states

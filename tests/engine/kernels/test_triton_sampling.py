@@ -290,7 +290,7 @@ def test_seeded_tokens_are_the_same_alone_in_a_batch_with_drafts_and_async_sched
     assert generate(PROMPTS[1:]) == together[1:]
     assert generate(PROMPTS, speculation=SpeculationConfig("ngram", ngram_min=1)) == together
     monkeypatch.setattr(
-        "llmopt.engine.build.open_loop",
+        "llmopt.engine.core.build.open_loop",
         lambda runner, device, *, overlapped: DeviceAsyncLoop(runner),
     )
     assert generate(PROMPTS) == together

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from llmopt.base.errors import Failure
 from llmopt.engine.kernels.attention.dispatch import AttentionKernelQuery, attention_trial
 from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common import dispatch, verdicts
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
 from llmopt.engine.kernels.common.verdicts import Trial, VerdictTable, relative_error
-from llmopt.quant.base.errors import Failure
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 

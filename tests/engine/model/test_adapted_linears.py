@@ -9,8 +9,8 @@ import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.engine.llm import LLM
+from llmopt.engine.core.engine import Engine
+from llmopt.engine.core.llm import LLM
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.linears import ProjectedLinear
 from llmopt.quant.formats.registry import quantized_modules, read_quantized

@@ -22,7 +22,7 @@ from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.trellis.scheme import TrellisScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.models import open_checkpoint
+from llmopt.quant.source.models import open_checkpoint
 
 from ...support.gguf_support import random_model as gguf_model
 from ...support.gguf_support import write_model

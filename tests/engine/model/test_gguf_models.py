@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.processor import VARIABLE
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.kernels.linear.native_linear import native_linear
 from llmopt.engine.model.decoder.decoder import Decoder
-from llmopt.quant.base.processor import VARIABLE
 from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.models import open_checkpoint
+from llmopt.quant.source.models import open_checkpoint
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.scheduling.block_pool import NULL_BLOCK
 from llmopt.recipes import MODELS
 

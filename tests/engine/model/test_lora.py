@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.adapters import parse_adapters
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.step_loop import StepRecorder
 from llmopt.engine.kernels.attention.dispatch import native_attention
 from llmopt.engine.model.layers.projection import SlotMask, SlottedWeights
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file, save_file

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.packed import PackedForward
 from llmopt.engine.model.adapter.sequential import SequentialForward
 from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.engine.model.layers.state import state_bytes_per_sequence
 from llmopt.engine.planner.cache_size import size_states
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.spec_parts import NotCovered
 from llmopt.quant.model.checkpoint import Checkpoint
 

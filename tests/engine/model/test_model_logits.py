@@ -6,15 +6,15 @@ import json
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.model.decoder.reader import model_spec
 from llmopt.engine.model.layers.embedding import rope_frequencies
 from llmopt.engine.model.layers.spec import ModelSpec
 from llmopt.engine.model.layers.state import state_bytes_per_sequence
 from llmopt.engine.planner.catalog import shape_of
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.spec_parts import RopeSpec
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from llmopt.base.errors import BadInput
 from llmopt.engine.model.decoder.reader import model_spec
 from llmopt.engine.model.layers.embedding import RotaryEmbedding
 from llmopt.engine.scheduling.request import RopePositions
-from llmopt.quant.base.errors import BadInput
 from transformers.models.glm4v.modeling_glm4v import Glm4vTextRotaryEmbedding
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLRotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.kinds.fp4.formats import read_mxfp4
 from llmopt.quant.model.checkpoint import Checkpoint

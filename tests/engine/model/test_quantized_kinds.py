@@ -15,7 +15,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.kernels.elementwise.reference import (
     fake_quantize_activations,
     fake_quantize_inputs,

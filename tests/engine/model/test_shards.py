@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.cache.kv_cache import KvCache
 from llmopt.engine.cache.step_inputs import Run, step_inputs
 from llmopt.engine.execution.worker import Channel
@@ -18,7 +19,6 @@ from llmopt.engine.model.adapter.open import CausalModel, open_model
 from llmopt.engine.model.layers.lora import rows_by_adapter
 from llmopt.engine.model.layers.parallel import Shard, take
 from llmopt.engine.model.layers.spec import LoadingOptions
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme

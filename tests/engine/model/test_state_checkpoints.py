@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.model.decoder.reader import model_spec
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.spec_parts import NotCovered
 from llmopt.quant.model.checkpoint import Checkpoint
 from safetensors.torch import load_file, save_file

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.open import open_model
 from llmopt.engine.model.adapter.packed import PAGED, LayerMask, layer_mask
 from llmopt.engine.model.layers.spec import LoadingOptions
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from transformers import LlamaConfig
 from transformers.masking_utils import (

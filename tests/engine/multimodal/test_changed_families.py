@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.llm import LLM
+from llmopt.engine.core.llm import LLM
 
 from ...support.changed_families import CHANGED_FAMILIES
 from ...support.image_models import picture, save_image_model

@@ -6,9 +6,9 @@ import struct
 import zlib
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.multimodal.media import MAX_PARTS, MAX_SCANS, decode_image
-from llmopt.quant.base.errors import BadInput
 
 from ...support.pictures import encoded, picture
 

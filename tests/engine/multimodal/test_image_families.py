@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.llm import LLM
+from llmopt.engine.core.llm import LLM
 from PIL import Image
 
 from ...support.image_models import IMAGE_FAMILIES, picture, save_image_model

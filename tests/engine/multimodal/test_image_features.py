@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.compatibility import ALTERNATIVES, FEATURES, REFUSALS, refusal_line
 from llmopt.engine.config.config import SpeculationConfig
-from llmopt.engine.llm import LLM
-from llmopt.quant.base.errors import BadInput
+from llmopt.engine.core.llm import LLM
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine import build
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.image_input import ImageInput, content_key
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.llm import LLM
+from llmopt.engine.core import build
+from llmopt.engine.core.llm import LLM
 from llmopt.engine.multimodal.encoder import VisionEncoder
 from llmopt.engine.multimodal.open import open_images
 from llmopt.engine.server.requests.loop import RecoveringSteps
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 
 from ...support.image_models import IMAGE_FAMILIES, ImageFamily, picture, save_image_model

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.multimodal.media import load_image, load_images, load_sent_image
-from llmopt.quant.base.errors import BadInput
 from PIL import Image
 
 from ...support.pictures import SVG, data_url, encoded, picture, png_claiming, webp_claiming

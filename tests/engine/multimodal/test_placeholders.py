@@ -10,7 +10,7 @@ import pytest
 import torch
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 
 from ...support import image_oracle
 from ...support.image_oracle import IMAGE, save_image_model

@@ -9,10 +9,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpcore
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.multimodal.media import load_sent_image
 from llmopt.engine.multimodal.remote import RemoteMedia, checked_address
-from llmopt.quant.base.errors import BadInput
 
 from ...support.pictures import encoded, picture
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.units import format_gib, format_tokens, parse_bytes, parse_tokens
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import DEFAULT_DEVICES, choose_devices, devices, find_device
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from llmopt.base.processor import PROFILE_VARIABLE, VARIABLE
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.engine.planner.weights import BF16
-from llmopt.quant.base.processor import PROFILE_VARIABLE, VARIABLE
 
 from ...support.native_paths import needs_x86
 
@@ -20,11 +20,11 @@ from ...support.native_paths import needs_x86
 HELD = """
 import json
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.engine.planner.weights import BF16
-from llmopt.quant.base.processor import VARIABLE
+from llmopt.base.processor import VARIABLE
 built = Engine(EngineConfig("stories3M", device="cpu"))
 plan = plan_as_dict(plan_for(PlanRequest("stories3M", gpus=("cpu",))))
 print(json.dumps([

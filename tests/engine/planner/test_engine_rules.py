@@ -6,10 +6,10 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.cache_size import KV_DTYPES, kv_dtype
 from llmopt.engine.planner.catalog import find_model, model_names
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs, engine_rule
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.families.shapes import ModelShape
 

@@ -6,12 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 MODEL = str(MODELS / "stories260K")

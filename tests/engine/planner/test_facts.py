@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.facts import facts_of
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 from ...support.gguf_support import STORIES, write_model

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import find_device
 from llmopt.engine.planner.plan import make_plan
 from llmopt.engine.planner.setup import PlannedWorkload, Prices, Setup, Speculation, cost_of
 from llmopt.engine.planner.weights import BF16
-from llmopt.quant.base.errors import BadInput
 
 
 def cost(**changes: Any) -> Any:

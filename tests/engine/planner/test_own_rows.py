@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.planner.own_runs import read_runs
 from llmopt.engine.planner.step_parameters import OwnRows, level, narrowed
-from llmopt.quant.base.errors import BadInput
 
 FACTORS = (0.5, 2.0)
 BENCH = ["bench", "--dataset", "random", "--random-input-len", "16", "--random-output-len", "8"]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.planner.cache_size import num_blocks_for
 from llmopt.engine.planner.catalog import find_model
@@ -18,7 +19,6 @@ from llmopt.engine.planner.plan import DeploymentPlan, make_plan
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.engine.planner.setup import PlannedWorkload
 from llmopt.engine.planner.weights import BF16, recipe_for
-from llmopt.quant.base.errors import BadInput
 
 GIB = 2**30
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.model_runner import ModelRunner
 from llmopt.engine.kernels.attention.paged_tensor import CacheDtype
 from llmopt.engine.planner.cache_size import CacheRequest, KvCacheBudget, num_blocks_for, size_cache
@@ -21,7 +22,6 @@ from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.plan_json import plan_as_dict, read_plan
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 from llmopt.engine.scheduling.step_plan import StepPlan
-from llmopt.quant.base.errors import BadInput
 
 DTYPES: dict[CacheDtype, str] = {
     torch.bfloat16: "bf16",
@@ -155,7 +155,7 @@ def test_on_a_card_the_cache_gets_what_is_left(
     # In bfloat16 on a CPU without it as well: the sizes are of a card that holds these weights.
     weights = engine(dtype="bfloat16").memory.weight_bytes
     card = Card(24_000_000, weights, 2_000_000)
-    monkeypatch.setattr("llmopt.engine.build.memory_of", lambda device: card)
+    monkeypatch.setattr("llmopt.engine.core.build.memory_of", lambda device: card)
     built = engine(max_num_seqs=64, dtype="bfloat16", async_scheduling=loop, **options)
     share = options.get("gpu_memory_utilization", 0.9)
     left = int(share * card.total) - weights - 100_000 - card.peak
@@ -173,7 +173,7 @@ def test_the_largest_step_is_not_tried_where_the_size_is_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     card = Card(2**40, 2**20, 0)
-    monkeypatch.setattr("llmopt.engine.build.memory_of", lambda device: card)
+    monkeypatch.setattr("llmopt.engine.core.build.memory_of", lambda device: card)
     assert engine(num_blocks=20).stats.kv_blocks_total == 20
     assert card.num_steps == 0
 
@@ -204,7 +204,7 @@ def test_the_largest_step_is_as_large_as_the_limits_allow(
 
     monkeypatch.setattr(ModelRunner, "execute", noting)
     card = Card(2**30, 2**20, 0)
-    monkeypatch.setattr("llmopt.engine.build.memory_of", lambda device: card)
+    monkeypatch.setattr("llmopt.engine.core.build.memory_of", lambda device: card)
     built = engine(**options)
     limits = built.scheduler.config
     prompts, decodes = plans

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model, stored_weight_bytes
 from llmopt.engine.planner.weights import FORMATS, checkpoint_file_bytes, recipe_for, weight_bytes
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.formats.registry import FORMATS as PROJECT_FORMATS
 from llmopt.quant.model.checkpoint import INDEX_NAME
 from llmopt.quant.pipeline.pipeline import quantize

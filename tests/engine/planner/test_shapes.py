@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model, model_names, table_configs
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.config import has_table_rule, model_shape
 
 GIB = 2**30

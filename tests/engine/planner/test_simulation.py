@@ -10,9 +10,10 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.output_processor import OutputProcessor
 from llmopt.engine.execution.step import StepResult
 from llmopt.engine.execution.step_loop import ComputedStep
@@ -29,7 +30,6 @@ from llmopt.engine.scheduling.block_pool import BlockPool, PrefixCache
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.scheduling.scheduler_config import SchedulerConfig
 from llmopt.engine.scheduling.step_plan import StepPlan
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 Steps = list[dict[str, int]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import Device, choose_devices, devices, find_device
 from llmopt.engine.planner.engine_rules import RULES
@@ -11,7 +12,6 @@ from llmopt.engine.planner.plan import DevicePlan, make_plan
 from llmopt.engine.planner.setup import PlannedWorkload, Setup
 from llmopt.engine.planner.speed import DATA_SHEET, Efficiency, decode_time
 from llmopt.engine.planner.weights import BF16, recipe_for, weight_bytes
-from llmopt.quant.base.errors import BadInput
 
 GIB = 2**30
 

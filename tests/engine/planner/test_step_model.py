@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import find_device
 from llmopt.engine.planner.expected import (
@@ -26,7 +27,6 @@ from llmopt.engine.planner.step_parameters import (
     shared_value,
 )
 from llmopt.engine.planner.weights import BF16, recipe_for
-from llmopt.quant.base.errors import BadInput
 
 H100 = find_device("h100")
 

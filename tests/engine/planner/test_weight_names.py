@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.plan_request import named_recipe
 from llmopt.engine.planner.weights import weight_bytes
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.gguf.mix import GGUF_TYPES
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.pipeline.pipeline import quantize

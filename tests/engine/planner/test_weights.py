@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.weights import (
     BF16,
@@ -13,7 +14,6 @@ from llmopt.engine.planner.weights import (
     weight_bytes,
     weight_bytes_per_rank,
 )
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.shapes import ModelShape
 
 

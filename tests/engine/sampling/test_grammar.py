@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.base.logits import dense_mask
 from llmopt.engine.config.config import SpeculationConfig
@@ -20,7 +21,6 @@ from llmopt.engine.sampling.grammar import (
     json_schema,
     regex,
 )
-from llmopt.quant.base.errors import BadInput
 
 from ...support.json_schemas import make_schemas
 

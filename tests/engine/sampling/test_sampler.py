@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.sampling.rowwise import SamplingRow, exponential_noise, filter_mask, penalize
 from llmopt.engine.sampling.sampler import Logprobs, Sampler
-from llmopt.quant.base.errors import BadInput
 
 
 def row(history=(1,), num_prompt_tokens=1, seed=0, suppressed_ids=(), **params) -> SamplingRow:

@@ -13,10 +13,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 from llguidance import LLMatcher, LLTokenizer
+from llmopt.base.errors import BadInput
 from llmopt.engine.sampling.grammar import json_schema
 from llmopt.engine.sampling.schema_limits import enforceable
 from llmopt.engine.sampling.structural_tag import structural_tag
-from llmopt.quant.base.errors import BadInput
 
 WALKS, MAX_BYTES = 24, 250
 INTEGER, NULL = {"type": "integer"}, {"type": "null"}

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
+from llmopt.base.errors import BadInput
 from llmopt.engine.sampling.grammar import WHITESPACE, GrammarCompiler
 from llmopt.engine.sampling.structural_tag import MAX_DEPTH, structural_tag
 from llmopt.engine.server.protocol.structure import StructuralTag
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer
 

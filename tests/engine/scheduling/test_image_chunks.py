@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.scheduling.kv_eviction import KvEviction
-from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World
 

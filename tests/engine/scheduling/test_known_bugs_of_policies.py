@@ -6,9 +6,9 @@ A test's name begins with the project and the number of its issue.
 from __future__ import annotations
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.scheduling.block_pool import hash_block
 from llmopt.engine.scheduling.request import RequestStatus
-from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import Loop, World, foretell
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llmopt.base.errors import BadInput
 from llmopt.engine.scheduling.kv_eviction import KvEviction
 from llmopt.engine.scheduling.request import RequestStatus
-from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World, foretell
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.scheduling.block_pool import CachedBlock, hash_block
 from llmopt.engine.scheduling.scheduler_config import POLICIES, TOKENS_PER_PLACE, StepPace
-from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World, foretell
 

@@ -14,8 +14,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from llmopt.base.errors import BadInput
 from llmopt.engine.scheduling.scheduler_config import POLICIES
-from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World, foretell
 

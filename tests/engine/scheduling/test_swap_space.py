@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.model.layers.spec import KvLayout
 from llmopt.engine.scheduling.block_pool import NULL_BLOCK
 from llmopt.engine.scheduling.step_plan import BlockCopies, StepPlan
-from llmopt.quant.base.errors import BadInput
 
 from ...support.policy_world import World, foretell
 

@@ -15,12 +15,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from llmopt.base import build
 from llmopt.engine.server import launch
 from llmopt.engine.server.endpoints import capabilities, completions
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests import request_record
-from llmopt.quant.base import build
 
 from ...support.live_server import RunningServer, make_engine, running, slow_steps
 from ...support.native_paths import needs_compiler

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.server.endpoints.capabilities import default_sampling
 from llmopt.engine.server.endpoints.tokenization import SpecialTexts, Tokenization
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 
 from ...support.live_server import RunningServer, events, make_engine, running

@@ -12,9 +12,9 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.execution.pooling import read_pooling
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.quant.base.errors import BadInput
 from openai.types import CreateEmbeddingResponse
 
 from ...support.embedding_models import HIDDEN, expected_vector, token_ids, write_modules

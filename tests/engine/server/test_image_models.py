@@ -9,8 +9,8 @@ import anthropic
 import pytest
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.engine.llm import LLM
+from llmopt.engine.core.engine import Engine
+from llmopt.engine.core.llm import LLM
 
 from ...support.image_models import IMAGE_FAMILIES, picture, save_image_model
 from ...support.live_server import RunningServer, running

@@ -12,13 +12,13 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.multimodal.processor import PreparedPrompt
 from llmopt.engine.multimodal.remote import RemoteMedia
 from llmopt.engine.server.endpoints.capabilities import NUM_FETCHES, PromptImages
 from llmopt.engine.server.protocol.chat_protocol import IMAGE_NOTE
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.quant.base.errors import BadInput
 from PIL.Image import Image
 
 from ...support.live_server import RunningServer, make_engine, running

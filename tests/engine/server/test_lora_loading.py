@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.serving import server_options
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.adapters import LoadedAdapters, adapter_name
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM
 

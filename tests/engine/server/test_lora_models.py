@@ -14,7 +14,7 @@ import torch
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.recipes import MODELS
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.execution.pooling import QWEN3_RERANKER_TEMPLATE, read_scorer
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import read_json
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.server.protocol.server_options import ServerOptions, read_script, scripted_text
-from llmopt.quant.base.errors import BadInput
 
 from ...support.live_server import make_engine, running
 from .test_tool_calls import JSON_ONE, TEMPLATE, WEATHER

@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import httpx
 import pytest
 import typer
+from llmopt.base.option import keywords_of_words
 from llmopt.cli.main import main
 from llmopt.cli.options.command import From, Words, with_options
 from llmopt.engine.base.image_input import MediaLimits
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.quant.base.option import keywords_of_words
 
 from ...support.cli_process import ForkedProcess, LlmoptProcess, run_llmopt
 from ...support.live_server import HANG_SECONDS

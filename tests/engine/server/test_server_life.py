@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from llmopt.base.errors import Failure
 from llmopt.engine.execution.step import StepResult, StepTimer
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.scheduling.step_plan import StepPlan
@@ -20,7 +21,6 @@ from llmopt.engine.server.app import create_app
 from llmopt.engine.server.launch import base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests.request_record import OutputStream
-from llmopt.quant.base.errors import Failure
 
 from ...support.live_server import (
     HANG_SECONDS,

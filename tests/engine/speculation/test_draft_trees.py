@@ -32,7 +32,7 @@ from llmopt.engine.speculation.proposer import (
     TargetStates,
     TreeExpansion,
 )
-from llmopt.quant.models import open_checkpoint
+from llmopt.quant.source.models import open_checkpoint
 
 from ...support.heads_world import write_medusa
 from ...support.model_families import FAMILIES, save_model

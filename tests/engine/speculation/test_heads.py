@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
@@ -17,7 +18,6 @@ from llmopt.engine.kernels.attention.dispatch import attention_kernels
 from llmopt.engine.scheduling.draft_length import DraftLength
 from llmopt.engine.scheduling.step_plan import ScheduledRow
 from llmopt.engine.speculation.proposer import DraftTokens, SamplingRowOf
-from llmopt.quant.base.errors import BadInput
 from llmopt.recipes import DATA, MODELS
 from safetensors.torch import load_file, save_file
 from torch import nn

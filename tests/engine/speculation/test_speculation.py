@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.speculative_step import DraftChain, accepted_tokens
@@ -16,7 +17,6 @@ from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
 from llmopt.engine.scheduling.draft_length import Acceptance, DraftLength, Tree
 from llmopt.engine.speculation.proposer import DRAFT_STREAM, DraftTokens
-from llmopt.quant.base.errors import BadInput
 
 NGRAM = SpeculationConfig("ngram", num_tokens=6, ngram_min=1)
 DRAFT = SpeculationConfig("draft", "stories260K", num_tokens=5)

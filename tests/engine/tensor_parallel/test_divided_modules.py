@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.linears import ProjectedLinear
 from llmopt.engine.model.layers.parallel import Group, Shard
 from llmopt.engine.model.layers.spec import LoadingOptions
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest

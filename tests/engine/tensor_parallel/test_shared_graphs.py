@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llmopt import engine as package
 from llmopt.engine import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core import build
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution import workers
 from llmopt.engine.execution.decode_inputs import DecodeInputs
 from llmopt.engine.execution.step_loop import StepRecorder
@@ -177,7 +177,7 @@ def test_replayed_steps_of_several_tokens_change_no_token(
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     expected = tokens(Engine(EngineConfig(tmp_path, **options)), params)
     monkeypatch.setenv(VARIABLE, "interpret")
-    monkeypatch.setattr(package.build, "token_graph_sizes", lambda device, most: (16,))
+    monkeypatch.setattr(build, "token_graph_sizes", lambda device, most: (16,))
     with opened(tmp_path, **options) as (engine, sent):
         assert tokens(engine, params) == expected
         kinds = [argument.name.kind for call, argument in sent if call == "replay"]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput, Failure
 from llmopt.cli.main import run_guarded
 from llmopt.engine import SamplingParams
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput, Failure
+from llmopt.engine.core.engine import Engine
 from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import PROVEN, verify
@@ -22,8 +22,8 @@ from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.model.checkpoint import Checkpoint, read_json
-from llmopt.quant.models import open_checkpoint
 from llmopt.quant.plan.manifest import MANIFEST_NAME, Conversion
+from llmopt.quant.source.models import open_checkpoint
 
 from ...support.format_support import MODULE, make, write_checkpoint
 from ...support.quant_support import QUICK

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.plain import WeightedAdapter, merge
 from llmopt.quant.formats.registry import read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme

@@ -12,7 +12,7 @@ import pytest
 import torch
 from llmopt.cli.main import main
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import QuantizeResult

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import pack_to_int32
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import UNPROVEN, verify
 from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.model.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.plain import PLAIN, WeightedAdapter, merge
 from llmopt.quant.model.checkpoint import INDEX_NAME, Checkpoint

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, UNPROVEN, verify
 from llmopt.quant.formats.registry import READERS, quantized_modules, read_quantized
 from llmopt.quant.kinds.base.raw import read_headers

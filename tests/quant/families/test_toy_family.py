@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.planner.catalog import find_model
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.families import registry

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import run_guarded
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import verify
@@ -19,7 +19,7 @@ from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.model.checkpoint import INDEX_NAME, SINGLE_NAME
-from llmopt.quant.models import open_checkpoint
+from llmopt.quant.source.models import open_checkpoint
 from safetensors.torch import load_file, save_file
 
 from ...support.format_support import HELD, MODULE, make, stored, write_checkpoint

@@ -12,7 +12,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.formats.registry import FORMATS, quantized_modules, read_quantized
 from llmopt.quant.kinds.base.tensor import QuantizedTensor

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import PROVEN, skipped_by, verify

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.formats.registry import FORMATS, config_files, format_of
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.e8p.kind import points, residual_points

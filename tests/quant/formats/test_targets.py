@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import skipped_by, verify
 from llmopt.quant.formats.compressed_tensors import find_group, read_compressed_tensors
 from llmopt.quant.formats.registry import read_quantized

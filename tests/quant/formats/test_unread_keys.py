@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import run_guarded
 from llmopt.quant.base.consumed import Consumed
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.plain import PLAIN
 from llmopt.quant.convert.verify import verify

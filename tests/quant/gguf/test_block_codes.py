@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.processor import VARIABLE
+from llmopt.base.processor import VARIABLE
 from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS
 from llmopt.quant.kinds.ggml.tensor import LAYOUTS, block_codes, block_codes_torch, native_codes
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.processor import VARIABLE
+from llmopt.base.errors import BadInput
+from llmopt.base.processor import VARIABLE
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.ggml.fit import native_search
 from llmopt.quant.kinds.ggml.k_blocks import pack_affine

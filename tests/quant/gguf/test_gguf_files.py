@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.gguf.architecture import (
     architecture_keys,
@@ -35,7 +35,7 @@ from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import dequantize_blocks, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.models import open_checkpoint, resolve_model
+from llmopt.quant.source.models import open_checkpoint, resolve_model
 from transformers import AutoModelForCausalLM
 
 from ...support.gguf_support import (

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
 from llmopt.quant.gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from llmopt.quant.kinds.ggml.tensor import quantize_blocks
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.models import open_checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.source.models import open_checkpoint
 
 from ...support.gguf_support import STORIES, linears_of
 

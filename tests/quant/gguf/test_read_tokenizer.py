@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.gguf.container import GgufFile, write_gguf
 from llmopt.quant.gguf.read_tokenizer import read_tokenizer
 from llmopt.quant.gguf.tokenizer import EXPRESSIONS, RAW_TEXT, tokenizer_keys

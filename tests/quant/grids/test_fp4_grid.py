@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.kinds.fp4.kind import (
     Fp4Grid,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.processor import VARIABLE
+from llmopt.base.processor import VARIABLE
 from llmopt.quant.kinds.base.ranged import RangedGrid, native_ranges
 from llmopt.quant.kinds.ggml.kind import SIMPLE, SimpleBlockGrid
 from llmopt.quant.kinds.ggml.scheme import GgufScheme

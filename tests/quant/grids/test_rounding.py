@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.codebook.kind import codebook, nearest, round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme

@@ -37,7 +37,7 @@ for name, words in json.loads(sys.argv[1]).items():
 from pathlib import Path
 import torch
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from tests.support.dequantized import dequantized_model
 folder = Path(sys.argv[2])
 tokens = torch.randint(3, 512, (1, 60), generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.methods import sign_descent
 from llmopt.quant.methods.options import MethodOptions

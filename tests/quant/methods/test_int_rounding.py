@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llmopt.quant.base.processor import VARIABLE
+from llmopt.base.processor import VARIABLE
 from llmopt.quant.base.scheme import PER_CHANNEL
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest

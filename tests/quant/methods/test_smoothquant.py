@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.kernels.elementwise.reference import fake_quantize_activations
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.families.layer_map import Fold, LayerMap
 from llmopt.quant.kinds.integer.scheme import IntScheme

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme

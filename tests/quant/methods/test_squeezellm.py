@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.kinds.lookup.kind import fit_tables, sort_rows
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.methods.base import InputStatistics

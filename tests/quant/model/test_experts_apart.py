@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.model.adapter.adapter import TransformersModel
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.registry import quantized_modules
 from llmopt.quant.model.checkpoint import Checkpoint

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.families.layer_map import Fold, LayerMap
 from llmopt.quant.methods.folding import fold_into_norm, row_scales
 from llmopt.quant.model.architecture import Architecture, architecture_of

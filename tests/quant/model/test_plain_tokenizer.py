@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llmopt.quant.base.plain_tokenizer import PlainTokenizer
 from llmopt.quant.families.registry import all_families
-from llmopt.quant.load_processor import load_tokenizer
+from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.recipes import DEFAULT_MODEL, MODELS
 from transformers import AutoTokenizer
 from transformers.models.auto import tokenization_auto

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
@@ -16,7 +16,7 @@ from llmopt.quant.plan.request import QuantizeRequest
 from ...support.quant_support import STORIES
 from ...test_architecture import ROOT
 
-FOLDERS = ("quant", "engine", "bench", "cli", "tools")
+FOLDERS = ("base", "quant", "engine", "bench", "cli", "tools")
 CALLS = ("from_pretrained", "from_config")
 REMOTE = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from llmopt.engine.planner.catalog import stored_weight_bytes
 from llmopt.quant.model.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
-from llmopt.quant.models import MODELS
+from llmopt.quant.source.models import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 SMALL = LlamaConfig(

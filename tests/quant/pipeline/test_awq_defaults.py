@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
-from llmopt.quant.models import open_plain
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.quant.plan.request import QuantizeRequest, with_defaults
 from llmopt.quant.smoothing.rotate import seen_rotated
+from llmopt.quant.source.models import open_plain
 
 from ...support.model_families import save_model
 

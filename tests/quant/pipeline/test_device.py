@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base import option
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.cli.output.quantize_tables import _remarks
-from llmopt.quant.base import option
 from llmopt.quant.base.device import HOST
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.kinds.base.kind import kind_of

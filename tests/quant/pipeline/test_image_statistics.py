@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.progress import Silent
+from llmopt.base.progress import Silent
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import prepare, quantize

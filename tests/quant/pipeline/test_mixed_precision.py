@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.registry import read_scheme

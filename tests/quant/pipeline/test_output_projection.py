@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.registry import FORMATS, quantized_modules, read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from llmopt.quant.base import atomic_io
-from llmopt.quant.base.errors import BadInput
+from llmopt.base import atomic_io
+from llmopt.base.errors import BadInput
 from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
-from llmopt.quant.load_processor import load_tokenizer
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -22,6 +21,7 @@ from llmopt.quant.plan import journal
 from llmopt.quant.plan.journal import work_folder
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.quant.stream.layer_stream import LayerStream
 from llmopt.recipes import MODELS
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config

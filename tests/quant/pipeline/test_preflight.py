@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.engine.model.decoder.reader import supported_model_types
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.options import MethodOptions

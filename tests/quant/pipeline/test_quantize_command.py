@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize

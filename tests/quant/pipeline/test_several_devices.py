@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.quant.base import device as devices
 from llmopt.quant.base.device import devices_of
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.methods import gptq
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base import atomic_io
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.engine.base.units import parse_bytes
-from llmopt.quant.base import atomic_io
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.checkpoint import Checkpoint

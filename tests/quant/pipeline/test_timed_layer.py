@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.quant.base.progress import Silent
+from llmopt.base.progress import Silent
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline import preflight as module
 from llmopt.quant.pipeline.pipeline import quantize

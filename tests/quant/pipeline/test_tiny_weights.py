@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.formats.registry import read_quantized

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.progress import Silent
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import FAILED, PROVEN, verify
 from llmopt.quant.methods.options import MethodOptions

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.methods import sign_descent
 from llmopt.quant.methods.options import MethodOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.methods.options import MethodOptions

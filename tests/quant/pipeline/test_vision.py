@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.registry import quantized_modules

@@ -189,7 +189,7 @@ def test_no_workers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 FULL_DISK = """
 import errno, os
 from llmopt.cli.main import main
-from llmopt.quant.base import atomic_io
+from llmopt.base import atomic_io
 from llmopt.quant.pipeline import pipeline
 
 def full(file):

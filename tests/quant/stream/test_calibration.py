@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.stream.calibration import load_calibration
 from llmopt.recipes import MODELS
 from transformers import AutoTokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.quant.base.atomic_io import layout_of, write_tensors
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.atomic_io import layout_of, write_tensors
+from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.calibration import (

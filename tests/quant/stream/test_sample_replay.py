@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.load_processor import load_processor, load_tokenizer
+from llmopt.base.errors import BadInput
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.plan.selection import vision_architecture
+from llmopt.quant.source.load_processor import load_processor, load_tokenizer
 from llmopt.quant.stream.calibration import ImageInputs, Images
 from llmopt.quant.stream.image_samples import Pair, image_calibration
 from llmopt.quant.stream.layer_stream import LayerStream

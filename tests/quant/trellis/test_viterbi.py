@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from llmopt.quant.base.processor import VARIABLE
+from llmopt.base.processor import VARIABLE
 from llmopt.quant.kinds.trellis import viterbi
 from llmopt.quant.kinds.trellis.viterbi import (
     codebook,

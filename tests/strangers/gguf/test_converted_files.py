@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.quant.gguf.container import GgufFile
 
 FOLDER = Path(__file__).parent

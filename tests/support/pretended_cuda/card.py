@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 ROOT = Path(__file__).parents[3]
-LAYERS = ("engine", "quant", "bench", "tools")
+LAYERS = ("base", "engine", "quant", "bench", "tools")
 """The folders whose lines are named as the place of a fault."""
 
 Kind = Literal[

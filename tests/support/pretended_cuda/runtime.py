@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from llmopt.quant.base.build import cache_folder
+from llmopt.base.build import cache_folder
 
 from .card import Card
 from .tensors import CudaTensor, Dispatch

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.engine import Engine
+from llmopt.engine.core.engine import Engine
 from llmopt.engine.kernels.common.verdicts import VARIABLE
 
 from .card import Card

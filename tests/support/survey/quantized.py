@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.formats.registry import quantized_modules, read_quantized, tensor_names
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.model.auto import auto_class

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.families.family import ImageSettings
 from llmopt.quant.families.registry import image_tokens
 from transformers import (

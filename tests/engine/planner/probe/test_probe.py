@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.cache.kv_cache import kv_block_bytes
 from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.layers.spec import LoadingOptions
@@ -20,9 +21,8 @@ from llmopt.engine.planner.probed_shape import ProbedShape
 from llmopt.engine.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.probe.measure import DataFreeMode, cache_shapes
 from llmopt.engine.probe.oracle import probe
-from llmopt.quant.base.errors import BadInput
 from llmopt.quant.families.config import current_names, has_table_rule, model_shape
-from llmopt.quant.models import open_checkpoint
+from llmopt.quant.source.models import open_checkpoint
 
 from tools.survey.plan_column import PlanColumn
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.server.protocol.server_options import ServerOptions, TlsOptions
-from llmopt.quant.base.errors import BadInput
 
 from ....support.certificates import self_signed
 from ....support.live_server import RunningServer, make_engine, running

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from llmopt.quant.base.errors import BadInput
+from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.kinds.base.format import (
     Config,

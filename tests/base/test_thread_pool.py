@@ -9,10 +9,10 @@ import threading
 from typing import Any
 
 import pytest
-from llmopt.quant.base import build
-from llmopt.quant.base.build import HEADERS, BuildFailed, compiled, parallel_start
+from llmopt.base import build
+from llmopt.base.build import HEADERS, BuildFailed, compiled, parallel_start
 
-from ...support.native_paths import native_paths
+from ..support.native_paths import native_paths
 
 WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -153,6 +153,6 @@ def test_openmp_is_asked_how_long_it_spins(
 
 
 def test_the_engine_bounds_the_spins_before_torch_is_loaded() -> None:
-    show = "import llmopt.engine, os; from llmopt.quant.base import processor as e; print(e.OPENMP_SPINS_ARE_BOUNDED, os.environ['GOMP_SPINCOUNT'])"
+    show = "import llmopt.engine, os; from llmopt.base import processor as e; print(e.OPENMP_SPINS_ARE_BOUNDED, os.environ['GOMP_SPINCOUNT'])"
     done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True)
     assert done.stdout.split()[0] == "True"

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from llmopt.quant.base import processor
-from llmopt.quant.base.errors import BadInput
-from llmopt.quant.base.processor import PATHS, PROFILES, VARIABLE
+from llmopt.base import processor
+from llmopt.base.errors import BadInput
+from llmopt.base.processor import PATHS, PROFILES, VARIABLE
 
-from ...support.native_paths import needs_x86
+from ..support.native_paths import needs_x86
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 VARIABLES = (processor.PROFILE_VARIABLE, "ONEDNN_MAX_CPU_ISA")
 AVX512 = "avx512f avx512bw avx512vl avx512dq"
 
@@ -24,7 +24,7 @@ DECISIONS = """
 import json
 from llmopt.engine.base.device import choose_dtype
 from llmopt.engine.kernels.linear.linear import LINEAR, LinearKernelQuery
-from llmopt.quant.base import processor
+from llmopt.base import processor
 from llmopt.quant.stream.layer_stream import compute_dtype
 import torch
 path = processor.choose_path()
@@ -109,7 +109,7 @@ def test_the_command_line_reports_it_with_exit_code_2() -> None:
 
 @needs_x86
 def test_torch_that_came_first_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = "import torch, llmopt.quant.base.processor"
+    code = "import torch, llmopt.base.processor"
     monkeypatch.setenv(processor.PROFILE_VARIABLE, "generic")
     for variable in PROFILES[0].libraries:
         monkeypatch.delenv(variable, raising=False)
@@ -156,8 +156,8 @@ def test_one_module_asks_about_the_processor() -> None:
     question = re.compile(r"/proc/cpuinfo\"|torch\.cpu\._|mkldnn\._is|get_cpu_capability|HWCAP")
     asking = [
         path.relative_to(ROOT).as_posix()
-        for folder in ("bench", "cli", "engine", "package", "quant", "tools")
+        for folder in ("base", "bench", "cli", "engine", "package", "quant", "tools")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if question.search(path.read_text(encoding="utf-8"))
     ]
-    assert asking == ["quant/base/processor.py"]
+    assert asking == ["base/processor.py"]

@@ -10,25 +10,25 @@ from pathlib import Path
 
 import torch
 
-from ..quant.base.errors import BadInput
-from .base.image_input import NO_IMAGES, Images
-from .base.sampling_params import PoolingParams, SamplingParams
+from ...base.errors import BadInput
+from ..base.image_input import NO_IMAGES, Images
+from ..base.sampling_params import PoolingParams, SamplingParams
+from ..cache.kv_cache import KvCache, check_fits_memory, kv_block_bytes, stored_name
+from ..config.adapters import adapter_salt
+from ..config.compatibility import refuse
+from ..config.config import EngineConfig
+from ..execution.lora_manager import LoraManager
+from ..execution.output_processor import BestOf, OutputProcessor
+from ..execution.prompt_pass import PromptPass, plan_steps
+from ..execution.start_up import explaining_out_of_memory
+from ..execution.step import UNTIMED, PhaseTimer, StepHook, StepResult, StepTimer
+from ..execution.step_loop import InFlightStep, SerialLoop, StepLoop, StepRecorder
+from ..model.layers.lora import AdapterParts
+from ..multimodal.encoder import EncodingError
+from ..scheduling.block_pool import BlockPool
+from ..scheduling.outputs import EngineStats, RequestOutput
+from ..scheduling.request import Request, RequestTimes
 from .build import build_engine
-from .cache.kv_cache import KvCache, check_fits_memory, kv_block_bytes, stored_name
-from .config.adapters import adapter_salt
-from .config.compatibility import refuse
-from .config.config import EngineConfig
-from .execution.lora_manager import LoraManager
-from .execution.output_processor import BestOf, OutputProcessor
-from .execution.prompt_pass import PromptPass, plan_steps
-from .execution.start_up import explaining_out_of_memory
-from .execution.step import UNTIMED, PhaseTimer, StepHook, StepResult, StepTimer
-from .execution.step_loop import InFlightStep, SerialLoop, StepLoop, StepRecorder
-from .model.layers.lora import AdapterParts
-from .multimodal.encoder import EncodingError
-from .scheduling.block_pool import BlockPool
-from .scheduling.outputs import EngineStats, RequestOutput
-from .scheduling.request import Request, RequestTimes
 
 
 class Engine:

@@ -6,13 +6,13 @@ import os
 import re
 from pathlib import Path
 
-from ..recipes import DEFAULT_MODEL, MODELS
-from .base.atomic_io import expanded
-from .base.errors import BadInput, first_line
-from .base.option import offer
-from .gguf.container import GgufFile
-from .gguf.read_config import stored_config
-from .model.checkpoint import GGUF_SUFFIX, Checkpoint, gguf_file_of
+from ...base.atomic_io import expanded
+from ...base.errors import BadInput, first_line
+from ...base.option import offer
+from ...recipes import DEFAULT_MODEL, MODELS
+from ..gguf.container import GgufFile
+from ..gguf.read_config import stored_config
+from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, gguf_file_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -114,7 +114,7 @@ def open_checkpoint(path: Path | str, *, trust_remote_code: bool = False) -> Che
     """
     file = gguf_file_of(Path(path))
     if file is not None:
-        from .gguf.checkpoint import GgufCheckpoint  # imports torch
+        from ..gguf.checkpoint import GgufCheckpoint  # imports torch
 
         return GgufCheckpoint(file)
     return Checkpoint(path, trust_remote_code=trust_remote_code)
@@ -128,7 +128,7 @@ def open_plain(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoi
     """
     file = gguf_file_of(Path(path))
     if file is not None:
-        from .gguf.checkpoint import DequantizedGguf  # imports torch
+        from ..gguf.checkpoint import DequantizedGguf  # imports torch
 
         return DequantizedGguf(file)
     return Checkpoint(path, trust_remote_code=trust_remote_code)

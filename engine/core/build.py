@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ..quant.base.errors import DoesNotFit
-from ..quant.load_processor import load_tokenizer
-from ..quant.models import open_checkpoint, resolve_model
-from .base.device import choose_device, choose_dtype, enter_device, say_on_cpu
-from .cache.compaction import Evictor, check_eviction
-from .cache.kv_cache import (
+from ...base.errors import DoesNotFit
+from ...quant.source.load_processor import load_tokenizer
+from ...quant.source.models import open_checkpoint, resolve_model
+from ..base.device import choose_device, choose_dtype, enter_device, say_on_cpu
+from ..cache.compaction import Evictor, check_eviction
+from ..cache.kv_cache import (
     KvCache,
     check_fits_memory,
     choose_num_blocks,
@@ -24,12 +24,12 @@ from .cache.kv_cache import (
     kv_block_bytes,
     stored_dtype,
 )
-from .config.compatibility import refuse
-from .config.config import EngineConfig
-from .execution.decode_graphs import StepGraphs, graph_sizes
-from .execution.graph_setting import GraphSetting, capture_on
-from .execution.model_runner import ModelRunner
-from .execution.start_up import (
+from ..config.compatibility import refuse
+from ..config.config import EngineConfig
+from ..execution.decode_graphs import StepGraphs, graph_sizes
+from ..execution.graph_setting import GraphSetting, capture_on
+from ..execution.model_runner import ModelRunner
+from ..execution.start_up import (
     PROFILE_BLOCKS,
     explaining_out_of_memory,
     memory_of,
@@ -37,19 +37,19 @@ from .execution.start_up import (
     profile_run,
     warm_up,
 )
-from .execution.step_loop import StepLoop, open_loop
-from .execution.token_graphs import TokenGraphs, replay_drafts, token_graph_sizes
-from .execution.worker import GraphSizes, bind_shard, machine
-from .execution.workers import Workers, open_shards
-from .kernels.attention.paged_tensor import CacheDtype
-from .kernels.linear.native_linear import native_linear
-from .model.adapter.open import CausalModel
-from .model.decoder.decoder import Decoder
-from .model.layers.projection import LEAST_RANK
-from .model.layers.spec import KvLayout, LoadingOptions
-from .model.layers.state import StateCache, state_bytes_per_sequence
-from .multimodal.open import ImageRules, ImageSupport, open_images
-from .planner.cache_size import (
+from ..execution.step_loop import StepLoop, open_loop
+from ..execution.token_graphs import TokenGraphs, replay_drafts, token_graph_sizes
+from ..execution.worker import GraphSizes, bind_shard, machine
+from ..execution.workers import Workers, open_shards
+from ..kernels.attention.paged_tensor import CacheDtype
+from ..kernels.linear.native_linear import native_linear
+from ..model.adapter.open import CausalModel
+from ..model.decoder.decoder import Decoder
+from ..model.layers.projection import LEAST_RANK
+from ..model.layers.spec import KvLayout, LoadingOptions
+from ..model.layers.state import StateCache, state_bytes_per_sequence
+from ..multimodal.open import ImageRules, ImageSupport, open_images
+from ..planner.cache_size import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
@@ -57,13 +57,13 @@ from .planner.cache_size import (
     StateSlots,
     size_states,
 )
-from .scheduling.block_pool import BlockPool, PrefixCache
-from .scheduling.extensions import SwapSpace
-from .scheduling.scheduler import Scheduler
-from .scheduling.scheduler_config import SchedulerConfig
-from .scheduling.state_pool import StatePool
-from .speculation.open import Draft, draft_length, open_draft, open_proposer
-from .speculation.proposer import CachedProposer, Proposer
+from ..scheduling.block_pool import BlockPool, PrefixCache
+from ..scheduling.extensions import SwapSpace
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.scheduler_config import SchedulerConfig
+from ..scheduling.state_pool import StatePool
+from ..speculation.open import Draft, draft_length, open_draft, open_proposer
+from ..speculation.proposer import CachedProposer, Proposer
 
 
 @dataclass(frozen=True, slots=True)

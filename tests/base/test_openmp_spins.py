@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmopt.quant.base.processor import OPENMP_SPINS, without_openmp_spins
+from llmopt.base.processor import OPENMP_SPINS, without_openmp_spins
 
 
 def test_another_engine_spins_as_its_user_says() -> None:

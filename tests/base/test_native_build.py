@@ -8,10 +8,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from llmopt.quant.base import build, processor
-from llmopt.quant.base.errors import BadInput
+from llmopt.base import build, processor
+from llmopt.base.errors import BadInput
 
-from ...support.native_paths import native_paths
+from ..support.native_paths import native_paths
 
 SOURCE = "int llmopt_answer(void) { return 42; }\n"
 

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .base.errors import BadInput, first_line
-from .base.extras import require
-from .base.plain_tokenizer import plain_tokenizer, quiet
-from .families.registry import model_family, type_of
-from .gguf.container import GgufFile
-from .gguf.read_tokenizer import read_tokenizer
-from .model.checkpoint import gguf_file_of
+from ...base.errors import BadInput, first_line
+from ...base.extras import require
+from ..base.plain_tokenizer import plain_tokenizer, quiet
+from ..families.registry import model_family, type_of
+from ..gguf.container import GgufFile
+from ..gguf.read_tokenizer import read_tokenizer
+from ..model.checkpoint import gguf_file_of
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
@@ -165,7 +165,7 @@ def _processor_class(folder: Path, trust_remote_code: bool) -> Any:
         processor_class_from_name,
     )
 
-    from .model.checkpoint import read_json
+    from ..model.checkpoint import read_json
     from .own_processors import PixtralProcessor
 
     for name in (*_FILES, "tokenizer_config.json"):

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..quant.base.errors import BadInput
-from ..quant.base.option import keywords
-from ..quant.base.progress import Progress, ProgressUpdate, as_progress
-from .base.chat_template import Message, for_template, images_of, render_chat, renders_text
-from .base.image_input import NO_IMAGES
-from .base.sampling_params import SamplingParams
-from .config.config import EngineConfig
+from ...base.errors import BadInput
+from ...base.option import keywords
+from ...base.progress import Progress, ProgressUpdate, as_progress
+from ..base.chat_template import Message, for_template, images_of, render_chat, renders_text
+from ..base.image_input import NO_IMAGES
+from ..base.sampling_params import SamplingParams
+from ..config.config import EngineConfig
+from ..multimodal.open import ImagePrompt, prepare_prompt
+from ..scheduling.outputs import Completion, GenerationResult, RequestOutput
 from .engine import Engine
-from .multimodal.open import ImagePrompt, prepare_prompt
-from .scheduling.outputs import Completion, GenerationResult, RequestOutput
 
 Prompt = str | Sequence[int] | ImagePrompt | Mapping[str, Any]
 

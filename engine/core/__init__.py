@@ -1,0 +1,1 @@
+"""The engine: its construction, its step interface and the offline API `LLM`."""
