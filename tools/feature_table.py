@@ -1,4 +1,4 @@
-"""Write the compatibility matrix into docs/compatibility.md: `python tools/feature_table.py [--check]`.
+"""Write the table of docs/measured/feature-pairs.md: `python tools/feature_table.py [--check]`.
 
 It is made from `engine/config/compatibility.py`, which also refuses at start the pairs that the table
 marks "no".
@@ -47,4 +47,4 @@ def line(cells: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    put_part("docs/compatibility.md", "feature_table.py", __doc__, table)
+    put_part("docs/measured/feature-pairs.md", "feature_table.py", __doc__, table)

@@ -1,4 +1,4 @@
-"""Write the table of header keys into docs/gguf-keys.md: `python tools/gguf_keys.py [--check]`.
+"""Write the table of header keys into docs/measured/gguf-keys.md: `python tools/gguf_keys.py [--check]`.
 
 It is made from `quant/gguf/keys.py`, by which the reader uses, ignores or refuses a key.
 """
@@ -87,4 +87,4 @@ def _family_rows(families: Iterable[GgufRules]) -> Iterable[str]:
 
 
 if __name__ == "__main__":
-    put_part("docs/gguf-keys.md", "gguf_keys.py", __doc__, table)
+    put_part("docs/measured/gguf-keys.md", "gguf_keys.py", __doc__, table)

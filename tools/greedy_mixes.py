@@ -2,7 +2,7 @@
 
     python -m tools.greedy_mixes --models DIR --environments DIR --install --calibration c4.jsonl \\
         --text wiki.test.raw --mixes docs/measured/cpu/mixes-real.json --output mixes-greedy.json \\
-        --docs docs/commands/best.md
+        --docs docs/measured/mixes.md
 
 That release spent bytes where rounding to nearest lost most output error per byte. It is installed from this
 repository's history and run by its command line, with the calibration of `quality_table.py mixes`, at the

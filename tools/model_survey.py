@@ -2,7 +2,7 @@
 
 A tiny random checkpoint of every decoder-only causal and image-text type of the installed transformers
 (`tests/support/survey/types.json`, where each exclusion has its reason) goes through each column. A type that
-transformers itself cannot build counts as missed. `--docs` writes the table of docs/model-survey.md.
+transformers itself cannot build counts as missed. `--docs` writes the table of docs/measured/model-survey.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.survey.plan_column import PlanColumn
 from tools.survey.stream_column import StreamColumn
 from tools.survey.written_columns import AwqColumn, QuantizedColumn, ReloadColumn, VerifyColumn
 
-DOCUMENT = ROOT / "docs" / "model-survey.md"
+DOCUMENT = ROOT / "docs" / "measured" / "model-survey.md"
 COLUMNS: tuple[Column, ...] = (
     PlanColumn(),
     EngineColumn(),

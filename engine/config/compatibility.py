@@ -1,6 +1,6 @@
 """Feature compatibility: the features of the engine, and the incompatible pairs.
 
-The checks at start-up and the matrix in docs/compatibility.md are made from these lists, so they cannot
+The checks at start-up and docs/measured/feature-pairs.md are made from these lists, so they cannot
 differ. A feature is of the engine (an option enables it), of the checkpoint, or of a request.
 """
 

@@ -92,9 +92,9 @@ def test_the_quality_tables_are_those_of_the_records() -> None:
 def test_the_table_of_mixes_is_that_of_the_record() -> None:
     for name, part in (("stories", ""), ("real", " real")):
         made = mixes.markdown(record(f"cpu/mixes-{name}.json"))
-        assert part_of(DOCS / "commands/best.md", f"quality_table.py mixes{part}") == made
+        assert part_of(MEASURED / "mixes.md", f"quality_table.py mixes{part}") == made
     made = greedy_mixes.markdown(record("cpu/mixes-greedy.json"), record("cpu/mixes-real.json"))
-    assert part_of(DOCS / "commands/best.md", "greedy_mixes.py") == made
+    assert part_of(MEASURED / "mixes.md", "greedy_mixes.py") == made
 
 
 def test_the_calibration_table_is_that_of_the_record() -> None:
@@ -104,7 +104,7 @@ def test_the_calibration_table_is_that_of_the_record() -> None:
 
 
 def test_the_survey_has_the_recorded_verdicts() -> None:
-    lines = set(part_of(DOCS / "model-survey.md", "model_survey.py").splitlines())
+    lines = set(part_of(MEASURED / "model-survey.md", "model_survey.py").splitlines())
     results = read_results(MEASURED / "model-survey.json")
     assert not {row_line(name, row) for name, row in results.items()} - lines
 

@@ -2,7 +2,7 @@
 
     python tools/quality_table.py mixes --models build/real --environments build/quantizers --install \\
         --calibration c4.jsonl --text wiki.test.raw --output docs/measured/cpu/mixes.json \\
-        --docs docs/commands/best.md
+        --docs docs/measured/mixes.md
 
 At 3.5, 4.25 and 5 bits per weight each package makes its own mix of the models of `quality_table.py real`,
 from the same calibration tokens: auto-round's AutoScheme and llm-compressor's HIGGS of integers with zero

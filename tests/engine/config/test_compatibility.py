@@ -1,4 +1,4 @@
-"""Every pair of features runs, or is refused at start with the line of the matrix in docs/compatibility.md."""
+"""Every pair of features runs, or is refused at start with its line in docs/measured/feature-pairs.md."""
 
 from __future__ import annotations
 
@@ -240,9 +240,9 @@ def test_a_stale_table_is_noticed(tmp_path):
     (tmp_path / "tools").mkdir()
     for name in ("feature_table.py", "document_part.py"):
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
-    page = Path("docs", "compatibility.md")
+    page = Path("docs", "measured", "feature-pairs.md")
     present = (ROOT / page).read_text(encoding="utf-8")
-    (tmp_path / page).parent.mkdir()
+    (tmp_path / page).parent.mkdir(parents=True)
     (tmp_path / page).write_text(present.replace("** prompt lookup |", "** prompt look-up |"))
     words = [sys.executable, tmp_path / "tools" / "feature_table.py"]
     stale = subprocess.run([*words, "--check"], capture_output=True, text=True)

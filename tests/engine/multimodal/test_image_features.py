@@ -1,4 +1,4 @@
-"""Images beside every other feature of docs/compatibility.md: it runs, or is refused with its line."""
+"""Images beside every other feature of docs/measured/feature-pairs.md: it runs, or is refused with its line."""
 
 from __future__ import annotations
 
