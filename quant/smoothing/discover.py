@@ -5,13 +5,14 @@ The proof is one of logits: random scales in every fold at once leave them as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from ...base.errors import BadInput
-from ..families.layer_map import Fold, LayerMap
+from ..families.layer_map import LayerMap
 from ..methods.base import LayerProblem
 from ..methods.folding import can_fold, column_scales, divided_bias, fold_into_norm, row_scales
 from .intervention import UNKNOWN, Intervention, ScoreLinears, score_linears
@@ -36,7 +37,11 @@ def discover(model: RandomModel) -> list[LayerPattern]:
     kinds: dict[object, LayerPattern] = {}
     patterns = []
     for index in range(len(model.layers)):
-        kind = _kind(trials, index)
+        # Names of the modules, their classes, and which of them run.
+        layer = trials.model.layers[index]
+        ran = {starred(path) for path in (*trials.readers[index], *trials.norms[index])}
+        modules = {(starred(path), type(module)) for path, module in layer.named_modules()}
+        kind = frozenset(modules), frozenset(ran), frozenset(model.names[index].values())
         if kind not in kinds:
             kinds[kind] = _discover_layer(trials, index, whole=False)
         patterns.append(kinds[kind])
@@ -48,14 +53,6 @@ def discover(model: RandomModel) -> list[LayerPattern]:
     if (change := largest_change(model, patterns)) > tolerance:
         raise BadInput(f"folds that hold one by one change the logits together, by {change:.1e}")
     return patterns
-
-
-def _kind(trials: Intervention, index: int) -> object:
-    """Kind of a layer: what its modules are called, which classes they have, and which of them run."""
-    layer = trials.model.layers[index]
-    ran = {starred(path) for path in (*trials.readers[index], *trials.norms[index])}
-    modules = {(starred(path), type(module)) for path, module in layer.named_modules()}
-    return frozenset(modules), frozenset(ran), frozenset(trials.model.names[index].values())
 
 
 def _discover_layer(trials: Intervention, index: int, *, whole: bool) -> LayerPattern:
@@ -78,11 +75,7 @@ def _discover_layer(trials: Intervention, index: int, *, whole: bool) -> LayerPa
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A norm or linear of a layer that may be folded into.
-
-    Attributes:
-        whole: see `Intervention.trial`.
-    """
+    """A norm or linear of a layer that may be folded into; `whole` as in `Intervention.trial`."""
 
     trials: Intervention
     index: int
@@ -90,32 +83,24 @@ class _Source:
     whole: bool
 
     def folds(self, scores: ScoreLinears) -> Iterator[FoldPattern]:
-        """The pairs of the layer."""
         if self.path in self.trials.norms[self.index]:
-            yield from self._norm_folds(scores)
+            for offset in _NORM_OFFSETS:
+                if (targets := self._trial(offset=offset)) is not None:
+                    # Exact, but it made quantized Gemma 3 worse than plain rounding (llm-compressor #2522).
+                    if not (offset and scores.normalized & targets.keys()):
+                        yield from self._pattern(targets, "all", offset)
+                    return
             return
-        targets = self._trial()
-        if targets is not None:
+        if (targets := self._trial()) is not None:
             yield from self._pattern(targets, "all")
             return
         parts: tuple[Part, ...] = ("first", "last")
         for part in parts:
-            targets = self._largest_part(part)
-            if targets is not None:
+            if (targets := self._largest_part(part)) is not None:
                 yield from self._pattern(targets, part)
 
     def _trial(self, rows: slice = slice(None), offset: float = 0.0) -> Targets | None:
         return self.trials.trial(self.index, self.path, rows, offset, whole=self.whole)
-
-    def _norm_folds(self, scores: ScoreLinears) -> Iterator[FoldPattern]:
-        for offset in _NORM_OFFSETS:
-            targets = self._trial(offset=offset)
-            if targets is None:
-                continue
-            # It is exact, but made quantized Gemma 3 worse than plain rounding (llm-compressor #2522).
-            if not (offset and scores.normalized & targets.keys()):
-                yield from self._pattern(targets, "all", offset)
-            return
 
     def _largest_part(self, part: Part) -> Targets | None:
         """Targets that the most first or last rows of a fused projection feed that can be folded."""
@@ -142,18 +127,14 @@ class _Source:
         """The pattern of a proven pair; none where it has no name on disk or another channel order."""
         names = self.trials.model.names[self.index]
         layout = _layout(list(targets.values()))
-        if layout is not None and all(path in names for path in targets) and self._covers(targets):
-            on_disk = dict.fromkeys(starred(names[path]) for path in targets)
-            yield FoldPattern(starred(names[self.path]), tuple(on_disk), part, *layout, norm_offset)
-
-    def _covers(self, targets: Targets) -> bool:
-        """Whether patterns of names say the same: all experts that ran, or those of the source's expert."""
+        # Patterns of names must say the same: all experts that ran, or those of the source's expert.
         patterns = {starred(path) for path in targets}
         ran = {path for path in self.trials.readers[self.index] if starred(path) in patterns}
-        number = expert_number(self.path)
-        if number >= 0:
+        if (number := expert_number(self.path)) >= 0:
             ran = {path for path in ran if expert_number(path) == number}
-        return ran == set(targets)
+        if layout is not None and all(path in names for path in targets) and ran == set(targets):
+            on_disk = dict.fromkeys(starred(names[path]) for path in targets)
+            yield FoldPattern(starred(names[self.path]), tuple(on_disk), part, *layout, norm_offset)
 
 
 def _layout(maps: list[torch.Tensor]) -> tuple[int, int] | None:
@@ -199,38 +180,30 @@ def fold_layer(family: LayerMap, tensors: dict[str, torch.Tensor], seed: int) ->
     The scales are powers of two, with which products round as they did before.
 
     Args:
-        tensors: of the layer, by their relative names.
+        tensors: tensors of the layer, by relative name.
     """
     generator = torch.Generator().manual_seed(seed)
     done = 0
     for fold in family.folds:
         problem = _problem(family, tensors)
-        if can_fold(fold, problem):
-            _fold(fold, problem, tensors, generator)
-            done += 1
+        if not can_fold(fold, problem):
+            continue
+        width = tensors[f"{fold.targets[0]}.weight"].shape[1]
+        exponents = _SPREAD * torch.randn(width // fold.repeats, generator=generator)
+        scales = torch.exp2(exponents.round())
+        source = f"{fold.source}.weight"
+        if fold.source in problem.norms:
+            tensors[source], scales = fold_into_norm(tensors[source], scales, fold.norm_offset)
+            for name, bias in divided_bias(fold, problem, scales).items():
+                tensors[f"{name}.bias"] = bias
+        else:
+            divisors = row_scales(fold, len(tensors[source]), scales)
+            tensors[source] = tensors[source] / divisors[:, None]
+        columns = column_scales(fold, scales)
+        for target in fold.targets:
+            tensors[f"{target}.weight"] = tensors[f"{target}.weight"] * columns
+        done += 1
     return done
-
-
-def _fold(
-    fold: Fold,
-    problem: LayerProblem,
-    tensors: dict[str, torch.Tensor],
-    generator: torch.Generator,
-) -> None:
-    width = tensors[f"{fold.targets[0]}.weight"].shape[1]
-    exponents = _SPREAD * torch.randn(width // fold.repeats, generator=generator)
-    scales = torch.exp2(exponents.round())
-    source = f"{fold.source}.weight"
-    if fold.source in problem.norms:
-        tensors[source], scales = fold_into_norm(tensors[source], scales, fold.norm_offset)
-        for name, bias in divided_bias(fold, problem, scales).items():
-            tensors[f"{name}.bias"] = bias
-    else:
-        divisors = row_scales(fold, len(tensors[source]), scales)
-        tensors[source] = tensors[source] / divisors[:, None]
-    columns = column_scales(fold, scales)
-    for target in fold.targets:
-        tensors[f"{target}.weight"] = tensors[f"{target}.weight"] * columns
 
 
 def _problem(family: LayerMap, tensors: dict[str, torch.Tensor]) -> LayerProblem:
@@ -252,18 +225,11 @@ def _problem(family: LayerMap, tensors: dict[str, torch.Tensor]) -> LayerProblem
 
 def largest_change(model: RandomModel, patterns: Sequence[LayerPattern]) -> float:
     """Largest change of the logits, relative to the largest, with all pairs of all layers folded."""
-
-    before = model.logits()
-    held = [_tensors(model, index) for index in range(len(model.layers))]
-    try:
-        for index, pattern in enumerate(patterns):
-            tensors = dict(held[index])
-            fold_layer(_whole_family(pattern, tensors), tensors, index)
-            _put(model, index, tensors)
+    before, layers = model.logits(), random_layers(model, patterns)
+    for index, (family, tensors) in enumerate(layers):
+        fold_layer(family, tensors, index)
+    with replaced_tensors(model, [tensors for _, tensors in layers]):
         after = model.logits()
-    finally:
-        for index, tensors in enumerate(held):
-            _put(model, index, tensors)
     return float((after - before).abs().max() / before.abs().max())
 
 
@@ -274,47 +240,63 @@ def rounding_noise(model: RandomModel) -> float:
     """
     before = model.logits()
     vectors = [p for layer in model.layers for p in layer.parameters() if p.dim() == 1]
-    held = [vector.clone() for vector in vectors]
+    former = [vector.clone() for vector in vectors]
     generator = torch.Generator().manual_seed(0)
     try:
         for vector in vectors:
             vector.mul_(1 + _ONE_ULP * torch.randn(vector.shape, generator=generator))
         after = model.logits()
     finally:
-        for vector, former in zip(vectors, held, strict=True):
-            vector.copy_(former)
+        for vector, values in zip(vectors, former, strict=True):
+            vector.copy_(values)
     return float((after - before).abs().max() / before.abs().max())
 
 
-def _whole_family(pattern: LayerPattern, tensors: dict[str, torch.Tensor]) -> LayerMap:
-    """The map of a layer all of whose readers are linears."""
-    shapes = {
-        name.removesuffix(".weight"): tuple(tensor.shape)
-        for name, tensor in tensors.items()
-        if name.endswith(".weight")
-    }
-    linears = tuple((name,) for name, shape in shapes.items() if len(shape) == 2)
-    return family_of_pattern(pattern, LayerMap(linears, (), frozenset()), shapes)
+def random_layers(
+    model: RandomModel, patterns: Sequence[LayerPattern | None]
+) -> list[tuple[LayerMap, dict[str, torch.Tensor]]]:
+    """The map of each layer, all of whose readers are linears, and copies of its weights and biases by their
+    names on disk."""
+    layers = []
+    for index, pattern in enumerate(patterns):
+        tensors = {name: p.detach().clone() for name, p in _parameters(model, index)}
+        shapes = {
+            name.removesuffix(".weight"): tuple(tensor.shape)
+            for name, tensor in tensors.items()
+            if name.endswith(".weight")
+        }
+        linears = tuple((name,) for name, shape in shapes.items() if len(shape) == 2)
+        family = LayerMap(linears, (), frozenset())
+        layers.append((family_of_pattern(pattern, family, shapes) if pattern else family, tensors))
+    return layers
 
 
-def _tensors(model: RandomModel, index: int) -> dict[str, torch.Tensor]:
-    """Copies of the weights of a layer and of their biases, by their names on disk."""
-    tensors = {}
+@contextmanager
+def replaced_tensors(
+    model: RandomModel, tensors: Sequence[Mapping[str, torch.Tensor]]
+) -> Iterator[None]:
+    """A context in which weights and biases of the layers have other values, by their names on disk."""
+    parameters = [dict(_parameters(model, index)) for index in range(len(tensors))]
+    changed = [
+        (of_layer[name], tensor)
+        for of_layer, named in zip(parameters, tensors, strict=True)
+        for name, tensor in named.items()
+    ]
+    former = [parameter.detach().clone() for parameter, _ in changed]
+    with torch.no_grad():
+        try:
+            for parameter, tensor in changed:
+                parameter.copy_(tensor)
+            yield
+        finally:
+            for (parameter, _), values in zip(changed, former, strict=True):
+                parameter.copy_(values)
+
+
+def _parameters(model: RandomModel, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights and biases of a layer, by their names on disk."""
     for path, name in model.names[index].items():
         module = model.layers[index].get_submodule(path)
         for leaf in ("weight", "bias"):
-            parameter = module._parameters.get(leaf)
-            if parameter is not None:
-                tensors[f"{name}.{leaf}"] = parameter.detach().clone()
-    return tensors
-
-
-@torch.no_grad()
-def _put(model: RandomModel, index: int, tensors: dict[str, torch.Tensor]) -> None:
-    for path, name in model.names[index].items():
-        module = model.layers[index].get_submodule(path)
-        for leaf in ("weight", "bias"):
-            if f"{name}.{leaf}" in tensors:
-                parameter = module._parameters[leaf]
-                assert parameter is not None
-                parameter.copy_(tensors[f"{name}.{leaf}"])
+            if (parameter := module._parameters.get(leaf)) is not None:
+                yield f"{name}.{leaf}", parameter

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,16 +63,29 @@ class Intervention:
             raise BadInput("the random model of this config gives NaN: its pairs cannot be proven")
 
     def _recorded(self) -> torch.Tensor:
+        """The logits of a pass that fills the attributes."""
         handles = []
         for layer in self.model.layers:
             inputs: dict[str, list[torch.Tensor]] = {}
             order: list[str] = []
-            for path, module in layer.named_modules():
-                dims = _weight_dims(module)
-                if dims in (1, 2):
-                    hook = _recorder(path, inputs if dims == 2 else None, order)
-                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             outputs: list[list[torch.Tensor]] = []
+
+            def record(
+                _: nn.Module,
+                arguments: tuple[Any, ...],
+                named: dict[str, Any],
+                path: str,
+                inputs: dict[str, list[torch.Tensor]] | None,
+                order: list[str] = order,
+            ) -> None:
+                order.append(path)
+                if inputs is not None:
+                    inputs.setdefault(path, []).append(_input(arguments, named))
+
+            for path, module in layer.named_modules():
+                if (dims := _weight_dims(module)) in (1, 2):
+                    hook = partial(record, path=path, inputs=inputs if dims == 2 else None)
+                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
             handles.append(
                 layer.register_forward_hook(
                     lambda _, __, output, outputs=outputs: outputs.append(_tensors(output))
@@ -122,8 +136,15 @@ class Intervention:
             for path, reader in self.readers[index].items()
         ]
         if not whole and len(self.outputs[index]) == 1:
-            ends = _ends_layer(self.outputs[index][0])
-            handles.append(self.model.layers[index].register_forward_hook(ends))
+            before = self.outputs[index][0]
+
+            def end_layer(_: nn.Module, __: Any, output: Any) -> None:
+                now = _tensors(output)
+                if len(now) != len(before) or not all(map(_close, now, before)):
+                    raise _NotFoldable
+                raise _LayerDone
+
+            handles.append(self.model.layers[index].register_forward_hook(end_layer))
         with hooks(handles), _divided(module, scales, rows, offset):
             try:
                 same = _close(self.model.logits(), self.logits)
@@ -215,29 +236,6 @@ def _close(now: torch.Tensor, before: torch.Tensor) -> bool:
     return bool((now - before).abs().max() <= _SAME_OUTPUT * before.abs().max())
 
 
-def _ends_layer(before: list[torch.Tensor]) -> Callable[..., None]:
-    """A hook that ends the forward pass, saying whether the layer's output is the former one."""
-
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        now = _tensors(output)
-        if len(now) != len(before) or not all(map(_close, now, before)):
-            raise _NotFoldable
-        raise _LayerDone
-
-    return hook
-
-
-def _recorder(
-    path: str, inputs: dict[str, list[torch.Tensor]] | None, order: list[str]
-) -> Callable[..., None]:
-    def hook(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        order.append(path)
-        if inputs is not None:
-            inputs.setdefault(path, []).append(_input(arguments, named))
-
-    return hook
-
-
 def _restorer(
     path: str,
     former: Sequence[torch.Tensor],
@@ -265,7 +263,7 @@ def _restorer(
     return hook
 
 
-_SAME = 1e-4  # relative; a norm behind a projection keeps this much of a uniform scale
+_SAME = 1e-4  # relative; a norm after a projection keeps this much of a uniform scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +271,7 @@ class ScoreLinears:
     """The linears of a layer that feed attention scores.
 
     Attributes:
-        all: of queries and keys, however far from the scores.
+        all: projections to queries and keys, however far from the scores.
         normalized: those whose length does not matter, because a norm is between them and the scores.
     """
 
@@ -282,90 +280,64 @@ class ScoreLinears:
 
 
 class _ScoresRead(Exception):
-    """Ends a forward pass behind a layer."""
+    """Ends a forward pass after a layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """The input of a softmax over tokens, and the modules that were running."""
-
-    running: frozenset[str]
-    values: torch.Tensor
+_Scores = list[tuple[frozenset[str], torch.Tensor]]
+"""Inputs of softmaxes over tokens, each with the modules of the layer that were running."""
 
 
 class _SoftmaxInputs(TorchDispatchMode):
-    """Records the inputs of softmaxes over the tokens."""
+    """Records the inputs of softmaxes over the tokens, while a module of the layer is running."""
 
     def __init__(self, running: Collection[str], num_tokens: int):
         super().__init__()
         self.running, self.num_tokens = running, num_tokens
-        self.scores: list[_Scores] = []
+        self.scores: _Scores = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.ops.aten._softmax.default and self._over_tokens(args[0]) and self.running:
-            self.scores.append(_Scores(frozenset(self.running), args[0].clone()))
+        if func is torch.ops.aten._softmax.default and self.running:
+            shape, tokens = args[0].shape, self.num_tokens
+            if len(shape) >= 3 and shape[-2] == tokens and shape[-1] >= tokens:
+                self.scores.append((frozenset(self.running), args[0].clone()))
         return func(*args, **(kwargs or {}))
-
-    def _over_tokens(self, values: torch.Tensor) -> bool:
-        shape, tokens = values.shape, self.num_tokens
-        return len(shape) >= 3 and shape[-2] == tokens and shape[-1] >= tokens
 
 
 def score_linears(model: RandomModel, index: int, linears: Collection[str]) -> ScoreLinears:
-    """Which linears of a layer feed scores of the attention that they belong to.
+    """The linears of a layer that feed scores of the attention that they belong to.
 
     Args:
-        linears: their paths in the layer; one belongs to the module that holds it.
+        linears: their paths in the layer; a linear belongs to the module that holds it.
     """
     layer = model.layers[index]
     before = _scores(model, layer)
     every, normalized = set(), set()
     for path in linears:
         module, holder = layer.get_submodule(path), path.rpartition(".")[0]
-        if not any(holder in scores.running for scores in before):
+        if not any(holder in running for running, _ in before):
             continue
-        uneven = module, lambda width: spread(width).sqrt()
-        if not _same(before, _scores(model, layer, uneven), holder):
+        uneven = _scores(model, layer, module, lambda width: spread(width).sqrt())
+        if not _same(before, uneven, holder):
             every.add(path)
-            even = module, lambda width: torch.full((width,), 4.0)
-            if _same(before, _scores(model, layer, even), holder):
+            even = _scores(model, layer, module, lambda width: torch.full((width,), 4.0))
+            if _same(before, even, holder):
                 normalized.add(path)
     return ScoreLinears(frozenset(every), frozenset(normalized))
-
-
-def _same(before: Sequence[_Scores], after: Sequence[_Scores], holder: str) -> bool:
-    """Whether the softmaxes inside a module read the same."""
-    return len(before) == len(after) and all(
-        _same_scores(first.values, second.values)
-        for first, second in zip(before, after, strict=True)
-        if holder in first.running
-    )
 
 
 @torch.no_grad()
 def _scores(
     model: RandomModel,
     layer: nn.Module,
-    scaled: tuple[nn.Module, Callable[[int], torch.Tensor]] | None = None,
-) -> list[_Scores]:
-    """The softmax inputs of one layer, with the output of one module scaled."""
+    scaled: nn.Module | None = None,
+    factors: Callable[[int], torch.Tensor] = torch.ones,
+) -> _Scores:
+    """The softmax inputs of one layer, with the output channels of one module multiplied by factors."""
     running: set[str] = set()
-    inputs = _SoftmaxInputs(running, model.token_ids.shape[1])
-    with _tracked(layer, running), _scaled(scaled), inputs, suppress(_ScoresRead):
-        model.logits()
-    return inputs.scores
-
-
-@contextmanager
-def _tracked(layer: nn.Module, running: set[str]) -> Iterator[None]:
-    """Keep the paths of the running modules of a layer, and stop behind it."""
     handles = []
     for path, module in layer.named_modules():
-
-        def enter(*_: Any, path: str = path) -> None:
-            running.add(path)
 
         def leave(*_: Any, path: str = path) -> None:
             running.discard(path)
@@ -373,32 +345,30 @@ def _tracked(layer: nn.Module, running: set[str]) -> Iterator[None]:
                 raise _ScoresRead
 
         handles += [
-            module.register_forward_pre_hook(enter),
+            module.register_forward_pre_hook(lambda *_, path=path: running.add(path)),
             module.register_forward_hook(leave),
         ]
-    with hooks(handles):
-        yield
+    if scaled is not None:
+        handles.append(
+            scaled.register_forward_hook(lambda _, __, output: output * factors(output.shape[-1]))
+        )
+    inputs = _SoftmaxInputs(running, model.token_ids.shape[1])
+    with hooks(handles), inputs, suppress(_ScoresRead):
+        model.logits()
+    return inputs.scores
 
 
-@contextmanager
-def _scaled(scaled: tuple[nn.Module, Callable[[int], torch.Tensor]] | None) -> Iterator[None]:
-    """Multiply the output channels of a module."""
-    if scaled is None:
-        yield
-        return
-    module, factors = scaled
-
-    def hook(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * factors(output.shape[-1])
-
-    with hooks([module.register_forward_hook(hook)]):
-        yield
-
-
-def _same_scores(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether scores are the same, where they are not masked."""
-    if before.shape != after.shape:
+def _same(before: _Scores, after: _Scores, holder: str) -> bool:
+    """True if the softmaxes inside a module read the same, where they are not masked."""
+    if len(before) != len(after):
         return False
-    kept = before > torch.finfo(before.dtype).min / 2
-    gap, size = (before - after)[kept].abs(), before[kept].abs()
-    return not gap.numel() or bool(gap.max() <= _SAME * size.max())
+    for (running, former), (_, values) in zip(before, after, strict=True):
+        if holder not in running:
+            continue
+        if former.shape != values.shape:
+            return False
+        kept = former > torch.finfo(former.dtype).min / 2
+        gap, size = (former - values)[kept].abs(), former[kept].abs()
+        if gap.numel() and not bool(gap.max() <= _SAME * size.max()):
+            return False
+    return True

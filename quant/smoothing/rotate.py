@@ -9,24 +9,25 @@ C. Paley, "On Orthogonal Matrices", 1933). Orders without one get a random ortho
 from __future__ import annotations
 
 import json
-import math
-import tempfile
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from ...base.errors import BadInput, first_line
+from ...base.errors import BadInput
+from ..families.layer_map import LayerMap
 from ..families.registry import type_of
-from ..model.architecture import architecture_of
-from ..model.auto import auto_class, read_config
-from ..model.checkpoint import SINGLE_NAME, Checkpoint
+from ..model.architecture import Architecture, architecture_of
+from ..model.auto import read_config
+from ..model.checkpoint import Checkpoint
 from ..model.experts import with_experts_apart
-from .patterns import Head, rotated_heads, value_candidates
-from .small_model import no_progress_bar, randomize, sample_token_ids
-from .smoothing_map import attempts_for, with_smoothing
+from .patterns import starred
+from .smoothing_map import KindMap, attempts_and_maps, by_layer, with_smoothing
+
+R2 = "R2"
+_SAME_LOGITS = 1e-5  # of float64 weights, relative; transformers' norms compute in float32
+_LAYERS = 2**16  # more than any model has: seeds of layers do not meet
 
 
 def random_rotation(order: int, seed: int) -> torch.Tensor:
@@ -54,29 +55,82 @@ def hadamard(order: int) -> torch.Tensor | None:
 
 def _base(order: int) -> torch.Tensor | None:
     """A matrix of order 1, or of a prime of the form 4n + 3 and one, by Paley's first construction."""
+    prime = order - 1
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
-    prime = order - 1
-    if order % 4 or not _is_prime(prime):
+    if order % 4 or not all(prime % factor for factor in range(2, int(prime**0.5) + 1)):
         return None
-    squares = {number * number % prime for number in range(1, prime)}
-    residues = [0.0] + [1.0 if number in squares else -1.0 for number in range(1, prime)]
-    rows = [[residues[(row - column) % prime] for column in range(prime)] for row in range(prime)]
+    residues = torch.full((prime,), -1.0, dtype=torch.float64)
+    residues[[number * number % prime for number in range(1, prime)]] = 1.0
+    residues[0] = 0.0
     matrix = torch.eye(order, dtype=torch.float64)
-    matrix[1:, 1:] += torch.tensor(rows, dtype=torch.float64)
-    matrix[0, 1:] = 1.0
-    matrix[1:, 0] = -1.0
+    matrix[1:, 1:] += residues[(torch.arange(prime)[:, None] - torch.arange(prime)) % prime]
+    matrix[0, 1:], matrix[1:, 0] = 1.0, -1.0
     return matrix
 
 
-def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % factor for factor in range(2, int(number**0.5) + 1))
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Rows `[start, stop)` of a value projection, or columns of an output projection: heads of `width`."""
+
+    layer: int
+    start: int
+    stop: int
+    width: int
+    is_output: bool = False
+
+    def rotation(self, seed: int) -> torch.Tensor:
+        """The rotation of the heads of this width in the layer, float64 `[width, width]`."""
+        return random_rotation(self.width, 2 * seed * _LAYERS + 2 * self.layer + 1)
+
+    def turned(self, tensor: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        """The weight or the bias with its heads rotated, in its dtype; the bias of an output stays."""
+        if self.is_output and tensor.dim() == 1:
+            return tensor
+        result = tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+        rotation = rotation.to(result.dtype)
+        if self.is_output:
+            result = (result.unflatten(1, (-1, self.width)) @ rotation).flatten(1)
+        else:
+            rows = result[self.start : self.stop].unflatten(0, (-1, self.width))
+            rows = torch.einsum("hd...,de->he...", rows, rotation).flatten(0, 1)
+            result = torch.cat([result[: self.start], rows, result[self.stop :]])
+        return result.to(tensor.dtype).contiguous()
+
+
+def _heads(
+    layer: int,
+    family: LayerMap,
+    shape: Callable[[str], Sequence[int]],
+    text_config: Mapping[str, Any],
+    values: frozenset[str],
+) -> dict[str, Head]:
+    """The linears of a layer that R2 turns, by relative name.
+
+    Args:
+        shape: the shape of a tensor of the layer, by relative name.
+        values: sources of the pairs to turn, with `*` for an expert's number.
+    """
+    count = int(text_config.get("num_attention_heads") or 1)
+    usual = int(text_config.get("head_dim") or int(text_config.get("hidden_size") or 0) // count)
+    heads: dict[str, Head] = {}
+    for fold in family.folds:
+        if starred(fold.source) not in values:
+            continue
+        first, last = fold.rows or (0, shape(f"{fold.source}.weight")[0])
+        width = (last - first) // fold.groups if fold.groups > 1 else usual
+        columns = shape(f"{fold.targets[0]}.weight")[1]
+        if width and (last - first) % width == 0 and columns % width == 0:
+            heads[fold.source] = Head(layer, first, last, width)
+            heads[fold.targets[0]] = Head(layer, 0, columns, width, is_output=True)
+    return heads
 
 
 class RotatedCheckpoint(Checkpoint):
     """The rotated tensors in the dtypes of the original.
 
     Args:
+        heads: the linears to turn, by full name.
         seed: seed of the rotations.
     """
 
@@ -87,59 +141,23 @@ class RotatedCheckpoint(Checkpoint):
         self.config, self.shard_of = plain.config, plain.shard_of
         self.source_type, self.source_tokenizer = plain.source_type, plain.source_tokenizer
         self.notes = plain.notes
+        self.shape, self.dtype_name = plain.shape, plain.dtype_name
+        self.companions, self.release = plain.companions, plain.release
         self._heads, self._seed = heads, seed
-        self._turns: dict[tuple[int, int], torch.Tensor] = {}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._plain.shape(name)
-
-    def dtype_name(self, name: str) -> str:
-        return self._plain.dtype_name(name)
-
-    def companions(self) -> dict[str, bytes]:
-        return self._plain.companions()
-
-    def release(self) -> None:
-        self._plain.release()
+        self._rotations: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
     def weight_bytes(self) -> int:
         return self._plain.weight_bytes
 
     def tensor(self, name: str) -> torch.Tensor:
-        stored, head = self._plain.tensor(name), self._heads.get(_weight_of(name))
-        if head is None or (head.is_output and name.endswith(".bias")):
+        stored, head = self._plain.tensor(name), self._heads.get(name.rpartition(".")[0])
+        if head is None:
             return stored
-        result = stored.to(torch.float64 if stored.dtype == torch.float64 else torch.float32)
-        turn = self._turn(head).to(result.dtype)
-        if head.is_output:
-            result = (result.unflatten(1, (-1, head.width)) @ turn).flatten(1)
-        else:
-            rows = result[head.start : head.stop].unflatten(0, (-1, head.width))
-            turned = torch.einsum("hd...,de->he...", rows, turn).flatten(0, 1)
-            result = torch.cat([result[: head.start], turned, result[head.stop :]])
-        return result.to(stored.dtype).contiguous()
-
-    def _turn(self, head: Head) -> torch.Tensor:
-        """The rotation of a layer's heads, float64; the last one is kept."""
         key = head.layer, head.width
-        if key not in self._turns:
-            seed = 2 * self._seed * _LAYERS + 2 * head.layer + 1
-            self._turns = {key: random_rotation(head.width, seed)}
-        return self._turns[key]
-
-
-_LAYERS = 2**16  # more than any model has: seeds of layers do not meet
-
-
-def _weight_of(name: str) -> str:
-    """The weight that a bias belongs to; a weight's own name."""
-    return name.removesuffix("bias") + "weight" if name.endswith(".bias") else name
-
-
-R2 = "R2"
-_SAME_LOGITS = 1e-5  # of float64 weights, relative; transformers' norms compute in float32
-_SEED = 11
+        if key not in self._rotations:  # only the last one is kept
+            self._rotations = {key: head.rotation(self._seed)}
+        return head.turned(stored, self._rotations[key])
 
 
 def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Checkpoint:
@@ -152,8 +170,18 @@ def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Ch
     if unknown:
         raise BadInput(f"--rotate {unknown[0]}: choose {R2}, or none")
     plain = architecture_of(checkpoint)
-    values = _proven_once(attempts_for(checkpoint, plain))
-    heads = rotated_heads(checkpoint, with_smoothing(checkpoint, plain), values)
+    values = _exact_values(checkpoint, plain)
+    heads: dict[str, Head] = {}
+    for index, family in enumerate(with_smoothing(checkpoint, plain).layers):
+        start = f"{plain.layer_prefix(index)}."
+        of_layer = _heads(
+            index,
+            family,
+            lambda name, start=start: checkpoint.shape(start + name),
+            checkpoint.text_config,
+            values,
+        )
+        heads |= {start + name: head for name, head in of_layer.items()}
     if not heads:
         kind = type_of(checkpoint.config)
         raise BadInput(
@@ -182,93 +210,72 @@ def seen_rotated(
 _known: dict[str, frozenset[str]] = {}
 
 
-def _proven_once(raws: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Prove as `_proven` does; the proof of a config is kept as long as the process lives."""
-    key = json.dumps(raws, default=str, sort_keys=True)
+def _exact_values(checkpoint: Checkpoint, architecture: Architecture) -> frozenset[str]:
+    """Value projections that may be turned, with `*` for an expert's number.
+
+    The proof of a config is kept as long as the process lives.
+
+    Raises:
+        BadInput: each rotation changes the logits of the small model, or no small model runs.
+    """
+    attempts, maps = attempts_and_maps(checkpoint, architecture)
+    key = json.dumps(attempts, default=str, sort_keys=True)
+    reason = None
+    for raw in () if key in _known else attempts:
+        try:
+            exact = _proven(raw, maps)
+        except Exception as error:  # a module may raise anything about its config, or where it runs
+            reason = error
+            continue
+        if exact:
+            _known[key] = exact
+            break
     if key not in _known:
-        _known[key] = _proven(raws)
+        raise BadInput(
+            f"--rotate R2: model type {type_of(checkpoint.config)!r} has no values that only an output "
+            "projection reads, head by head: leave it out"
+        ) from reason
     return _known[key]
 
 
-def _proven(raws: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """The value projections that may be turned.
+def _proven(raw: Mapping[str, Any], maps: Sequence[KindMap]) -> frozenset[str]:
+    """The value projections of a config's random model whose rotation leaves its logits as they are."""
+    from .discover import random_layers, replaced_tensors
+    from .small_model import random_model
 
-    Raises:
-        BadInput: each rotation changes the logits of the small model.
-    """
-    for last, raw in zip([*[False] * (len(raws) - 1), True], raws, strict=True):
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                return _proven_on(Path(folder), raw)
-        except BadInput:
-            if last:
-                raise
-    raise AssertionError("there is always an attempt")
+    model = random_model(read_config(raw))
+    model.model.double()
+    if hasattr(model.model, "set_experts_implementation"):
+        model.model.set_experts_implementation("eager")  # grouped GEMMs take no float64
+    config = model.model.config.to_dict()
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    kinds = [frozenset(map(starred, names.values())) for names in model.names]
+    layers = random_layers(model, by_layer(maps, kinds))
+    before = model.logits()
 
+    def is_exact(value: str) -> bool:
+        turned = []
+        for index, (family, tensors) in enumerate(layers):
+            heads = _heads(index, family, lambda n, t=tensors: t[n].shape, text, frozenset({value}))
+            turned.append(
+                {
+                    name: head.turned(tensor, head.rotation(0))
+                    for name, tensor in tensors.items()
+                    if (head := heads.get(name.rpartition(".")[0])) is not None
+                }
+            )
+        if not any(turned):
+            return False  # heads do not divide them here: nothing is proven
+        with replaced_tensors(model, turned):
+            after = model.logits()
+        return float((after - before).abs().max() / before.abs().max()) <= _SAME_LOGITS
 
-def _proven_on(folder: Path, raw: Mapping[str, Any]) -> frozenset[str]:
-    """Prove, as `_proven` does, on the small model of one config."""
-    before, token_ids = _saved(folder / "plain", raw)
-    checkpoint = Checkpoint(folder / "plain")
-    architecture = with_smoothing(checkpoint, architecture_of(checkpoint))
-
-    def change(name: str) -> float:
-        heads = rotated_heads(checkpoint, architecture, frozenset({name}))
-        if not heads:
-            return math.inf  # heads do not divide them here: nothing is proven
-        seen = RotatedCheckpoint(checkpoint, heads, _SEED)
-        after = _logits(write_plain(seen, folder / "rotated"), token_ids)
-        return float((after - before).abs().max() / before.abs().max())
-
-    candidates = value_candidates(architecture)
-    exact = frozenset(name for name in candidates if change(name) <= _SAME_LOGITS)
-    if not exact:
-        raise BadInput(
-            f"--rotate R2: model type {type_of(raw)!r} has no values that only an output projection reads, "
-            "head by head: leave it out"
-        )
-    return exact
-
-
-def _saved(folder: Path, raw: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Save the random model of a config in float64; its logits, and the tokens.
-
-    Raises:
-        BadInput: the model cannot be built, or does not run.
-    """
-    config: Any = read_config(raw)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_SEED)
-            model: Any = auto_class(config).from_config(config, dtype=torch.float64)
-            randomize(model)
-        with no_progress_bar():
-            model.save_pretrained(folder)
-        token_ids = sample_token_ids(config)
-        return _logits(folder, token_ids), token_ids
-    except Exception as error:  # a module may raise anything about its config, or where it runs
-        raise BadInput(
-            f"--rotate: no random model of type {type_of(config)!r} can be run: {first_line(error)}"
-        ) from error
-
-
-@torch.no_grad()
-def _logits(folder: Path, token_ids: torch.Tensor) -> torch.Tensor:
-    config: Any = read_config(json.loads((folder / "config.json").read_text()))
-    with no_progress_bar():
-        model: Any = auto_class(config).from_pretrained(folder, dtype=torch.float64)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # grouped GEMMs take no float64
-    return model.eval()(input_ids=token_ids, use_cache=False).logits.to(torch.float64)
-
-
-def write_plain(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Write a checkpoint that fits in memory as plain files."""
-    folder.mkdir(exist_ok=True)
-    save_file(
-        {name: tensor.clone() for name, tensor in checkpoint.tensors()},
-        folder / SINGLE_NAME,
-        metadata={"format": "pt"},
-    )
-    (folder / "config.json").write_text(json.dumps(checkpoint.config))
-    return folder
+    # R2 may be exact between two linears.
+    candidates = {
+        starred(fold.source): None
+        for family, _ in layers
+        for fold in family.folds
+        if fold.source in family.linears and len(fold.targets) == 1
+    }
+    return frozenset(filter(is_exact, candidates))

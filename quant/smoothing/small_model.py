@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,6 @@ def small_config(raw: Mapping[str, Any], num_layers: int | None) -> Raw:
 
 
 def text_layers(raw: Mapping[str, Any]) -> int:
-    """Decoder layers that a raw config counts; 0 if it does not say."""
     return next((v for k, v in _text(raw).items() if _DEPTH.match(k) and isinstance(v, int)), 0)
 
 
@@ -113,18 +112,13 @@ def _small(raw: Mapping[str, Any], factor: int, is_text: bool, num_layers: int |
             if cut is not None and _DEPTH.match(name):
                 small[name] = cut
         elif isinstance(value, (list, str)):
-            per_layer = cut is not None and len(value) == depth
-            small[name] = _small_widths(name, value[:cut] if per_layer else value, factor)
+            values = value[:cut] if cut is not None and len(value) == depth else value
+            if isinstance(values, list) and _is_width(name) and _all_integers(values):
+                values = [max(1, width // factor) for width in values]
+            small[name] = values
         else:
             small[name] = value
     return small
-
-
-def _small_widths(name: str, value: list[Any] | str, factor: int) -> list[Any] | str:
-    """A list of widths, one for each layer, divided; anything else as it is."""
-    if isinstance(value, list) and _is_width(name) and _all_integers(value):
-        return [max(1, width // factor) for width in value]
-    return value
 
 
 def _all_integers(values: Any) -> bool:
@@ -169,8 +163,8 @@ class RandomModel:
     """A random model in float32 on the CPU, ready to be run.
 
     Attributes:
-        model: with its output projection.
-        layers: its decoder layers, experts apart where the checkpoint stores them apart.
+        model: the model with its output projection.
+        layers: decoder layers, experts apart where the checkpoint stores them apart.
         names: for each layer, the name on disk of each of its modules that has a weight, relative to it.
         token_ids: int64 `[1, NUM_TOKENS]`.
     """
@@ -228,7 +222,7 @@ def _layers_and_names(model: Any) -> tuple[list[nn.Module], list[dict[str, str]]
                 list(module)[: len(kinds)]
                 for module in model.modules()
                 if isinstance(module, nn.ModuleList)
-                and [type(each) for each in module][: len(kinds)] == kinds
+                and [type(layer) for layer in module][: len(kinds)] == kinds
             ),
             None,
         )
@@ -236,27 +230,20 @@ def _layers_and_names(model: Any) -> tuple[list[nn.Module], list[dict[str, str]]
             raise BadInput(f"{type(model).__name__} has no list of decoder layers")
         names = []
         for index, (layer, split) in enumerate(zip(layers, meta_model.layers, strict=True)):
-            _take_experts(layer, split)
-            held = dict(layer.named_parameters())
+            # Experts that are apart in the layer of the meta model are so here, with empty weights.
+            for path, module in list(split.named_modules()):
+                with suppress(AttributeError):  # the layer has no such module
+                    if type(layer.get_submodule(path)) is not type(module):
+                        layer.set_submodule(path, module.to_empty(device="cpu"))
+            parameters = dict(layer.named_parameters())
             names.append(
                 {
                     name.removesuffix(".weight"): disk.removesuffix(".weight")
                     for disk, name in meta_model.names_in_layer(index).items()
-                    if disk.endswith(".weight") and name.endswith(".weight") and name in held
+                    if disk.endswith(".weight") and name.endswith(".weight") and name in parameters
                 }
             )
     return layers, names
-
-
-def _take_experts(layer: nn.Module, split: nn.Module) -> None:
-    """Give a layer the modules whose class differs in the layer of the meta model, with empty weights."""
-    for path, module in list(split.named_modules()):
-        try:
-            present = layer.get_submodule(path)
-        except AttributeError:
-            continue
-        if type(present) is not type(module):
-            layer.set_submodule(path, module.to_empty(device="cpu"))
 
 
 @contextmanager

@@ -47,10 +47,9 @@ def with_smoothing(checkpoint: Checkpoint, architecture: Architecture) -> Archit
     Raises:
         BadInput: no small model of this config can be built and run.
     """
-    shapes = [_shapes(checkpoint, architecture, index) for index in range(len(architecture.layers))]
+    shapes = _shapes(checkpoint, architecture)
     kinds = [frozenset(map(starred, names)) for names in shapes]
-    maps = _discovered_once(checkpoint, kinds)
-    patterns = _by_layer(maps, kinds)
+    patterns = by_layer(_discovered_once(checkpoint, kinds), kinds)
     layers = tuple(
         family_of_pattern(pattern, base, weights) if pattern else base
         for pattern, base, weights in zip(patterns, architecture.layers, shapes, strict=True)
@@ -61,23 +60,34 @@ def with_smoothing(checkpoint: Checkpoint, architecture: Architecture) -> Archit
     return replace(architecture, layers=layers, notes=notes)
 
 
-def attempts_for(checkpoint: Checkpoint, architecture: Architecture) -> list[dict[str, Any]]:
-    """Raw configs of small models that may have the structure of a checkpoint, the smallest first."""
-    shapes = [_shapes(checkpoint, architecture, index) for index in range(len(architecture.layers))]
-    return _attempts(checkpoint, [frozenset(map(starred, names)) for names in shapes])
+def attempts_and_maps(
+    checkpoint: Checkpoint, architecture: Architecture
+) -> tuple[list[dict[str, Any]], list[KindMap]]:
+    """Raw configs of small models that may have the structure of a checkpoint, the smallest first, and the
+    maps of one that has it.
+
+    Raises:
+        BadInput: see `with_smoothing`.
+    """
+    kinds = [frozenset(map(starred, names)) for names in _shapes(checkpoint, architecture)]
+    return _attempts(checkpoint, kinds), _discovered_once(checkpoint, kinds)
 
 
-def _shapes(checkpoint: Checkpoint, architecture: Architecture, index: int) -> Shapes:
-    start = architecture.layer_prefix(index) + "."
-    return {
-        name.removeprefix(start).removesuffix(".weight"): tuple(checkpoint.shape(name))
-        for name in checkpoint.names
-        if name.startswith(start) and name.endswith(".weight")
-    }
+def _shapes(checkpoint: Checkpoint, architecture: Architecture) -> list[Shapes]:
+    """Shapes of the weights of each layer, by the relative name of their module."""
+    starts = [f"{architecture.layer_prefix(index)}." for index in range(len(architecture.layers))]
+    return [
+        {
+            name.removeprefix(start).removesuffix(".weight"): tuple(checkpoint.shape(name))
+            for name in checkpoint.names
+            if name.startswith(start) and name.endswith(".weight")
+        }
+        for start in starts
+    ]
 
 
-def _by_layer(maps: Sequence[KindMap], kinds: Sequence[Kind]) -> list[LayerPattern | None]:
-    """The pattern of each layer of the checkpoint: by its number, or by its kind where layers were cut."""
+def by_layer(maps: Sequence[KindMap], kinds: Sequence[Kind]) -> list[LayerPattern | None]:
+    """The pattern of each layer of these kinds: by its number, or by its kind where layers were cut."""
     if len(maps) == len(kinds):
         return [entry.pattern for entry in maps]
     known = {entry.kind: entry.pattern for entry in reversed(maps)}
@@ -85,17 +95,11 @@ def _by_layer(maps: Sequence[KindMap], kinds: Sequence[Kind]) -> list[LayerPatte
 
 
 def _discovered_once(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
-    """The kept answer for this config; else it is discovered and kept."""
+    """The maps of a small model's layers, kept by config; of the attempts the first that runs and has all
+    kinds."""
     path = cache_folder() / f"{_key(checkpoint.config, kinds)}-{version('transformers')}.json"
     if (answer := _read(path)) is not None:
         return answer
-    answer = _discovered(checkpoint, kinds)
-    _keep(path, answer)
-    return answer
-
-
-def _discovered(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
-    """The maps of a small model's layers; of the attempts the first that runs and has all kinds."""
     reason: BadInput | None = None
     for raw in _attempts(checkpoint, kinds):
         try:
@@ -104,6 +108,7 @@ def _discovered(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
             reason = error
             continue
         if len(maps) == len(kinds) or set(kinds) <= {entry.kind for entry in maps}:
+            _keep(path, maps)
             return maps
     raise BadInput(
         f"{checkpoint.path}: no foldable pairs can be discovered for model type "
@@ -143,7 +148,6 @@ def discovered_maps(raw: Mapping[str, Any]) -> list[KindMap]:
 
 
 def cache_folder() -> Path:
-    """Folder of the kept answers: llmopt/smoothing in `XDG_CACHE_HOME` or `~/.cache`."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "llmopt" / "smoothing"
 

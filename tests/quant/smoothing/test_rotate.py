@@ -10,12 +10,13 @@ import pytest
 import torch
 from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import verify
-from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.checkpoint import SINGLE_NAME, Checkpoint
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.quant.plan.request import QuantizeRequest
-from llmopt.quant.smoothing.rotate import rotated, write_plain
+from llmopt.quant.smoothing.rotate import rotated
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ...support.family_models import MAPPED, OTHERS, save_model, token_ids
@@ -24,6 +25,18 @@ from ...support.vision_checkpoints import image_prompt, save_wrapped
 
 # Values between others in one projection, per head (GPT-NeoX, BLOOM), of a latent (DeepSeek), or without a pair.
 REFUSED = {"deepseek_v2", "deepseek_v3", "gpt_neox", "bloom", "gptj"}
+
+
+def write_plain(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Write a checkpoint that fits in memory as plain files."""
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {name: tensor.clone() for name, tensor in checkpoint.tensors()},
+        folder / SINGLE_NAME,
+        metadata={"format": "pt"},
+    )
+    (folder / "config.json").write_text(json.dumps(checkpoint.config))
+    return folder
 
 
 @torch.no_grad()
