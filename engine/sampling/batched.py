@@ -53,7 +53,7 @@ class BatchedSampling:
     def _probabilities(
         self, scores: torch.Tensor, rows: Sequence[SamplingRow], greedy: torch.Tensor
     ) -> torch.Tensor:
-        """Sampling probabilities of the rows, those of greedy rows from `greedy` [rows, vocab]."""
+        """Sampling probabilities; greedy rows take theirs from `greedy` [rows, vocab]."""
         floats, integers = _settings(rows, scores.device)
         threshold, last = thresholds(scores, floats, integers)
         is_greedy = _greedy(rows, scores.device)
@@ -138,7 +138,7 @@ def _wrapped(seed: int) -> int:
 
 
 def _greedy(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
-    """Which rows are greedy, bool [rows, 1]."""
+    """Flags of the greedy rows, bool [rows, 1]."""
     return to_device(np.array([[row.params.is_greedy] for row in rows]), device)
 
 
@@ -164,7 +164,7 @@ IN_PROMPT, IN_OUTPUT = 1, 2
 
 @dataclass(slots=True)
 class _Counted:
-    """A sequence in the table: its list of tokens, its table row, how many of its tokens are counted."""
+    """Table row of a sequence, and how many of its tokens are counted."""
 
     tokens: Sequence[int]
     table_row: int
@@ -173,15 +173,14 @@ class _Counted:
 
 
 class TokenCounts:
-    """A table row of counts for each penalized sequence; each step adds the sequence's new tokens.
+    """Table of token counts with a row for each penalized sequence; each step adds the new tokens.
 
-    A sequence is identified by its list of tokens, which only grows. Table rows are reused, least recently
-    used first.
+    A sequence is identified by its list of tokens, which only grows. The least recently used row is reused.
     """
 
     def __init__(self) -> None:
         self._table = torch.empty(0, 0, dtype=torch.int32)
-        self._held: OrderedDict[int, _Counted] = OrderedDict()
+        self._entries: OrderedDict[int, _Counted] = OrderedDict()
 
     def of(
         self, rows: Sequence[SamplingRow], vocab_size: int, device: torch.device
@@ -193,15 +192,15 @@ class TokenCounts:
         of_prompt: list[int] = []
         of_output: list[int] = []
         for row, table_row in zip(rows, table_rows, strict=True):
-            held = self._held[id(_tokens_of(row))]
-            if not held.length:
+            entry = self._entries[id(_tokens_of(row))]
+            if not entry.length:
                 fresh[table_row] = None
                 prompt = row.known[: row.num_prompt_tokens]
                 of_prompt += [table_row * vocab_size + token for token in prompt]
-                held.length = len(prompt)
-            new = row.known[held.length :]
+                entry.length = len(prompt)
+            new = row.known[entry.length :]
             of_output += [table_row * vocab_size + token for token in new]
-            held.length += len(new)
+            entry.length += len(new)
         if fresh:
             self._table.index_fill_(0, _integers(list(fresh), device), 0)
         flat = self._table.view(-1)
@@ -216,10 +215,9 @@ class TokenCounts:
         return counts, torch.arange(len(rows), device=device)
 
     def _ensure_capacity(self, count: int, vocab_size: int, device: torch.device) -> None:
-        """Grow the table to at least `count` rows."""
         table = self._table
         if table.device != device or table.shape[1] != vocab_size:
-            self._held.clear()
+            self._entries.clear()
             table = torch.empty(0, vocab_size, dtype=torch.int32, device=device)
         if len(table) < count:
             wider = table.new_zeros(1 << (count - 1).bit_length(), vocab_size)
@@ -230,16 +228,16 @@ class TokenCounts:
     def _counted(self, row: SamplingRow) -> _Counted:
         """The entry of the row's sequence; assigns a table row to a new one."""
         tokens = _tokens_of(row)
-        held = self._held.get(id(tokens))
-        if held is None:
-            table_row = len(self._held)
+        entry = self._entries.get(id(tokens))
+        if entry is None:
+            table_row = len(self._entries)
             if table_row == len(self._table):
-                table_row = self._held.popitem(last=False)[1].table_row
-            held = self._held[id(tokens)] = _Counted(tokens, table_row, row.num_prompt_tokens)
-        elif held.length > len(row.known) or held.num_prompt_tokens != row.num_prompt_tokens:
-            held.length, held.num_prompt_tokens = 0, row.num_prompt_tokens
-        self._held.move_to_end(id(tokens))
-        return held
+                table_row = self._entries.popitem(last=False)[1].table_row
+            entry = self._entries[id(tokens)] = _Counted(tokens, table_row, row.num_prompt_tokens)
+        elif entry.length > len(row.known) or entry.num_prompt_tokens != row.num_prompt_tokens:
+            entry.length, entry.num_prompt_tokens = 0, row.num_prompt_tokens
+        self._entries.move_to_end(id(tokens))
+        return entry
 
 
 def _tokens_of(row: SamplingRow) -> Sequence[int]:

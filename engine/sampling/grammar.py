@@ -29,20 +29,18 @@ WHITESPACE = " ?"
 """Whitespace allowed between JSON tokens. An unbounded pattern would let a model emit whitespace forever."""
 
 REMEMBERED_CHARACTERS = 256 << 10
-"""Characters of the grammars that are remembered compiled, but for the last: 190 kB take 8 MiB."""
+"""Characters of the grammars whose compilations stay in the cache: 190 kB take 8 MiB."""
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
-MAX_SUBSCHEMAS = 200
-"""Subschemas compiled at most to locate an error."""
-SEARCH_SECONDS = 1.0
-"""No subschema is compiled later to locate an error."""
+MAX_SUBSCHEMAS, SEARCH_SECONDS = 200, 1.0
+"""Limits of the search for an error: subschemas compiled, and time after which no other is."""
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
     """Grammar of the JSON texts that a schema allows.
 
     Raises:
-        BadInput: it is nested too deep to be read.
+        BadInput: the schema is nested too deep.
     """
     defaults: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     try:
@@ -60,7 +58,7 @@ def choice(texts: Sequence[str]) -> str:
     """Grammar of exactly one of `texts`.
 
     Raises:
-        BadInput: there is none, or one is empty.
+        BadInput: no text, or an empty one.
     """
     if not texts or not all(texts):
         raise BadInput("choice: need at least one text, and no empty one")
@@ -118,7 +116,9 @@ class GrammarCompiler:
         with self._lock:
             matcher = self._compiled.get(grammar)
         if matcher is None:
-            matcher = self._compile(grammar)
+            matcher = LLMatcher(self._tokens, grammar, log_level=0)
+            if matcher.is_error():
+                raise BadInput(_one_line(LLMatcher.validate_grammar(grammar, self._tokens)))
         with self._lock:
             self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
@@ -138,12 +138,6 @@ class GrammarCompiler:
     def structural_tag_mask(self, tag: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
         """Compile a structural tag to a mask; special tokens of the tokenizer are tokens in its texts."""
         return self.mask(structural_tag(tag, WHITESPACE, self._special), num_sequences)
-
-    def _compile(self, grammar: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokens, grammar, log_level=0)
-        if matcher.is_error():
-            raise BadInput(_one_line(LLMatcher.validate_grammar(grammar, self._tokens)))
-        return matcher
 
     def _place_of_error(self, schema: Mapping[str, Any], message: str) -> str:
         """JSON pointer of the smallest subschema that fails with `message`; "" for the whole.
@@ -200,12 +194,12 @@ def _one_line(message: str) -> str:
 
 
 class GrammarMask:
-    """A `TokenMask` computed from a grammar.
+    """`TokenMask` of a grammar.
 
     It keeps a matcher state per completion, with the tokens that it has consumed. Each call takes the state
-    with the longest common prefix, rolls it back over tokens that differ (rejected draft tokens) and
-    consumes the new ones (usually one). While there are fewer states than completions, a state that would
-    be rolled back is copied instead: it belongs to another completion.
+    with the longest common prefix, rolls it back over tokens that differ (rejected draft tokens) and consumes
+    the new ones (usually one). While there are fewer states than completions, a state is copied instead of
+    rolled back: it belongs to another completion.
     """
 
     def __init__(self, matcher: LLMatcher, num_words: int, num_sequences: int) -> None:

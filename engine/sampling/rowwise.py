@@ -11,7 +11,7 @@ import torch
 
 from ...base.errors import BadInput
 from ..base.device import packed, to_device
-from ..base.logits import LogitsProcessor, dense_mask
+from ..base.logits import dense_mask
 from ..base.sampling_params import SamplingParams
 from ..scheduling.step_plan import ScheduledRow
 
@@ -21,7 +21,7 @@ class SamplingRow(NamedTuple):
 
     Attributes:
         params: the request's sampling parameters.
-        seed: of this completion.
+        seed: seed of this completion.
         known: token ids so far, prompt first.
         num_prompt_tokens: length of the prompt within `known`.
         suppressed_ids: token ids masked out at this position (EOS and stop ids before `min_tokens`).
@@ -54,7 +54,7 @@ def sampling_row(
     draft_ids: Sequence[int] = (),
     sample: int = 0,
 ) -> SamplingRow:
-    """The sampling row of the token after a row and some draft tokens, for one of its `n` samples."""
+    """Sampling row of the token after a row and some draft tokens, for one of its `n` samples."""
     params = row.params
     num_output = row.end + len(draft_ids) - row.num_prompt_tokens
     suppressed: frozenset[int] = frozenset()
@@ -70,7 +70,6 @@ def sampling_row(
 
 
 def sampling_rows(row: ScheduledRow, eos_token_ids: frozenset[int]) -> list[SamplingRow]:
-    """A sampling row for each of the row's samples."""
     return [sampling_row(row, eos_token_ids, sample=i) for i in range(row.num_samples)]
 
 
@@ -88,7 +87,7 @@ def exponential_noise(seed: int, position: int, size: int, stream: int = 0) -> t
 
 
 class RowwiseSampling:
-    """A `SamplingKernel` in torch and NumPy operations, for any device."""
+    """`SamplingKernel` in torch and NumPy operations, for any device."""
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = _all_adjusted(logits, rows)
@@ -105,7 +104,14 @@ class RowwiseSampling:
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         scores = _all_adjusted(logits, rows)
-        return torch.stack([_preference(x, row) for x, row in zip(scores, rows, strict=True)])
+        preferences = []
+        for x, row in zip(scores, rows, strict=True):
+            if row.params.is_greedy:
+                preferences.append(x.softmax(dim=-1))
+            else:
+                weights = _distribution(x, row) / _noise(row, x)
+                preferences.append(weights / weights.sum())
+        return torch.stack(preferences)
 
     def noise(
         self, keys: Sequence[tuple[int, int]], size: int, stream: int, device: torch.device
@@ -122,7 +128,7 @@ def largest(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _ids(token_ids: Iterable[int], like: torch.Tensor) -> torch.Tensor:
-    """Token ids, int64, where the scores are, in a copy that the host does not wait for."""
+    """Token ids, int64, on the device of the scores; the host does not wait for the copy."""
     return packed([list(token_ids)], like.device)[0]
 
 
@@ -141,16 +147,25 @@ def _all_adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Te
 
 
 def adjust(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
-    """Apply all logits processing before the temperature to the scores [vocab] of one row, in place.
+    """Apply all processing before the temperature to the scores [vocab] of one row, in place.
 
     `logits` are the model's unprocessed ones.
+
+    Raises:
+        BadInput: a logits processor returned another type or shape.
     """
     params = row.params
     if params.logit_bias:
         values = np.array(list(params.logit_bias.values()), np.float32)
         scores[_ids(params.logit_bias, scores)] += to_device(values, scores.device)
     for processor in params.logits_processors:
-        scores.copy_(processed(processor, row, scores))
+        result = processor(list(row.history), scores)
+        if not isinstance(result, torch.Tensor) or result.shape != scores.shape:
+            raise BadInput(
+                f"the logits processor {processor!r} gave {getattr(result, 'shape', type(result))}: need "
+                f"scores of shape {list(scores.shape)}"
+            )
+        scores.copy_(result)
     if params.penalizes:
         penalize(scores, row)
     if row.suppressed_ids:
@@ -173,17 +188,10 @@ def _distribution(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     return torch.zeros_like(scores).index_copy_(0, order, probabilities)
 
 
-def _preference(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
-    if row.params.is_greedy:
-        return scores.softmax(dim=-1)
-    weights = _distribution(scores, row) / _noise(row, scores)
-    return weights / weights.sum()
-
-
 def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Mask of the scores, sorted from high to low, that min-p, then top-k, then top-p keep.
 
-    The first is always kept. Top-p keeps the smallest set whose probability reaches p.
+    It keeps the first always. Top-p keeps the smallest set whose probability reaches p.
     """
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if params.min_p > 0.0:
@@ -199,26 +207,11 @@ def filter_mask(ordered: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     return keep
 
 
-def processed(processor: LogitsProcessor, row: SamplingRow, scores: torch.Tensor) -> torch.Tensor:
-    """Apply a logits processor to the scores [vocab] of one row.
-
-    Raises:
-        BadInput: the processor returned another type or shape.
-    """
-    result = processor(list(row.history), scores)
-    if not isinstance(result, torch.Tensor) or result.shape != scores.shape:
-        raise BadInput(
-            f"the logits processor {processor!r} gave {getattr(result, 'shape', type(result))}: need "
-            f"scores of shape {list(scores.shape)}"
-        )
-    return result
-
-
 def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
     """Mask the scores [vocab] of one row by its token mask, in place.
 
-    Where no token remains, because the mask allows none or only suppressed ones, the sequence can only end:
-    the scores of its stop ids are reset to the model's `logits`.
+    If no token remains, because the mask allows none or only suppressed ones, the sequence must end: its stop
+    ids get the model's `logits` back.
     """
     mask = allowed(row)
     if mask is None:
@@ -231,7 +224,7 @@ def constrain(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> N
 
 
 def allowed(row: SamplingRow) -> torch.Tensor | None:
-    """The token mask of a row (see `TokenMask.allowed`); None where it has none."""
+    """Token mask of a row (see `TokenMask.allowed`), if it has one."""
     if row.params.token_mask is None:
         return None
     history, end = row.history, row.num_prompt_tokens

@@ -16,7 +16,7 @@ import torch
 from ..base.device import HostCopy, packed, to_device
 from ..base.sampling_params import SamplingParams
 from ..kernels.common.devices import refuses_rows, serves_all
-from ..kernels.common.dispatch import Candidate, Operation
+from ..kernels.common.dispatch import Candidate, Operation, lazily
 from ..kernels.common.verdicts import Trial, tolerance
 from ..scheduling.outputs import TokenLogprobs
 from .rowwise import RowwiseSampling, SamplingRow, largest
@@ -28,32 +28,27 @@ NoiseKey = tuple[int, int]
 class SamplingKernel(Protocol):
     """Samples from float32 logits [rows, vocab].
 
-    Order of the logits processing: logit bias, logits processors, penalties, suppressed token ids, token
-    mask, temperature, min-p, top-k, top-p. Tokens are masked after everything that could raise their
-    logits again.
+    Order of the processing: logit bias, logits processors, penalties, suppressed token ids, token mask,
+    temperature, min-p, top-k, top-p. Masks come after everything that could raise a logit again.
     """
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """A sampled token id for each row, int64 [rows], on the logits' device."""
-        ...
+        """Sampled token ids, int64 [rows], on the logits' device."""
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """Float32 [rows, vocab]: the processed distribution that `draw` samples from."""
-        ...
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """Draft preferences for coupled acceptance, float32 [rows, vocab], each row summing to 1.
 
-        Their argmax is the token that `draw` samples from `logits`. Of rows that are not greedy they are the
-        probabilities divided by the noise of the draw, which the target's draw at that position shares.
+        Their argmax is the token that `draw` samples. Rows that are not greedy have the probabilities divided
+        by the noise of the draw, which the target's draw at that position shares.
         """
-        ...
 
     def noise(
         self, keys: Sequence[NoiseKey], size: int, stream: int, device: torch.device
     ) -> torch.Tensor:
         """Exp(1) noise of a stream, float32 [keys, size]; stream 0 is that of `draw`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +62,11 @@ class SamplingKernelQuery:
         return f"rows of scores on {self.device}"
 
 
-def _batched() -> SamplingKernel:
-    from .batched import BatchedSampling
-
-    return BatchedSampling()
-
-
 TRIED_VOCAB = 5000
 
 
 def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKernel]]:
-    """Distributions of rows that use every sampling parameter, and greedy sampling."""
+    """Distributions for every sampling parameter, and greedy sampling; not timed."""
     params = [
         SamplingParams(temperature=0.0),
         SamplingParams(temperature=0.8, top_k=40),
@@ -85,7 +74,7 @@ def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKern
         SamplingParams(repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
     ]
     known = [5, 7, 7, 9]
-    rows = [SamplingRow(each, 3, known, 2, suppressed_ids=frozenset({11})) for each in params]
+    rows = [SamplingRow(p, 3, known, 2, suppressed_ids=frozenset({11})) for p in params]
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(len(rows), TRIED_VOCAB, generator=generator)
     logits = logits.to(kernel_query.device)
@@ -94,14 +83,14 @@ def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKern
         kernel = make()
         return [*kernel.distributions(logits, rows), kernel.draw(logits[:1], rows[:1])]
 
-    # Not timed: row by row the host waits for each.
+    # Row by row the host waits for each row: times would not compare.
     return Trial(compute, tolerance(torch.float32))
 
 
 SAMPLING: Operation[SamplingKernelQuery, Callable[[], SamplingKernel]] = Operation(
     "sampling",
     [
-        Candidate("triton-batched", refuses_rows, _batched),
+        Candidate("triton-batched", refuses_rows, lazily(".sampling.batched", "BatchedSampling")),
         Candidate("torch-rows", serves_all, RowwiseSampling),
     ],
     _trial,
@@ -109,7 +98,7 @@ SAMPLING: Operation[SamplingKernelQuery, Callable[[], SamplingKernel]] = Operati
 
 
 SLICE_BYTES = 64 << 20
-"""Bytes of the logits, in float32, of a slice of prompt positions: whatever vocabulary and prompt."""
+"""Upper bound on the float32 logits held at once while scoring prompts."""
 SLICE_ROWS = 256
 """Most rows of a slice: enough for an efficient GEMM of the LM head."""
 _ROWS = 64
@@ -122,12 +111,9 @@ def rows_per_slice(vocab_size: int) -> int:
 
 
 class Logprobs:
-    """Logprob and rank of a token in each row of logits, and the row's top tokens; copied asynchronously.
+    """Logprob and rank of a token in each row of logits, and the row's `num_top` best tokens.
 
-    Args:
-        logits: float32 [rows, vocab].
-        tokens: int64 [rows], on the same device.
-        num_top: number of top tokens per row.
+    `logits` are float32 [rows, vocab], `tokens` int64 [rows] on the same device; the copy is asynchronous.
     """
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> None:
@@ -155,7 +141,7 @@ class Logprobs:
 
 
 class WantedLogprobs:
-    """Logprobs of the rows whose sampling parameters request them."""
+    """Logprobs of the rows that request them."""
 
     def __init__(
         self, logits: torch.Tensor, tokens: torch.Tensor, rows: Sequence[SamplingRow]
@@ -189,23 +175,15 @@ def sliced_logprobs(
     num_top: int,
     num_rows: int,
 ) -> list[TokenLogprobs]:
-    """Logprobs of given tokens, one per row of `hidden` [rows, hidden], with logits of `num_rows` at once."""
+    """Logprobs of a token for each row of `hidden` [rows, hidden], with logits of `num_rows` rows at once."""
     tokens = to_device(np.array(token_ids, dtype=np.int64), hidden.device)
-    parts = [
-        Logprobs(
-            logits(hidden[begin : begin + num_rows]), tokens[begin : begin + num_rows], num_top
-        )
-        for begin in range(0, len(token_ids), num_rows)
-    ]
-    return [each for part in parts for each in part.result()]
+    slices = (slice(begin, begin + num_rows) for begin in range(0, len(token_ids), num_rows))
+    parts = [Logprobs(logits(hidden[rows]), tokens[rows], num_top) for rows in slices]
+    return [logprobs for part in parts for logprobs in part.result()]
 
 
 class Draw:
-    """Sampled tokens, in an asynchronous copy to the host.
-
-    Attributes:
-        tokens: int64 [rows], on the device.
-    """
+    """Sampled tokens, int64 [rows] on the device, and their asynchronous copy to the host."""
 
     def __init__(
         self, tokens: torch.Tensor, logits: torch.Tensor, rows: Sequence[SamplingRow]
@@ -215,7 +193,7 @@ class Draw:
         self._on_host = HostCopy(tokens)
 
     def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """The token ids, and their logprobs where requested; synchronises with the device."""
+        """Token ids, and their logprobs where requested; synchronises with the device."""
         return self._on_host.wait().tolist(), self._logprobs.result()
 
 
@@ -236,7 +214,7 @@ class Sampler:
         return Draw(self._on(logits.device).draw(logits, rows), logits, rows)
 
     def largest(self, logits: torch.Tensor) -> Draw:
-        """The first of the largest of each row, as `draw` of greedy rows that change no logits."""
+        """Greedy tokens: argmax of each row, the lowest index on ties."""
         return Draw(largest(logits), logits, ())
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -246,7 +224,7 @@ class Sampler:
         return self._on(logits.device).preferences(logits, rows)
 
     def choose(self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0) -> list[int]:
-        """Sample an index by each row of `weights` [rows, vocab], which need not sum to 1.
+        """Sample an index by each row of weights [rows, vocab], which need not sum to 1.
 
         It is argmax(w / e) with e ~ Exp(1), the exponential form of the Gumbel-max trick.
         """
@@ -255,7 +233,7 @@ class Sampler:
     def chosen(
         self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0
     ) -> torch.Tensor:
-        """Choose on the device: indices, int64 [rows], as `choose` returns them."""
+        """`choose` on the device: indices, int64 [rows]."""
         noise = self._on(weights.device).noise(keys, weights.shape[1], stream, weights.device)
         return (weights / noise).argmax(dim=-1)
 

@@ -23,7 +23,7 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _ONES = ("items", "additionalProperties", "additionalItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _EXACT = 2**53
 """llguidance reads numbers as float64: integers above this one are rounded."""
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
@@ -89,7 +89,11 @@ def _problems(part: Schema, is_draft4: bool) -> Iterator[str]:
     for key in ("enum", "const"):
         if any(abs(number) > _EXACT for number in _integers(part.get(key))):
             yield f"{key}: integers beyond 2^53 are not supported"
-    bounds = {key: part[key] for key in (*_LOWER, *_UPPER) if _is_number(part.get(key))}
+    bounds = {
+        key: part[key]
+        for key in _BOUNDS
+        if isinstance(part.get(key), int | float) and not isinstance(part[key], bool)
+    }
     is_risky = any(key.startswith("e") or abs(bound) > _EXACT for key, bound in bounds.items())
     if is_risky and (key := _unenforced(json.dumps(part.get("type")), json.dumps(bounds))):
         yield f"{key} {part[key]}: not supported with these bounds, which an output could pass"
@@ -129,16 +133,11 @@ def _cycle(parts: Mapping[str, Schema]) -> str | None:
 
 
 def _in_place(pointer: str, part: Schema, names: Mapping[str, str]) -> Iterator[str]:
-    """Pointers of the schemas that describe the same value as `part`."""
     if isinstance(ref := part.get("$ref"), str) and ref in names:
         yield names[ref]
-    for key in _IN_PLACE:
+    for key in _IN_PLACE:  # keywords whose schemas describe the same value as `part`
         if isinstance(part.get(key), list):
             yield from (f"{pointer}/{key}/{number}" for number in range(len(part[key])))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _integers(value: Any) -> Iterator[int]:
@@ -163,7 +162,7 @@ def _bytes() -> LLTokenizer:
 
 @lru_cache(1024)
 def _unenforced(kind: str, bounds_text: str) -> str | None:
-    """The bound that a number near it passes under llguidance's grammar; None where none was found.
+    """Bound that llguidance's grammar does not enforce, found by numbers near it; None if all hold.
 
     llguidance 1.9 lets 0 pass `exclusiveMinimum: 0` below a maximum under 1, and rounds large integers.
     """
@@ -175,13 +174,19 @@ def _unenforced(kind: str, bounds_text: str) -> str | None:
     numbers = [bound + shift for bound in bounds.values() for shift in _SHIFTS]
     for text in ("0", "-0", *(f"{number:f}" for number in map(Decimal, numbers))):
         passed = _passed(Decimal(text), bounds)
-        if passed and _accepts(matcher.deep_copy(), text):
+        tokens, state = [*text.encode()], matcher.deep_copy()
+        if (
+            passed
+            and state.validate_tokens(tokens) == len(tokens)
+            and state.consume_tokens(tokens)
+            and state.is_accepting()
+        ):
             return passed
     return None
 
 
 def _passed(number: Decimal, bounds: Mapping[str, Any]) -> str | None:
-    """The first bound that a number does not keep."""
+    """First bound that a number violates."""
     broken = {
         "minimum": lambda bound: number < bound,
         "exclusiveMinimum": lambda bound: number <= bound,
@@ -189,13 +194,6 @@ def _passed(number: Decimal, bounds: Mapping[str, Any]) -> str | None:
         "exclusiveMaximum": lambda bound: number >= bound,
     }
     return next((key for key, bound in bounds.items() if broken[key](bound)), None)
-
-
-def _accepts(matcher: LLMatcher, text: str) -> bool:
-    tokens = [*text.encode()]
-    return matcher.validate_tokens(tokens) == len(tokens) and (
-        matcher.consume_tokens(tokens) and matcher.is_accepting()
-    )
 
 
 def _tight(pattern: str) -> str:

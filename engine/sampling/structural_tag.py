@@ -1,7 +1,8 @@
 """Structural tags: free text with parts that a grammar shapes, as a Lark grammar for llguidance.
 
-The formats and their meaning are XGrammar's, which vLLM takes (https://xgrammar.mlc.ai/docs/tutorials/structural_tag):
-strings, schemas, patterns and free text, joined by sequences, choices and tags.
+The formats and their meaning are XGrammar's, which vLLM takes
+(https://xgrammar.mlc.ai/docs/tutorials/structural_tag): strings, schemas, patterns and free text, joined by
+sequences, choices and tags.
 """
 
 from __future__ import annotations
@@ -25,41 +26,41 @@ _ANY = "/(?s:.*)/"
 def structural_tag(
     tag: Mapping[str, Any], whitespace: str, special: Mapping[str, int] | None = None
 ) -> str:
-    """The grammar of a structural tag, `{"format": ...}` or the older `{"structures": ..., "triggers": ...}`.
+    """Grammar of a structural tag, `{"format": ...}` or the older `{"structures": ..., "triggers": ...}`.
 
-    `whitespace` may stand between the tokens of a JSON text. `special` are special tokens by their texts:
-    tokens in a grammar, and never part of a text. Beside XGrammar's formats, for ourselves, a `rule` stands
-    for that of its name in the tag's `rules`, and triggered tags have patterns that text `begins_unlike`.
+    `whitespace` may stand between the tokens of a JSON text. `special` maps special tokens' texts to ids:
+    they are tokens in a grammar, and never part of a text. Two additions to XGrammar's formats, for internal
+    use: a `rule` stands for the format of its name in the tag's `rules`, and free text between triggered tags
+    has no match of a pattern in `begins_unlike`.
 
     Raises:
         BadInput: a format that contradicts itself, with its place.
     """
     lark = _Lark(whitespace, special or {}, tag.get("rules") or {})
-    form = tag["format"] if "format" in tag else _from_structures(tag)
-    for name in tag.get("rules") or {}:  # one refers to those before it
+    if "format" in tag:
+        form, place = tag["format"], "format"
+    else:
+        tags = [
+            {
+                "type": "tag",
+                "begin": structure["begin"],
+                "content": {"type": "json_schema", "json_schema": structure["schema"]},
+                "end": structure["end"],
+            }
+            for structure in tag["structures"]
+        ]
+        form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+        place = "structures"
+    for name in tag.get("rules") or {}:  # a rule refers to the ones before it
         lark.of_name(name)
-    return lark.grammar(lark.node(form, (), "format" if "format" in tag else "structures"))
-
-
-def _from_structures(tag: Mapping[str, Any]) -> Format:
-    """The older form: tags with schemas in free text."""
-    tags = [
-        {
-            "type": "tag",
-            "begin": structure["begin"],
-            "content": {"type": "json_schema", "json_schema": structure["schema"]},
-            "end": structure["end"],
-        }
-        for structure in tag["structures"]
-    ]
-    return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
+    return lark.grammar(lark.node(form, (), place))
 
 
 class _Lark:
-    """The rules of a grammar in llguidance's Lark dialect.
+    """Rules of a grammar in llguidance's Lark dialect.
 
-    Free text ends at the first of its `ends`, so that the two are one lazy lexeme; what has no `ends` may end
-    the output. The lexer takes the longest match: text must exclude what may follow it.
+    Free text and the first of its `ends` are one lazy lexeme; free text without `ends` may end the output.
+    The lexer takes the longest match, so text must exclude what may follow it.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class _Lark:
         return json.dumps({"grammars": [first, *self._others]})
 
     def node(self, form: Format, ends: Ends, place: str, depth: int = 0) -> str:
-        """The expression of a format and, if there are any, of one of the `ends` after it."""
+        """Expression of a format, followed by one of the `ends` if there are any."""
         if depth > MAX_DEPTH:
             raise BadInput(f"{place}: nested more than {MAX_DEPTH} deep")
         rules: Mapping[str, Callable[[Format, Ends, str, int], str]] = {
-            "any_text": lambda form, ends, *_: self._text(form.get("excludes") or (), ends),
+            "any_text": lambda form, ends, *_: self._up_to(
+                self._terminal(_without([*(form.get("excludes") or ()), *ends])), ends
+            ),
             "regex": self._regex,
             "sequence": self._sequence,
             "or": self._or,
@@ -95,7 +98,7 @@ class _Lark:
         return self._joined(self._limited(form, place, depth), self._literals(ends))
 
     def _limited(self, form: Format, place: str, depth: int) -> str:
-        """The expression of a format that says itself where it ends."""
+        """Expression of a format that determines where it ends."""
         match form["type"]:
             case "const_string":
                 return self._literal(form["value"])
@@ -123,7 +126,7 @@ class _Lark:
         return self._rule(f"{content}{{{low},{'' if high is None else high}}}")
 
     def _bounded(self, form: Format, place: str, depth: int) -> str:
-        """A format in a place where something may follow that free text would swallow."""
+        """Expression of a format that must not end in free text, which would swallow what follows."""
         if _is_unlimited(form):
             raise BadInput(f"{place}: free text may only come last, or before the end of a tag")
         return self.node(form, (), place, depth + 1)
@@ -135,16 +138,11 @@ class _Lark:
             self._named[name] = self._rule(_either([expression]))
         return self._named[name]
 
-    def _text(self, excludes: Sequence[str], ends: Ends) -> str:
-        """Free text without `excludes`, up to the first of `ends`."""
-        return self._up_to(self._terminal(_without([*excludes, *ends])), ends)
-
     def _up_to(self, text: str, ends: Ends) -> str:
-        """A terminal of free text, and the first of `ends`, which it does not have in it."""
-        special = [end for end in ends if self._special_in(end)]
+        """Free text from a terminal that excludes `ends`, and the first of `ends`."""
         if not ends:
             return self._rule(text)
-        if special:  # a token that no text has in it
+        if any(map(self._special_in, ends)):  # a token that no text has in it
             return self._joined(text, self._literals(ends))
         return self._rule(f"{text} {_alternatives(map(_quoted, ends))}", lazy=True)
 
@@ -183,7 +181,7 @@ class _Lark:
         return self._rule(_either(parts))
 
     def _tag(self, form: Format, ends: Ends, place: str, depth: int, skip: int = 0) -> str:
-        """A tag, without the first `skip` characters of its begin, which are a trigger."""
+        """Expression of a tag, without the first `skip` characters of its begin, which are a trigger."""
         begin, own = self._literal(form["begin"][skip:]), _ends_of(form)
         content = self.node(form["content"], own or ends, f"{place}.content", depth + 1)
         return self._joined(begin, content, self._literals(ends) if own else "")
@@ -203,7 +201,13 @@ class _Lark:
             outside += f" & ~/{_escaped(pattern)}(?s:.*)/"
         text = self._terminal(outside)
         rests = {t: self._rule(_either(rest)) for t, rest in by_trigger.items() if rest}
-        part = self._rule(" | ".join(f"{self._head(text, t)} {rest}" for t, rest in rests.items()))
+        heads = {
+            t: self._joined(text, self._literal(t))
+            if self._special_in(t)
+            else self._rule(f"{text} {_quoted(t)}", lazy=True)
+            for t in rests
+        }
+        part = self._rule(" | ".join(f"{heads[t]} {rest}" for t, rest in rests.items()))
         tail = self._up_to(text, ends)
         once = form.get("stop_after_first")
         if not form.get("at_least_one"):
@@ -215,12 +219,6 @@ class _Lark:
         if once:
             return self._joined(first, self._literals(ends))
         return self._joined(first, f"{part}*", tail)
-
-    def _head(self, text: str, trigger: str) -> str:
-        """Free text, and the trigger that ends it."""
-        if self._special_in(trigger):
-            return self._joined(text, self._literal(trigger))
-        return self._rule(f"{text} {_quoted(trigger)}", lazy=True)
 
     def _separated(self, form: Format, place: str, depth: int) -> str:
         tags = [
@@ -250,7 +248,7 @@ class _Lark:
         return _alternatives(self._literal(text) for text in texts) if texts else ""
 
     def _literal(self, text: str) -> str:
-        """A text, with special tokens in it as tokens."""
+        """Text as a literal, with special tokens in it as tokens."""
         token = self._special_in(text)
         if token is None:
             return _quoted(text) if text else ""
@@ -263,7 +261,7 @@ class _Lark:
 
 
 def _is_unlimited(form: Format) -> bool:
-    """Whether a format ends in free text, which goes on until something ends it."""
+    """True if a format ends in free text, which goes on until something ends it."""
     match form["type"]:
         case "any_text" | "triggered_tags":
             return not (form.get("stop_after_first") and form.get("at_least_one"))
@@ -282,14 +280,14 @@ def _ends_of(form: Format) -> Ends:
 
 
 def _without(texts: Sequence[str]) -> str:
-    """Any text that has none of `texts` in it, as a terminal."""
+    """Terminal of any text that contains none of `texts`."""
     if not texts:
         return _ANY
     return f"{_ANY} & ~({_ANY} {_alternatives(map(_quoted, texts))} {_ANY})"
 
 
 def _either(parts: Sequence[str]) -> str:
-    """A choice of expressions, of which one may be empty."""
+    """Choice of expressions; an empty one matches nothing."""
     return " | ".join(part or '""' for part in parts)
 
 
@@ -302,7 +300,7 @@ def _quoted(text: str) -> str:
 
 
 def _escaped(pattern: str) -> str:
-    """A pattern between slashes: those in it are escaped, and so are line ends."""
+    """Pattern between slashes: escapes slashes and line ends."""
     written, is_escaped = "", False
     for character in pattern:
         if character == "/" and not is_escaped:

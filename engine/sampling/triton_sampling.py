@@ -15,9 +15,8 @@ from .triton_thresholds import scaled_scores
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 
-BLOCK = 2048
-PART = 16384
-"""Tokens of a row that one program samples from; the row's token is the best over its parts."""
+BLOCK, PART = tl.constexpr(2048), tl.constexpr(16384)
+"""Tokens of a loop, and of a row that one program samples from; the row's token is the best of its parts."""
 LEAST_STOP_IDS = 32
 """Stop ids that a program holds, or more: few requests have more, which compile a kernel of their own."""
 
@@ -41,7 +40,7 @@ def _noise(seed, position, stream, lanes):
 
 
 @triton.jit(do_not_specialize=["size", "stream"])
-def _exponential(key_ptr, out_ptr, size, stream, BLOCK: tl.constexpr):
+def _exponential(key_ptr, out_ptr, size, stream):
     """Write Exp(1) noise. Grid: rows, blocks of a row; `key_ptr` int64 [rows, 2]: seed, position."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,8 +59,6 @@ def _draw(
     best_ptr,
     token_ptr,
     size,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Sample a token from each part of a row, by an exponential race: argmax(p / e). Grid: rows, parts.
 
@@ -92,7 +89,7 @@ def _draw(
 
 
 @triton.jit
-def _penalize(score_ptr, row_ptr, count_ptr, place_ptr, penalty_ptr, size, BLOCK: tl.constexpr):
+def _penalize(score_ptr, row_ptr, count_ptr, place_ptr, penalty_ptr, size):
     """Apply repetition, frequency and presence penalties in place. Grid: penalized rows, blocks of a row.
 
     `row_ptr` holds the rows of the scores, `place_ptr` the rows of the token counts: twice the occurrences
@@ -126,7 +123,6 @@ def _constrain(
     size,
     words,
     stop_ids,
-    BLOCK: tl.constexpr,
     STOP_IDS: tl.constexpr,
 ):
     """Apply packed token bitmasks (grammars) to scores, in place. Grid: masked rows.
@@ -164,28 +160,17 @@ def draw(
 ) -> torch.Tensor:
     """Sample a token per row, int64 [rows]; arguments as of `thresholds`, and its results."""
     rows, size = scores.shape
-    parts = -(-size // PART)
+    parts = -(-size // PART.value)
     best, tokens = floats.new_empty(rows, parts), integers.new_empty(rows, parts)
-    _draw[(rows, parts)](
-        scores,
-        floats,
-        integers,
-        threshold,
-        last,
-        best,
-        tokens,
-        size,
-        PART=PART,
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+    given = scores, floats, integers, threshold, last
+    _draw[(rows, parts)](*given, best, tokens, size, num_warps=8)
     return tokens.gather(1, best.argmax(dim=1, keepdim=True)).squeeze(1)
 
 
 def exponential(keys: torch.Tensor, size: int, stream: int) -> torch.Tensor:
     """Exp(1) noise, float32 [rows, size], for int64 `keys` [rows, 2]: seed, position."""
     out = torch.empty(len(keys), size, device=keys.device)
-    _exponential[(len(keys), -(-size // BLOCK))](keys, out, size, stream, BLOCK=BLOCK, num_warps=8)
+    _exponential[(len(keys), -(-size // BLOCK.value))](keys, out, size, stream, num_warps=8)
     return out
 
 
@@ -205,9 +190,8 @@ def penalize(
         penalties: float32 [penalized, 3]: repetition, frequency, presence.
     """
     size = scores.shape[1]
-    _penalize[(len(rows), -(-size // BLOCK))](
-        scores, rows, counts, places, penalties, size, BLOCK=BLOCK, num_warps=8
-    )
+    grid = len(rows), -(-size // BLOCK.value)
+    _penalize[grid](scores, rows, counts, places, penalties, size, num_warps=8)
 
 
 def constrain(
@@ -225,16 +209,6 @@ def constrain(
         words: int32 [masked, ceil(vocab / 32)]; bit i % 32 of word i // 32 is set where token i is allowed.
         stop_ids: int64 [masked, stop_ids], padded with -1: restored where no token is left.
     """
-    _constrain[(len(rows),)](
-        scores,
-        logits,
-        rows,
-        words,
-        stop_ids,
-        scores.shape[1],
-        words.shape[1],
-        stop_ids.shape[1],
-        BLOCK=BLOCK,
-        STOP_IDS=triton.next_power_of_2(max(LEAST_STOP_IDS, stop_ids.shape[1])),
-        num_warps=8,
-    )
+    given, sizes = (scores, logits, rows, words, stop_ids), (scores, words, stop_ids)
+    most = triton.next_power_of_2(max(LEAST_STOP_IDS, stop_ids.shape[1]))
+    _constrain[(len(rows),)](*given, *(x.shape[1] for x in sizes), STOP_IDS=most, num_warps=8)

@@ -8,8 +8,6 @@ batch-invariant: a row depends on that row alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -19,14 +17,16 @@ from ..kernels.common.devices import power_of_two
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 
 
-PIVOTS = 8
+PIVOTS = tl.constexpr(8)
 """Candidate thresholds per pass."""
-PART, COARSE_BLOCK, BLOCK = 4096, 256, 512
-"""Tokens of a row that a program picks candidates from, of its loop, and of the loop over candidates."""
-STEPS, STEP = 16, 1.25
+PART, COARSE_BLOCK = tl.constexpr(4096), tl.constexpr(256)
+"""Tokens of a row that a program picks candidates from, and of its loop."""
+COMPACT_BLOCK, BLOCK = tl.constexpr(2048), tl.constexpr(512)
+"""Tokens of the loop that writes candidates, and of the loop over candidates."""
+STEPS, STEP = tl.constexpr(16), tl.constexpr(1.25)
 """Coarse pivots below the highest score, and their distance: the last but one is at exp(-19) of its mass."""
 MOST_CANDIDATES = 16384
-"""Candidates that a row has memory for; a flatter one is searched whole, by one program."""
+"""Candidates that a row has memory for; one program searches all of a flatter row."""
 _ALL = tl.constexpr(1 << 30)
 _LOWEST = tl.constexpr(-2139095041)
 """The key of minus infinity."""
@@ -41,7 +41,6 @@ def _key(x):
 
 @triton.jit
 def _value(key):
-    """The inverse of `_key`."""
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
@@ -57,7 +56,7 @@ def scaled_scores(row_ptr, lanes, size, temperature):
 
 @triton.jit
 def _is_searched(float_ptr, integer_ptr, row, size):
-    """Whether top-k and top-p are searched for in a row, and whether it has min-p, which is no search."""
+    """Flags of a row: top-k and top-p are searched for, and min-p, which needs no search, applies."""
     is_drawn = tl.load(float_ptr + row * 3) > 0.0
     min_p, top_p = tl.load(float_ptr + row * 3 + 1), tl.load(float_ptr + row * 3 + 2)
     top_k = tl.load(integer_ptr + row * 3 + 2)
@@ -69,7 +68,7 @@ def _is_searched(float_ptr, integer_ptr, row, size):
 
 
 @triton.jit
-def _part_tops(score_ptr, float_ptr, top_ptr, size, PART: tl.constexpr):
+def _part_tops(score_ptr, float_ptr, top_ptr, size):
     """Write the highest scaled score of each part of a row. Grid: rows, parts."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * PART + tl.arange(0, PART)
@@ -85,7 +84,7 @@ def _top(top_ptr, row, parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _coarse_pivots(top, STEPS: tl.constexpr, STEP: tl.constexpr):
+def _coarse_pivots(top):
     """Keys [STEPS] at equal distances below the top; the last is below all scores."""
     steps = tl.arange(0, STEPS)
     keys = _key(top - (steps + 1).to(tl.float32) * STEP)
@@ -101,11 +100,7 @@ def _coarse_sums(
     count_ptr,
     mass_ptr,
     size,
-    STEPS: tl.constexpr,
-    STEP: tl.constexpr,
-    PART: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Write how many tokens of a part are at or above each coarse pivot, and their mass exp(score - top).
     Grid: rows, parts."""
@@ -115,11 +110,11 @@ def _coarse_sums(
         parts = tl.num_programs(1)
         temperature = tl.load(float_ptr + row * 3)
         top = _top(top_ptr, row, parts, PARTS)
-        pivots = _coarse_pivots(top, STEPS, STEP)
-        counts = tl.zeros([STEPS, BLOCK], tl.int32)
-        masses = tl.zeros([STEPS, BLOCK], tl.float32)
-        for begin in range(part * PART, tl.minimum((part + 1) * PART, size), BLOCK):
-            lanes = begin + tl.arange(0, BLOCK)
+        pivots = _coarse_pivots(top)
+        counts = tl.zeros([STEPS, COARSE_BLOCK], tl.int32)
+        masses = tl.zeros([STEPS, COARSE_BLOCK], tl.float32)
+        for begin in range(part * PART, tl.minimum((part + 1) * PART, size), COARSE_BLOCK):
+            lanes = begin + tl.arange(0, COARSE_BLOCK)
             x = scaled_scores(score_ptr + row * size, lanes, size, temperature)
             stays = (_key(x)[None, :] >= pivots[:, None]) & (lanes < size)[None, :]
             counts += stays.to(tl.int32)
@@ -142,11 +137,7 @@ def _compact(
     held_ptr,
     total_ptr,
     size,
-    STEPS: tl.constexpr,
-    STEP: tl.constexpr,
-    PART: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """Write the candidates of a row in the order of their ids: scaled scores at or above the highest coarse
@@ -161,7 +152,7 @@ def _compact(
         parts = tl.num_programs(1)
         temperature = tl.load(float_ptr + row * 3)
         top = _top(top_ptr, row, parts, PARTS)
-        pivots = _coarse_pivots(top, STEPS, STEP)
+        pivots = _coarse_pivots(top)
         steps, numbers = tl.arange(0, STEPS), tl.arange(0, PARTS)
         place = (row * parts + numbers[:, None]) * STEPS + steps[None, :]
         is_part = (numbers < parts)[:, None]
@@ -183,8 +174,8 @@ def _compact(
             tl.store(total_ptr + row, total)
         if held <= MOST:
             at = row * MOST + tl.sum(tl.where(numbers < part, of_parts, 0), 0)
-            for begin in range(part * PART, tl.minimum((part + 1) * PART, size), BLOCK):
-                lanes = begin + tl.arange(0, BLOCK)
+            for begin in range(part * PART, tl.minimum((part + 1) * PART, size), COMPACT_BLOCK):
+                lanes = begin + tl.arange(0, COMPACT_BLOCK)
                 x = scaled_scores(score_ptr + row * size, lanes, size, temperature)
                 stays = (_key(x) >= pivot) & (lanes < size)
                 places = at + tl.cumsum(stays.to(tl.int32), 0) - 1
@@ -201,8 +192,6 @@ def _above(
     top,
     pivots,
     BY_MASS: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """The number of tokens with keys above each pivot, or their mass exp(score - top); float32 [PIVOTS]."""
     sums = tl.full([PIVOTS, BLOCK], 0.0, tl.float32)
@@ -225,8 +214,6 @@ def _search(
     lowest,
     target,
     BY_MASS: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """The least key >= `lowest` with less than `target` (count or mass) above it, and what is above it."""
     low = lowest
@@ -236,7 +223,7 @@ def _search(
     while low < high:
         step = (high - low + PIVOTS) // PIVOTS
         pivots = tl.minimum(low + (ways + 1) * step - 1, high)
-        sums = _above(row_ptr, size, temperature, top, pivots, BY_MASS, PIVOTS, BLOCK)
+        sums = _above(row_ptr, size, temperature, top, pivots, BY_MASS)
         # Nothing is above the highest pivot, so at least one pivot is under the target.
         passed = tl.sum((sums >= target).to(tl.int32), 0)
         above = tl.sum(tl.where(ways == passed, sums, 0.0), 0)
@@ -256,8 +243,6 @@ def _cut_by_mass(
     top_p,
     total,
     is_cut,
-    PIVOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Top-p of the tokens above key `at`, and `quota` of its equals: the key and quota of what stays.
 
@@ -266,13 +251,13 @@ def _cut_by_mass(
     if is_cut:
         # The mass above the threshold, and the mass at or above it.
         ways = tl.arange(0, PIVOTS)
-        both = _above(row_ptr, size, temperature, top, at - ways, True, PIVOTS, BLOCK)
+        both = _above(row_ptr, size, temperature, top, at - ways, True)
         above = tl.sum(tl.where(ways == 0, both, 0.0), 0)
         with_it = tl.sum(tl.where(ways == 1, both, 0.0), 0)
         mass = tl.exp(_value(at.to(tl.int32)) - top)
         total = tl.minimum(above + quota * mass, with_it)
     target = top_p * total
-    key, above = _search(row_ptr, size, temperature, top, at, target, True, PIVOTS, BLOCK)
+    key, above = _search(row_ptr, size, temperature, top, at, target, True)
     mass = tl.exp(_value(key.to(tl.int32)) - top)
     left = tl.where(mass > 0.0, tl.ceil((target - above) / mass), 1.0 * _ALL)
     left = tl.maximum(left, 1.0)
@@ -280,9 +265,7 @@ def _cut_by_mass(
 
 
 @triton.jit
-def _last_of_equals(
-    row_ptr, token_ptr, size, temperature, at, quota, last, is_compact, BLOCK: tl.constexpr
-):
+def _last_of_equals(row_ptr, token_ptr, size, temperature, at, quota, last, is_compact):
     """The token id of number `quota` of those with key `at`; `last`: there are no more than that.
 
     `is_compact`: tokens are candidates, whose ids `token_ptr` has.
@@ -317,9 +300,7 @@ def _narrow(
     last_ptr,
     size,
     parts,
-    PIVOTS: tl.constexpr,
     PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
     MOST: tl.constexpr,
 ):
     """Apply min-p, then top-k, then top-p to a row's candidates: writes `threshold` and `last`. Grid: rows.
@@ -353,19 +334,17 @@ def _narrow(
                 count = held
             if by_k:
                 target = top_k.to(tl.float32)
-                key, above = _search(
-                    row_ptr, count, temperature, top, at, target, False, PIVOTS, BLOCK
-                )
+                key, above = _search(row_ptr, count, temperature, top, at, target, False)
                 quota = tl.where(key > at, target - above, tl.minimum(quota, target - above))
                 at = key
             if by_p:
                 cut = by_k | by_min_p
                 at, quota = _cut_by_mass(
-                    row_ptr, count, temperature, top, at, quota, top_p, total, cut, PIVOTS, BLOCK
+                    row_ptr, count, temperature, top, at, quota, top_p, total, cut
                 )
             tokens_ptr = token_ptr + row * MOST
             last = _last_of_equals(
-                row_ptr, tokens_ptr, count, temperature, at, quota, last, is_compact, BLOCK
+                row_ptr, tokens_ptr, count, temperature, at, quota, last, is_compact
             )
     tl.store(threshold_ptr + row, _value(at.to(tl.int32)))
     tl.store(last_ptr + row, last)
@@ -386,32 +365,17 @@ def thresholds(
         integers: int64 [rows, 3]: seed, position, top-k (0: off).
     """
     rows, size = scores.shape
-    parts, most = -(-size // PART), min(MOST_CANDIDATES, power_of_two(size))
+    parts, most = -(-size // PART.value), min(MOST_CANDIDATES, power_of_two(size))
     threshold, last = floats.new_empty(rows), integers.new_empty(rows)
-    tops, masses = floats.new_empty(rows, parts), floats.new_empty(rows, parts, STEPS)
-    counts = torch.empty(rows, parts, STEPS, dtype=torch.int32, device=scores.device)
+    tops, masses = floats.new_empty(rows, parts), floats.new_empty(rows, parts, STEPS.value)
+    counts = torch.empty(rows, parts, STEPS.value, dtype=torch.int32, device=scores.device)
     values, totals = floats.new_empty(rows, most), floats.new_empty(rows)
     tokens = torch.empty(rows, most, dtype=torch.int32, device=scores.device)
     held = torch.empty(rows, dtype=torch.int32, device=scores.device)
-    asked, found = (scores, floats, integers, tops), (values, tokens, held, totals)
-    grid, whole = (rows, parts), power_of_two(parts)
-    coarse: Any = {"STEPS": STEPS, "STEP": STEP, "PART": PART, "PARTS": whole}
-    _part_tops[grid](scores, floats, tops, size, PART=PART, num_warps=8)
-    _coarse_sums[grid](*asked, counts, masses, size, **coarse, BLOCK=COARSE_BLOCK, num_warps=8)
-    _compact[grid](
-        *asked, counts, masses, *found, size, **coarse, BLOCK=PART // 2, MOST=most, num_warps=8
-    )
-    _narrow[(rows,)](
-        *asked,
-        *found,
-        threshold,
-        last,
-        size,
-        parts,
-        PIVOTS=PIVOTS,
-        PARTS=whole,
-        BLOCK=BLOCK,
-        MOST=most,
-        num_warps=8,
-    )
+    given, candidates = (scores, floats, integers, tops), (values, tokens, held, totals)
+    grid, sizes = (rows, parts), {"PARTS": power_of_two(parts), "num_warps": 8}
+    _part_tops[grid](scores, floats, tops, size, num_warps=8)
+    _coarse_sums[grid](*given, counts, masses, size, **sizes)
+    _compact[grid](*given, counts, masses, *candidates, size, MOST=most, **sizes)
+    _narrow[(rows,)](*given, *candidates, threshold, last, size, parts, MOST=most, **sizes)
     return threshold, last

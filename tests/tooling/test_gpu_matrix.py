@@ -197,7 +197,7 @@ for rows in (1, 32):
     with compiling(90) as kernels:
         sampling(rows)
     # Turns of each loop; the two searches of `_narrow` take 11 passes each, each of less than a quarter of its code.
-    turns = {"_part_tops": 1, "_coarse_sums": at.PART // at.COARSE_BLOCK, "_compact": 2, "_narrow": 1}
+    turns = {"_part_tops": 1, "_coarse_sums": at.PART.value // at.COARSE_BLOCK.value, "_compact": 2, "_narrow": 1}
     found = {each.name: each for each in kernels}
     seconds = {name: found[name].issue_seconds(count) for name, count in turns.items()}
     took[rows] = {**seconds, "_narrow": (1 + 22 / 4) * seconds["_narrow"]}

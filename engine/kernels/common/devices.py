@@ -314,6 +314,11 @@ def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
     return {"PDL": False}
 
 
+def or_unread(unread: torch.Tensor, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """Pointers of a kernel; `unread` stands for a tensor that is missing, which the kernel does not read."""
+    return [unread if tensor is None else tensor for tensor in tensors]
+
+
 MAGIC = {torch.bfloat16: 0x43004300, torch.float16: 0x64006400}
 """The bits of the number whose unit in the last place is 1 (128; 1024), in both halves of a word."""
 

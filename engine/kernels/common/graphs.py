@@ -51,6 +51,11 @@ def launch(function: Any, call: ctypes.Structure) -> int:
     return function(ctypes.byref(call))
 
 
+def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
+    """Addresses of tensors for a C struct; NULL for None."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def call_or_capture(call: Callable[[], object]) -> None:
     """Make a call that is neither a launch nor an operation of torch's, such as a collective; under
     `capturing_launches` only report it."""

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ....base.build import beside, fields
-from ..common.graphs import launch
+from ..common.graphs import addresses, launch
 from .reference import (
     ActivationQuant,
     GatedActivation,
@@ -81,12 +81,8 @@ def _empty_quantized(like: torch.Tensor, block: int) -> QuantizedActivations:
 
 
 def _quantized(rows: QuantizedActivations, activation_quant: ActivationQuant) -> _Quantized:
-    return _Quantized(
-        rows.codes.data_ptr(),
-        rows.scales.data_ptr(),
-        activation_quant.block,
-        activation_quant.int8_levels,
-    )
+    pointers, block = addresses(rows.codes, rows.scales), activation_quant.block
+    return _Quantized(*pointers, block, activation_quant.int8_levels)
 
 
 def _run(function: Any, call: _Call) -> None:
@@ -115,7 +111,7 @@ class NativeNorm:
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
-        """The same, with an int8 norm: one scale per row or block."""
+        """As `__call__`, with an int8 norm: one scale per row or block."""
         rows = _empty_quantized(x, activation_quant.block)
         return self._sum(x, added, _quantized(rows, activation_quant), None), rows
 
@@ -129,21 +125,10 @@ class NativeNorm:
         total = x
         if added is not None:
             added, total = added.contiguous(), x.new_empty(rows, size)
-        call = _Norm(
-            quantized,
-            x.data_ptr(),
-            None if added is None else added.data_ptr(),
-            total.data_ptr(),
-            out,
-            self._weight.data_ptr(),
-            rows,
-            size,
-            x.stride(0),
-            x.dtype is torch.bfloat16,
-            _threads(rows * size),
-            self._eps,
-        )
-        _run(self._function, call)
+        pointers = (*addresses(x, added, total), out, self._weight.data_ptr())
+        is_bf16 = x.dtype is torch.bfloat16
+        shape = rows, size, x.stride(0), is_bf16, _threads(rows * size)
+        _run(self._function, _Norm(quantized, *pointers, *shape, self._eps))
         return total
 
 
@@ -166,7 +151,7 @@ class NativeGate:
     def quantized(
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
     ) -> QuantizedActivations:
-        """The same in int8: one scale per row or block."""
+        """As `__call__`, in int8: one scale per row or block."""
         rows = _empty_quantized(gate, activation_quant.block)
         self._fill(gate, up, _quantized(rows, activation_quant), None)
         return rows
@@ -177,19 +162,9 @@ class NativeGate:
         if gate.stride() != up.stride() or gate.stride(1) != 1:
             gate, up = gate.contiguous(), up.contiguous()
         rows, size = gate.shape
-        call = _Gate(
-            quantized,
-            gate.data_ptr(),
-            up.data_ptr(),
-            out,
-            rows,
-            size,
-            gate.stride(0),
-            gate.dtype is torch.bfloat16,
-            self.activation,
-            _threads(rows * size),
-        )
-        _run(self._function, call)
+        shape = rows, size, gate.stride(0), gate.dtype is torch.bfloat16
+        numbers = *shape, self.activation, _threads(rows * size)
+        _run(self._function, _Gate(quantized, *addresses(gate, up), out, *numbers))
 
 
 class NativeRopeAndCache:
@@ -209,25 +184,12 @@ class NativeRopeAndCache:
         is_fused = all(
             p.codes.dtype in written and p.codes[0, 0].is_contiguous() for p in (keys, values)
         )
+        codes = (keys.codes, values.codes) if is_fused else (None, None)
         launched = _RopeAndCache(
-            stacked.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            slots.data_ptr(),
-            keys.codes.data_ptr() if is_fused else None,
-            values.codes.data_ptr() if is_fused else None,
-            None if keys.scales is None else keys.scales.data_ptr(),
-            None if values.scales is None else values.scales.data_ptr(),
-            rows,
-            stacked.stride(0),
-            num_heads,
-            kv_heads,
-            dim,
-            cos.shape[-1],
-            keys.codes.stride(1),
-            values.codes.stride(1),
-            stacked.dtype is torch.bfloat16,
-            keys.codes.dtype is torch.bfloat16,
+            *addresses(stacked, cos, sin, slots, *codes, keys.scales, values.scales),
+            *(rows, stacked.stride(0), num_heads, kv_heads, dim, cos.shape[-1]),
+            *(keys.codes.stride(1), values.codes.stride(1)),
+            *(part.dtype is torch.bfloat16 for part in (stacked, keys.codes)),
             _threads(stacked.numel()),
         )
         _run(self._function, launched)
@@ -260,10 +222,8 @@ def embedding_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     if library is None:
         return functional.embedding(ids, table)
     out = table.new_empty(len(ids), table.shape[1])
-    pointers = table.data_ptr(), ids.data_ptr(), out.data_ptr()
-    row_bytes = table.shape[1] * table.itemsize
-    call = _EmbeddingCall(*pointers, len(ids), row_bytes, torch.get_num_threads())
-    launch(library.llmopt_embedding, call)
+    numbers = len(ids), table.shape[1] * table.itemsize, torch.get_num_threads()
+    launch(library.llmopt_embedding, _EmbeddingCall(*addresses(table, ids, out), *numbers))
     return out
 
 
@@ -279,16 +239,13 @@ def cos_sin_rows(
         return expand_cos_sin(*rows)
     half = cos.shape[1]
     cos_out, sin_out = (torch.empty(len(positions), 1, 2 * half, dtype=dtype) for _ in (cos, sin))
-    tensors = cos, sin, positions, cos_out, sin_out
-    call = _CosSinCall(
-        *(each.data_ptr() for each in tensors), len(positions), half, dtype is torch.bfloat16
-    )
+    pointers = addresses(cos, sin, positions, cos_out, sin_out)
+    call = _CosSinCall(*pointers, len(positions), half, dtype is torch.bfloat16)
     launch(library.llmopt_cos_sin, call)
     return cos_out, sin_out
 
 
 def _on_cpu(*tensors: torch.Tensor) -> bool:
-    """Whether the kernels take them."""
     return all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)
 
 
@@ -313,7 +270,7 @@ def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.
         return torch.argmax(logits, dim=-1, out=out)
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64) if out is None else out
-    call = _ArgmaxCall(logits.data_ptr(), tokens.data_ptr(), rows, vocab, torch.get_num_threads())
+    call = _ArgmaxCall(*addresses(logits, tokens), rows, vocab, torch.get_num_threads())
     launch(library.llmopt_argmax, call)
     return tokens
 

@@ -384,15 +384,12 @@ class RecurrentKernel(Protocol):
 
     def conv(self, call: ConvCall) -> torch.Tensor:
         """Causal convolution, [rows, channels]."""
-        ...
 
     def delta(self, call: DeltaCall) -> torch.Tensor:
         """Gated delta rule, [rows, values_width]."""
-        ...
 
     def state_space(self, call: StateSpaceCall) -> torch.Tensor:
         """State space step, [rows, width]."""
-        ...
 
 
 class TorchRecurrence:

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 
 from ..attention.paged_tensor import LARGEST_CODE, PagedTensor
-from ..common.devices import dependent_launch, power_of_two
+from ..common.devices import dependent_launch, or_unread, power_of_two
 from ..common.triton_language import await_predecessor
 from .reference import RopeCall
 
-HEADS = 8
+HEADS = tl.constexpr(8)
 """Heads per program."""
 
 
@@ -66,7 +66,6 @@ def _rope_and_cache(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
@@ -129,28 +128,18 @@ class TritonRopeAndCache:
         kv_heads = (heads - num_heads) // 2
         out = stacked.new_empty(tokens, num_heads, dim)
         if tokens:
-            _rope_and_cache[(tokens, -(-heads // HEADS))](
-                stacked,
-                out,
-                cos.contiguous(),
-                sin.contiguous(),
-                slots,
-                out if norms is None else norms.query,
-                out if norms is None else norms.key,
-                keys.codes,
-                values.codes,
-                out if keys.scales is None else keys.scales,
-                out if values.scales is None else values.scales,
-                stacked.stride(0),
-                *keys.codes.stride()[1:3],
-                *values.codes.stride()[1:3],
+            scales = keys.scales, values.scales
+            _rope_and_cache[(tokens, -(-heads // HEADS.value))](
+                *(stacked, out, cos.contiguous(), sin.contiguous(), slots),
+                *or_unread(out, *((None, None) if norms is None else (norms.query, norms.key))),
+                *(keys.codes, values.codes, *or_unread(out, *scales), stacked.stride(0)),
+                *(*keys.codes.stride()[1:3], *values.codes.stride()[1:3]),
                 0.0 if norms is None else norms.eps,
                 NUM_HEADS=num_heads,
                 KV_HEADS=kv_heads,
                 DIM=dim,
                 WIDTH=cos.shape[-1],
                 BLOCK=power_of_two(dim),
-                HEADS=HEADS,
                 HAS_NORMS=norms is not None,
                 LARGEST=_largest(keys),
                 **dependent_launch(keys.codes),
@@ -159,13 +148,13 @@ class TritonRopeAndCache:
         return out
 
 
-LATENT_HEADS = 4
+LATENT_HEADS = tl.constexpr(4)
 """Heads per program that assembles queries."""
 
 
 @triton.jit
 def _rope_source(lane, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Where element `lane` of a half-split rotary vector lies."""
+    """Place of element `lane` of a half-split rotary vector."""
     HALF: tl.constexpr = ROPE // 2
     return (lane % HALF) * 2 + lane // HALF if INTERLEAVED else lane
 
@@ -255,13 +244,13 @@ def _latent_queries(
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Write `[absorbed, rotated]`. Grid: tokens, tiles of heads."""
     token = tl.program_id(0).to(tl.int64)
     # The absorbed rows of all tokens of a head lie together: beyond 2^31 elements for long prompts.
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]).to(tl.int64)
+    head = tl.program_id(1) * LATENT_HEADS + tl.arange(0, LATENT_HEADS)[:, None]
+    head = head.to(tl.int64)
     lane = tl.arange(0, BLOCK)[None, :]
     is_head = head < NUM_HEADS
     is_latent = is_head & (lane < RANK)
@@ -300,21 +289,11 @@ class TritonLatent:
         query_weight, query_eps = latent_norm if query_norm is None else query_norm
         if tokens:
             _latent_and_cache[(tokens, 1 if queries is None else 2)](
-                latent,
-                latent_norm[0],
-                out if queries is None else queries,
-                query_weight,
-                out,
-                cos.contiguous(),
-                sin.contiguous(),
-                slots,
-                keys.codes,
-                out if keys.scales is None else keys.scales,
-                latent.stride(0),
-                0 if queries is None else queries.stride(0),
-                keys.codes.stride(1),
-                latent_norm[1],
-                query_eps,
+                *(latent, latent_norm[0], *or_unread(out, queries), query_weight, out),
+                *(cos.contiguous(), sin.contiguous(), slots, keys.codes),
+                *(*or_unread(out, keys.scales), latent.stride(0)),
+                *(0 if queries is None else queries.stride(0), keys.codes.stride(1)),
+                *(latent_norm[1], query_eps),
                 RANK=rank,
                 ROPE=rope,
                 BLOCK=power_of_two(rank + rope),
@@ -333,7 +312,7 @@ class TritonLatent:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         interleaved: bool,
     ) -> torch.Tensor:
-        """Put `absorbed` [heads, tokens, rank] beside the rotated `rope_queries` [tokens, heads, rope].
+        """Join `absorbed` [heads, tokens, rank] and the rotated `rope_queries` [tokens, heads, rope].
 
         Returns [tokens, heads, rank + rope].
         """
@@ -342,19 +321,13 @@ class TritonLatent:
         cos, sin = cos_sin
         out = absorbed.new_empty(tokens, heads, rank + rope)
         if tokens:
-            _latent_queries[(tokens, -(-heads // LATENT_HEADS))](
-                absorbed,
-                rope_queries,
-                out,
-                cos.contiguous(),
-                sin.contiguous(),
-                *absorbed.stride()[:2],
-                *rope_queries.stride()[:2],
+            _latent_queries[(tokens, -(-heads // LATENT_HEADS.value))](
+                *(absorbed, rope_queries, out, cos.contiguous(), sin.contiguous()),
+                *(*absorbed.stride()[:2], *rope_queries.stride()[:2]),
                 NUM_HEADS=heads,
                 RANK=rank,
                 ROPE=rope,
                 BLOCK=power_of_two(rank + rope),
-                HEADS=LATENT_HEADS,
                 INTERLEAVED=interleaved,
                 num_warps=4,
             )

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.devices import power_of_two
+from ..common.devices import or_unread, power_of_two
 from .recurrence import LEAST_SQUARES, ConvCall, DeltaCall, StateSpaceCall
 
-CHANNELS = 256
+CHANNELS = tl.constexpr(256)
 """Channels of a convolution that one program takes."""
 
 
@@ -48,7 +48,6 @@ def _conv(
     HAS_BIAS: tl.constexpr,
     ACTIVATED: tl.constexpr,
     GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Move the windows on by a token, and convolve. Grid: rows, blocks of channels.
 
@@ -56,7 +55,7 @@ def _conv(
     parts, the convolution is of the first times the last, and the second multiplies it.
     """
     row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     taps = tl.arange(0, TAPS)
     is_channel = channel < channels
     columns = channel
@@ -224,24 +223,15 @@ class TritonRecurrence:
         x, states, rows, weight, bias, places, activated, gated = call
         channels, kernel = weight.shape
         out = x.new_empty(len(x), channels)
-        _conv[(len(x), -(-channels // CHANNELS))](
-            x,
-            out if places is None else places,
-            states,
-            rows.slots,
-            rows.fresh,
-            weight,
-            out if bias is None else bias,
-            out,
-            x.stride(0),
-            channels,
+        _conv[(len(x), -(-channels // CHANNELS.value))](
+            *(x, *or_unread(out, places), states, rows.slots, rows.fresh, weight),
+            *(*or_unread(out, bias), out, x.stride(0), channels),
             KERNEL=kernel,
             TAPS=power_of_two(kernel),
             HAS_PLACES=places is not None,
             HAS_BIAS=bias is not None,
             ACTIVATED=activated,
             GATED=gated,
-            BLOCK=CHANNELS,
             num_warps=4,
         )
         return out
@@ -250,20 +240,9 @@ class TritonRecurrence:
         mixed, projected, places, states, rows, weights, spec = call
         out = projected.new_empty(len(mixed), spec.values_width)
         _delta[(len(mixed), spec.num_value_heads)](
-            mixed,
-            projected,
-            places.gate,
-            places.rate,
-            places.decay,
-            states,
-            rows.slots,
-            rows.fresh,
-            weights.log_rate,
-            weights.step_bias,
-            weights.norm,
-            out,
-            projected.stride(0),
-            weights.eps,
+            *(mixed, projected, *places[1:], states, rows.slots, rows.fresh),
+            *(weights.log_rate, weights.step_bias, weights.norm, out),
+            *(projected.stride(0), weights.eps),
             HEADS=spec.num_value_heads,
             SHARED=spec.num_value_heads // spec.num_key_heads,
             KEY=spec.key_dim,
@@ -281,19 +260,9 @@ class TritonRecurrence:
         gated = torch.empty(len(mixed), spec.width, device=mixed.device)
         out = gate.new_empty(len(mixed), spec.width)
         _state_space[(len(mixed), spec.num_heads)](
-            mixed,
-            gate,
-            length,
-            states,
-            rows.slots,
-            rows.fresh,
-            weights.rate,
-            weights.step_bias,
-            weights.skip,
-            gated,
-            mixed.stride(0),
-            gate.stride(0),
-            *spec.step_limit,
+            *(mixed, gate, length, states, rows.slots, rows.fresh),
+            *(weights.rate, weights.step_bias, weights.skip, gated),
+            *(mixed.stride(0), gate.stride(0), *spec.step_limit),
             HEADS=spec.num_heads,
             SHARED=spec.num_heads // spec.num_groups,
             DIM=spec.head_dim,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ....quant.kinds.fp8.kind import E4M3_MAX
-from ..common.devices import dependent_launch, power_of_two
+from ..common.devices import dependent_launch, or_unread, power_of_two
 from ..common.triton_language import await_predecessor
 from .reference import RUN, ActivationQuant, GatedActivation, QuantizedActivations
 
@@ -98,14 +98,9 @@ def round_rows(x: torch.Tensor, activation_quant: ActivationQuant) -> QuantizedA
     if tokens:
         to = rounding(activation_quant, size)
         runs, width = min(8, power_of_two(num_runs)), power_of_two(to.run)
+        fixed = or_unread(rows.scales, activation_quant.input_scale)
         _per_token_quant[(tokens, -(-num_runs // runs))](
-            x,
-            rows.codes,
-            rows.scales,
-            rows.scales if activation_quant.input_scale is None else activation_quant.input_scale,
-            x.stride(0),
-            size,
-            num_runs,
+            *(x, rows.codes, rows.scales, *fixed, x.stride(0), size, num_runs),
             RUNS=runs,
             WIDTH=width,
             TO=to,
@@ -130,26 +125,18 @@ def empty_quantized(
 def rounding(activation_quant: ActivationQuant, row: int) -> RowRounding:
     """Compile-time part of `quantize_block` for rows of a program, whose group is `row` elements at most."""
     activations = activation_quant.activations
-    run, is_int8 = (
-        (RUN if activations.granularity == "group128" else row),
-        activations.kind == "int8",
-    )
-    levels = 127.5 if is_int8 else E4M3_MAX
-    return RowRounding(run, levels, is_int8, activation_quant.input_scale is not None)
+    run = RUN if activations.granularity == "group128" else row
+    is_int8, is_fixed = activations.kind == "int8", activation_quant.input_scale is not None
+    return RowRounding(run, 127.5 if is_int8 else E4M3_MAX, is_int8, is_fixed)
 
 
 def store_arguments(
     rows: QuantizedActivations, activation_quant: ActivationQuant, block: int
 ) -> dict[str, Any]:
     """Arguments of a kernel that stores its output with `store_quantized`."""
-    fixed, to = activation_quant.input_scale, rounding(activation_quant, block)
-    pointers = {"scale_ptr": rows.scales, "fixed_ptr": rows.scales if fixed is None else fixed}
-    return {**pointers, "num_runs": rows.scales.shape[1], "TO": to}
-
-
-def store_float_arguments(unread: torch.Tensor) -> dict[str, Any]:
-    """The same arguments for an unquantized output; `unread` fills the unused pointers."""
-    return {"scale_ptr": unread, "fixed_ptr": unread, "num_runs": 0, "TO": RowRounding()}
+    (fixed,) = or_unread(rows.scales, activation_quant.input_scale)
+    num_runs, to = rows.scales.shape[1], rounding(activation_quant, block)
+    return {"scale_ptr": rows.scales, "fixed_ptr": fixed, "num_runs": num_runs, "TO": to}
 
 
 def block_of(size: int) -> int:
@@ -210,16 +197,16 @@ class TritonNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
         out = x.new_empty(x.shape)
-        return self._run(x, added, out, store_float_arguments(out)), out
+        unread = {"scale_ptr": out, "fixed_ptr": out, "num_runs": 0, "TO": RowRounding()}
+        return self._run(x, added, out, unread), out
 
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
-        """The same, with a quantized norm."""
+        """As `__call__`, with a quantized norm."""
         rows = empty_quantized(x, x.shape[1], activation_quant)
-        return self._run(
-            x, added, rows.codes, store_arguments(rows, activation_quant, block_of(x.shape[1]))
-        ), rows
+        arguments = store_arguments(rows, activation_quant, block_of(x.shape[1]))
+        return self._run(x, added, rows.codes, arguments), rows
 
     def _run(
         self,
@@ -238,11 +225,7 @@ class TritonNorm:
         if rows:
             block = block_of(size)
             _norm[(rows,)](
-                x,
-                other,
-                total,
-                out,
-                self._weight,
+                *(x, other, total, out, self._weight),
                 x_row=x.stride(0),
                 added_row=other.stride(0),
                 eps=self._eps,
@@ -256,7 +239,7 @@ class TritonNorm:
         return total
 
 
-BLOCK = 1024
+GATE_BLOCK = tl.constexpr(1024)
 SWIGLU_ALPHA = tl.constexpr(1.702)
 SWIGLU_LIMIT = tl.constexpr(7.0)
 """gpt-oss clamps gate and up to this."""
@@ -281,20 +264,12 @@ def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gate(
-    gate_ptr,
-    up_ptr,
-    out_ptr,
-    size,
-    gate_row,
-    up_row,
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    gate_ptr, up_ptr, out_ptr, size, gate_row, up_row, ACTIVATION: tl.constexpr, PDL: tl.constexpr
 ):
     """Grid: rows, blocks of a row."""
     await_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.program_id(1) * GATE_BLOCK + tl.arange(0, GATE_BLOCK)
     mask = lanes < size
     gate = tl.load(gate_ptr + row * gate_row + lanes, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row + lanes, mask=mask, other=0.0).to(tl.float32)
@@ -340,33 +315,22 @@ class TritonGate:
         rows, size = gate.shape
         out = gate.new_empty(rows, size)
         if rows:
-            _gate[(rows, -(-size // BLOCK))](
-                gate,
-                up,
-                out,
-                size,
-                gate.stride(0),
-                up.stride(0),
-                ACTIVATION=self.activation,
-                BLOCK=BLOCK,
-                **dependent_launch(out),
-                num_warps=4,
-            )
+            given = gate, up, out, size, gate.stride(0), up.stride(0)
+            launch = {"ACTIVATION": self.activation, **dependent_launch(out), "num_warps": 4}
+            _gate[(rows, -(-size // GATE_BLOCK.value))](*given, **launch)
         return out
 
     def quantized(
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
     ) -> QuantizedActivations:
-        """The same, with quantized output."""
+        """As `__call__`, with quantized output."""
         if gate.stride(1) != 1 or up.stride(1) != 1:
             gate, up = gate.contiguous(), up.contiguous()
         count, size = gate.shape
         rows, block = empty_quantized(gate, size, activation_quant), block_of(size)
         if count:
             _quantized_gate[(count,)](
-                gate,
-                up,
-                rows.codes,
+                *(gate, up, rows.codes),
                 gate_row=gate.stride(0),
                 up_row=up.stride(0),
                 ACTIVATION=self.activation,
