@@ -71,7 +71,6 @@ class Option:
     config: type[Any] | None = None
 
     def value(self, value: Any) -> Any:
-        """The field's value, parsed if it is of type `word`."""
         if self.parse is None or not isinstance(value, get_origin(self.word) or self.word):
             return value
         return self.parse(value)
@@ -112,7 +111,6 @@ def flag_of(name: str, one: Option) -> str:
 
 
 def word_name(name: str, one: Option) -> str:
-    """The name of a field's word on a command line: that of its flag."""
     return flag_of(name, one).removeprefix("--").replace("-", "_")
 
 
@@ -125,11 +123,8 @@ def spellings(name: str, one: Option) -> tuple[str, ...]:
 
 
 def keywords(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords for a config, of `given`, with former names replaced and strings parsed.
-
-    Raises:
-        BadInput: a string that does not parse, or an option by two names.
-    """
+    """Keywords for a config, of `given`, with former names replaced and strings parsed. Raises `BadInput`: a
+    string that does not parse, or an option by two names."""
     options = options_of(config)
     present = {former: name for name, option in options.items() for former in option.former_names}
     values: dict[str, Any] = {}
@@ -142,11 +137,8 @@ def keywords(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keywords_of_words(config: type, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords for a config, of the words of a command line; options that were not given are left out.
-
-    Raises:
-        BadInput: a word that does not parse.
-    """
+    """Keywords for a config, of the words of a command line; options that were not given are left out. Raises
+    `BadInput`: a word that does not parse."""
     found: dict[str, Any] = {}
     for name, one in options_of(config).items():
         if one.config is not None:
@@ -189,11 +181,8 @@ def word_and_default(hint: Any, default: Any, one: Option) -> tuple[Any, Any]:
 
 
 def check_limits(config: Any, *, by_flag: bool = False) -> None:
-    """Check every option of a config against its limit.
-
-    Raises:
-        BadInput: naming the field, or its flag, and its limit.
-    """
+    """Check every option of a config against its limit. Raises `BadInput`: naming the field, or its flag, and
+    its limit."""
     for name, one in options_of(type(config)).items():
         value = getattr(config, name)
         if one.limit is None or value is None or (problem := one.limit(value)) is None:
@@ -261,11 +250,8 @@ def offer(name: str, known: Collection[str]) -> str:
 
 
 def device_names(asked: str) -> tuple[str, ...]:
-    """The names in `--device`, which has commas between them.
-
-    Raises:
-        BadInput: one of them is the name of no device.
-    """
+    """The names in `--device`, which has commas between them. Raises `BadInput`: one of them is the name of
+    no device."""
     names = tuple(name.strip() for name in asked.split(","))
     for name in names:
         if not re.fullmatch(rf"({'|'.join(KINDS)})(:(0|[1-9][0-9]?))?", name):

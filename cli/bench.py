@@ -182,11 +182,8 @@ def run_sweep(
     result: ResultOptions,
     trackers: Sequence[Tracker],
 ) -> None:
-    """Run a sweep or an SLO search, write its folder, print its table and verdict.
-
-    Raises:
-        BadInput: more than one of them, or combined with a comparison.
-    """
+    """Run a sweep or an SLO search, write its folder, print its table and verdict. Raises `BadInput`: more
+    than one of them, or combined with a comparison."""
     from ..base.errors import BadInput
     from ..bench.record.tracking import of_sweep
     from ..bench.report.run_report import points_table, sweep_verdict, write_sweep

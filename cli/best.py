@@ -182,7 +182,6 @@ def _number(value: float | None) -> str:
 
 
 def _interval(value: Record | None, *, percent: bool = False) -> str:
-    """A value with its interval."""
     if value is None:
         return ""
     if percent:
@@ -191,7 +190,6 @@ def _interval(value: Record | None, *, percent: bool = False) -> str:
 
 
 def _speed(speed: Record | None, *, with_band: bool = True) -> str:
-    """Time per output token, with its band."""
     if speed is None or speed["tpot_ms"] is None:
         return "unknown"
     band = (

@@ -114,12 +114,8 @@ def compare_starts(
     starts: StartOptions,
     files: VerdictFileOptions,
 ) -> tuple[Comparison, dict[str, Any]]:
-    """(the comparison, its record), with the files of the comparison written.
-
-    Raises:
-        BadInput: options that contradict each other, or a base that cannot be measured.
-        typer.Exit: 130 after Ctrl-C.
-    """
+    """(the comparison, its record), with the files of the comparison written. Raises `BadInput`: options that
+    contradict each other, or a base that cannot be measured; `typer.Exit`: 130 after Ctrl-C."""
     from ..bench.studies.starts_series import PairedSeries, record_of, write_comparison
     from .output.console import TerminalProgress, result_console, say
 
@@ -153,7 +149,6 @@ def _planned(
     starts: StartOptions,
     files: VerdictFileOptions,
 ) -> StartsPlan:
-    """A new plan, or that of the folder to go on with."""
     from dataclasses import replace
 
     from ..base.atomic_io import check_output
@@ -186,7 +181,6 @@ def _planned(
 
 
 def _begin(output: Path | None, plan: StartsPlan) -> Path:
-    """Make the folder, with the plan in it."""
     from ..base.atomic_io import make_folder
     from ..base.errors import BadInput
     from ..bench.record.result import is_taken, stamped
@@ -202,7 +196,6 @@ def _begin(output: Path | None, plan: StartsPlan) -> Path:
 
 
 def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
-    """The files that were asked for besides those in the folder."""
     from ..bench.gate.outputs import write_outputs
     from ..bench.studies.starts_series import pooled, starts_page
 

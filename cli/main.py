@@ -73,7 +73,6 @@ def _empty() -> typer.Typer:
 
 
 def _show_version(asked: bool) -> None:
-    """Callback of --version."""
     if asked:
         from importlib.metadata import version
 

@@ -61,11 +61,7 @@ def merge(
 
 
 def _factors(text: str | None, count: int) -> list[float]:
-    """The factors of `count` adapters.
-
-    Raises:
-        BadInput: not as many finite numbers.
-    """
+    """The factors of `count` adapters. Raises `BadInput`: not as many finite numbers."""
     import math
 
     from ..base.errors import BadInput

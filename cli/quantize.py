@@ -87,7 +87,6 @@ def quantize(
 
 
 def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:
-    """Default folder name: model, method and bits."""
     from ..quant.methods.registry import METHODS
 
     if kind is not None:

@@ -31,11 +31,8 @@ class RunJobOptions(JobOptions):
     status: bool = option(False, "With --resume: list the jobs; do nothing.", flag="--status")
 
     def check(self, resume: Path | None) -> None:
-        """Check them against each other.
-
-        Raises:
-            BadInput: several ask for different things, or one is of a run that began, or of a new one.
-        """
+        """Check them against each other. Raises `BadInput`: several ask for different things, or one is of a
+        run that began, or of a new one."""
         from ..base.errors import BadInput
 
         asked = {

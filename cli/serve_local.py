@@ -111,7 +111,6 @@ def _serve(
 
 
 def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> None:
-    """Write a line on stderr for people, or an event of the JSON log."""
     import logging
 
     from ..engine.server.requests.observe import LogEvent
@@ -133,7 +132,6 @@ def _context(engine: Engine) -> str:
 
 
 def _kv_cache(engine: Engine) -> str:
-    """The KV cache's budget, and how much of it is in use."""
     from ..engine.base.units import format_gib
 
     stats = engine.stats

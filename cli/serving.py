@@ -81,11 +81,8 @@ def warn_if_open(options: ServerOptions, host: str) -> None:
 
 
 def app_options(served: ServedModelOptions) -> dict[str, str | None]:
-    """Keyword arguments for `create_app`.
-
-    Raises:
-        BadInput: no such parser, or a template file that cannot be read.
-    """
+    """Keyword arguments for `create_app`. Raises `BadInput`: no such parser, or a template file that cannot
+    be read."""
     from ..engine.base.sampling_params import PoolingParams
     from ..engine.server.parsing.formats import reasoning_format, tool_format
 
@@ -104,11 +101,7 @@ def app_options(served: ServedModelOptions) -> dict[str, str | None]:
 
 
 def chat_template(served: ServedModelOptions) -> str | None:
-    """The chat template from --chat-template.
-
-    Raises:
-        BadInput: its file cannot be read.
-    """
+    """The chat template from --chat-template. Raises `BadInput`: its file cannot be read."""
     from ..base.errors import BadInput
 
     if served.chat_template is None:
@@ -143,11 +136,8 @@ def refuse_handover_options(given: Mapping[str, Any]) -> None:
 
 
 def hand_over(engine: str, name: str, given: Mapping[str, Any]) -> None:
-    """Replace this process by another engine's server for the model `name`, or only print the command.
-
-    Raises:
-        BadInput: an option without a counterpart, or an engine that is unknown or not installed.
-    """
+    """Replace this process by another engine's server for the model `name`, or only print the command. Raises
+    `BadInput`: an option without a counterpart, or an engine that is unknown or not installed."""
     import os
     import shlex
     from pathlib import Path

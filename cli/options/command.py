@@ -135,7 +135,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option(parameter: Parameter) -> Option | None:
-    """The definition that a parameter was made of."""
     notes = get_args(parameter.annotation)
     return next((note for note in notes if isinstance(note, Option)), None)
 
@@ -151,7 +150,6 @@ def _is_rare(parameter: Parameter) -> bool:
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
-    """Callback of --help-all."""
     if asked and not context.resilient_parsing:
         context.meta[SHOW_ALL] = True
         typer.echo(context.get_help())
@@ -171,7 +169,6 @@ def _words(**given: Any) -> Words:
 
 
 def values_of(*groups: Any) -> Words:
-    """{field: value} of several built groups."""
     return {field.name: getattr(group, field.name) for group in groups for field in fields(group)}
 
 
@@ -244,7 +241,6 @@ _WRITES = {"file": writable, "folder": writable_folder, "cache": _writes(cache=T
 
 
 def output_to(help: str, *, folder: bool = False) -> Any:
-    """The option of a command that writes one file or folder."""
     callback = writable_folder if folder else writable
     return typer.Option("--output", "-o", callback=callback, help=help)
 
@@ -290,11 +286,8 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def read_config(path: Path, command: Any) -> dict[str, Any]:
-    """The values of a YAML file by the names of a click command's parameters.
-
-    Raises:
-        BadInput: it cannot be read, is not a mapping, or has an unknown name or a value of another kind.
-    """
+    """The values of a YAML file by the names of a click command's parameters. Raises `BadInput`: it cannot be
+    read, is not a mapping, or has an unknown name or a value of another kind."""
     from ...base.errors import BadInput
 
     options = {}
@@ -395,11 +388,8 @@ def _loader() -> Any:
 
 
 def _value(parameter: Any, value: Any, is_on: bool) -> Any:
-    """The value as click takes it from a command line: words, which it converts and checks.
-
-    Raises:
-        ValueError: it is of another kind.
-    """
+    """The value as click takes it from a command line: words, which it converts and checks. Raises
+    `ValueError`: it is of another kind."""
     if parameter.is_flag:
         if not isinstance(value, bool):
             raise ValueError("give true or false")

@@ -28,7 +28,6 @@ TrustRemoteCode = Annotated[
 
 
 def json_option() -> Any:
-    """The field of `Json` in a group."""
     return option(False, "Print the result alone, as JSON, on stdout.", flag="--json", common=True)
 
 
@@ -42,11 +41,7 @@ class RayOptions:
 
     @property
     def is_on_ray(self) -> bool:
-        """Whether Ray does the jobs.
-
-        Raises:
-            BadInput: it is not installed.
-        """
+        """Whether Ray does the jobs. Raises `BadInput`: it is not installed."""
         if self.on is None:
             return False
         from ...bench.studies.jobs import require_ray
@@ -87,11 +82,7 @@ class ModelOptions:
 
     @property
     def name(self) -> str | None:
-        """The given model.
-
-        Raises:
-            BadInput: two different models were given.
-        """
+        """The given model. Raises `BadInput`: two different models were given."""
         from ...base.errors import BadInput
 
         model, option = self.model, self.model_option
@@ -179,11 +170,7 @@ class SweepOptions:
         )
 
     def kind(self) -> Kind:
-        """The swept variable.
-
-        Raises:
-            BadInput: two sweeps at once, or invalid limits.
-        """
+        """The swept variable. Raises `BadInput`: two sweeps at once, or invalid limits."""
         from ...base.errors import BadInput
         from ...engine.base.units import required_slo
 
@@ -227,11 +214,8 @@ class VerdictOptions:
     )
 
     def wanted(self) -> VerdictWanted | None:
-        """The requested comparison, with its inputs read.
-
-        Raises:
-            BadInput: two baselines, limits or a file without one, or an unreadable input.
-        """
+        """The requested comparison, with its inputs read. Raises `BadInput`: two baselines, limits or a file
+        without one, or an unreadable input."""
         from ...bench.gate.outputs import VerdictWanted
 
         return VerdictWanted.checked(

@@ -35,7 +35,6 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
 
 
 def _residuals(part: Mapping[str, Any]) -> Table:
-    """A plan's quantities beside the measured ones."""
     from ...bench.report.run_report import planned
     from .console import table_of
 
@@ -55,7 +54,6 @@ def _residuals(part: Mapping[str, Any]) -> Table:
 
 
 def print_table(shown: ReportTable, out: Console) -> None:
-    """Print a report's table on the console."""
     every = range(len(shown.header))
     out.print(plain_table(shown.header, shown.rows, left=(), no_wrap=every))
 
@@ -70,7 +68,6 @@ def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]] = (), **sty
 
 
 def _summary(result: Mapping[str, Any]) -> str:
-    """Quality, memory and precision of the run in a few lines."""
     from ...bench.metrics.metrics import turns_in_words, window_sentence
     from ...bench.page.page import number, percent, size
     from ...bench.report.run_report import certificate, failure_lines

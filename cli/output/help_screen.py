@@ -91,7 +91,6 @@ def write_screen(command: Any, context: Any, formatter: Any) -> None:
 
 
 def _panels(command: Any, context: Any) -> tuple[dict[str, Rows], Counter[str]]:
-    """The rows of each heading, and how many options of which heading are left out."""
     rare = () if context.meta.get(SHOW_ALL) else getattr(command.callback, "rare", ())
     panels: dict[str, Rows] = {}
     left_out: Counter[str] = Counter()
@@ -108,7 +107,6 @@ def _panels(command: Any, context: Any) -> tuple[dict[str, Rows], Counter[str]]:
 
 
 def _heading(parameter: Any) -> str:
-    """The heading of a parameter that has none of its own."""
     if parameter.name in ("help", "help_all"):
         return "Help"
     return "Arguments" if parameter.param_type_name == "argument" else "Options"

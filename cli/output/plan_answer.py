@@ -189,7 +189,6 @@ def _pair(values: Quantiles, scale: float) -> str:
 
 
 def rate(speed: float | None) -> str:
-    """Tokens per second."""
     return "-" if speed is None else f"{speed:,.0f}"
 
 

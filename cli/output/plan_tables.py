@@ -389,7 +389,6 @@ def _share(part: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """A time or a price in three digits."""
     if value is None:
         return "-"
     return "<0.01" if value < 0.01 else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

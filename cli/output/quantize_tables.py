@@ -86,7 +86,6 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
 
 
 def _errors(title: str, modules: list[dict[str, Any]]) -> Table:
-    """The errors by layer."""
     header = ("layer", "linears", "error", "rtn error", "error / rtn", "held out", "worst linear")
     rows = (_row(layer, list(members)) for layer, members in groupby(modules, key=_layer))
     style = {**CENTRED, "box": box.HEAVY_HEAD}
@@ -113,7 +112,6 @@ def _parts(parts: list[dict[str, Any]]) -> Table:
 
 
 def _mean_error(summary: dict[str, Any]) -> list[str]:
-    """The mean error and its ratio to that of RTN; nothing where it was not measured."""
     if summary["error"] is None:
         return []
     ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
@@ -171,7 +169,6 @@ def _few_tokens(manifest: dict[str, Any]) -> list[str]:
 
 
 def _remarks(modules: list[dict[str, Any]]) -> list[str]:
-    """Fallbacks to RTN, and linears that are worse than RTN."""
     lines = []
     fallbacks: dict[str, list[str]] = {}
     for module in modules:

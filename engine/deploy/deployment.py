@@ -48,7 +48,6 @@ class ServedEngine:
 
     @property
     def name(self) -> str:
-        """Value of `--engine`."""
         return "llmopt" if self.command is None else self.command.name
 
     @property
@@ -66,15 +65,11 @@ class ServedEngine:
 
     @property
     def has_metrics(self) -> bool:
-        """Whether it exposes the length of its queue."""
         return self.metric("num_requests_waiting") is not None
 
     def cache_words(self, kv_dtype: str, stored: StoredQuantization | None) -> Sequence[str]:
-        """The option for the planner's dtype of the KV cache.
-
-        Raises:
-            BadInput: it has no such cache, or not with this checkpoint.
-        """
+        """The option for the planner's dtype of the KV cache. Raises `BadInput`: it has no such cache, or not
+        with this checkpoint."""
         if self.name == "trtllm":
             # From the checkpoint, or from a YAML file.
             held = (stored and stored.kv_dtype) or "bf16"
@@ -115,11 +110,6 @@ SERVED: Mapping[str, ServedEngine] = {
 
 
 def served_engine(name: str) -> ServedEngine:
-    """The engine of that name.
-
-    Raises:
-        BadInput: there is none.
-    """
     if name not in SERVED:
         raise BadInput(f"--engine {name}: choose {', '.join(SERVED)}")
     return SERVED[name]
@@ -236,11 +226,8 @@ def deployment_for(
     choices: DeployChoices, plan: DeploymentPlan, stored: StoredQuantization | None = None
 ) -> ServerDeployment:
     """The deployment of the plan's workload on its first device, of a checkpoint quantized as `stored`.
-
-    Raises:
-        BadInput: the device does not hold it, more than a node's devices are needed for one replica, or the
-            engine cannot load the checkpoint, or not there.
-    """
+    Raises `BadInput`: the device does not hold it, more than a node's devices are needed for one replica, or
+    the engine cannot load the checkpoint, or not there."""
     device_plan = plan.devices[0]
     gpus = device_plan.deployment.gpus
     if not device_plan.fits:
@@ -292,11 +279,8 @@ def container_command(
     device_plan: DevicePlan,
     stored: StoredQuantization | None,
 ) -> Sequence[str]:
-    """The command line of the engine's server in a container, as the plan has sized it.
-
-    Raises:
-        BadInput: the engine has nothing for a choice of the plan.
-    """
+    """The command line of the engine's server in a container, as the plan has sized it. Raises `BadInput`:
+    the engine has nothing for a choice of the plan."""
     asked: dict[str, object] = {
         "host": "0.0.0.0",
         "port": PORT,

@@ -79,18 +79,12 @@ class ServerCommand:
 
     def command(self, model: str, asked: Mapping[str, Any]) -> list[str]:
         """The command line for `model` and the options of `serve-local` in `asked`, by their names in Python.
-
-        Raises:
-            BadInput: the engine has no equivalent of an option or its value.
-        """
+        Raises `BadInput`: the engine has no equivalent of an option or its value."""
         return [self.program, *self.words, model, *self.options({**self.defaults, **asked})]
 
     def options(self, asked: Mapping[str, Any]) -> list[str]:
-        """The part of the command line for options of `serve-local` alone.
-
-        Raises:
-            BadInput: the engine has no equivalent of an option or its value.
-        """
+        """The part of the command line for options of `serve-local` alone. Raises `BadInput`: the engine has
+        no equivalent of an option or its value."""
         unknown = [name for name in asked if name not in self.table and name not in self.together]
         if unknown:
             listed = ", ".join(shown(name) for name in unknown)
@@ -106,11 +100,7 @@ class ServerCommand:
         return [*words, *self.combined(asked)]
 
     def find(self) -> str:
-        """The executable beside this Python, or on the PATH.
-
-        Raises:
-            BadInput: there is none.
-        """
+        """The executable beside this Python, or on the PATH. Raises `BadInput`: there is none."""
         beside = str(Path(sys.executable).parent)
         if path := shutil.which(self.program, path=beside) or shutil.which(self.program):
             return path
@@ -137,17 +127,14 @@ class ServerCommand:
 
 
 def shown(name: str) -> str:
-    """An option as it is typed."""
     return "--" + name.replace("_", "-").removesuffix("-option")
 
 
 def flag(option: str) -> Translation:
-    """A flag that is passed where the value is true."""
     return lambda value: [option] if value else []
 
 
 def unless(option: str) -> Translation:
-    """A flag that is passed where the value is false."""
     return lambda value: [] if value else [option]
 
 
@@ -392,11 +379,6 @@ ENGINES = {engine.name: engine for engine in (VLLM, SGLANG, TRTLLM)}
 
 
 def server_command(name: str) -> ServerCommand:
-    """The server of that name.
-
-    Raises:
-        BadInput: there is none.
-    """
     if name not in ENGINES:
         raise BadInput(f"--engine {name}: choose llmopt, {', '.join(ENGINES)}")
     return ENGINES[name]

@@ -68,11 +68,8 @@ class StoredQuantization:
 
 
 def stored_quantization_of(model: PlannedModel) -> StoredQuantization | None:
-    """The quantization of a model's checkpoint; None for a plain one.
-
-    Raises:
-        BadInput: `hf_quant_config.json` is no JSON object.
-    """
+    """The quantization of a model's checkpoint; None for a plain one. Raises `BadInput`:
+    `hf_quant_config.json` is no JSON object."""
     folder = Path(model.source).parent
     is_local = Path(model.source).is_file()
     has_file = (folder / HF_QUANT_CONFIG).is_file() if is_local else None
@@ -98,11 +95,8 @@ def stored_quantization_of(model: PlannedModel) -> StoredQuantization | None:
 def quantization_words(
     engine: str, stored: StoredQuantization | None, device: Device
 ) -> Sequence[str]:
-    """The engine's options for the checkpoint's weights: none where it finds out by itself.
-
-    Raises:
-        BadInput: the engine cannot load them, or not on this device.
-    """
+    """The engine's options for the checkpoint's weights: none where it finds out by itself. Raises
+    `BadInput`: the engine cannot load them, or not on this device."""
     if stored is None or engine == "llmopt":
         return []
     if engine == "trtllm":

@@ -77,11 +77,8 @@ class AnswerJournal:
     """
 
     def __init__(self, output: Path, requests: Sequence[BatchRequest], *, restart: bool) -> None:
-        """Open or make the journal, and read the answers of an earlier run.
-
-        Raises:
-            BadInput: the files cannot be written, hold nothing of this batch, or another run holds them.
-        """
+        """Open or make the journal, and read the answers of an earlier run. Raises `BadInput`: the files
+        cannot be written, hold nothing of this batch, or another run holds them."""
         self.output = output
         self.notes: list[str] = []
         self._requests = requests
@@ -217,12 +214,8 @@ class BatchRun:
         self._alone = asyncio.Lock()
 
     def run(self, num_sequences: int) -> None:
-        """Answer them all; `num_sequences` is how many the engine runs in a step.
-
-        Raises:
-            Failure: the engine cannot go on. What was answered is in the journal.
-            BadInput: the disk is full.
-        """
+        """Answer them all; `num_sequences` is how many the engine runs in a step. Raises `Failure`: the
+        engine cannot go on. What was answered is in the journal; `BadInput`: the disk is full."""
         try:
             asyncio.run(self._run(num_sequences * FLIGHTS_PER_SEQUENCE))
         except ExceptionGroup as errors:
@@ -290,5 +283,4 @@ def reproducible(body: dict[str, Any], created: int) -> dict[str, Any]:
 
 
 def _num_tokens(body: dict[str, Any]) -> int:
-    """Tokens of prompt and output."""
     return int((body.get("usage") or {}).get("total_tokens", 0))

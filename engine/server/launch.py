@@ -241,10 +241,7 @@ def bound_memory() -> None:
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to `host` and `port`; port 0 takes a free one. Connections are refused until it listens.
-
-    Raises:
-        BadInput: the port is in use, or the address is not one of this machine's.
-    """
+    Raises `BadInput`: the port is in use, or the address is not one of this machine's."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -263,7 +260,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def own_names(host: str) -> frozenset[str]:
-    """Names by which this machine is asked: its own, and `host` where it is one."""
     names = {socket.gethostname(), socket.getfqdn(), host}
     return frozenset(name.lower() for name in names if name)
 

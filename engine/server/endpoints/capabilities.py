@@ -64,27 +64,19 @@ class PromptImages:
 
     @property
     def are_taken(self) -> bool:
-        """Whether the model takes images."""
         return self._support.processor is not None
 
     def check(self, num_images: int) -> None:
-        """Refuse a prompt by the number of its images.
-
-        Raises:
-            ApiError: the model takes no images.
-            BadInput: too many.
-        """
+        """Refuse a prompt by the number of its images. Raises `ApiError`: the model takes no images;
+        `BadInput`: too many."""
         if not self.are_taken:
             reason = f"images are not taken: {self._reason}"
             raise bad_field("messages", reason, "unsupported_model")
         self._limits.check_count(num_images)
 
     async def prepare(self, text: str, urls: Sequence[str]) -> PreparedPrompt:
-        """The prompt of a rendered conversation, whose placeholders are in the order of `urls`.
-
-        Raises:
-            BadInput: an image that cannot be had or decoded, or that the model's processor refuses.
-        """
+        """The prompt of a rendered conversation, whose placeholders are in the order of `urls`. Raises
+        `BadInput`: an image that cannot be had or decoded, or that the model's processor refuses."""
         # An error cancels nothing: the fetches that have begun end at their deadline.
         sent = await asyncio.gather(*(self._sent(url) for url in urls))
         loop = asyncio.get_running_loop()
@@ -111,7 +103,6 @@ class PromptImages:
         )
 
     def close(self) -> None:
-        """Shut down the worker threads."""
         for pool in (self._fetching, self._decoding):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -135,11 +126,8 @@ class PoolingTasks:
         return self.pooling
 
     def scorer(self) -> Scorer | None:
-        """The model's own scorer; None where pairs are scored by their embeddings.
-
-        Raises:
-            ApiError: there are neither.
-        """
+        """The model's own scorer; None where pairs are scored by their embeddings. Raises `ApiError`: there
+        are neither."""
         if isinstance(self.scored_by, str):
             raise self._cannot(f"gives no scores: {self.scored_by}")
         if self.scored_by is None and isinstance(self.pooling, str):
@@ -190,11 +178,8 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def default_sampling(folder: Path) -> dict[str, float]:
-    """Read the sampling that a checkpoint's generation_config.json asks for.
-
-    Raises:
-        BadInput: it is no JSON object, or has values out of range.
-    """
+    """Read the sampling that a checkpoint's generation_config.json asks for. Raises `BadInput`: it is no JSON
+    object, or has values out of range."""
     path = folder / "generation_config.json"
     config = read_json(path) if path.is_file() else {}
     found = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
@@ -222,12 +207,9 @@ class Constrainer:
         self._compiler: GrammarCompiler | None = None
 
     async def mask(self, constraint: Constraint, num_sequences: int, key: int = 0) -> TokenMask:
-        """Compile the token mask of one request, which came with the API key of that index.
-
-        Raises:
-            ApiError: 400, with the request field and the invalid place in it, or because it is too large or
-                takes too long.
-        """
+        """Compile the token mask of one request, which came with the API key of that index. Raises
+        `ApiError`: 400, with the request field and the invalid place in it, or because it is too large or
+        takes too long."""
         if constraint.num_characters > MAX_GRAMMAR_CHARACTERS:
             raise bad_field(constraint.field, f"more than {MAX_GRAMMAR_CHARACTERS} characters")
         try:

@@ -44,11 +44,8 @@ async def render(
     *,
     add_generation_prompt: bool = True,
 ) -> PreparedPrompt:
-    """The prompt of a conversation, with the placeholder tokens of its images.
-
-    Raises:
-        ApiError, BadInput: what the model's template refuses, or images that cannot be taken.
-    """
+    """The prompt of a conversation, with the placeholder tokens of its images. Raises `ApiError` or
+    `BadInput`: what the model's template refuses, or images that cannot be taken."""
     text, urls = service.text, [url for message in messages for url in message.image_urls]
     options = {**(template_options or {}), "add_generation_prompt": add_generation_prompt}
     if not urls:
@@ -61,11 +58,8 @@ async def render(
 async def prepare(
     service: Service, request: Request, body: ChatRequest, id_prefix: str
 ) -> tuple[Asked, OutputFormat]:
-    """Render the prompt and find out how the output is parsed.
-
-    Raises:
-        ApiError, BadInput: as `Service.check`, or tools or fields that do not go with the model.
-    """
+    """Render the prompt and find out how the output is parsed. Raises `ApiError` or `BadInput`: as
+    `Service.check`, or tools or fields that do not go with the model."""
     arrival_seconds = time.perf_counter()
     service.check(body)
     text = service.text
@@ -104,11 +98,8 @@ async def converse(
     id_prefix: str,
     generation: Callable[[ResponseContext, OutputFormat], Generation],
 ) -> Response:
-    """Generate the next message of a conversation.
-
-    Raises:
-        ApiError, BadInput: as `prepare` and `Service.respond`.
-    """
+    """Generate the next message of a conversation. Raises `ApiError` or `BadInput`: as `prepare` and
+    `Service.respond`."""
     asked, form = await prepare(service, request, body, id_prefix)
     return await service.respond(asked, lambda context: generation(context, form))
 

@@ -111,12 +111,8 @@ class MessagesPrompt(BaseModel):
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def for_chat(self, *, takes_images: bool, **fields: Any) -> ChatRequest:
-        """Translate into a chat request; of an image for a model of text alone only that it is there.
-
-        Raises:
-            ApiError: content that is not supported.
-            ValidationError: what a chat request refuses too.
-        """
+        """Translate into a chat request; of an image for a model of text alone only that it is there. Raises
+        `ApiError`: content that is not supported; `ValidationError`: what a chat request refuses too."""
         config = self.output_config or OutputConfig()
         turns = [part for turn in self.messages for part in _turn(turn, takes_images)]
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
@@ -229,11 +225,7 @@ def _turn(turn: AnthropicMessage, takes_images: bool) -> list[dict[str, Any]]:
 
 
 def _image(block: dict[str, Any]) -> dict[str, Any]:
-    """An image block as a content part.
-
-    Raises:
-        ApiError: a source of another type.
-    """
+    """An image block as a content part. Raises `ApiError`: a source of another type."""
     source = block.get("source")
     match source:
         case {"type": "base64", "media_type": str(kind), "data": str(data)}:
@@ -244,7 +236,6 @@ def _image(block: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts_and_images(content: Any) -> tuple[str, list[dict[str, Any]]]:
-    """The text of a content and its images."""
     blocks = content if isinstance(content, list) else [content]
     is_image = [isinstance(block, dict) and block.get("type") == "image" for block in blocks]
     images = [_image(block) for block, it_is in zip(blocks, is_image, strict=True) if it_is]
@@ -264,7 +255,6 @@ def _tool_result(block: dict[str, Any], content: str) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """The text of a content."""
     if isinstance(content, str):
         return content
     texts: list[str] = []

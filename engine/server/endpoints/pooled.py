@@ -72,11 +72,8 @@ async def pool(
     pooling: PoolingParams,
     id_prefix: str,
 ) -> PooledResponse:
-    """The vector of each prompt. A client that leaves frees what they hold.
-
-    Raises:
-        ApiError, BadInput: a prompt that cannot fit, a full queue, a failed step, a client that left.
-    """
+    """The vector of each prompt. A client that leaves frees what they hold. Raises `ApiError` or `BadInput`:
+    a prompt that cannot fit, a full queue, a failed step, a client that left."""
     asked = Asked(request, body, _NOTHING, prompts, id_prefix, time.perf_counter(), pooling=pooling)
     context = await service.submit(asked)
     try:

@@ -152,7 +152,6 @@ class Service:
     workers: FairPool = field(default_factory=lambda: FairPool("json", 2, 1))
 
     def close(self) -> None:
-        """Shut down the worker threads."""
         self.text.close()
         self.images.close()
         self.constrainer.close()
@@ -178,20 +177,14 @@ class Service:
             )
 
     def adapter(self, name: str | None) -> str | None:
-        """The LoRA adapter that a request for the model `name` uses; None for the base model.
-
-        Raises:
-            ApiError: it was unloaded since the request was checked.
-        """
+        """The LoRA adapter that a request for the model `name` uses; None for the base model. Raises
+        `ApiError`: it was unloaded since the request was checked."""
         self.check_model(name)
         return name if name in self.adapters else None
 
     async def params(self, request: Request, body: GenerationRequest) -> SamplingParams:
-        """Sampling parameters, with the token mask of the request's structured output.
-
-        Raises:
-            BadInput, ApiError: values out of range, an invalid schema or grammar, or a client that left.
-        """
+        """Sampling parameters, with the token mask of the request's structured output. Raises `BadInput` or
+        `ApiError`: values out of range, an invalid schema or grammar, or a client that left."""
         params, constraint = body.sampling_params(), body.constraint()
         defaults = self.default_sampling.items()
         params = replace(params, **{n: value for n, value in defaults if getattr(body, n) is None})
@@ -205,11 +198,8 @@ class Service:
         return replace(params, token_mask=mask)
 
     async def submit(self, asked: Asked) -> ResponseContext:
-        """Queue a job for each prompt. The caller closes the stream.
-
-        Raises:
-            BadInput, TooMany, Unavailable: the engine refuses a prompt, or its queue is full.
-        """
+        """Queue a job for each prompt. The caller closes the stream. Raises `BadInput` or `TooMany` or
+        `Unavailable`: the engine refuses a prompt, or its queue is full."""
         record = record_of(asked.request)
         body, params, prompts = asked.body, asked.params, asked.prompts
         response_id = f"{asked.id_prefix}{body.request_id or record.request_id}"
@@ -240,11 +230,8 @@ class Service:
         generation: Callable[[ResponseContext], Generation],
         media_type: str = "text/event-stream",
     ) -> Response:
-        """Generate for the prompts; `stream` of the body selects a stream or a single document.
-
-        Raises:
-            BadInput, TooMany, Unavailable: before the response begins, as `submit`.
-        """
+        """Generate for the prompts; `stream` of the body selects a stream or a single document. Raises
+        `BadInput` or `TooMany` or `Unavailable`: before the response begins, as `submit`."""
         body, context = asked.body, await self.submit(asked)
         assert isinstance(body, GenerationRequest)
         generated = generation(context)

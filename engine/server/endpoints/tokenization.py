@@ -105,7 +105,6 @@ class Tokenization:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template renders tools."""
         return "tools" in self.template_text
 
     @property
@@ -147,12 +146,8 @@ class Tokenization:
         max_tokens: int | None = None,
     ) -> list[list[int]]:
         """Tokenize pairs of a query and a document, each for one prompt: by the chat template if it has roles
-        of these names, else by `template`, else as the tokenizer joins a pair.
-
-        Raises:
-            BadInput: text that is not valid Unicode, or too much of it: a long query is tokenized with each
-                document.
-        """
+        of these names, else by `template`, else as the tokenizer joins a pair. Raises `BadInput`: text that
+        is not valid Unicode, or too much of it: a long query is tokenized with each document."""
         limit = self._limit(max_tokens)
         num_characters = sum(len(query) + len(document) for query, document in pairs)
         if num_characters > MAX_PAIR_CHARACTERS:
@@ -170,10 +165,7 @@ class Tokenization:
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Tokenize a conversation, with the generation prompt unless the template's `options` say otherwise.
-
-        Raises:
-            BadInput: the model's template rejects the conversation, or text is not valid Unicode.
-        """
+        Raises `BadInput`: the model's template rejects the conversation, or text is not valid Unicode."""
         # The model's template renders special tokens itself.
         is_plain = self.template_source == "plain"
         return await self._on_worker(
@@ -185,11 +177,8 @@ class Tokenization:
     async def render_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: Mapping[str, Any]
     ) -> str:
-        """The text of a conversation with images, a placeholder for each.
-
-        Raises:
-            BadInput: as `encode_chat`, or a model without a chat template.
-        """
+        """The text of a conversation with images, a placeholder for each. Raises `BadInput`: as
+        `encode_chat`, or a model without a chat template."""
         if self.template_source == "plain":
             raise BadInput(
                 "messages: the model has no chat template, which says where images stand; give one with "
@@ -201,7 +190,6 @@ class Tokenization:
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Decode token ids to text, as in a completion."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     async def decode_all(self, token_ids: Sequence[int]) -> str:

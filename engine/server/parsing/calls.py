@@ -34,12 +34,10 @@ class TextSource:
         self.has_ended = False
 
     def feed(self, text: str, *, is_last: bool) -> None:
-        """Append a piece."""
         self._text, self._at = self._text[self._at :] + text, 0
         self.has_ended = is_last
 
     def record(self) -> None:
-        """Begin to keep what is read."""
         self._recorded = []
 
     def recorded(self) -> str:
@@ -181,7 +179,6 @@ def kind_of(schema: Any, key: str) -> Kind:
 
 
 def escaped(text: str) -> str:
-    """A piece of a text within a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -244,7 +241,6 @@ class CallReader:
             self.num_calls += 1
 
     def argue(self, text: str) -> None:
-        """Append to the arguments of the call."""
         if text and not self._is_dropped:
             self._events.append(Arguments(self.num_calls - 1, text))
 

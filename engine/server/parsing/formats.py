@@ -305,7 +305,6 @@ def format_of_template(template: str) -> ToolFormat | None:
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The format of that name. Raises `BadInput` for an unknown one."""
     if name not in FORMATS:
         raise BadInput(f"--tool-call-parser {name}: need one of {', '.join(FORMATS)}")
     return FORMATS[name]
@@ -327,7 +326,6 @@ class ReasoningFormat:
     special: bool = False
 
     def is_begun_by(self, prompt_end: str) -> bool:
-        """Whether a prompt that ends with this text has begun the reasoning."""
         return prompt_end.rstrip().endswith(self.start)
 
 
@@ -338,12 +336,10 @@ REASONING_FORMATS = {form.name: form for form in (THINK, MISTRAL_THINK, SEED_THI
 
 
 def reasoning_of_template(template: str) -> ReasoningFormat | None:
-    """Detect the reasoning format from a chat template."""
     return next((form for form in REASONING_FORMATS.values() if form.end in template), None)
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """The format of that name. Raises `BadInput` for an unknown one."""
     if name not in REASONING_FORMATS:
         raise BadInput(f"--reasoning-parser {name}: need one of {', '.join(REASONING_FORMATS)}")
     return REASONING_FORMATS[name]

@@ -90,7 +90,6 @@ class OutputParser:
 
     @property
     def num_calls(self) -> int:
-        """Tool calls so far."""
         return self._calls.num_calls
 
     def feed(self, text: str, *, is_last: bool = False) -> list[Event]:

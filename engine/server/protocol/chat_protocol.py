@@ -32,11 +32,8 @@ class ContentPart:
 
 
 def read_parts(content: Any) -> tuple[ContentPart, ...] | None:
-    """The parts of a list of content; None for a content of another type.
-
-    Raises:
-        ValueError: a part of another type, or too many of them.
-    """
+    """The parts of a list of content; None for a content of another type. Raises `ValueError`: a part of
+    another type, or too many of them."""
     if not isinstance(content, list):
         return None
     if len(content) > MAX_PARTS:
@@ -45,7 +42,6 @@ def read_parts(content: Any) -> tuple[ContentPart, ...] | None:
 
 
 def image_part(url: Any) -> dict[str, Any]:
-    """An image as a content part of OpenAI's chat completions."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -151,7 +147,6 @@ class ChatMessage(BaseModel):
 
     @property
     def image_urls(self) -> list[str]:
-        """URLs of its images, in their order."""
         return [part.image_url for part in self.parts if part.image_url]
 
     def for_template(self, *, as_parts: bool = False) -> dict[str, Any]:
@@ -324,7 +319,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def _chosen(self) -> list[str] | None:
-        """Names of the tools that the choice names."""
         match self.tool_choice:
             case NamedTool(function=function):
                 return [function.name]
@@ -394,11 +388,8 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
 
 
 def either_schema(answer: dict[str, Any], calls: dict[str, Any]) -> dict[str, Any]:
-    """JSON schema of an answer or of calls; their definitions must stand at the root.
-
-    Raises:
-        ApiError: both define something else under one name.
-    """
+    """JSON schema of an answer or of calls; their definitions must stand at the root. Raises `ApiError`: both
+    define something else under one name."""
     shared: dict[str, Any] = {}
     answer, calls = dict(answer), dict(calls)
     for part in (answer, calls):

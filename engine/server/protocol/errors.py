@@ -98,14 +98,12 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """The error in Anthropic's format."""
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, usual)
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:
-    """The error in Ollama's format."""
     return {"error": str(error)}
 
 

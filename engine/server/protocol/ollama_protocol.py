@@ -49,11 +49,8 @@ class Options(BaseModel):
     typical_p: float | None = None
 
     def fields(self, max_model_len: int) -> dict[str, Any]:
-        """The fields of a generation request.
-
-        Raises:
-            ApiError: an option that would change the result and is not supported.
-        """
+        """The fields of a generation request. Raises `ApiError`: an option that would change the result and
+        is not supported."""
         neutral = {"mirostat": 0, "tfs_z": 1}
         for name, value in neutral.items():
             if getattr(self, name) not in (None, value):
@@ -89,11 +86,8 @@ _ACTION = re.compile(r"\{\{(-?)\s*(.*?)\s*(-?)\}\}", re.DOTALL)
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
-    """Fill a template of Ollama up to the response: variables, and `if` with `else` around them.
-
-    Raises:
-        ApiError: it has more of Go's language in it, or an `if` without its end.
-    """
+    """Fill a template of Ollama up to the response: variables, and `if` with `else` around them. Raises
+    `ApiError`: it has more of Go's language in it, or an `if` without its end."""
     parts: list[str] = []
     conditions: list[bool] = []
     at, is_trimmed = 0, ""
@@ -159,12 +153,8 @@ class OllamaRequest(BaseModel):
         return fields
 
     def chat(self, messages: list[dict[str, Any]], max_model_len: int, tools: Any) -> ChatRequest:
-        """A conversation as a chat request.
-
-        Raises:
-            ApiError: as `fields`.
-            ValidationError: what a chat request refuses too.
-        """
+        """A conversation as a chat request. Raises `ApiError`: as `fields`; `ValidationError`: what a chat
+        request refuses too."""
         fields = self.fields(max_model_len)
         if isinstance(self.think, str):
             fields["reasoning_effort"] = self.think
@@ -292,7 +282,6 @@ class EmbedRequest(BaseModel):
     keep_alive: str | float | None = None
 
     def embedding_request(self, texts: str | list[str]) -> EmbeddingRequest:
-        """The request of `/v1/embeddings` for these texts."""
         cut = -1 if self.truncate else None
         fields = {"input": texts, "dimensions": self.dimensions, "truncate_prompt_tokens": cut}
         return EmbeddingRequest.model_validate({"model": self.model, **fields})

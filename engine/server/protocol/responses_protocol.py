@@ -193,21 +193,15 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def namespaces(self) -> frozenset[str]:
-        """Names of the namespaces."""
         return frozenset(tool.name for tool in self.tools or () if isinstance(tool, Namespace))
 
     @property
     def customs(self) -> frozenset[str]:
-        """Names of the tools of free text."""
         return frozenset(tool.name for tool in self.tools or () if isinstance(tool, CustomTool))
 
     @property
     def turns(self) -> list[dict[str, Any]]:
-        """The input as chat messages.
-
-        Raises:
-            ApiError: an item that is not supported.
-        """
+        """The input as chat messages. Raises `ApiError`: an item that is not supported."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         turns: list[dict[str, Any]] = []
@@ -216,12 +210,8 @@ class ResponsesRequest(GenerationRequest):
         return turns
 
     def chat_request(self, turns: Sequence[dict[str, Any]]) -> ResponsesChat:
-        """The chat request for `turns`, the input's.
-
-        Raises:
-            ApiError: content that is not supported.
-            ValidationError: what a chat request refuses too.
-        """
+        """The chat request for `turns`, the input's. Raises `ApiError`: content that is not supported;
+        `ValidationError`: what a chat request refuses too."""
         system: list[dict[str, Any]] = []
         if self.instructions is not None:
             system = [{"role": "system", "content": self.instructions}]

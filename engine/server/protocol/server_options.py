@@ -87,7 +87,6 @@ _FORMATS = get_args(LogFormat)
 
 
 def is_sendable(key: str) -> bool:
-    """Whether a header can carry an API key."""
     return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 
@@ -104,11 +103,8 @@ class ScriptedText:
 
 
 def read_script(path: Path | str) -> tuple[ScriptedText, ...]:
-    """A script from a JSON file: a list of objects with `after` and `text`.
-
-    Raises:
-        BadInput: no such file, or something else in it.
-    """
+    """A script from a JSON file: a list of objects with `after` and `text`. Raises `BadInput`: no such file,
+    or something else in it."""
     try:
         entries = json.loads(Path(path).read_text())
         return tuple(ScriptedText(str(entry["after"]), str(entry["text"])) for entry in entries)
@@ -184,11 +180,8 @@ class TlsOptions:
         }
 
     def check_files(self) -> None:
-        """Load the files once, before the model.
-
-        Raises:
-            BadInput: a file cannot be read or is not PEM, or the key is another certificate's.
-        """
+        """Load the files once, before the model. Raises `BadInput`: a file cannot be read or is not PEM, or
+        the key is another certificate's."""
         for path in (self.certfile, self.keyfile, self.ca_certs):
             try:
                 if path is not None:
@@ -362,5 +355,4 @@ class ServerOptions:
 
     @property
     def requires_key(self) -> bool:
-        """Whether requests need an API key."""
         return bool(self.api_keys)

@@ -158,11 +158,8 @@ class StructuralTag(_StrictModel):
 
 
 def parse_structural_tag(given: str | dict[str, Any], field: str) -> StructuralTag:
-    """A structural tag from JSON text, as vLLM's `structured_outputs` has it, or an object.
-
-    Raises:
-        ApiError: it is none, with the place.
-    """
+    """A structural tag from JSON text, as vLLM's `structured_outputs` has it, or an object. Raises
+    `ApiError`: it is none, with the place."""
     try:
         if isinstance(given, str):
             return StructuralTag.model_validate_json(given)
@@ -299,11 +296,8 @@ class StructuredRequest(BaseModel):
     guided_grammar: GrammarText | None = None
 
     def constraint(self) -> Constraint | None:
-        """The requested constraint; None without one.
-
-        Raises:
-            ApiError: more than one constraint, or a schema string that is not JSON.
-        """
+        """The requested constraint; None without one. Raises `ApiError`: more than one constraint, or a
+        schema string that is not JSON."""
         constraints = _constraints(
             self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar, "guided_"
         )

@@ -59,11 +59,8 @@ class RecoveringSteps:
         self.failed_requests: list[str] | None = None
 
     def step(self) -> list[RequestOutput]:
-        """The outputs of a step; none after a failure.
-
-        Raises:
-            Exception: the engine cannot go on: the step's own error.
-        """
+        """The outputs of a step; none after a failure. Raises `Exception`: the engine cannot go on: the
+        step's own error."""
         self.failed_requests = None
         try:
             outputs = self._engine.step()
@@ -142,7 +139,6 @@ class EngineLoop:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the engine is warm and accepts new requests."""
         return self._warm.is_set() and self.unavailable is None and not self.is_draining
 
     @property
@@ -165,11 +161,8 @@ class EngineLoop:
         self._thread.start()
 
     async def run(self, work: Callable[[Engine], T]) -> T:
-        """Run `work` on the engine's thread between two steps; returns or raises what it does.
-
-        Raises:
-            Unavailable: the engine has failed or is stopping.
-        """
+        """Run `work` on the engine's thread between two steps; returns or raises what it does. Raises
+        `Unavailable`: the engine has failed or is stopping."""
         if self.unavailable is not None:
             raise Unavailable(self.unavailable)
         future: asyncio.Future[T] = self._event_loop.create_future()
@@ -276,7 +269,6 @@ class EngineLoop:
             self._post(self._end, f"the engine failed ({type(error).__name__}): restart the server")
 
     def _pace(self) -> StepPace:
-        """The pace of steps, from those of a warm engine."""
         config = self._engine.scheduler.config
         seconds = self._options.max_step_seconds
         return StepPace(seconds, config.block_size, config.max_num_batched_tokens)

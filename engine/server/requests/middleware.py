@@ -129,10 +129,7 @@ class RequestMiddleware:
 
     def _principal(self, scope: Scope) -> Principal | None:
         """Whose key the request has, in OpenAI's header or Anthropic's; None for open paths without one.
-
-        Raises:
-            ApiError: no valid key, or one that may not ask for this path.
-        """
+        Raises `ApiError`: no valid key, or one that may not ask for this path."""
         headers = Headers(scope=scope)
         header = headers.get("authorization", "").encode("latin-1")
         secret = header.removeprefix(b"Bearer ") if header.startswith(b"Bearer ") else b""
@@ -154,11 +151,8 @@ class RequestMiddleware:
         )
 
     async def _body(self, scope: Scope, receive: Receive, record: RequestRecord) -> bytes | None:
-        """Read the request's body; None if the client disconnected first.
-
-        Raises:
-            ApiError: the body is too large, or takes too long, or its key has too many in memory.
-        """
+        """Read the request's body; None if the client disconnected first. Raises `ApiError`: the body is too
+        large, or takes too long, or its key has too many in memory."""
         if scope["method"] in ("GET", "HEAD"):
             return b""
         max_bytes = self._options.max_body_bytes
@@ -248,11 +242,7 @@ class JsonRoute(BodyRoute):
 
 
 def parsed(model: type[BaseModel], body: bytes) -> BaseModel:
-    """The model of a body.
-
-    Raises:
-        ApiError, ValidationError: it is not JSON, or not of that form.
-    """
+    """The model of a body. Raises `ApiError` or `ValidationError`: it is not JSON, or not of that form."""
     was_enabled = gc.isenabled()
     gc.disable()  # it would look through the new lists again and again
     try:

@@ -220,11 +220,8 @@ class RequestRecord:
         return 0 if self.principal is None else self.principal.number
 
     def hold(self, kind: str, amount: int, limit: int) -> None:
-        """Count what the request takes in memory until its end.
-
-        Raises:
-            TooMany: the requests of its key take more than `limit` of that kind.
-        """
+        """Count what the request takes in memory until its end. Raises `TooMany`: the requests of its key
+        take more than `limit` of that kind."""
         if self.principal is None:
             return
         self.held[kind] += amount
@@ -234,7 +231,6 @@ class RequestRecord:
             raise TooMany(f"{problem}: try again later", {"Retry-After": "1"})
 
     def let_go(self) -> None:
-        """The request has ended."""
         if self.principal is not None:
             self.principal.held.subtract(self.held)
 

@@ -24,11 +24,8 @@ class FairPool:
         self._permits = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(per_key))
 
     async def run(self, key: int, work: Callable[[], T], seconds: float | None = None) -> T:
-        """Return the result of `work`, which came with the API key of that index.
-
-        Raises:
-            TimeoutError: it has begun, or could have, and is not done after `seconds`.
-        """
+        """Return the result of `work`, which came with the API key of that index. Raises `TimeoutError`: it
+        has begun, or could have, and is not done after `seconds`."""
         loop, permits = asyncio.get_running_loop(), self._permits[key]
         await permits.acquire()
         try:
