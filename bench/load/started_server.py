@@ -23,7 +23,7 @@ from ...base.atomic_io import end_with_parent, expanded, interrupts_held
 from ...base.errors import BadInput
 from ...base.processor import without_openmp_spins
 from ...base.progress import Progress, Silent
-from ...engine.deploy.engine_commands import SGLANG, TRTLLM, ServerCommand
+from ...engine.deploy.engine_commands import SGLANG, TRTLLM, VLLM, ServerCommand, find_program
 from ...quant.model.checkpoint import gguf_file_of, read_json
 from ...quant.source.models import bundled_models, resolve_model
 from ...recipes import DEFAULT_MODEL
@@ -76,8 +76,7 @@ class Preset:
             raise BadInput(f"--serve-program {given} is no program that can be run")
         if self.program is None:
             return sys.executable
-        beside = str(Path(sys.executable).parent)
-        if path := shutil.which(self.program, path=beside) or shutil.which(self.program):
+        if path := find_program(self.program):
             return path
         raise BadInput(
             f"--serve {name}: there is no program {self.program!r} here: {self.install}, or name it with "
@@ -85,33 +84,33 @@ class Preset:
         )
 
 
-def _of_engine(engine: ServerCommand) -> Arguments:
-    """The arguments of an engine that `serve-local --engine` knows too."""
+def _of_engine(engine: ServerCommand, version: tuple[str, ...], **others: Any) -> Preset:
+    """The preset of an engine that `serve-local --engine` knows too."""
 
     def arguments(model: str, name: str, port: int) -> list[str]:
-        asked = {"host": HOST, "port": port}
-        if "served_model_name" in engine.table:
-            asked["served_model_name"] = name
-        return engine.command(model, asked)[1:]
+        asked = {"served_model_name": name, "host": HOST, "port": port}
+        known = {key: value for key, value in asked.items() if key in engine.table}
+        return [*engine.words, model, *engine.options(known)]
 
-    return arguments
+    return Preset(engine.program, arguments, version, engine.install, **others)
 
 
 def _filling(*words: str) -> Arguments:
     """Words in which {model}, {name}, {host} and {port} are filled in."""
 
     def arguments(model: str, name: str, port: int) -> list[str]:
-        values = {MODEL: model, NAME: name, "{host}": HOST, PORT: str(port)}
+        filled = list(words)
         # Not str.format: braces may also be JSON.
-        return [_filled(word, values) for word in words]
+        for placeholder, value in (
+            (MODEL, model),
+            (NAME, name),
+            ("{host}", HOST),
+            (PORT, str(port)),
+        ):
+            filled = [word.replace(placeholder, value) for word in filled]
+        return filled
 
     return arguments
-
-
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    for placeholder, value in values.items():
-        word = word.replace(placeholder, value)
-    return word
 
 
 def _named(folders: Mapping[str, Path]) -> list[str]:
@@ -121,25 +120,21 @@ def _named(folders: Mapping[str, Path]) -> list[str]:
 WHERE = ("--host", "{host}", "--port", PORT)
 SERVED = (MODEL, "--served-model-name", NAME)
 PRESETS = {
-    "vllm": Preset(
-        "vllm",
-        _filling("serve", *SERVED, *WHERE),
+    "vllm": _of_engine(
+        VLLM,
         ("--version",),
-        "pip install vllm",
         adapters=lambda folders: ["--enable-lora", "--lora-modules", *_named(folders)],
     ),
-    "sglang": Preset(
-        SGLANG.program,
-        _of_engine(SGLANG),
+    "sglang": _of_engine(
+        SGLANG,
         ("version",),
-        SGLANG.install,
         # Its batches have a slot for requests without an adapter too.
         adapters=lambda folders: (
             ["--max-loras-per-batch", str(len(folders) + 1), "--lora-paths", *_named(folders)]
         ),
     ),
     # It names its model by the folder, whatever the requests say.
-    "trtllm": Preset(TRTLLM.program, _of_engine(TRTLLM), (), TRTLLM.install, has_no_name=True),
+    "trtllm": _of_engine(TRTLLM, (), has_no_name=True),
     "llama.cpp": Preset(
         "llama-server",
         _filling("--model", MODEL, "--alias", NAME, *WHERE),
@@ -166,33 +161,24 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name, or one for a whole command line.
-
-    Raises:
-        BadInput: there is none.
-    """
+    """The preset of that name, or one for a whole command line; raises `BadInput` where it is neither."""
     if name in PRESETS:
         return PRESETS[name]
-    if PORT in name:
-        return _of_command(name)
-    raise BadInput(
-        f"--serve {name!r}: it is none of {', '.join(PRESETS)}, and no command line with {PORT} in it"
-    )
-
-
-def _of_command(line: str) -> Preset:
-    """A server's whole command line, in which {model}, {name}, {host} and {port} are filled in."""
+    if PORT not in name:
+        raise BadInput(
+            f"--serve {name!r}: it is none of {', '.join(PRESETS)}, and no command line with {PORT} in it"
+        )
     try:
-        program, *words = shlex.split(line)
+        program, *words = shlex.split(name)
     except ValueError as error:
-        raise BadInput(f"--serve {line!r}: {error}") from error
+        raise BadInput(f"--serve {name!r}: {error}") from error
     return Preset(
         program,
         _filling(*words),
         (),
         "give the program's path",
-        is_served_by_path=NAME not in line and MODEL in line,
-        has_no_name=NAME not in line,
+        is_served_by_path=NAME not in name and MODEL in name,
+        has_no_name=NAME not in name,
     )
 
 
@@ -223,12 +209,15 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
         raise BadInput("--serve and --base-url were given: a run has one server, give one")
     chosen = preset(options.serve)
     program = chosen.find(options.serve, options.serve_program)
-    model, tokenizer = _model(options, chosen)
-    name = Path(model).name
-    port = _free_port()
+    model = _model(options, chosen)
+    name, label = Path(model).name, Path((options.serve.split() or [""])[0]).name
+    with socket.socket() as listener:
+        listener.bind((HOST, 0))
+        port = listener.getsockname()[1]
     command = [program, *server_arguments(options, chosen, model, port)]
     progress = progress or Silent()
-    found_version = version_of([program, *chosen.version]) if chosen.version else None
+    version = version_of([program, *chosen.version]) if chosen.version else None
+    served_name = model if chosen.is_served_by_path else name
     progress.note(f"starting {shlex.join(without_secrets(command))}")
     with tempfile.TemporaryFile() as log:
         # A new session: Ctrl-C reaches only the benchmark, which then stops the server.
@@ -246,26 +235,28 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
             url = f"http://{HOST}:{port}"
             _wait_until_ready(process, url, options, log)
             seconds = time.perf_counter() - began
-            progress.note(f"{_label(options)} is ready after {seconds:.1f} s at {url}")
-            known = {
+            progress.note(f"{label} is ready after {seconds:.1f} s at {url}")
+            started = {
                 "preset": options.serve,
                 "command": without_secrets(command),
-                "version": found_version,
+                "version": version,
                 "seconds_to_ready": seconds,
                 "pid": process.pid,
             }
+            is_backend_given = "backend" in options.model_fields_set
             yield options.model_copy(
                 update={
                     "serve": None,
                     "serve_args": None,
                     "serve_program": None,
                     "base_url": url,
-                    "backend": _backend(options, chosen),
-                    "model": _served_name(chosen, model, name),
-                    "tokenizer": tokenizer,
+                    "backend": options.backend if is_backend_given else chosen.backend,
+                    # None: the running server names it.
+                    "model": None if chosen.has_no_name else served_name,
+                    "tokenizer": options.tokenizer or model,
                     "max_model_len": options.max_model_len or _context(model, chosen),
-                    "name": options.name or options.label or f"{_label(options)}-{name}",
-                    "started_server": known,
+                    "name": options.name or options.label or f"{label}-{name}",
+                    "started_server": started,
                 }
             )
         finally:
@@ -274,38 +265,20 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
 
 
 def server_arguments(options: BenchOptions, chosen: Preset, model: str, port: int) -> list[str]:
-    """A server's command line after its program.
-
-    Raises:
-        BadInput: malformed `--serve-args`.
-    """
+    """A server's command line after its program; raises `BadInput` for malformed `--serve-args`."""
     words = chosen.arguments(model, Path(model).name, port)
     if options.loras:
         if chosen.adapters is None:
             raise BadInput(f"--lora: --serve {options.serve} takes no adapters at its start")
         words += chosen.adapters({name: path.resolve() for name, path in options.loras.items()})
-    return [*words, *_words(options.serve_args)]
+    try:
+        return [*words, *shlex.split(options.serve_args or "")]
+    except ValueError as error:
+        raise BadInput(f"--serve-args {options.serve_args!r}: {error}") from error
 
 
-def _served_name(chosen: Preset, model: str, name: str) -> str | None:
-    """The name in requests; None: the running server says it."""
-    if chosen.has_no_name:
-        return None
-    return model if chosen.is_served_by_path else name
-
-
-def _label(options: BenchOptions) -> str:
-    """The server's kind in a run's name."""
-    words = (options.serve or "").split()
-    return Path(words[0]).name if words else ""
-
-
-def _backend(options: BenchOptions, chosen: Preset) -> str:
-    return options.backend if "backend" in options.model_fields_set else chosen.backend
-
-
-def _model(options: BenchOptions, chosen: Preset) -> tuple[str, str]:
-    """(the model for the server's command line, location of its tokenizer)."""
+def _model(options: BenchOptions, chosen: Preset) -> str:
+    """The model for the server's command line."""
     name = options.model or DEFAULT_MODEL
     path = expanded(name)
     if path.is_file() and gguf_file_of(path) is not None:
@@ -314,7 +287,7 @@ def _model(options: BenchOptions, chosen: Preset) -> tuple[str, str]:
         raise BadInput(f"--serve {options.serve}: give a .gguf file as the model, not {name!r}")
     elif name in bundled_models() or path.exists():
         name = str(resolve_model(name).resolve())
-    return name, options.tokenizer or name
+    return name
 
 
 def _context(model: str, chosen: Preset) -> int | None:
@@ -326,51 +299,29 @@ def _context(model: str, chosen: Preset) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def _words(text: str | None) -> list[str]:
-    try:
-        return shlex.split(text or "")
-    except ValueError as error:
-        raise BadInput(f"--serve-args {text!r}: {error}") from error
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return listener.getsockname()[1]
-
-
 def version_of(command: list[str]) -> str | None:
     """The last line with a digit of a program's version output; None if there is none."""
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=VERSION_SECONDS,
-            stdin=subprocess.DEVNULL,
-        )
+        how: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(command, timeout=VERSION_SECONDS, **how)
     except (OSError, subprocess.TimeoutExpired):
         return None
     lines = [line.strip() for line in (done.stderr + "\n" + done.stdout).splitlines()]
-    said = [line for line in lines if any(letter.isdigit() for letter in line)]
-    return said[-1][:200] if said and done.returncode == 0 else None
+    versions = [line for line in lines if any(letter.isdigit() for letter in line)]
+    return versions[-1][:200] if versions and done.returncode == 0 else None
 
 
 def _wait_until_ready(
     process: subprocess.Popen[bytes], url: str, options: BenchOptions, log: IO[bytes]
 ) -> None:
-    deadline = time.perf_counter() + options.serve_timeout
+    deadline, problem = time.perf_counter() + options.serve_timeout, None
     while not is_ready(url):
         if (code := process.poll()) is not None:
-            raise BadInput(
-                f"--serve {options.serve}: the server ended with code {code} before it was ready; "
-                f"{last_words(log)}"
-            )
-        if time.perf_counter() > deadline:
-            raise BadInput(
-                f"--serve {options.serve}: not ready after {options.serve_timeout:g} s (--serve-timeout); "
-                f"{last_words(log)}"
-            )
+            problem = f"the server ended with code {code} before it was ready"
+        elif time.perf_counter() > deadline:
+            problem = f"not ready after {options.serve_timeout:g} s (--serve-timeout)"
+        if problem is not None:
+            raise BadInput(f"--serve {options.serve}: {problem}; {last_words(log)}")
         time.sleep(POLL_SECONDS)
 
 
@@ -389,8 +340,8 @@ def last_words(log: IO[bytes]) -> str:
     size = os.fstat(log.fileno()).st_size
     data = os.pread(log.fileno(), 8192, max(0, size - 8192))
     lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]
-    said = [line for line in lines if line][-LOG_LINES:]
-    return f"end of its log: {' | '.join(said)}" if said else "its log is empty"
+    last = [line for line in lines if line][-LOG_LINES:]
+    return f"end of its log: {' | '.join(last)}" if last else "its log is empty"
 
 
 def stop(process: subprocess.Popen[Any]) -> None:

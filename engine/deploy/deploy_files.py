@@ -48,10 +48,14 @@ def deploy_files(deployment: ServerDeployment) -> dict[str, str]:
     """
     has_metrics = deployment.served.has_metrics
     manifests = [*_MANIFESTS, *(_WATCHED_MANIFESTS if has_metrics else ())]
-    paths = [*(f"kubernetes/{each}.yaml" for each in manifests), "compose/compose.yaml"]
+    paths = [*(f"kubernetes/{name}.yaml" for name in manifests), "compose/compose.yaml"]
     if has_metrics:
-        paths += ["prometheus-adapter-values.yaml", *(f"compose/{each}.yml" for each in _WATCHERS)]
-    files = {path: _yaml(_document(path, deployment)) for path in paths}
+        paths += ["prometheus-adapter-values.yaml", *(f"compose/{name}.yml" for name in _WATCHERS)]
+    files = {}
+    for path in paths:
+        is_rules = path == "compose/rules.yml"
+        content = rules(deployment) if is_rules else yaml.safe_load(_render(path, deployment))
+        files[path] = yaml.safe_dump(content, sort_keys=False, width=100)
     if has_metrics:
         files["compose/dashboard.json"] = json.dumps(dashboard(deployment), indent=1) + "\n"
     if deployment.choices.engine != "llmopt":
@@ -105,36 +109,25 @@ def pinned_requirements(name: str, *extras: str) -> list[str]:
     not installed here, such as the CUDA libraries of another build, is not pinned.
     """
     versions: dict[str, str] = {}
-    _collect(name, extras, versions, set())
+    visited: set[tuple[str, tuple[str, ...]]] = set()
+    pending = [(name, extras)]
+    while pending:
+        required, wanted = pending.pop()
+        key = canonicalize_name(required)
+        if (key, wanted) in visited or (key in versions and not wanted):
+            continue
+        visited.add((key, wanted))
+        try:
+            installed = distribution(required)
+        except PackageNotFoundError:
+            continue
+        versions[key] = Version(installed.version).public
+        for requirement in map(Requirement, installed.requires or ()):
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *wanted)):
+                pending.append((requirement.name, tuple(sorted(requirement.extras))))
     versions.pop(canonicalize_name(name), None)
-    return [f"{each}=={held}" for each, held in sorted(versions.items())]
-
-
-def _collect(
-    name: str,
-    extras: tuple[str, ...],
-    versions: dict[str, str],
-    visited: set[tuple[str, tuple[str, ...]]],
-) -> None:
-    key = canonicalize_name(name)
-    if (key, extras) in visited or (key in versions and not extras):
-        return
-    visited.add((key, extras))
-    try:
-        installed = distribution(name)
-    except PackageNotFoundError:
-        return
-    versions[key] = Version(installed.version).public
-    for requirement in map(Requirement, installed.requires or ()):
-        marker = requirement.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
-            _collect(requirement.name, tuple(sorted(requirement.extras)), versions, visited)
-
-
-def _document(path: str, deployment: ServerDeployment) -> dict[str, Any]:
-    if path == "compose/rules.yml":
-        return rules(deployment)
-    return yaml.safe_load(_render(path, deployment))
+    return [f"{package}=={pinned}" for package, pinned in sorted(versions.items())]
 
 
 def _render(path: str, deployment: ServerDeployment, **values: Any) -> str:
@@ -144,20 +137,18 @@ def _render(path: str, deployment: ServerDeployment, **values: Any) -> str:
         choices=choices,
         served=served,
         is_ours=choices.engine == "llmopt",
-        # Of Prometheus, by a server whose `/metrics` wants the clients' key.
+        # Prometheus has to send the clients' key where `/metrics` wants it.
         asks_key_of_metrics=bool(choices.key_secret and served.metrics_need_key),
         **values,
     )
 
 
-def _yaml(content: dict[str, Any]) -> str:
-    return yaml.safe_dump(content, sort_keys=False, width=100)
-
-
-def _in_names(deployment: ServerDeployment, held: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _in_names(
+    deployment: ServerDeployment, rules: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The rules with `m.name` replaced by the engine's metric, without those whose metric it has not."""
     metric, renamed = deployment.served.metric, []
-    for rule in held:
+    for rule in rules:
         names = {name: metric(name) for name in _RULE_METRIC.findall(rule["expr"])}
         if None not in names.values():
             expression = _RULE_METRIC.sub(lambda m, names=names: str(names[m[1]]), rule["expr"])
@@ -165,38 +156,33 @@ def _in_names(deployment: ServerDeployment, held: Sequence[dict[str, Any]]) -> l
     return renamed
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        block_start_string="[%",
-        block_end_string="%]",
-        variable_start_string="[[",
-        variable_end_string="]]",
-        comment_start_string="[#",
-        comment_end_string="#]",
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-        autoescape=False,
-        loader=FileSystemLoader(TEMPLATES),
-    )
-    environment.filters |= {
-        "yaml": lambda value: json.dumps(value, ensure_ascii=False),  # JSON is YAML
-        "json": json.dumps,
-        "ceil": ceil,
-        "gib": lambda num_bytes: f"{ceil(num_bytes / GIB)}Gi",
-    }
-    environment.globals |= {
-        "rules": rules,
-        "version": version,
-        "PORT": PORT,
-        "SHARED_MEMORY_BYTES": SHARED_MEMORY_BYTES,
-        "STEP_ASIDE_SECONDS": STEP_ASIDE_SECONDS,
-        "QUEUE_METRIC": QUEUE_METRIC,
-        "USER_ID": USER_ID,
-        "CACHE_FOLDER": CACHE_FOLDER,
-    }
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_ENVIRONMENT = Environment(
+    block_start_string="[%",
+    block_end_string="%]",
+    variable_start_string="[[",
+    variable_end_string="]]",
+    comment_start_string="[#",
+    comment_end_string="#]",
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    undefined=StrictUndefined,
+    autoescape=False,
+    loader=FileSystemLoader(TEMPLATES),
+)
+_ENVIRONMENT.filters |= {
+    "yaml": lambda value: json.dumps(value, ensure_ascii=False),  # JSON is YAML
+    "json": json.dumps,
+    "ceil": ceil,
+    "gib": lambda num_bytes: f"{ceil(num_bytes / GIB)}Gi",
+}
+_ENVIRONMENT.globals |= {
+    "rules": rules,
+    "version": version,
+    "PORT": PORT,
+    "SHARED_MEMORY_BYTES": SHARED_MEMORY_BYTES,
+    "STEP_ASIDE_SECONDS": STEP_ASIDE_SECONDS,
+    "QUEUE_METRIC": QUEUE_METRIC,
+    "USER_ID": USER_ID,
+    "CACHE_FOLDER": CACHE_FOLDER,
+}

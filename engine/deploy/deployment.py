@@ -6,7 +6,7 @@ Facts are the image, probes, API key, metrics and KV-cache dtypes; the plan give
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -28,14 +28,14 @@ class ServedEngine:
     """A server in a container. `/health` is each one's liveness.
 
     Attributes:
-        repository: of images, up to the version whose options are written; None: the user's own image.
-        ready_path: answers 200 while the server takes new requests.
-        metric: its name of a metric of llmopt, None for one that it has not.
+        repository: image and tag up to the version whose options are written; None: the user's own image.
+        ready_path: path that answers 200 while the server takes new requests.
+        metric: the engine's name of a metric of llmopt, None for one that it has not.
         command: None for llmopt's own server.
-        metrics_need_key: whether `/metrics` asks for the API key.
+        metrics_need_key: True if `/metrics` asks for the API key.
         words: arguments that a deployment adds.
-        kv_dtypes: its names of the planner's dtypes of the KV cache, None for the default; without them it
-            has the planner's, bf16 by default.
+        kv_dtypes: names of the planner's dtypes of the KV cache, None for the default; without them the
+            engine has the planner's, bf16 by default.
     """
 
     repository: str | None
@@ -72,10 +72,10 @@ class ServedEngine:
         with this checkpoint."""
         if self.name == "trtllm":
             # From the checkpoint, or from a YAML file.
-            held = (stored and stored.kv_dtype) or "bf16"
-            if kv_dtype != held:
+            own = (stored and stored.kv_dtype) or "bf16"
+            if kv_dtype != own:
                 raise BadInput(
-                    f"--kv-dtype {kv_dtype}: TensorRT-LLM takes it from the checkpoint, which has {held}; "
+                    f"--kv-dtype {kv_dtype}: TensorRT-LLM takes it from the checkpoint, which has {own}; "
                     "quantize it with --kv-cache fp8 --format modelopt"
                 )
             return []
@@ -150,9 +150,7 @@ class DeployChoices:
         limit=no_less_than(0),
     )
     drain_seconds: int = option(
-        300,
-        "Seconds that requests in flight have when a pod is stopped.",
-        limit=no_less_than(1),
+        300, "Seconds that requests in flight have when a pod is stopped.", limit=no_less_than(1)
     )
     ttft_target: float = option(
         10.0,
@@ -178,10 +176,8 @@ class DeployChoices:
                 f"--api-key-secret: {served.title} reads no key from its environment; put a proxy before it"
             )
         if not 1 <= self.replicas <= self.max_replicas:
-            raise BadInput(
-                f"--replicas {self.replicas}, --max-replicas {self.max_replicas}: at least 1, and no "
-                "more than the most"
-            )
+            given = f"--replicas {self.replicas}, --max-replicas {self.max_replicas}"
+            raise BadInput(f"{given}: at least 1, and no more than the most")
         check_limits(self, by_flag=True)
 
 
@@ -229,15 +225,13 @@ def deployment_for(
     Raises `BadInput`: the device does not hold it, more than a node's devices are needed for one replica, or
     the engine cannot load the checkpoint, or not there."""
     device_plan = plan.devices[0]
-    gpus = device_plan.deployment.gpus
+    gpus, gpu = device_plan.deployment.gpus, device_plan.gpu
+    work = f"{plan.workload.sequences} sequences of {plan.workload.context} tokens"
     if not device_plan.fits:
-        raise BadInput(
-            f"{plan.workload.sequences} sequences of {plan.workload.context} tokens do not fit on "
-            f"{gpus} x {device_plan.gpu}: see llmopt kv-plan"
-        )
+        raise BadInput(f"{work} do not fit on {gpus} x {gpu}: see llmopt kv-plan")
     if gpus > choices.gpus_per_node:
         raise BadInput(
-            f"a replica needs {gpus} x {device_plan.gpu}, and a node has {choices.gpus_per_node} "
+            f"a replica needs {gpus} x {gpu}, and a node has {choices.gpus_per_node} "
             "(--gpus-per-node): serve it with --engine vllm --ray, or quantize it"
         )
     on_cpu = device_plan.device.kind == "cpu"
@@ -245,9 +239,26 @@ def deployment_for(
         raise BadInput(
             f"--engine {choices.engine} --gpu cpu: its image is for GPUs; take llmopt or vllm"
         )
-    if choices.engine == "trtllm" and device_plan.gpu.startswith("MI"):
-        raise BadInput(f"--engine trtllm --gpu {device_plan.gpu}: it runs on NVIDIA GPUs alone")
+    if choices.engine == "trtllm" and gpu.startswith("MI"):
+        raise BadInput(f"--engine trtllm --gpu {gpu}: it runs on NVIDIA GPUs alone")
     weights = plan.weight_bytes
+    # On GPUs the weights of one rank are in host memory while they load, on a CPU everything stays there.
+    memory = BASE_MEMORY_BYTES + weights + device_plan.kv_bytes
+    if not on_cpu:
+        memory = BASE_MEMORY_BYTES + MEMORY_BYTES_PER_GPU * gpus + SHARED_MEMORY_BYTES
+        memory += device_plan.weight_bytes
+    why = [
+        f"{plan.model.name}, {plan.recipe.name}: {weights / GIB:.1f} GiB of weights on {gpus} x {gpu}",
+        f"{work} take {device_plan.kv_bytes / GIB:.1f} GiB of KV cache a device; "
+        f"{device_plan.max_concurrent_sequences} would fit",
+    ]
+    if stored is not None:
+        cache = f", KV cache {stored.kv_dtype}" if stored.kv_dtype else ""
+        why.append(f"the checkpoint is in {stored.label}{cache}")
+    if choices.max_surge == 0 and choices.replicas == 1:
+        why.append(
+            "--max-surge 0 with one replica: a rollout is an outage while the new one starts"
+        )
     return ServerDeployment(
         choices=choices,
         image=choices.image or str(served_engine(choices.engine).image),
@@ -256,20 +267,12 @@ def deployment_for(
             *quantization_words(choices.engine, stored, device_plan.device),
         ],
         gpus=0 if on_cpu else gpus,
-        gpu_resource="amd.com/gpu" if device_plan.gpu.startswith("MI") else "nvidia.com/gpu",
+        gpu_resource="amd.com/gpu" if gpu.startswith("MI") else "nvidia.com/gpu",
         cpus=BASE_CPUS + CPUS_PER_GPU * gpus,
-        memory_bytes=_memory_bytes(plan, device_plan),
+        memory_bytes=memory,
         cache_bytes=ceil(1.2 * weights) + 10 * GIB,
         startup_seconds=300 + ceil(weights / LOADING_BYTES_PER_SECOND),
-        why=(
-            f"{plan.model.name}, {plan.recipe.name}: {weights / GIB:.1f} GiB of weights on "
-            f"{gpus} x {device_plan.gpu}",
-            f"{plan.workload.sequences} sequences of {plan.workload.context} tokens take "
-            f"{device_plan.kv_bytes / GIB:.1f} GiB of KV cache a device; "
-            f"{device_plan.max_concurrent_sequences} "
-            "would fit",
-            *_notes(choices, stored),
-        ),
+        why=why,
     )
 
 
@@ -313,19 +316,3 @@ def container_command(
         share = str(utilization) if served.command is None else f"{utilization:g}"
         words += ["--gpu-memory-utilization", share]
     return words
-
-
-def _notes(choices: DeployChoices, stored: StoredQuantization | None) -> Iterator[str]:
-    if stored is not None:
-        cache = f", KV cache {stored.kv_dtype}" if stored.kv_dtype else ""
-        yield f"the checkpoint is in {stored.label}{cache}"
-    if choices.max_surge == 0 and choices.replicas == 1:
-        yield "--max-surge 0 with one replica: a rollout is an outage while the new one starts"
-
-
-def _memory_bytes(plan: DeploymentPlan, device_plan: DevicePlan) -> int:
-    """Host memory of the pod: on GPUs the weights of one rank while they load, on a CPU everything."""
-    if device_plan.device.kind == "cpu":
-        return BASE_MEMORY_BYTES + plan.weight_bytes + device_plan.kv_bytes
-    per_gpu = MEMORY_BYTES_PER_GPU * device_plan.deployment.gpus
-    return BASE_MEMORY_BYTES + per_gpu + SHARED_MEMORY_BYTES + device_plan.weight_bytes

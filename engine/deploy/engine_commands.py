@@ -85,24 +85,17 @@ class ServerCommand:
     def options(self, asked: Mapping[str, Any]) -> list[str]:
         """The part of the command line for options of `serve-local` alone. Raises `BadInput`: the engine has
         no equivalent of an option or its value."""
-        unknown = [name for name in asked if name not in self.table and name not in self.together]
+        unknown = [shown(name) for name in asked if name not in {*self.table, *self.together}]
         if unknown:
-            listed = ", ".join(shown(name) for name in unknown)
-            raise BadInput(
-                f"{listed}: {self.title}'s server has nothing that means the same; leave it out"
-            )
-        words = [
-            word
-            for name, value in asked.items()
-            if name in self.table
-            for word in self._translated(name, value)
-        ]
+            problem = f"{self.title}'s server has nothing that means the same; leave it out"
+            raise BadInput(f"{', '.join(unknown)}: {problem}")
+        known = [(name, value) for name, value in asked.items() if name in self.table]
+        words = [word for name, value in known for word in self._translated(name, value)]
         return [*words, *self.combined(asked)]
 
     def find(self) -> str:
-        """The executable beside this Python, or on the PATH. Raises `BadInput`: there is none."""
-        beside = str(Path(sys.executable).parent)
-        if path := shutil.which(self.program, path=beside) or shutil.which(self.program):
+        """Path of the executable. Raises `BadInput`: it is not installed."""
+        if path := find_program(self.program):
             return path
         raise BadInput(
             f"--engine {self.name}: there is no program `{self.program}` here: {self.install}"
@@ -124,6 +117,11 @@ class ServerCommand:
                 return []
             case translate:
                 return translate(value)
+
+
+def find_program(name: str) -> str | None:
+    """The path of a program next to this Python, or on the PATH."""
+    return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
 
 
 def shown(name: str) -> str:
@@ -152,39 +150,33 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `--max-lora-rank`."""
 
 
-def _vllm_loras(words: Sequence[str]) -> Words:
+def _named_adapters(words: Sequence[str]) -> tuple[list[str], int]:
+    """(NAME=FOLDER of each adapter, their largest rank)."""
     adapters = parse_adapters(words)
-    largest = max(servable_settings(folder).rank for folder in adapters.values())
+    rank = max(servable_settings(folder).rank for folder in adapters.values())
+    return [f"{name}={folder.resolve()}" for name, folder in adapters.items()], rank
+
+
+def _vllm_loras(words: Sequence[str]) -> Words:
+    named, largest = _named_adapters(words)
     rank = next((rank for rank in LORA_RANKS if rank >= largest), None)
     if rank is None:
         raise BadInput(f"--lora: an adapter has rank {largest}, vLLM takes up to {LORA_RANKS[-1]}")
-    named = _named(adapters)
     limits = ["--max-loras", str(len(named)), "--max-lora-rank", str(rank)]
     return ["--enable-lora", *limits, "--lora-modules", *named]
 
 
 def _sglang_loras(words: Sequence[str]) -> Words:
-    adapters = parse_adapters(words)
-    for folder in adapters.values():
-        servable_settings(folder)
+    named, _ = _named_adapters(words)
     # A request without an adapter takes a place in the batch too.
-    return [
-        "--lora-paths",
-        *_named(adapters),
-        *("--max-loras-per-batch", str(len(adapters) + 1)),
-    ]
-
-
-def _named(adapters: Mapping[str, Path]) -> list[str]:
-    return [f"{name}={folder.resolve()}" for name, folder in adapters.items()]
+    return ["--lora-paths", *named, "--max-loras-per-batch", str(len(named) + 1)]
 
 
 def _vllm_key(keys: Sequence[str]) -> Words:
-    """Not on the command line, which every user of the machine can read."""
+    """Nothing: `ps` shows the command line, so that the key goes into VLLM_API_KEY."""
     if len(keys) != 1:
-        raise BadInput(
-            f"--api-key: vLLM reads one key from its environment, {len(keys)} were given"
-        )
+        problem = f"vLLM reads one key from its environment, {len(keys)} were given"
+        raise BadInput(f"--api-key: {problem}")
     return []
 
 
@@ -197,8 +189,9 @@ _VLLM_CACHES = {
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
 }
-_SGLANG_CACHES = {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3"}
-_SGLANG_CACHES |= {name: name for name in ("fp8_e4m3", "fp8_e5m2")}
+_SGLANG_CACHES = {"auto": "auto", "bfloat16": "bfloat16", "fp8": "fp8_e4m3"} | {
+    name: name for name in ("fp8_e4m3", "fp8_e5m2")
+}
 _SGLANG_POLICIES = {
     "fcfs": ("--schedule-policy", "fcfs"),
     "priority": ("--enable-priority-scheduling", "--schedule-low-priority-values-first"),

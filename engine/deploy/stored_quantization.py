@@ -49,10 +49,10 @@ class StoredQuantization:
     Attributes:
         method: `quant_method`.
         algorithm: ModelOpt's `quant_algo` as it is spelled, for other methods empty.
-        layer_algorithms: those of a mixed checkpoint.
-        kv_dtype: the planner's name of the KV cache's dtype that it has scales for; None without.
-        has_hf_file: whether there is `hf_quant_config.json`; None where only `config.json` was seen.
-        config: the `quantization_config`.
+        layer_algorithms: algorithms of a mixed checkpoint.
+        kv_dtype: the planner's name of the KV cache's dtype that there are scales for; None without.
+        has_hf_file: True if there is `hf_quant_config.json`; None where only `config.json` was seen.
+        config: `quantization_config`.
     """
 
     method: str
@@ -81,15 +81,14 @@ def stored_quantization_of(model: PlannedModel) -> StoredQuantization | None:
     method = str(config.get("quant_method"))
     fields = config.get("quantization") or config
     layers = fields.get("quantized_layers") or {}
-    is_modelopt = method == "modelopt"
-    return StoredQuantization(
-        method,
-        str(fields.get("quant_algo")) if is_modelopt else "",
-        frozenset(str(layer.get("quant_algo")) for layer in layers.values()),
-        _kv_dtype(fields) if is_modelopt else None,
-        has_file,
-        config,
-    )
+    algorithms = frozenset(str(layer.get("quant_algo")) for layer in layers.values())
+    if method != "modelopt":
+        return StoredQuantization(method, "", algorithms, None, has_file, config)
+    cache, scheme = fields.get("kv_cache_quant_algo"), fields.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
+        cache = cache or "FP8"
+    kv_dtype, algorithm = KV_DTYPES.get(str(cache).upper()), str(fields.get("quant_algo"))
+    return StoredQuantization(method, algorithm, algorithms, kv_dtype, has_file, config)
 
 
 def quantization_words(
@@ -109,16 +108,12 @@ def quantization_words(
     if algorithm not in methods:
         raise _refused(engine, stored, f"it loads {', '.join(methods)}")
     if engine == "sglang":
-        _check_sglang(stored, device)
+        in_layers = {name.upper() for name in stored.layer_algorithms}
+        if algorithm == MIXED and not in_layers & {*_NVFP4}:
+            raise _refused("sglang", stored, "it takes mixed checkpoints with NVFP4 layers alone")
+        if algorithm == "FP8":
+            _check_peak("sglang", stored, device, "fp8")
     return ["--quantization", methods[algorithm]]
-
-
-def _check_sglang(stored: StoredQuantization, device: Device) -> None:
-    algorithm = stored.algorithm.upper()
-    if algorithm == MIXED and not {each.upper() for each in stored.layer_algorithms} & {*_NVFP4}:
-        raise _refused("sglang", stored, "it takes mixed checkpoints with NVFP4 layers alone")
-    if algorithm == "FP8":
-        _check_peak("sglang", stored, device, "fp8")
 
 
 def _check_trtllm(stored: StoredQuantization, device: Device) -> None:
@@ -159,11 +154,3 @@ def _check_peak(engine: str, stored: StoredQuantization, device: Device, dtype: 
 
 def _refused(engine: str, stored: StoredQuantization, reason: str) -> BadInput:
     return BadInput(f"--engine {engine} cannot load a checkpoint in {stored.label}: {reason}")
-
-
-def _kv_dtype(fields: Mapping[str, Any]) -> str | None:
-    """Read from `kv_cache_quant_algo`, or from `config.json`'s `kv_cache_scheme`."""
-    algorithm, scheme = fields.get("kv_cache_quant_algo"), fields.get("kv_cache_scheme")
-    if isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8):
-        algorithm = algorithm or "FP8"
-    return KV_DTYPES.get(str(algorithm).upper())
