@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..base.atomic_io import check_output
+from ..base.errors import BadInput
 from ..base.option import keywords_of_words
 from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
@@ -44,13 +46,11 @@ def batch(
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
     require_server("batch")
-    from ..base.atomic_io import check_output
-    from ..base.errors import BadInput
     from ..engine.server.batch_file import digest_of, read_batch
     from ..engine.server.batch_run import AnswerJournal
     from ..quant.source.models import resolve_model
     from ..recipes import DEFAULT_MODEL
-    from .output.console import say
+    from .output.console import result_console, say
 
     asked = model or DEFAULT_MODEL
     keywords = keywords_of_words(EngineConfig, engine)
@@ -80,7 +80,13 @@ def batch(
         "num_failed": num_failed,
         "total_tokens": num_tokens,
     }
-    _tell({"output": str(target), **counts, "seconds": round(seconds, 3)}, as_json)
+    earlier = f", {num_resumed} of them before" if num_resumed else ""
+    seconds = round(seconds, 3)
+    say(
+        f"{target}: {len(requests.requests)} requests answered{earlier}, {num_failed} of them "
+        f"with an error; {num_tokens:,} tokens in {seconds:.1f} s",
+        result_console(as_json, {"output": str(target), **counts, "seconds": seconds}),
+    )
     raise typer.Exit(1 if num_failed else 0)
 
 
@@ -105,23 +111,9 @@ def _run(
     options = replace(OPTIONS, media=limits)
     app = create_app(opened, options=options, **for_app)  # type: ignore[arg-type]
 
-    def kept() -> str:
-        where = f"{len(answers)} answers are in {answers.journal}"
-        return f"interrupted: {where}; the same command goes on"
-
-    with TerminalProgress(kept) as progress:
+    again = "interrupted: {} answers are in {}; the same command goes on"
+    with TerminalProgress(lambda: again.format(len(answers), answers.journal)) as progress:
         run = BatchRun(app, requests, answers, progress)
         progress.start("batch", len(requests.requests) - len(answers), "requests")
         run.run(opened.scheduler.config.max_num_seqs)
     return run.num_tokens
-
-
-def _tell(done: dict[str, Any], as_json: bool) -> None:
-    from .output.console import result_console, say
-
-    before = f", {done['num_resumed']} of them before" if done["num_resumed"] else ""
-    say(
-        f"{done['output']}: {done['num_requests']} requests answered{before}, {done['num_failed']} of them "
-        f"with an error; {done['total_tokens']:,} tokens in {done['seconds']:.1f} s",
-        result_console(as_json, done),
-    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.errors import BadInput
 from ..base.option import keywords_of_words
 from ..bench.options import definitions as of_bench
 from ..bench.record.tracking import TrackingOptions
@@ -22,11 +23,8 @@ from .options.shared import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..bench.gate.outputs import VerdictWanted
     from ..bench.options.options import BenchOptions
-    from ..bench.page.page import ReportTable, ReportVerdict
     from ..bench.record.tracking import Tracker
     from ..bench.session.run_sessions import Judged
 
@@ -64,25 +62,20 @@ def bench(
     _check_inputs(options, wanted)
     if sweep.is_asked_for:
         run_sweep(options, sweep, wanted, result, tracking.trackers())
-        return
-    _run(options, wanted, result, tracking.trackers())
+    else:
+        _run(options, wanted, result, tracking.trackers())
 
 
 def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
     """Raises BadInput for a model or a file that is not there, before torch is imported."""
-    from ..base.errors import BadInput
     from ..quant.source.models import resolve_model
 
+    against = None if wanted is None else wanted.against
     if options.base_url is None and options.serve is None:
-        against = None if wanted is None else wanted.against
         resolve_model(options.model)
         for model in filter(None, (options.reference, against)):
             resolve_model(model)
-    if (
-        options.quality_full
-        and options.reference is None
-        and (wanted is None or not wanted.against)
-    ):
+    if options.quality_full and options.reference is None and not against:
         raise BadInput("--quality-full measures the distance from a model: give --reference MODEL")
     for flag, path in (("--plan", options.plan), ("--quality-text", options.quality_text)):
         if path is not None and not path.is_file():
@@ -97,34 +90,21 @@ def _run(
 ) -> None:
     """Measure once, report, and judge if that is wanted. Nothing before imports torch."""
     from ..bench.load.started_server import served
-    from ..bench.session.run_sessions import run_judged
-    from .output.console import TerminalProgress
+    from ..bench.record.tracking import log_run, of_result
+    from ..bench.session.run_sessions import run_judged, write_verdict
+    from .output.bench_tables import print_comparison
+    from .output.console import TerminalProgress, result_console, say
 
     with TerminalProgress() as progress, served(options, progress) as options:
         judged = run_judged(options, wanted, progress)
     folder = _report(judged, options, result, [] if wanted is not None else trackers)
-    if wanted is not None:
-        _judge(judged, wanted, folder, result.as_json, trackers)
-
-
-def _judge(
-    judged: Judged,
-    wanted: VerdictWanted,
-    folder: Path,
-    as_json: bool,
-    trackers: Sequence[Tracker],
-) -> None:
-    """The verdict, its files and its exit code; the run is logged with them."""
-    from ..bench.record.tracking import of_result
-    from ..bench.session.run_sessions import write_verdict
-    from .output.bench_tables import print_comparison, track
-    from .output.console import result_console, say
-
+    if wanted is None:
+        return
     write_verdict(judged, wanted, folder)
-    track(trackers, of_result(judged.run.result, folder))
+    log_run(trackers, of_result(judged.run.result, folder), say)  # with the files of the verdict
     if (comparison := judged.comparison) is None:
         return
-    out = result_console(as_json)
+    out = result_console(result.as_json)
     print_comparison(comparison, out)
     say(f"Comparison: {folder / 'comparison.html'}", out)
     if comparison.outcome.exit_code:
@@ -136,13 +116,13 @@ def _report(
 ) -> Path:
     """Write the run, and its baseline if it was measured too; log and print the run."""
     from ..bench.record.result import stamped
-    from ..bench.record.tracking import of_result
+    from ..bench.record.tracking import log_run, of_result
     from ..bench.session.run_sessions import write_run
-    from .output.bench_tables import show_run, track
+    from .output.bench_tables import show_run
     from .output.console import people, result_console, say
 
     run = judged.run
-    if not any(one.traces for one in run.passes):
+    if not any(measured.traces for measured in run.passes):
         people.print("interrupted before any request finished: nothing was written")
         raise typer.Exit(130)
     if judged.base is not None:
@@ -150,7 +130,7 @@ def _report(
         write_run(judged.base, base, with_csv=result.csv, with_report=options.report)
     folder = result.folder(run.result["llmopt"]["name"])
     write_run(run, folder, with_csv=result.csv, with_report=options.report)
-    track(trackers, of_result(run.result, folder))
+    log_run(trackers, of_result(run.result, folder), say)
     out = result_console(result.as_json, run.result)
     show_run(run.result, options, out)
     if run.interrupted:
@@ -171,8 +151,8 @@ def _print_client_errors(target: Words, *, as_json: bool) -> None:
 
     burden = target["client_burden_ms"] / 1000
     with TerminalProgress() as progress:
-        found, errors = check_client(target["client_workers"], burden=burden, progress=progress)
-    say(check_table(errors), result_console(as_json, found))
+        record, errors = check_client(target["client_workers"], burden=burden, progress=progress)
+    say(check_table(errors), result_console(as_json, record))
 
 
 def run_sweep(
@@ -184,10 +164,9 @@ def run_sweep(
 ) -> None:
     """Run a sweep or an SLO search, write its folder, print its table and verdict. Raises `BadInput`: more
     than one of them, or combined with a comparison."""
-    from ..base.errors import BadInput
-    from ..bench.record.tracking import of_sweep
+    from ..bench.record.tracking import log_run, of_sweep
     from ..bench.report.run_report import points_table, sweep_verdict, write_sweep
-    from .output.bench_tables import track
+    from .output.bench_tables import plain_table
     from .output.console import result_console, say
 
     if wanted is not None:
@@ -195,9 +174,12 @@ def run_sweep(
     record = _measured_loads(options, sweep)
     folder = result.folder(f"{record['name']}-{'slo' if sweep.slo else 'sweep'}")
     write_sweep(record, folder)
-    track(trackers, of_sweep(record, folder))
+    log_run(trackers, of_sweep(record, folder), say)
     out = result_console(result.as_json, record)
-    _show(points_table(record), sweep_verdict(record), out)
+    table, verdict = points_table(record), sweep_verdict(record)
+    every = range(len(table.header))
+    out.print(plain_table(table.header, table.rows, left=(), no_wrap=every))
+    say(f"{verdict.headline} {verdict.sentence}", out)
     if record["interrupted"]:
         say(f"interrupted: what finished is in {folder}")
         raise typer.Exit(130)
@@ -222,11 +204,3 @@ def _measured_loads(options: BenchOptions, sweep: SweepOptions) -> dict[str, Any
         loads = sweep.sweep_rate if sweep.sweep_concurrency is None else sweep.sweep_concurrency
         assert loads is not None
         return sweep_loads(sweep_target, parse_loads(loads, kind)).as_dict()
-
-
-def _show(table: ReportTable, verdict: ReportVerdict, out: Console) -> None:
-    from .output.bench_tables import print_table
-    from .output.console import say
-
-    print_table(table, out)
-    say(f"{verdict.headline} {verdict.sentence}", out)

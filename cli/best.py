@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from ..base.atomic_io import check_output
 from ..base.option import keywords_of_words, option
 from ..bench.best.target import BestRequest
 from .options.command import From, Words, with_options
@@ -52,7 +53,6 @@ def best(
     jobs: JobOptions,
 ) -> None:
     """Find the checkpoint for a model, hardware and promises, proven; an interrupted run is resumed."""
-    from ..base.atomic_io import check_output
     from ..quant.source.models import resolve_model, short_name
     from ..recipes import DEFAULT_MODEL
     from .output.console import TerminalProgress, result_console
@@ -83,10 +83,10 @@ def show_front(decision: Record, console: Console) -> None:
             say(f"{lane['name']}: refused: {lane['refused']}", console)
     console.print(_front_table(decision))
     say(_gap(decision), console)
-    for one in decision["usual"]:
-        if one["breaks"] and one["id"] is None:
-            say(f"not {one['name']}: {one['why']}", console)
-    count = sum(one["finalist"] for one in decision["front"])
+    for usual in decision["usual"]:
+        if usual["breaks"] and usual["id"] is None:
+            say(f"not {usual['name']}: {usual['why']}", console)
+    count = sum(point["finalist"] for point in decision["front"])
     say(f"{count} points would be made and measured, beside usual quantizations", console)
 
 
@@ -95,15 +95,22 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
     from .output.console import say
 
     say(decision["sentence"], console)
-    named = {one["id"]: one for one in decision["finalists"]}
-    one = named.get(decision["recommended"] or decision["closest"])
-    if one is not None:
-        say(f"  rebuild: {one['rebuild']}", console)
-        say(f"  serve:   {one['serve']}", console)
+    named = {finalist["id"]: finalist for finalist in decision["finalists"]}
+    answer = named.get(decision["recommended"] or decision["closest"])
+    if answer is not None:
+        say(f"  rebuild: {answer['rebuild']}", console)
+        say(f"  serve:   {answer['serve']}", console)
     if named:
         console.print(_finalists_table(decision, console.width))
-    for line in _neighbours(decision, named):
-        say(line, console)
+    base = named.get(decision["recommended"])
+    for label, key in (("next smaller", "next_smaller"), ("next better", "next_better")):
+        other = named.get(decision[key])
+        if base is not None and other is not None:
+            size = other["bytes"] / base["bytes"] - 1
+            kl = other["kl"]["value"] - base["kl"]["value"]
+            broken = f"; it breaks {'; '.join(other['breaks'])}" if other["breaks"] else ""
+            change = f"{size:+.1%} bytes for {kl:+.3g} nats of KL{broken}"
+            say(f"{label}: {other['id']}, {change}", console)
     say(_gap(decision), console)
     for usual in decision["usual"]:
         say(f"why not {usual['name']}: {usual['why']}", console)
@@ -111,18 +118,19 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
 
 
 def _front_table(decision: Record) -> Table:
+    from ..engine.base.units import format_gib
     from .output.console import table_of
 
     rows = [
         (
-            one["id"],
-            _size(one["bytes"]),
-            f"{one['bits_per_weight']:.2f}",
-            _number(one["expected_kl"]),
-            _speed(one["speed"]),
-            "; ".join(one["breaks"]) or ("finalist" if one["finalist"] else ""),
+            point["id"],
+            format_gib(point["bytes"]),
+            f"{point['bits_per_weight']:.2f}",
+            "" if point["expected_kl"] is None else f"{point['expected_kl']:.3g}",
+            _speed(point["speed"]),
+            "; ".join(point["breaks"]) or ("finalist" if point["finalist"] else ""),
         )
-        for one in decision["front"]
+        for point in decision["front"]
     ]
     header = ("checkpoint", "size", "bits", "expected KL", "TPOT, ms", "")
     return table_of(header, rows, left=(0, 5), no_wrap=range(5))
@@ -130,20 +138,21 @@ def _front_table(decision: Record) -> Table:
 
 def _finalists_table(decision: Record, width: int) -> Table:
     """Everything measured, with 95 % intervals; a narrow table has no bands of speed."""
+    from ..engine.base.units import format_gib
     from .output.console import table_of
 
-    flips = any(one["flips"] for one in decision["finalists"])
+    flips = any(finalist["flips"] for finalist in decision["finalists"])
     rows = [
         [
-            one["id"] + (" *" if one["id"] == decision["recommended"] else ""),
-            _size(one["bytes"]),
-            _interval(one["kl"]),
-            _interval(one["top1"], percent=True),
-            *([_interval(one["flips"], percent=True)] if flips else []),
-            _speed(one["speed"], with_band=width >= (115 if flips else 100)),
-            MARKS[one["keeps"]],
+            finalist["id"] + (" *" if finalist["id"] == decision["recommended"] else ""),
+            format_gib(finalist["bytes"]),
+            _interval(finalist["kl"]),
+            _interval(finalist["top1"], percent=True),
+            *([_interval(finalist["flips"], percent=True)] if flips else []),
+            _speed(finalist["speed"], with_band=width >= (115 if flips else 100)),
+            MARKS[finalist["keeps"]],
         ]
-        for one in decision["finalists"]
+        for finalist in decision["finalists"]
     ]
     shares = ["top-1, %", *(["flips, %"] if flips else [])]
     header = ["checkpoint", "size", "KL, nats", *shares, "TPOT ms", "keeps"]
@@ -153,32 +162,11 @@ def _finalists_table(decision: Record, width: int) -> Table:
     return table_of(header, rows, no_wrap=range(len(header)), **tight)
 
 
-def _neighbours(decision: Record, named: Mapping[str, Record]) -> Iterator[str]:
-    """The costs of the next smaller and the next better checkpoint."""
-    base = named.get(decision["recommended"])
-    for said, key in (("next smaller", "next_smaller"), ("next better", "next_better")):
-        one = named.get(decision[key])
-        if base is not None and one is not None:
-            size, kl = one["bytes"] / base["bytes"] - 1, one["kl"]["value"] - base["kl"]["value"]
-            broken = f"; it breaks {'; '.join(one['breaks'])}" if one["breaks"] else ""
-            yield f"{said}: {one['id']}, {size:+.1%} bytes for {kl:+.3g} nats of KL{broken}"
-
-
 def _gap(decision: Record) -> str:
     """How far the solver may be from the optimum."""
     from ..bench.best.decision import gap_words
 
     return f"search: {gap_words(decision['front'])}"
-
-
-def _size(count: int) -> str:
-    from ..engine.base.units import format_gib
-
-    return format_gib(count)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
 
 
 def _interval(value: Record | None, *, percent: bool = False) -> str:
@@ -192,7 +180,7 @@ def _interval(value: Record | None, *, percent: bool = False) -> str:
 def _speed(speed: Record | None, *, with_band: bool = True) -> str:
     if speed is None or speed["tpot_ms"] is None:
         return "unknown"
-    band = (
-        f" ({speed['band'][0]:.2g}-{speed['band'][1]:.2g})" if with_band and speed["band"] else ""
+    low, high = speed["band"] or (None, None)
+    return f"{speed['tpot_ms']:.3g}" + (
+        f" ({low:.2g}-{high:.2g})" if with_band and low is not None else ""
     )
-    return f"{speed['tpot_ms']:.3g}{band}"

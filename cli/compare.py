@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.atomic_io import check_output, make_folder
+from ..base.errors import BadInput
 from .options.command import with_options
 from .options.shared import LimitOptions, RunPlanOptions, StartOptions, VerdictFileOptions
 
 if TYPE_CHECKING:
     from ..bench.gate.compare import Comparison
     from ..bench.studies.starts_plan import StartsPlan
-    from ..bench.studies.starts_series import Finished
 
 
 @with_options
@@ -59,7 +60,6 @@ def compare(
 
 
 def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOptions) -> Comparison:
-    from ..base.errors import BadInput
     from ..bench.gate.compare import RunData
     from ..bench.gate.compare import compare as judge
     from ..bench.gate.limits import parse_gate, parse_share
@@ -93,12 +93,12 @@ def _print_plan(text: str, paths: list[str], *, as_json: bool) -> None:
 
     share = parse_share(text)
     noises = noise_of_runs([RunData.read(Path(path)) for path in paths])
-    found = {where: (noise, planned_pairs(noise, share)) for where, noise in noises.items()}
-    record = {where: {"run_cv": noise, "pairs": pairs} for where, (noise, pairs) in found.items()}
+    plans = {name: (noise, planned_pairs(noise, share)) for name, noise in noises.items()}
+    record = {name: {"run_cv": noise, "pairs": pairs} for name, (noise, pairs) in plans.items()}
     out = result_console(as_json, {"change": share, "noise": record})
     rows = [
-        (where, f"{noise:.1%}", *((f"{pairs}", f"{2 * pairs}") if pairs else ("over 240", "")))
-        for where, (noise, pairs) in found.items()
+        (name, f"{noise:.1%}", *((f"{pairs}", f"{2 * pairs}") if pairs else ("over 240", "")))
+        for name, (noise, pairs) in plans.items()
     ]
     title = f"Runs that tell {share:.1%}"
     out.print(plain_table(("noise of a run", "CV", "pairs", "runs"), rows, title=title))
@@ -116,25 +116,42 @@ def compare_starts(
 ) -> tuple[Comparison, dict[str, Any]]:
     """(the comparison, its record), with the files of the comparison written. Raises `BadInput`: options that
     contradict each other, or a base that cannot be measured; `typer.Exit`: 130 after Ctrl-C."""
-    from ..bench.studies.starts_series import PairedSeries, record_of, write_comparison
+    from ..bench.gate.outputs import write_outputs
+    from ..bench.record.result import is_taken, stamped
+    from ..bench.studies.starts_series import (
+        PairedSeries,
+        pooled,
+        record_of,
+        starts_page,
+        write_comparison,
+    )
     from .output.console import TerminalProgress, result_console, say
 
     plan = _planned(bench_options, limits, starts, files)
-    progress = TerminalProgress(
-        lambda: (
-            f"interrupted: the finished starts are in {folder}; go on with `llmopt compare --resume "
-            f"{folder}`"
-        )
-    )
+    again = "interrupted: the finished starts are in {0}; go on with `llmopt compare --resume {0}`"
+    progress = TerminalProgress(lambda: again.format(folder))
     # A plan that cannot be carried out leaves no folder.
     series = PairedSeries(plan, starts.resume or Path(), progress)
-    folder = series.folder = starts.resume or _begin(files.output, plan)
+    folder = starts.resume or files.output
+    if folder is None:
+        folder = stamped(Path("runs"), f"{plan.new.name}-against-{plan.base.name}")
+    if starts.resume is None:
+        if is_taken(folder):
+            raise BadInput(
+                f"{folder} exists: name another folder, or go on in it with --resume {folder}"
+            )
+        make_folder(folder, "--output")
+        plan.write(folder)
+    series.folder = folder
     # A job that is cancelled must not leave its starts running.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with progress:
         finished = series.run()
     write_comparison(finished, folder)
-    _write_others(finished, files)
+    if files.markdown is not None:
+        starts_page(finished).write(markdown=files.markdown)
+    new = pooled(finished.new) if finished.new else None
+    write_outputs(new, finished.comparison, files.junit, files.benchmark_json)
     say(
         f"Comparison: {folder / 'comparison.html'} ({finished.comparison.num_pairs} pairs of starts; "
         f"{finished.stopped_because})",
@@ -151,8 +168,6 @@ def _planned(
 ) -> StartsPlan:
     from dataclasses import replace
 
-    from ..base.atomic_io import check_output
-    from ..base.errors import BadInput
     from ..bench.studies.starts_plan import Budget, StartsPlan, can_interleave, parse_builds
 
     given = {"max_starts": starts.max_starts, "max_minutes": starts.max_minutes}
@@ -168,38 +183,8 @@ def _planned(
         return replace(plan, budget=replace(plan.budget, **budget))
     base, new = parse_builds(starts.run or ())
     plan = StartsPlan(
-        base,
-        new,
-        tuple(bench_options),
-        asdict(limits),
-        Budget(**budget),
-        starts.pin_cpus or "auto",
+        base, new, tuple(bench_options), asdict(limits), Budget(**budget), starts.pin_cpus or "auto"
     )
     check_output(files.output or Path("runs", "run"), "--output", folder=True)
     interleave = can_interleave(plan) if starts.interleave is None else starts.interleave
     return replace(plan, interleave=interleave)
-
-
-def _begin(output: Path | None, plan: StartsPlan) -> Path:
-    from ..base.atomic_io import make_folder
-    from ..base.errors import BadInput
-    from ..bench.record.result import is_taken, stamped
-
-    folder = output or stamped(Path("runs"), f"{plan.new.name}-against-{plan.base.name}")
-    if is_taken(folder):
-        raise BadInput(
-            f"{folder} exists: name another folder, or go on in it with --resume {folder}"
-        )
-    make_folder(folder, "--output")
-    plan.write(folder)
-    return folder
-
-
-def _write_others(finished: Finished, files: VerdictFileOptions) -> None:
-    from ..bench.gate.outputs import write_outputs
-    from ..bench.studies.starts_series import pooled, starts_page
-
-    if files.markdown is not None:
-        starts_page(finished).write(markdown=files.markdown)
-    new = pooled(finished.new) if finished.new else None
-    write_outputs(new, finished.comparison, files.junit, files.benchmark_json)

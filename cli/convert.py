@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.atomic_io import check_output
 from .options.command import output_to
 from .options.shared import Json, TrustRemoteCode
 
@@ -37,7 +38,6 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a quantized checkpoint to another format, or to plain weights."""
-    from ..base.atomic_io import check_output
     from ..quant.methods.registry import check_format
     from ..quant.source.models import open_checkpoint, resolve_model, short_name
 
@@ -63,8 +63,6 @@ def convert(
     if is_plain:
         largest = max((record["error"] for record in changed.values()), default=0.0)
         done = f"{len(result.modules)} linears dequantized, each within {largest:.1e} of its square"
-    console.print(
-        f"{result.output}: {result.source_format} → {result.target_format}, {result.scheme}; {done}",
-        soft_wrap=True,
-    )
-    console.print(f"loads in: {result.loads_in}", soft_wrap=True)
+    formats = f"{result.source_format} → {result.target_format}"
+    say(f"{result.output}: {formats}, {result.scheme}; {done}", console)
+    say(f"loads in: {result.loads_in}", console)

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from ..base.atomic_io import check_output, write_atomically
 from ..base.option import keywords_of_words, option
 from ..engine.deploy.deployment import DeployChoices
 from .options.command import From, Words, values_of, with_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..engine.deploy.deployment import ServerDeployment
     from ..engine.deploy.stored_quantization import StoredQuantization
     from ..engine.planner.plan import DeploymentPlan
 
@@ -67,12 +65,11 @@ def deploy(
     output: DeployOutputOptions,
 ) -> None:
     """Write manifests, a compose file, alert rules and Dockerfiles, as planned."""
-    from ..base.atomic_io import check_output, write_atomically
     from ..engine.deploy.deploy_files import deploy_files
     from ..engine.deploy.deployment import deployment_for
     from ..engine.deploy.stored_quantization import stored_quantization_of
     from ..engine.planner.catalog import find_model
-    from .output.console import emit_json, people
+    from .output.console import emit_json, say, stdout
 
     choices = DeployChoices(model, **keywords_of_words(DeployChoices, cluster))
     folder = output.output or Path(f"deploy-{choices.name}")
@@ -80,7 +77,7 @@ def deploy(
     stored = stored_quantization_of(find_model(planned.like or model))
     plan = _plan(choices, planned, stored)
     for warning in plan.warnings:
-        people.print(f"warning: {warning}", soft_wrap=True)
+        say(f"warning: {warning}")
     deployment = deployment_for(choices, plan, stored)
     files = deploy_files(deployment)
     for path, text in files.items():
@@ -88,8 +85,20 @@ def deploy(
         write_atomically(folder / path, text.encode())
     if output.as_json:
         emit_json({"folder": str(folder), "plan": list(deployment.why), "files": files})
-    else:
-        _show(deployment, folder, files)
+        return
+    lines = [*deployment.why, f"wrote {len(files)} files into {folder}:"]
+    if choices.engine == "llmopt":
+        file = f"{folder}/docker/Dockerfile.{'cuda' if deployment.gpus else 'cpu'}"
+        lines += [
+            f"  pip wheel --no-deps -w {folder}/docker CHECKOUT_OF_LLMOPT",
+            f"  docker build -f {file} -t {deployment.image} {folder}/docker",
+        ]
+    lines += [
+        f"  kubectl apply -f {folder}/kubernetes",
+        f"  docker compose -f {folder}/compose/compose.yaml up",
+    ]
+    for line in lines:
+        say(line, stdout)
 
 
 def _plan(
@@ -105,22 +114,3 @@ def _plan(
     if choices.engine != "llmopt":
         asked["kv_dtype"] = asked["kv_dtype"] or (stored and stored.kv_dtype)
     return plan_for(PlanRequest(model=like or choices.model, gpus=(gpu,), **asked))
-
-
-def _show(deployment: ServerDeployment, folder: Path, files: Mapping[str, str]) -> None:
-    from .output.console import result_console
-
-    console = result_console(as_json=False)
-    lines = [*deployment.why, f"wrote {len(files)} files into {folder}:"]
-    if deployment.choices.engine == "llmopt":
-        file = "cuda" if deployment.gpus else "cpu"
-        lines += [
-            f"  pip wheel --no-deps -w {folder}/docker CHECKOUT_OF_LLMOPT",
-            f"  docker build -f {folder}/docker/Dockerfile.{file} -t {deployment.image} {folder}/docker",
-        ]
-    lines += [
-        f"  kubectl apply -f {folder}/kubernetes",
-        f"  docker compose -f {folder}/compose/compose.yaml up",
-    ]
-    for line in lines:
-        console.print(line, soft_wrap=True)

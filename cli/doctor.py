@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..base.errors import BadInput
 from .options.command import output_to
 
 Everything = Annotated[
@@ -66,7 +67,6 @@ def doctor(
     correct: exit code 1 where one is wrong. --gpu runs each stage in a process with a time limit: exit
     code 1 where an expectation failed.
     """
-    from ..base.errors import BadInput
     from .output.console import emit_json, result_console
     from .output.doctor_tables import show_findings
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from ..base.atomic_io import write_atomically
+from ..base.errors import BadInput
 from ..base.option import keywords_of_words, option
 from ..engine.config.plan_options import PlanRequest
 from .options.command import From, Words, with_options
@@ -59,7 +61,6 @@ def kv_plan(
     output: PlanOutputOptions,
 ) -> None:
     """Plan memory, speed and price of serving a model, from its config alone. No GPU and no network."""
-    from ..base.errors import BadInput
     from ..engine.planner.answer import answer_as_dict, answer_of
     from ..engine.planner.plan_json import plan_as_dict
     from ..engine.planner.plan_request import plan_for
@@ -95,7 +96,6 @@ def kv_plan(
 
 
 def _write(plan: DeploymentPlan, answer: dict[str, Any], output: PlanOutputOptions) -> None:
-    from ..base.atomic_io import write_atomically
     from .output.console import say
 
     if output.output is not None:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from ..base.errors import BadInput, Failure
 from .output.help_screen import App
 from .output.screen import check_shown, install
 
@@ -132,8 +133,6 @@ _OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAME
 
 def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
     """Run `call`; map exceptions to a line on stderr and an exit code."""
-    from ..base.errors import BadInput, Failure
-
     try:
         code = call()
     except (KeyboardInterrupt, typer.Abort):  # outside a command

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..base.atomic_io import check_output
+from ..base.errors import BadInput
 from .options.command import output_to
 from .options.shared import Json
 
@@ -32,7 +34,6 @@ def merge(
     """Fold LoRA and DoRA adapters into the weights of a checkpoint."""
     from dataclasses import asdict
 
-    from ..base.atomic_io import check_output
     from ..quant.convert.adapter import LoraSettings
     from ..quant.source.models import resolve_model, short_name
 
@@ -63,8 +64,6 @@ def merge(
 def _factors(text: str | None, count: int) -> list[float]:
     """The factors of `count` adapters. Raises `BadInput`: not as many finite numbers."""
     import math
-
-    from ..base.errors import BadInput
 
     if text is None:
         return [1.0] * count

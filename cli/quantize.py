@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from ..base.atomic_io import check_output
 from ..base.option import at_least, check_limits, keywords_of_words, option
 from ..quant.plan.request import QuantizeRequest
 from .options.command import From, Words, output_to, with_options
@@ -54,7 +55,6 @@ def quantize(
     chosen: RunOptions,
 ) -> None:
     """Quantize a model's weights; an interrupted run is resumed."""
-    from ..base.atomic_io import check_output
     from ..base.processor import keep_few_gemms
     from ..engine.base.units import parse_size
     from ..quant.model.checkpoint import GGUF_SUFFIX

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
+from ..base.atomic_io import check_output
+from ..base.errors import BadInput
 from ..base.option import option
 from .options.command import with_options
 from .options.shared import FolderOptions, JobOptions, Json
@@ -29,24 +31,6 @@ class RunJobOptions(JobOptions):
 
     job: str | None = option(None, "With --resume: do this job of --status alone.")
     status: bool = option(False, "With --resume: list the jobs; do nothing.", flag="--status")
-
-    def check(self, resume: Path | None) -> None:
-        """Check them against each other. Raises `BadInput`: several ask for different things, or one is of a
-        run that began, or of a new one."""
-        from ..base.errors import BadInput
-
-        asked = {
-            "--on": self.on is not None,
-            "--job": self.job is not None,
-            "--status": self.status,
-        }
-        given = [flag for flag, is_given in asked.items() if is_given]
-        if len(given) > 1:
-            raise BadInput(f"{given[0]} and {given[1]} ask for different things: give one")
-        if resume is None and (self.job is not None or self.status):
-            raise BadInput(f"{given[0]} is of a run that began: give its folder with --resume")
-        if resume is not None and self.score_shares is not None:
-            raise BadInput("--score-shares is of a new run: omit it with --resume")
 
 
 @with_options
@@ -88,12 +72,15 @@ def run(
 ) -> None:
     """Run a recipe: bench, quantize, verify, bench again, compare, report."""
     if schema:
-        _print_schema()
+        import json
+
+        from ..bench.studies.recipe import Recipe
+
+        typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
         return
-    _check_of_new_runs(folder, resume, model, changes)
-    jobs.check(resume)
+    _check_options(folder, resume, model, changes, jobs)
     if not (dry_run or jobs.status):
-        _check_writable(folder, resume)
+        folder.check() if resume is None else check_output(resume, "--resume", folder=True)
     stages, steps = _wanted(recipe, resume, model, changes or ())
     if dry_run:
         _show_steps(steps, as_json)
@@ -104,40 +91,50 @@ def run(
         _do_jobs(stages, steps, folder, jobs, as_json)
 
 
-def _check_of_new_runs(
-    folder: FolderOptions, resume: Path | None, model: str | None, changes: Sequence[str] | None
+def _check_options(
+    folder: FolderOptions,
+    resume: Path | None,
+    model: str | None,
+    changes: Sequence[str] | None,
+    jobs: RunJobOptions,
 ) -> None:
-    from ..base.errors import BadInput
-
+    """Raises `BadInput` for options that ask for different things, or are of the other kind of run."""
     if resume is not None and folder.output is not None:
         raise BadInput("--output names the folder of a new run: omit it with --resume")
     if resume is not None and (model is not None or changes):
         raise BadInput("--model and --set are of a new run: omit them with --resume")
+    asked = {"--on": jobs.on is not None, "--job": jobs.job is not None, "--status": jobs.status}
+    given = [flag for flag, is_given in asked.items() if is_given]
+    if len(given) > 1:
+        raise BadInput(f"{given[0]} and {given[1]} ask for different things: give one")
+    if resume is None and (jobs.job is not None or jobs.status):
+        raise BadInput(f"{given[0]} is of a run that began: give its folder with --resume")
+    if resume is not None and jobs.score_shares is not None:
+        raise BadInput("--score-shares is of a new run: omit it with --resume")
 
 
-def _do_jobs(
-    stages: Stages | None, recipe: Recipe, folder: FolderOptions, jobs: RunJobOptions, as_json: bool
-) -> None:
-    from ..bench.studies.jobs import check_jobs
-    from ..bench.studies.recipe_files import Stages
+def _wanted(
+    recipe: str | None, resume: Path | None, model: str | None, changes: Sequence[str]
+) -> tuple[Stages | None, Recipe]:
+    """(the stage journal to resume, the recipe)."""
+    from ..bench.studies.recipe_files import Stages, read_recipe
 
-    on_ray = jobs.is_on_ray
-    if on_ray or jobs.score_shares:
-        check_jobs(recipe)
-    stages = stages or Stages.begin(folder.folder(recipe.name), recipe, jobs.score_shares or 1)
-    if jobs.job is not None:
-        _do_job(stages, jobs.job)
-    else:
-        _run(stages, as_json, on_ray=on_ray)
+    if recipe is not None and resume is None:
+        return None, read_recipe(recipe, model, changes)
+    if resume is not None and recipe is None:
+        stages = Stages.resume(resume)
+        return stages, stages.recipe
+    raise BadInput("give a recipe to run, or --resume FOLDER to resume one")
 
 
-def _do_job(stages: Stages, job: str) -> None:
-    from ..bench.studies.recipe_run import do_named_job
-    from .output.console import TerminalProgress
+def _show_steps(recipe: Recipe, as_json: bool) -> None:
+    from ..bench.studies.recipe import steps_of
+    from .output.console import result_console, say
 
-    again = f"interrupted: go on with `llmopt run --resume {stages.folder} --job '{job}'`"
-    with TerminalProgress(lambda: again) as progress:
-        do_named_job(stages, job, progress)
+    steps = steps_of(recipe)
+    out = result_console(as_json, {"name": recipe.name, "steps": steps})
+    for number, line in enumerate(steps, 1):
+        say(f"{number}. {line}", out)
 
 
 def _show_status(stages: Stages, as_json: bool) -> None:
@@ -147,30 +144,6 @@ def _show_status(stages: Stages, as_json: bool) -> None:
     rows = job_states(stages)
     out = result_console(as_json, {"folder": str(stages.folder), "jobs": rows})
     out.print(_table(stages.recipe.name, list(rows[0]), [list(row.values()) for row in rows]))
-
-
-def _run(stages: Stages, as_json: bool, *, on_ray: bool) -> None:
-    """Carry out what is left of a recipe, and end with its exit code."""
-    from .output.console import TerminalProgress, result_console, say
-
-    resumes = f"interrupted: resume with `llmopt run --resume {stages.folder}`"
-    with TerminalProgress(lambda: resumes) as progress:
-        done = _carry_out(stages, progress, on_ray=on_ray)
-    out = result_console(as_json, {"folder": str(stages.folder), **done.record})
-    out.print(done.table)
-    for line in done.lines:
-        out.print(line)
-    say(f"Report: {stages.folder / 'report.html'}", out)
-    if done.record["exit_code"]:
-        raise typer.Exit(done.record["exit_code"])
-
-
-def _print_schema() -> None:
-    import json
-
-    from ..bench.studies.recipe import Recipe
-
-    typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
 
 
 def _check_models(recipe: Recipe) -> None:
@@ -187,52 +160,43 @@ def _check_models(recipe: Recipe) -> None:
             resolve_model(options.model)
 
 
-def _check_writable(folder: FolderOptions, resume: Path | None) -> None:
-    from ..base.atomic_io import check_output
+def _do_jobs(
+    stages: Stages | None, recipe: Recipe, folder: FolderOptions, jobs: RunJobOptions, as_json: bool
+) -> None:
+    """Do one job, or what is left of a recipe, and end with its exit code."""
+    from ..bench.studies.jobs import check_jobs
+    from ..bench.studies.recipe_files import Stages
+    from .output.console import TerminalProgress, result_console, say
 
-    if resume is None:
-        folder.check()
-    else:
-        check_output(resume, "--resume", folder=True)
+    on_ray = jobs.is_on_ray
+    if on_ray or jobs.score_shares:
+        check_jobs(recipe)
+    stages = stages or Stages.begin(folder.folder(recipe.name), recipe, jobs.score_shares or 1)
+    again = f"`llmopt run --resume {stages.folder}"
+    if jobs.job is not None:
+        from ..bench.studies.recipe_run import do_named_job
 
-
-def _show_steps(recipe: Recipe, as_json: bool) -> None:
-    from ..bench.studies.recipe import steps_of
-    from .output.console import result_console, say
-
-    steps = steps_of(recipe)
-    out = result_console(as_json, {"name": recipe.name, "steps": steps})
-    for number, line in enumerate(steps, 1):
-        say(f"{number}. {line}", out)
-
-
-def _wanted(
-    recipe: str | None, resume: Path | None, model: str | None, changes: Sequence[str]
-) -> tuple[Stages | None, Recipe]:
-    """(the stage journal to resume, the recipe)."""
-    from ..base.errors import BadInput
-    from ..bench.studies.recipe_files import Stages, read_recipe
-
-    if recipe is not None and resume is None:
-        return None, read_recipe(recipe, model, changes)
-    if resume is not None and recipe is None:
-        stages = Stages.resume(resume)
-        return stages, stages.recipe
-    raise BadInput("give a recipe to run, or --resume FOLDER to resume one")
+        go_on = f"interrupted: go on with {again} --job '{jobs.job}'`"
+        with TerminalProgress(lambda: go_on) as progress:
+            do_named_job(stages, jobs.job, progress)
+        return
+    with TerminalProgress(lambda: f"interrupted: resume with {again}`") as progress:
+        do = _do_recipe if stages.recipe.capacity is None else _find_capacity
+        record, table, lines = do(stages, progress, on_ray)
+    out = result_console(as_json, {"folder": str(stages.folder), **record})
+    out.print(table)
+    for line in lines:
+        out.print(line)
+    say(f"Report: {stages.folder / 'report.html'}", out)
+    if record["exit_code"]:
+        raise typer.Exit(record["exit_code"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """Terminal output of a finished recipe."""
-
-    record: Mapping[str, Any]
-    table: Table
-    lines: tuple[str, ...]
+Outcome = tuple[Mapping[str, Any], "Table", Sequence[str]]
+"""Record, table and closing lines of a finished recipe."""
 
 
-def _carry_out(stages: Stages, progress: Progress, *, on_ray: bool) -> _Done:
-    if stages.recipe.capacity is not None:
-        return _capacity(stages, progress)
+def _do_recipe(stages: Stages, progress: Progress, on_ray: bool) -> Outcome:
     from ..bench.studies.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
     from ..bench.studies.recipe_run import run_recipe
 
@@ -240,27 +204,21 @@ def _carry_out(stages: Stages, progress: Progress, *, on_ray: bool) -> _Done:
     # The report has all columns; 80 columns fit only these.
     shown = [number for number, heading in enumerate(HEADER) if heading not in ("TTFT", "overall")]
     rows = [[row[number] for number in shown] for row in verdict_rows(run)]
+    table = _table(stages.recipe.name, [HEADER[number] for number in shown], rows)
     verdict = recipe_verdict(run)
-    return _Done(
-        run.record(),
-        _table(stages.recipe.name, [HEADER[number] for number in shown], rows),
-        (f"{verdict.headline} {verdict.sentence}", gate_sentence(run)),
-    )
+    return run.record(), table, (f"{verdict.headline} {verdict.sentence}", gate_sentence(run))
 
 
-def _capacity(stages: Stages, progress: Progress) -> _Done:
+def _find_capacity(stages: Stages, progress: Progress, _: bool) -> Outcome:
     from ..bench.report.parts import write_page
     from ..bench.studies.recipe_page import capacity_page, capacity_table, capacity_verdict
     from ..bench.studies.recipe_run import run_capacity
 
     run = run_capacity(stages, progress)
     write_page(capacity_page(run), run.folder)
-    table, verdict = capacity_table(run), capacity_verdict(run)
-    return _Done(
-        run.record,
-        _table(stages.recipe.name, table.header, table.rows),
-        (f"{verdict.headline} {verdict.sentence}",),
-    )
+    shown, verdict = capacity_table(run), capacity_verdict(run)
+    table = _table(stages.recipe.name, shown.header, shown.rows)
+    return run.record, table, (f"{verdict.headline} {verdict.sentence}",)
 
 
 def _table(name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..base.errors import BadInput
 from ..base.option import keywords_of_words
 from ..engine.config.config import EngineConfig
 from ..engine.server.protocol.server_options import HandoverOptions, ServerOptions, ServingOptions
@@ -43,7 +44,6 @@ def serve_local(
     server: Annotated[Words, From(ServerOptions)],
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
-    from ..base.errors import BadInput
     from ..quant.source.models import resolve_model
     from ..recipes import DEFAULT_MODEL
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..base.atomic_io import expanded
+from ..base.errors import BadInput
+from ..base.option import keywords_of_words
 from ..engine.server.protocol.server_options import ServedModelOptions
 from .options.command import Words, shown_name
 
@@ -41,8 +43,6 @@ def server_options(words: Words, *, host: str) -> ServerOptions:
     Raises:
         BadInput: what is wrong with one of them.
     """
-    from ..base.errors import BadInput
-    from ..base.option import keywords_of_words
     from ..engine.server.launch import is_loopback, own_names
     from ..engine.server.protocol.server_options import ServerOptions
 
@@ -102,8 +102,6 @@ def app_options(served: ServedModelOptions) -> dict[str, str | None]:
 
 def chat_template(served: ServedModelOptions) -> str | None:
     """The chat template from --chat-template. Raises `BadInput`: its file cannot be read."""
-    from ..base.errors import BadInput
-
     if served.chat_template is None:
         return None
     try:
@@ -128,8 +126,6 @@ def options_given(context: typer.Context) -> dict[str, Any]:
 
 def refuse_handover_options(given: Mapping[str, Any]) -> None:
     """Raises `BadInput` for options of other engines with llmopt's."""
-    from ..base.errors import BadInput
-
     for name in ("pipeline_parallel_size", "ray", "print_command"):
         if name in given:
             raise BadInput(f"--{name.replace('_', '-')} is for another --engine")

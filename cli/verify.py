@@ -25,19 +25,19 @@ def verify(
     check_local(folder)  # before torch is imported
     from ..engine.planner.facts import facts_of
     from ..quant.convert.verify import verify as run
-    from .output.console import TerminalProgress, result_console
+    from .output.console import TerminalProgress, result_console, say
 
     with TerminalProgress() as progress:
         report = run(folder, progress, trust_remote_code=trust_remote_code)
     facts = facts_of(report.folder)
     answer = asdict(report) | {"ok": report.ok, "model": asdict(facts)}
     console = result_console(as_json, answer)
-    console.print(f"{report.folder}: {report.quant_method} {report.scheme}", soft_wrap=True)
-    console.print(f"  {facts.line}", soft_wrap=True)
+    say(f"{report.folder}: {report.quant_method} {report.scheme}", console)
+    say(f"  {facts.line}", console)
     for line in report.passed:
-        console.print(f"  ok    {line}", soft_wrap=True)
+        say(f"  ok    {line}", console)
     for line in report.unchecked:
-        console.print(f"  --    not checked: {line}", soft_wrap=True)
+        say(f"  --    not checked: {line}", console)
     for line in report.failures:
         console.print(f"  FAIL  {line}", style="red", soft_wrap=True)
     console.print(report.status, style="green" if report.ok else "red", soft_wrap=True)

@@ -19,7 +19,7 @@ win. The name and the precedence are vLLM's. A command of more than `MOST_SHOWN`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -28,6 +28,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from ...base.atomic_io import check_output
+from ...base.errors import BadInput
 from ...base.option import Option, flag_of, options_of, word_and_default, word_name
 
 _HIDDEN = "__hidden"
@@ -65,7 +67,8 @@ class From:
             hints = get_type_hints(config)
             for field in fields(config):
                 one = options_of(config).get(field.name)
-                if one is None or field.name in self._but or not self._takes(field.name):
+                is_wanted = not self._only or field.name in self._only
+                if one is None or field.name in self._but or not is_wanted:
                     continue
                 if one.config is not None:
                     yield from From(one.config, nested=True).parameters()
@@ -78,75 +81,53 @@ class From:
                     word_name(field.name, one), field.name, one, kind, default, panel
                 )
 
-    def _takes(self, name: str) -> bool:
-        return not self._only or name in self._only
-
-
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """How the value of a command's parameter is made from those of its options."""
-
-    make: Callable[..., Any]
-    names: tuple[str, ...]
-
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command for Typer: its parameters are expanded into one for each option."""
     hints = get_type_hints(command, include_extras=True)
-    taken: dict[str, _Taken] = {}
+    # How the value of a parameter is made of those of its options, and the names of these.
+    made_of: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     shown: list[Parameter] = []
     for parameter in signature(command).parameters.values():
         hint = hints[parameter.name]
         source = next((note for note in get_args(hint) if isinstance(note, From)), None)
         if source is not None:
-            added, make = [*source.parameters()], _words
+            added, make = [*source.parameters()], dict
         elif isinstance(hint, type) and is_dataclass(hint):
             added, make = [*_group_parameters(hint)], hint
         else:
             shown.append(_keyword(parameter.name, hint, parameter.default))
             continue
-        names = tuple(one.name for one in added if shown_name(one.name) == one.name)
-        taken[parameter.name] = _Taken(make, names)
+        made_of[parameter.name] = make, [p.name for p in added if shown_name(p.name) == p.name]
         shown += added
-    known = {one.name: one for one in shown if shown_name(one.name) == one.name}
+    known = {p.name: p for p in shown if shown_name(p.name) == p.name}
     # Aliases come last: Typer lists arguments and options in the order of parameters.
-    every = [*known.values(), *(one for one in shown if one.name not in known)]
-    rare = frozenset(name for name, one in known.items() if _is_rare(one))
-    is_long = len(known) > MOST_SHOWN and any(map(_is_common, known.values()))
+    every = [*known.values(), *(p for p in shown if p.name not in known)]
+    defined = {
+        name: note
+        for name, parameter in known.items()
+        for note in get_args(parameter.annotation)
+        if isinstance(note, Option)
+    }
+    is_long = len(known) > MOST_SHOWN and any(option.common for option in defined.values())
+    rare = (name for name, option in defined.items() if is_long and not option.common)
     if is_long:
-        every.append(
-            Parameter("help_all", Parameter.KEYWORD_ONLY, default=False, annotation=_HELP_ALL)
-        )
+        every.append(_keyword("help_all", _HELP_ALL, False))
 
     @wraps(command)
     def call(**given: Any) -> None:
         given.pop("help_all", None)
         given = _by_shown_name(given, known)
         made = {
-            name: one.make(**{word: given.pop(word) for word in one.names})
-            for name, one in taken.items()
+            name: make(**{word: given.pop(word) for word in names})
+            for name, (make, names) in made_of.items()
         }
         command(**made, **given)
 
     call.__signature__ = Signature(every)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
-    call.rare = rare if is_long else frozenset()  # type: ignore[attr-defined]
+    call.rare = frozenset(rare)  # type: ignore[attr-defined]
     return call
-
-
-def _option(parameter: Parameter) -> Option | None:
-    notes = get_args(parameter.annotation)
-    return next((note for note in notes if isinstance(note, Option)), None)
-
-
-def _is_common(parameter: Parameter) -> bool:
-    one = _option(parameter)
-    return one is not None and one.common
-
-
-def _is_rare(parameter: Parameter) -> bool:
-    one = _option(parameter)
-    return one is not None and not one.common
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
@@ -162,10 +143,6 @@ _HELP_ALL = Annotated[
         "--help-all", callback=_show_all, is_eager=True, help="Show every option and exit."
     ),
 ]
-
-
-def _words(**given: Any) -> Words:
-    return given
 
 
 def values_of(*groups: Any) -> Words:
@@ -226,7 +203,6 @@ def _writes(*, folder: bool = False, cache: bool = False) -> Callable[..., Path 
     def checked(
         context: typer.Context, parameter: typer.CallbackParam, path: Path | None
     ) -> Path | None:
-        from ...base.atomic_io import check_output
 
         is_read = cache and path is not None and path.exists()
         if path is not None and not is_read and not context.resilient_parsing:
@@ -247,17 +223,15 @@ def output_to(help: str, *, folder: bool = False) -> Any:
 
 def _by_shown_name(given: Words, known: dict[str, Parameter]) -> Words:
     """`given`, with values of hidden aliases moved to their visible options."""
-    found = {name: value for name, value in given.items() if name in known}
+    values = {name: value for name, value in given.items() if name in known}
     for name, value in given.items():
         if name in known or value is None:
             continue
         shown = shown_name(name)
-        if found[shown] != known[shown].default:
-            from ...base.errors import BadInput
-
+        if values[shown] != known[shown].default:
             raise BadInput(f"--{shown.replace('_', '-')} was given by two spellings: give one")
-        found[shown] = value
-    return found
+        values[shown] = value
+    return values
 
 
 SAME_OPTION = {"model_option": "model"}
@@ -288,8 +262,6 @@ def with_config(command: Callable[..., None]) -> Callable[..., None]:
 def read_config(path: Path, command: Any) -> dict[str, Any]:
     """The values of a YAML file by the names of a click command's parameters. Raises `BadInput`: it cannot be
     read, is not a mapping, or has an unknown name or a value of another kind."""
-    from ...base.errors import BadInput
-
     options = {}
     for parameter in command.params:
         for flag in parameter.opts if parameter.param_type_name == "option" else ():
@@ -322,24 +294,17 @@ def _apply(context: typer.Context, path: Path | None) -> Path | None:
     """Callback of `--config`, before the other options are processed."""
     if path is not None and not context.resilient_parsing:
         values = read_config(path, context.command)
-        for parameter in context.command.params:
-            if parameter.name in values:
-                _check(context, path, parameter, values[parameter.name])
+        for parameter in (p for p in context.command.params if p.name in values):
+            try:
+                parameter.process_value(context, values[parameter.name])
+            except Exception as error:
+                # A usage error, which has a message, would only name the option.
+                if (message := getattr(error, "message", None)) is None:
+                    raise
+                name = parameter.opts[0].removeprefix("--")
+                raise BadInput(f"--config {path}: {name}: {message}") from error
         context.default_map = {**(context.default_map or {}), **values}
     return path
-
-
-def _check(context: typer.Context, path: Path, parameter: Any, value: Any) -> None:
-    """Raises `BadInput` that names the file, where click would only name the option."""
-    from ...base.errors import BadInput
-
-    try:
-        parameter.process_value(context, value)
-    except Exception as error:
-        if (message := getattr(error, "message", None)) is None:
-            raise
-        name = parameter.opts[0].removeprefix("--")
-        raise BadInput(f"--config {path}: {name}: {message}") from error
 
 
 _CONFIG = Annotated[
@@ -354,8 +319,6 @@ _CONFIG = Annotated[
 
 def _mapping(path: Path) -> Mapping[Any, Any]:
     import yaml
-
-    from ...base.errors import BadInput
 
     try:
         document = yaml.load(path.read_bytes(), Loader=_loader())  # a safe one
@@ -394,17 +357,12 @@ def _value(parameter: Any, value: Any, is_on: bool) -> Any:
         if not isinstance(value, bool):
             raise ValueError("give true or false")
         return value is is_on
-    if parameter.multiple:
-        return [_word(item) for item in (value if isinstance(value, list) else [value])]
-    return _word(value)
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
+    words = value if parameter.multiple and isinstance(value, list) else [value]
+    if not all(isinstance(word, str) for word in words):
         raise ValueError(
             "give a number or a text; YAML reads on, off, yes and no without quotes as switches"
         )
-    return value
+    return words if parameter.multiple else value
 
 
 def _overruled(context: typer.Context, shape: Signature) -> dict[str, Any]:
@@ -416,10 +374,11 @@ def _overruled(context: typer.Context, shape: Signature) -> dict[str, Any]:
     def option(name: str) -> str:
         return SAME_OPTION.get(shown_name(name), shown_name(name))
 
-    said = {
+    typed = {
         option(name) for name in context.params if source(name) in ("COMMANDLINE", "ENVIRONMENT")
     }
-    overruled = [
-        name for name in context.params if source(name) == "DEFAULT_MAP" and option(name) in said
-    ]
-    return {name: shape.parameters[name].default for name in overruled}
+    return {
+        name: shape.parameters[name].default
+        for name in context.params
+        if source(name) == "DEFAULT_MAP" and option(name) in typed
+    }

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
+from ...base.atomic_io import check_output
+from ...base.errors import BadInput
 from ...base.option import check_limits, option, option_like, within
 from ...engine.config.plan_options import PlanRequest
 
@@ -83,8 +85,6 @@ class ModelOptions:
     @property
     def name(self) -> str | None:
         """The given model. Raises `BadInput`: two different models were given."""
-        from ...base.errors import BadInput
-
         model, option = self.model, self.model_option
         if model is not None and option is not None and model != option:
             raise BadInput(f"two models were given, {model!r} and {option!r}: give one")
@@ -106,9 +106,6 @@ class FolderOptions:
 
     def check(self) -> None:
         """Raises `BadInput` before measuring if the output exists or cannot be written."""
-        from ...base.atomic_io import check_output
-        from ...base.errors import BadInput
-
         if self.output is None:
             check_output(self.result_dir / "run", "--result-dir", folder=True)
         elif self.output.exists():
@@ -171,7 +168,6 @@ class SweepOptions:
 
     def kind(self) -> Kind:
         """The swept variable. Raises `BadInput`: two sweeps at once, or invalid limits."""
-        from ...base.errors import BadInput
         from ...engine.base.units import required_slo
 
         asked = (self.sweep_concurrency, self.sweep_rate, self.slo)
@@ -287,8 +283,6 @@ class StartOptions:
 
     def check_absent(self) -> None:
         """Raises `BadInput` for an option that two recorded runs have no use for."""
-        from ...base.errors import BadInput
-
         for name in ("max_starts", "max_minutes", "pin_cpus", "interleave"):
             if getattr(self, name) is not None:
                 raise BadInput(

@@ -1,4 +1,4 @@
-"""Terminal output of runs, comparisons and histories; a verdict's machine-readable files; trackers."""
+"""Terminal output of runs and comparisons."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from ...bench.gate.compare import Comparison
     from ...bench.options.options import BenchOptions
-    from ...bench.page.page import ReportTable
-    from ...bench.record.tracking import TrackedRun, Tracker
 
 
 def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> None:
@@ -21,17 +19,15 @@ def show_run(result: dict[str, Any], options: BenchOptions, out: Console) -> Non
     from ...bench.report.run_report import console_table
     from .console import say
 
-    table = console_table(result, options.reported_metrics, options.metric_percentiles)
-    out.print(table)
+    out.print(console_table(result, options.reported_metrics, options.metric_percentiles))
     out.print(_summary(result))
     if against := result["llmopt"].get("plan"):
         out.print(_residuals(against))
         for difference in against["differs"]:
             say(f"not as planned: {difference}")
         if against["row"]:
-            say(
-                "a row of this machine: kv-plan --measured takes this run, or a folder of such runs"
-            )
+            what = "kv-plan --measured takes this run, or a folder of such runs"
+            say(f"a row of this machine: {what}")
 
 
 def _residuals(part: Mapping[str, Any]) -> Table:
@@ -51,11 +47,6 @@ def _residuals(part: Mapping[str, Any]) -> Table:
     header = ("against the plan", "predicted", "measured", "residual", "for")
     style = {"padding": (0, 1, 0, 0), "pad_edge": False}
     return table_of(header, rows, left=(0, 4), no_wrap=range(4), **style)
-
-
-def print_table(shown: ReportTable, out: Console) -> None:
-    every = range(len(shown.header))
-    out.print(plain_table(shown.header, shown.rows, left=(), no_wrap=every))
 
 
 def plain_table(header: Sequence[str], rows: Iterable[Sequence[str]] = (), **style: Any) -> Table:
@@ -106,11 +97,9 @@ def _summary(result: Mapping[str, Any]) -> str:
             f"{percent(trace['kv_unfilled_share'])} of the slots in them empty"
         )
     if spread := ours["spread"].get("output_throughput"):
-        lines.append(
-            f"Smallest change of throughput that {ours['num_runs']} "
-            f"{'pass' if ours['num_runs'] == 1 else 'passes'} could have shown: "
-            f"{percent(spread['smallest_visible_change'])}"
-        )
+        passes = f"{ours['num_runs']} {'pass' if ours['num_runs'] == 1 else 'passes'}"
+        change = percent(spread["smallest_visible_change"])
+        lines.append(f"Smallest change of throughput that {passes} could have shown: {change}")
     return "\n".join(lines)
 
 
@@ -156,11 +145,3 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     for note in comparison.notes:
         out.print(f"note: {note}")
     out.print(f"{comparison.outcome.value.upper()}: {comparison.sentence}")
-
-
-def track(trackers: Sequence[Tracker], run: TrackedRun) -> None:
-    """Log a written run to each tracker."""
-    from ...bench.record.tracking import log_run
-    from .console import say
-
-    log_run(trackers, run, say)
