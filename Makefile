@@ -19,7 +19,7 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo best-demo test test-all test-rest test-random test-jitter bench-check test-profiles test-arm nightly real gpu-matrix gpu-check gpu-doctor lint lint-deploy resolve lowest install owners agents clean
+.PHONY: demo best-demo test test-all test-rest test-random test-jitter bench-check test-profiles test-arm nightly real gpu-matrix gpu-check gpu-doctor lint lint-deploy resolve lowest install owners agents docs clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -145,6 +145,17 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt tools/install.py
 	$(PYTHON) tools/install.py $(VENV)
+	touch $@
+
+# The site of docs/ in build/site, by the packages of the extra `docs` alone, in an environment of their own. A link or an
+# anchor that leads nowhere fails.
+SITE := build/docs
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(SITE)/installed
+	$(SITE)/bin/mkdocs build --strict --quiet
+
+$(SITE)/installed: pyproject.toml constraints.txt tools/site_packages.py
+	$(PYTHON) tools/site_packages.py $(SITE)
 	touch $@
 
 clean:

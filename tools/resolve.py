@@ -60,8 +60,9 @@ MACOS = "14.0"
 """The release that torch's wheels are for."""
 SETS = ("pinned", "newest", "lowest")
 SHOWN = ("torch", "triton", "numpy", "transformers", "fastapi")
-NOT_RESOLVED = ("eval",)
-"""Extras of which a dependency (of lm-eval, sqlitedict) is published as source alone."""
+NOT_RESOLVED = ("docs", "eval")
+"""Extras that are not resolved: a dependency of lm-eval (sqlitedict) is published as source alone, and
+`docs` is installed without llmopt (tools/site_packages.py)."""
 OF_CUDA = re.compile(r"(cuda|nvidia)-|triton")
 
 
