@@ -1,10 +1,12 @@
-"""Every pair of features runs, or is refused at start with its line in docs/measured/feature-pairs.md."""
+"""Every pair of features runs, in sets of up to five that cover all pairs, or is refused at start with its line in
+docs/measured/feature-pairs.md."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -55,6 +57,18 @@ ENGINE: dict[str, dict[str, Any]] = {
 }
 CHECKPOINT = ("windows", "latents", "quantized", "transformers", "states")
 REQUEST = ("completions", "mask", "prompt-logprobs")
+MODELS_OF_FEATURES = {
+    *(
+        frozenset({*names.split(), *more})
+        for more in ((), ("quantized",))
+        for names in ("", "windows", "latents", "transformers", "states")
+    ),
+    *(
+        frozenset(names.split())
+        for names in ("transformers states", "states windows", "transformers windows")
+    ),
+}
+"""Features of a checkpoint that one model of these tests has together."""
 # Two of a checkpoint's features that no model of these tests has both of.
 SEPARATE = [frozenset({"latents", other}) for other in ("windows", "transformers", "states")]
 # A change of these alone leaves every greedy token what it was.
@@ -117,6 +131,7 @@ def checkpoints(tmp_path_factory) -> dict[frozenset[str], Path]:
     mixed = {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 5}
     add(("states", "windows"), "Lfm3Config", mixed)
     add(("transformers", "windows"), "Starcoder2Config", window)
+    assert set(found) == MODELS_OF_FEATURES
     return found
 
 
@@ -166,28 +181,57 @@ def tokens(llm: LLM, names: frozenset[str]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-@pytest.mark.sweep(90)
-@pytest.mark.parametrize("pair", combinations(FEATURES, 2), ids=" x ".join)
-def test_a_pair_runs_or_is_refused_with_its_line(engines, pair):
-    names = frozenset(pair)
-    if names in SEPARATE or names in ALTERNATIVES or "images" in names:
-        return  # images: tests/engine/multimodal/test_image_features.py
-    if "tensor-parallel" in names and names not in REFUSALS:
-        return  # the next test has the shards of a model
-    if refusals := [two for two in REFUSALS if two <= names]:
-        with pytest.raises(BadInput) as refused:
-            engines(names)
-        lines = tuple(f"{refusal_line(two)}: {REFUSALS[two]}" for two in refusals)
-        assert str(refused.value).startswith(lines)
-        assert "\n" not in str(refused.value)
-        return
+def go_together(names: frozenset[str]) -> bool:
+    """True if these features can be on at once, in a model that these tests have."""
+    pairs = [frozenset(pair) for pair in combinations(names, 2)]
+    refused = any(pair in REFUSALS or pair in ALTERNATIVES for pair in pairs)
+    return not refused and names & set(CHECKPOINT) in MODELS_OF_FEATURES
+
+
+def covering_array(names: Sequence[str], most: int = 5) -> list[frozenset[str]]:
+    """Sets of at most `most` features in which every pair that can be on at once is, greedily."""
+    left = [pair for pair in map(frozenset, combinations(names, 2)) if go_together(pair)]
+    rows: list[frozenset[str]] = []
+    while left:
+        row = left[0]
+        while len(row) < most:
+            larger = [
+                row | {name} for name in names if name not in row and go_together(row | {name})
+            ]
+            best = max(larger, key=lambda row: sum(pair <= row for pair in left), default=row)
+            if sum(pair <= best for pair in left) == sum(pair <= row for pair in left):
+                break
+            row = best
+        rows.append(row)
+        left = [pair for pair in left if not pair <= row]
+    return rows
+
+
+ELSEWHERE = frozenset({"tensor-parallel", "images"})
+"""Divided models have the next test; images have tests/engine/multimodal/test_image_features.py."""
+ROWS = covering_array([name for name in FEATURES if name not in ELSEWHERE])
+
+
+@pytest.mark.parametrize("names", ROWS, ids=lambda names: " x ".join(sorted(names)))
+def test_features_run_together(engines, names):
+    lossless = names & LOSSLESS
     together = tokens(engines(names), names)
-    for lossless in names & LOSSLESS:
-        rest = names - {lossless}
-        assert together == tokens(engines(rest), rest)
+    assert together == tokens(engines(names - lossless), names - lossless)
     llm = engines(names)
     llm.engine.scheduler.check_integrity()
     assert llm.engine.stats.kv_blocks_used == 0
+
+
+def test_every_pair_runs_or_is_refused_with_its_line(engines):
+    for pair in map(frozenset, combinations(FEATURES, 2)):
+        if pair not in REFUSALS:
+            is_exempt = pair in ALTERNATIVES or pair in SEPARATE or pair & ELSEWHERE
+            assert is_exempt or any(pair <= row for row in ROWS)
+        elif "images" not in pair and pair not in SEPARATE and pair not in ALTERNATIVES:
+            with pytest.raises(BadInput) as refused:
+                engines(pair)
+            assert str(refused.value).startswith(f"{refusal_line(pair)}: {REFUSALS[pair]}")
+            assert "\n" not in str(refused.value)
 
 
 @pytest.mark.sweep(1)
