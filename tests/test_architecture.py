@@ -182,3 +182,28 @@ def test_quick_commands_load_no_torch(arguments: list[str]) -> None:
     script = NO_TORCH.format(arguments=arguments)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+QUANTIZE = """
+import sys
+from llmopt.cli.main import main
+try:
+    main(["quantize", "--model", "stories3M", "--output", sys.argv[1], "--method", "awq",
+          "--num-samples", "4", "--seq-len", "64"])
+except SystemExit as stop:
+    assert not stop.code, stop.code
+print(*(name.removeprefix("llmopt.quant.") for name in sys.modules if name.startswith("llmopt.quant.")))
+"""
+
+
+def test_quantize_imports_no_other_kind(tmp_path: Path) -> None:
+    """Neither another quantization kind, nor a format of one, nor anything of GGUF."""
+    command = [sys.executable, "-c", QUANTIZE, str(tmp_path / "awq")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    imported = run.stdout.splitlines()[-1].split()
+    assert {name.split(".")[1] for name in imported if name.startswith("kinds.")} == {
+        *("base", "integer", "registry")
+    }
+    assert {name for name in imported if name.startswith("formats.")} == {"formats.registry"}
+    assert "gguf" not in {name.split(".")[0] for name in imported}

@@ -261,11 +261,10 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
     if method == "QUiP" and stored.get("codebook") in _E8P_BITS:
         bits = _E8P_BITS[stored["codebook"]]
         return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
-    # Here, because a plain model needs none of its eighteen files.
-    from ...quant.kinds.registry import SCHEMES
+    from ...quant.kinds.registry import classes_in
 
-    for kind in SCHEMES:
-        scheme = kind.from_config(stored) if method in kind.format_names else None
+    for kind in classes_in(method):
+        scheme = kind.from_config(stored)
         if scheme is not None:
             width = scheme.bits_per_weight(*_USUAL_SHAPE)
             return WeightRecipe(scheme.label, Fraction(width).limit_denominator(1024))

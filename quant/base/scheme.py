@@ -19,6 +19,12 @@ PER_CHANNEL = -1
 _INPUT_GRANULARITIES = ("token", "group128", "tensor")
 # FP4 inputs have the groups of FP4 weights; NVFP4's have a calibrated global scale too.
 _FP4_INPUTS = {"nvfp4": ("group16", False), "mxfp4": ("group32", True)}
+E4M3_MAX = 448.0
+# The largest magnitude of each KV-cache dtype whose scales servers read from a checkpoint. vLLM refuses a
+# stored int8 scheme (`validate_kv_cache_scheme`) and measures its int8 scales itself, per token and head.
+LARGEST = {"fp8": E4M3_MAX}
+INT8_CACHE = "int8"
+KvStrategy = Literal["tensor", "attn_head"]  # as compressed-tensors calls them
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,6 @@ class Scheme(ABC):
         fuses_scales: whether linears that servers fuse share one scale of the whole weight.
         searched_widths: bits that a search over widths tries: those that servers have fast kernels for, and
             where these take too many bytes, all; empty: it tries none.
-        format_names: of the formats that hold this kind alone.
     """
 
     __slots__ = ()
@@ -79,7 +84,6 @@ class Scheme(ABC):
     fuses_scales: ClassVar[bool] = False
 
     searched_widths: ClassVar[tuple[tuple[int, ...], ...]] = ()
-    format_names: ClassVar[tuple[str, ...]] = ()
 
     bits: int
     activations: Activations | None = None
@@ -134,7 +138,7 @@ class Scheme(ABC):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of most linears, from the `quantization_config` of one of `format_names`.
+        """The scheme of most linears, from the `quantization_config` of a format of this kind alone.
 
         The planner asks where it has no finer rules of the format; None: the config does not tell.
         """

@@ -36,7 +36,7 @@ from ..gguf.mix import mix_of
 from ..kinds.base.format import CACHE_SCALES, KV_SCALES, WeightFormat
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor, require_finite, zeroed_rows
-from ..kinds.registry import SCHEMES, scheme_record
+from ..kinds.registry import KINDS, scheme_class, scheme_record
 from ..methods.registry import check_format
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..model.parameters import model_parameters, unquantized_modules
@@ -328,7 +328,7 @@ def _scale_dtype(tensor: QuantizedTensor) -> torch.dtype:
 def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Scheme:
     """The scheme of `target` that is closest to that of `tensor`."""
     source = tensor.scheme
-    ranked = [pair for kind in SCHEMES for pair in kind.nearest_to(source)]
+    ranked = [pair for kind in KINDS for pair in scheme_class(kind).nearest_to(source)]
     for _, scheme in sorted(ranked, key=itemgetter(0)):
         try:
             _check(module, scheme, tensor, target)

@@ -16,7 +16,6 @@ import numpy as np
 from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
 from ..formats.registry import (
-    READERS,
     checkpoint_format,
     module_scheme,
     quantized_modules,
@@ -24,7 +23,6 @@ from ..formats.registry import (
 )
 from ..kinds.base.format import matches
 from ..kinds.base.raw import Entries, Raw, read_headers, read_numbers
-from ..kinds.ggml.formats import read_gguf_headers
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
 from ..model.parameters import ModelParameters, by_kind, model_parameters, plain_linears
 from ..plan.journal import sha256_of_file
@@ -107,17 +105,18 @@ def verify(
     _check_coverage(report, checkpoint, modules, manifest)
     paths = sorted({checkpoint.folder / name for name in checkpoint.shard_of.values()})
     if weight_format.name == "gguf":
+        from ..kinds.ggml.formats import read_gguf_headers
+
         entries, config = read_gguf_headers(paths[0])
     else:
         entries = read_headers(paths)
     _check_cache_scales(report, entries, checkpoint.config)
-    reader = READERS[weight_format.name]
     recorded = {m["module"]: m for m in manifest["modules"]} if manifest is not None else None
     stored = weights = 0
     progress.start("verifying", len(modules), "modules")
     for module in modules:
         try:
-            raw = reader(entries, module, config)
+            raw = weight_format.read_raw(entries, module, config)
         except KeyError as error:
             report.failures.append(f"{module} cannot be read: there is no tensor {error}")
         except ValueError as error:

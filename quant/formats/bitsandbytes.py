@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,17 +21,16 @@ from ..kinds.base.format import (
 from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
-from ..kinds.registry import SCHEMES
+from ..kinds.registry import classes_in
 
-
-def _parts() -> Iterator[BitsAndBytesCodes]:
-    """The codes of all kinds that the format holds."""
-    parts = (storage_of(scheme).bitsandbytes for scheme in SCHEMES)
-    return (part for part in parts if part is not None)
+_PARTS = [
+    part
+    for kind in classes_in("bitsandbytes")
+    if (part := storage_of(kind).bitsandbytes) is not None
+]
 
 
 def _part(scheme: Scheme) -> BitsAndBytesCodes:
-    """The codes of a scheme's kind."""
     part = storage_of(scheme).bitsandbytes
     if part is None:
         raise BadInput(
@@ -44,9 +43,9 @@ class BitsAndBytesFormat(WeightFormat):
     """bitsandbytes: nf4, fp4 and LLM.int8()."""
 
     name = "bitsandbytes"
-    markers: tuple[str, ...] = tuple(part.marker for part in _parts())
+    markers: tuple[str, ...] = tuple(part.marker for part in _PARTS)
     suffixes: tuple[str, ...] = tuple(
-        dict.fromkeys(suffix for part in _parts() for suffix in part.suffixes)
+        dict.fromkeys(suffix for part in _PARTS for suffix in part.suffixes)
     )
 
     irrelevant: tuple[str, ...] = (
@@ -59,7 +58,7 @@ class BitsAndBytesFormat(WeightFormat):
         _part(scheme)
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
-        _part(scheme).check(module, out_features, in_features)
+        _part(scheme).check(module, out_features, in_features, scheme)
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float32
@@ -95,11 +94,13 @@ class BitsAndBytesFormat(WeightFormat):
         eight_bit = config.get("load_in_8bit") or config.get("_load_in_8bit")
         return _of_bits(8 if eight_bit else 4).scheme(config)
 
+    @staticmethod
+    def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        return _of_bits(8 if f"{module}.SCB" in entries else 4).read_raw(entries, module)
+
 
 def _of_bits(bits: int) -> BitsAndBytesCodes:
-    return next(part for part in _parts() if part.bits == bits)
+    return next(part for part in _PARTS if part.bits == bits)
 
 
-def read_bitsandbytes(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    """Read a module a second time, with numpy alone."""
-    return _of_bits(8 if f"{module}.SCB" in entries else 4).read_raw(entries, module)
+FORMAT = BitsAndBytesFormat()

@@ -21,7 +21,7 @@ from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat, matc
 from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
-from ..kinds.registry import SCHEMES
+from ..kinds.registry import classes_in
 
 MIXED = "mixed-precision"
 _NAIVE = "naive-quantized"  # an older name of the two layouts with a `weight` tensor
@@ -37,13 +37,11 @@ _KV_CACHE = {
 
 
 def _parts() -> Iterator[CompressedLayouts]:
-    """The layouts of all kinds that the format holds."""
-    parts = (storage_of(scheme).compressed_tensors for scheme in SCHEMES)
+    parts = (storage_of(kind).compressed_tensors for kind in classes_in("compressed-tensors"))
     return (part for part in parts if part is not None)
 
 
 def _part(scheme: Scheme) -> CompressedLayouts:
-    """The layouts of a scheme's kind."""
     part = storage_of(scheme).compressed_tensors
     if part is None:
         raise BadInput(f"format compressed-tensors cannot hold {scheme.label} weights")
@@ -127,14 +125,13 @@ def read_group(layout: str, group: Config) -> tuple[str, Scheme]:
     Raises:
         BadInput: an unsupported kind of weights or activations.
     """
-    parts = list(_parts())
     if layout == _NAIVE:
         weights = group.get("weights") or {}
-        naive = next((p.naive for p in parts if p.naive and p.describes(weights)), None)
+        naive = next((p.naive for p in _parts() if p.naive and p.describes(weights)), None)
         layout = naive or layout
-    part = next((part for part in parts if layout in part.layouts), None)
+    part = next((part for part in _parts() if layout in part.layouts), None)
     if part is None:
-        *names, last = (name for part in parts for name in part.layouts)
+        *names, last = (name for part in _parts() for name in part.layouts)
         raise BadInput(
             f"quant_method compressed-tensors with format {layout!r} is not supported: "
             f"only {', '.join(names)} and {last}"
@@ -173,7 +170,7 @@ class CompressedTensorsFormat(WeightFormat):
         layout_of(scheme)
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
-        _part(scheme).check(module, in_features, scheme)
+        _part(scheme).check(module, out_features, in_features, scheme)
         activations = scheme.activations
         if activations is not None and activations.granularity == "group128" and in_features % 128:
             raise BadInput(
@@ -228,6 +225,24 @@ class CompressedTensorsFormat(WeightFormat):
     def scheme(self, config: Config, module: str) -> Scheme:
         return read_group(*find_group(config, module))[1]
 
+    @staticmethod
+    def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        """Read a module a second time: its group of the config, then its kind's layout, with numpy alone."""
+
+        def rank(target: tuple[str, Any]) -> tuple[int, str]:
+            name, _ = target
+            if name == module:
+                return 0, ""
+            if name.startswith("re:") and re.match(name[3:], module):
+                return 1, name
+            return (2, "") if name == "Linear" else (3, "")
+
+        groups = list(config["config_groups"].values())
+        targets = [(name, group) for group in groups for name in group.get("targets") or [""]]
+        _, group = min(reversed(targets), key=rank)  # the last of equal targets
+        part = next(part for part in _parts() if part.describes(group["weights"]))
+        return part.read_raw(entries, module, group.get("format") or config.get("format"), group)
+
 
 def _refuse_online(transforms: Config) -> None:
     """Raises BadInput for transforms of activations (SpinQuant's R3 and R4, QuIP), without which the weights
@@ -253,19 +268,4 @@ def _inside_experts(ignore: Sequence[str]) -> list[str]:
     return [f"re:{re.escape(name)}\\..*" for name in ignore if name.endswith(".experts")]
 
 
-def read_compressed_tensors(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    """Read a module a second time: its group of the config, then its kind's layout, with numpy alone."""
-
-    def rank(target: tuple[str, Any]) -> tuple[int, str]:
-        name, _ = target
-        if name == module:
-            return 0, ""
-        if name.startswith("re:") and re.match(name[3:], module):
-            return 1, name
-        return (2, "") if name == "Linear" else (3, "")
-
-    groups = list(config["config_groups"].values())
-    targets = [(name, group) for group in groups for name in group.get("targets") or [""]]
-    _, group = min(reversed(targets), key=rank)  # the last of equal targets
-    part = next(part for part in _parts() if part.describes(group["weights"]))
-    return part.read_raw(entries, module, group.get("format") or config.get("format"), group)
+FORMAT = CompressedTensorsFormat()

@@ -7,7 +7,7 @@ Layouts by `quant_algo` in `docs/formats.md`. All scales are multipliers: `weigh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,24 +20,21 @@ from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat
 from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
-from ..kinds.registry import SCHEMES
+from ..kinds.registry import classes_in
 
-
-def _parts() -> Iterator[ModelOptAlgorithms]:
-    """The algorithms of all kinds that the format holds."""
-    parts = (storage_of(scheme).modelopt for scheme in SCHEMES)
-    return (part for part in parts if part is not None)
+_PARTS = [
+    part for kind in classes_in("modelopt") if (part := storage_of(kind).modelopt) is not None
+]
 
 
 def _part(scheme: Scheme) -> ModelOptAlgorithms:
-    """The algorithms of a scheme's kind."""
     part = storage_of(scheme).modelopt
     assert part is not None, "its algorithm was looked up before"
     return part
 
 
 ALGORITHMS: dict[str, Scheme] = {
-    name: scheme for part in _parts() for name, scheme in part.algorithms.items()
+    name: scheme for part in _PARTS for name, scheme in part.algorithms.items()
 }
 """The scheme that each `quant_algo` stores."""
 
@@ -62,7 +59,7 @@ class ModelOptFormat(WeightFormat):
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
         self.check_scheme(scheme)
-        _part(scheme).check(module, in_features, scheme)
+        _part(scheme).check(module, out_features, in_features, scheme)
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
         return torch.float32
@@ -144,6 +141,15 @@ class ModelOptFormat(WeightFormat):
     def config_files(self, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {HF_QUANT_CONFIG: hf_quant_config(config)}
 
+    @staticmethod
+    def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        """Read a module a second time, with numpy alone; the dtype of its weight says which kind it is."""
+        dtype = entries[f"{module}.weight"].dtype
+        part = next((part for part in _PARTS if part.raw_dtype == dtype), None)
+        if part is None:
+            raise ValueError(f"{dtype} where codes belong")
+        return part.read_raw(entries, module, config)
+
 
 def hf_quant_config(config: Config) -> dict[str, Any]:
     """The content of `hf_quant_config.json`, from the `quantization_config` of `ModelOptFormat`."""
@@ -198,10 +204,4 @@ def _without_inputs(config: Config) -> bool:
     return bool(groups) and all(not group.get("input_activations") for group in groups.values())
 
 
-def read_modelopt(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    """Read a module a second time, with numpy alone; the dtype of its weight says which kind it is."""
-    dtype = entries[f"{module}.weight"].dtype
-    part = next((part for part in _parts() if part.raw_dtype == dtype), None)
-    if part is None:
-        raise ValueError(f"{dtype} where codes belong")
-    return part.read_raw(entries, module, config)
+FORMAT = ModelOptFormat()

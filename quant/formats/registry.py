@@ -1,41 +1,42 @@
-"""Weight formats and their second readers, by name, and reading quantized weights of any of them.
-
-Some formats hold a single kind, others several. The engine's loader reads by `read_quantized` too.
-"""
+"""Weight formats by name, and reading quantized weights of any of them, as the engine's loader does too."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.format import CACHE_SCALES, WeightFormat
-from ..kinds.base.kind import Reader, storage_of
+from ..kinds.base.kind import storage_of
 from ..kinds.base.tensor import QuantizedTensor
-from ..kinds.registry import SCHEMES
+from ..kinds.registry import KINDS, format_names, scheme_class
 from ..model.checkpoint import Checkpoint
-from .bitsandbytes import BitsAndBytesFormat, read_bitsandbytes
-from .compressed_tensors import CompressedTensorsFormat, read_compressed_tensors
-from .modelopt import ModelOptFormat, read_modelopt
 
-_STORAGES = [storage_of(scheme) for scheme in SCHEMES]
-_ALL: list[WeightFormat] = [
-    BitsAndBytesFormat(),
-    CompressedTensorsFormat(),
-    ModelOptFormat(),
-    *(weight_format for storage in _STORAGES for weight_format in storage.formats),
-]
-FORMATS: dict[str, WeightFormat] = {
-    weight_format.name: weight_format for weight_format in sorted(_ALL, key=lambda one: one.name)
-}
-READERS: dict[str, Reader] = {
-    "bitsandbytes": read_bitsandbytes,
-    "compressed-tensors": read_compressed_tensors,
-    "modelopt": read_modelopt,
-}
-for _storage in _STORAGES:
-    READERS |= _storage.readers
+
+class _Formats(Mapping[str, WeightFormat]):
+    """Weight formats by name; the modules of a format are imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> WeightFormat:
+        kind = next((kind for kind, entry in KINDS.items() if name in entry.formats), None)
+        if kind is not None:
+            formats = storage_of(scheme_class(kind)).formats
+            return next(one for one in formats if one.name == name)
+        if name not in format_names():
+            raise KeyError(name)
+        return import_module(f".{name.replace('-', '_')}", __package__).FORMAT
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(format_names())
+
+    def __len__(self) -> int:
+        return len(format_names())
+
+
+FORMATS = _Formats()
+_NAMES = {"QUiP": "quip"}  # formats whose `quant_method` is not their name
 
 
 def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
@@ -45,12 +46,12 @@ def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
         BadInput: an unknown `quant_method`.
     """
     method = quantization_config.get("quant_method")
-    found = next((one for one in FORMATS.values() if one.quant_method == method), None)
-    if found is None:
+    name = _NAMES.get(str(method), method)
+    if name not in format_names() or FORMATS[name].quant_method != method:
         raise BadInput(
-            f"quant_method {method!r} is not supported: this reads {', '.join(sorted(FORMATS))}"
+            f"quant_method {method!r} is not supported: this reads {', '.join(format_names())}"
         )
-    return found
+    return FORMATS[name]
 
 
 def config_files(quantization_config: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -19,6 +19,7 @@ from ...base.errors import BadInput
 from ...base.extras import import_extra
 from ..families.family import GgufRules
 from ..families.registry import all_families, model_family, type_of
+from ..model.checkpoint import EXPERT
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +199,6 @@ def _rope_scaling_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 _TOP = ("model.embed_tokens", "model.norm", "lm_head")
 _HF_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def to_gguf(module: str, architecture: str = "llama") -> str | None:
@@ -213,15 +213,9 @@ def to_gguf(module: str, architecture: str = "llama") -> str | None:
     layer = _HF_LAYER.fullmatch(module)
     if layer is None:
         return known.get(module) if module in _TOP else None
-    stem = _EXPERT.sub(".experts.", layer[2])
+    stem = EXPERT.sub(".experts.", layer[2])
     name = known.get(f"model.layers.0.{stem}")
     return name and name.replace("blk.0.", f"blk.{layer[1]}.", 1)
-
-
-def expert_of(module: str) -> int | None:
-    """The number of the expert that a linear belongs to; None: to none."""
-    expert = _EXPERT.search(module)
-    return int(expert[1]) if expert else None
 
 
 def from_gguf(module: str, rules: GgufRules) -> str | None:

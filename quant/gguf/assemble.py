@@ -17,12 +17,11 @@ from ..base.scheme import Scheme
 from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS
 from ..kinds.ggml.tensor import quantize_blocks
-from ..model.checkpoint import Checkpoint
+from ..model.checkpoint import Checkpoint, expert_of
 from .architecture import (
     ROPE_FACTORS,
     architecture_keys,
     architecture_of,
-    expert_of,
     gguf_rules,
     permuted_heads,
     rope_factors,

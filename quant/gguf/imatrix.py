@@ -20,7 +20,8 @@ import torch
 
 from ...base.atomic_io import write_atomically
 from ...base.errors import BadInput
-from .architecture import expert_of, to_gguf
+from ..model.checkpoint import expert_of
+from .architecture import to_gguf
 from .container import GgufFile, TensorToWrite, write_gguf
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"

@@ -1,46 +1,67 @@
-"""The registry of quantization kinds: a line each, by which a manifest's record finds its scheme.
+"""The registry of quantization kinds: a line each, by which a name finds the modules of a kind.
 
-A kind is a folder `quant/kinds/<kind>/`: its scheme, without torch, in `scheme.py`; its tensor, grid and
-rounding behind the `KIND` of `kind.py`; how it is stored, and who loads it, behind the `STORAGE` of
-`formats.py` (see `quant/kinds/base/kind.py`).
+A kind is a folder `quant/kinds/<kind>/`: its scheme, without torch, in `scheme.py`; `KIND`, its tensor, grid
+and rounding, in `kind.py`; `STORAGE`, how it is stored and who loads it, in `formats.py` (see
+`quant/kinds/base/kind.py`). Modules are imported when they are asked for: a run pays for its own kinds alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from ...base.errors import BadInput
 from ..base.scheme import Activations, Scheme
-from .codebook.scheme import CodebookScheme
-from .e8p.scheme import E8pScheme
-from .fp4.scheme import Fp4Scheme
-from .fp8.scheme import FloatScheme
-from .ggml.scheme import GgufScheme
-from .integer.scheme import IntScheme
-from .lookup.scheme import LookupScheme
-from .trellis.scheme import TrellisScheme
-from .vectorwise.scheme import VectorwiseScheme
 
-SCHEMES: list[type[Scheme]] = [
-    IntScheme,
-    FloatScheme,
-    CodebookScheme,
-    Fp4Scheme,
-    VectorwiseScheme,
-    LookupScheme,
-    GgufScheme,
-    TrellisScheme,
-    E8pScheme,
-]
 
-SHARED_FORMATS = ("bitsandbytes", "compressed-tensors", "modelopt")
-"""Those that hold several kinds."""
+class KindEntry(NamedTuple):
+    """A kind's line in the registry.
+
+    Attributes:
+        module: module of the scheme, relative to this package.
+        scheme: class of the scheme.
+        formats: formats that hold this kind alone.
+        shared: formats that hold other kinds too.
+    """
+
+    module: str
+    scheme: str
+    formats: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+
+KINDS = {
+    "int": KindEntry(".integer.scheme", "IntScheme", ("awq", "gptq"), ("compressed-tensors",)),
+    "float": KindEntry(".fp8.scheme", "FloatScheme", ("fp8",), ("compressed-tensors", "modelopt")),
+    "codebook": KindEntry(".codebook.scheme", "CodebookScheme", shared=("bitsandbytes",)),
+    "fp4": KindEntry(".fp4.scheme", "Fp4Scheme", shared=("compressed-tensors", "modelopt")),
+    "vectorwise": KindEntry(".vectorwise.scheme", "VectorwiseScheme", shared=("bitsandbytes",)),
+    "lookup": KindEntry(".lookup.scheme", "LookupScheme", ("squeezellm",)),
+    "gguf": KindEntry(".ggml.scheme", "GgufScheme", ("gguf",)),
+    "trellis": KindEntry(".trellis.scheme", "TrellisScheme", ("exl3",)),
+    "e8p": KindEntry(".e8p.scheme", "E8pScheme", ("quip",)),
+}
+"""The kinds, by the name that manifests record."""
 
 
 def format_names() -> tuple[str, ...]:
     """All weight formats, as `--format` takes them."""
-    return tuple(sorted((*SHARED_FORMATS, *(name for one in SCHEMES for name in one.format_names))))
+    return tuple(sorted({name for kind in KINDS.values() for name in kind.formats + kind.shared}))
+
+
+def scheme_class(kind_name: str) -> type[Scheme]:
+    """The class of a kind's schemes, imported now; KeyError for an unknown kind."""
+    entry = KINDS[kind_name]
+    return getattr(import_module(entry.module, __package__), entry.scheme)
+
+
+def classes_in(format_name: str) -> Iterator[type[Scheme]]:
+    """The scheme classes of the kinds that a format holds, each imported when its turn comes."""
+    for name, entry in KINDS.items():
+        if format_name in entry.formats + entry.shared:
+            yield scheme_class(name)
 
 
 def scheme_record(scheme: Scheme) -> dict[str, Any]:
@@ -57,12 +78,11 @@ def read_scheme(record: dict[str, Any]) -> Scheme:
     """
     fields = dict(record)
     kind_name = fields.pop("grid", "int")
-    cls: Any = next((cls for cls in SCHEMES if cls.kind_name == kind_name), None)
     try:
-        if cls is None:
+        if kind_name not in KINDS:
             raise TypeError("unknown grid")
         if fields.get("activations"):
             fields["activations"] = Activations(**fields["activations"])
-        return cls(**fields)
+        return scheme_class(kind_name)(**fields)
     except TypeError as error:
         raise BadInput(f"no scheme can be made of {record}: {error}") from error

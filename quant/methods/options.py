@@ -1,8 +1,9 @@
 """Options of methods and schemes, checks that need no method, and the scheme that each method makes of them.
 
-A scheme is made once its bits are decided; no tensor is needed for it. Sources of the schemes: nf4
-(arXiv:2305.14314), LLM.int8() (arXiv:2208.07339), fp8 (arXiv:2209.05433), in blocks of 128 × 128 as in
-DeepSeek-V3 (arXiv:2412.19437), MX formats (arXiv:2310.10537), NVFP4 (arXiv:2509.25149).
+A scheme is made once its bits are decided; no tensor is needed for it. Its kind is imported then: a run pays
+for its own kinds alone. Sources of the schemes: nf4 (arXiv:2305.14314), LLM.int8() (arXiv:2208.07339), fp8
+(arXiv:2209.05433), in blocks of 128 × 128 as in DeepSeek-V3 (arXiv:2412.19437), MX (arXiv:2310.10537), NVFP4
+(arXiv:2509.25149).
 """
 
 from __future__ import annotations
@@ -13,14 +14,7 @@ from typing import Any, ClassVar, Literal
 from ...base.errors import BadInput
 from ...base.option import Limit, check_limits, flag_of, option, options_of
 from ..base.scheme import PER_CHANNEL, Activations, Scheme
-from ..kinds.codebook.scheme import CODEBOOK_BLOCKS, CodebookScheme
-from ..kinds.e8p.scheme import E8pScheme
-from ..kinds.fp4.scheme import Fp4Scheme
-from ..kinds.fp8.scheme import FloatScheme
 from ..kinds.integer.scheme import IntScheme
-from ..kinds.lookup.scheme import LookupScheme
-from ..kinds.trellis.scheme import TrellisScheme
-from ..kinds.vectorwise.scheme import VectorwiseScheme
 
 
 def _share(problem: str) -> Limit:
@@ -233,6 +227,8 @@ def int8(options: SchemeOptions) -> Scheme:
         raise BadInput(
             f"--outlier-threshold {threshold:g}: give a positive magnitude of inputs, usually 6"
         )
+    from ..kinds.vectorwise.scheme import VectorwiseScheme
+
     if options.group_size not in (None, PER_CHANNEL):
         raise BadInput(
             f"--group-size {options.group_size}: rows of LLM.int8() have one magnitude each; "
@@ -262,6 +258,8 @@ def fp8(options: SchemeOptions) -> Scheme:
     Activations are quantized too by default: per token, with block scales per group of 128 channels of a
     token, or per tensor with a static calibrated scale.
     """
+    from ..kinds.fp8.scheme import FloatScheme
+
     granularity = options.granularity or "channel"
     if granularity not in ("tensor", "channel", "block"):
         raise BadInput(f"--granularity {granularity}: choose tensor, channel or block")
@@ -288,6 +286,8 @@ class Codebook:
     kind: Literal["nf4", "fp4"]
 
     def __call__(self, options: SchemeOptions) -> Scheme:
+        from ..kinds.codebook.scheme import CODEBOOK_BLOCKS, CodebookScheme
+
         size = 64 if options.group_size is None else options.group_size
         if size not in CODEBOOK_BLOCKS:
             sizes = ", ".join(str(block) for block in CODEBOOK_BLOCKS)
@@ -302,6 +302,8 @@ class BlockFloat:
     kind: Literal["nvfp4", "mxfp4"]
 
     def __call__(self, options: SchemeOptions) -> Scheme:
+        from ..kinds.fp4.scheme import Fp4Scheme
+
         choice, activations = _FP4_INPUTS[self.kind]
         if options.activations not in (None, "none", choice):
             raise BadInput(
@@ -317,15 +319,21 @@ class BlockFloat:
 
 def squeezellm(options: SchemeOptions) -> Scheme:
     """Tables per output channel, and sparse float weights."""
+    from ..kinds.lookup.scheme import LookupScheme
+
     fraction = options.sparse_fraction
     return LookupScheme(options.width, DEFAULT_SPARSE_FRACTION if fraction is None else fraction)
 
 
 def trellis(options: SchemeOptions) -> Scheme:
     """Trellis codes between transforms."""
+    from ..kinds.trellis.scheme import TrellisScheme
+
     return TrellisScheme(options.width)
 
 
 def quip(options: SchemeOptions) -> Scheme:
     """Codes of the E8 lattice between transforms."""
+    from ..kinds.e8p.scheme import E8pScheme
+
     return E8pScheme(options.width)

@@ -14,13 +14,11 @@ from collections.abc import Collection
 import torch
 
 from ...base.errors import BadInput
-from ..base.scheme import Scheme
+from ..base.scheme import E4M3_MAX, Scheme
 from ..families.layer_map import LayerMap, fused_name
 from ..kinds.base.grid import Grid
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor, require_finite, require_scales
-from ..kinds.fp4.kind import global_scale_of
-from ..kinds.fp8.kind import E4M3_MAX
 from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, each_linear
 
 # Share of the layer's tokens below which an expert is rounded plainly, as in GPTQModel.
@@ -214,6 +212,8 @@ def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
         )
     largest = torch.stack([problem.statistics[name].abs_max.max() for name in names]).max()
     if activations.kind == "nvfp4":
+        from ..kinds.fp4.kind import global_scale_of
+
         return global_scale_of(largest)
     scale = largest / (127.5 if activations.kind == "int8" else E4M3_MAX)
     return torch.where(scale > 0, scale, 1.0).to(torch.float32).view(1)

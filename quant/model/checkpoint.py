@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
@@ -35,6 +36,13 @@ _COMPANIONS = (
     "NOTICE*",
 )
 GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def expert_of(module: str) -> int | None:
+    """The number of the expert that a linear belongs to; None: to none."""
+    expert = EXPERT.search(module)
+    return int(expert[1]) if expert else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from ...base.progress import Progress
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
-from ..kinds.ggml.tensor import dequantize_blocks, quantize_blocks
 from ..methods.base import LayerProblem
 from ..methods.rounding import round_weight
 from ..plan.journal import sha256_of
@@ -64,6 +63,8 @@ def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tenso
 
 def rounded_table(table: torch.Tensor, block: str) -> torch.Tensor:
     """An embedding or output head in its dtype, after rounding to a block type as the file has it."""
+    from ..kinds.ggml.tensor import dequantize_blocks, quantize_blocks
+
     parts = [
         dequantize_blocks(quantize_blocks(rows, block), block) for rows in table.split(_HEAD_ROWS)
     ]

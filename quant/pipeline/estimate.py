@@ -9,11 +9,10 @@ from operator import add
 from ...base.atomic_io import entry_bytes
 from ..base.device import HOST
 from ..families.layer_map import LayerMap
-from ..gguf.architecture import expert_of
-from ..gguf.assemble import ROWS_AT_ONCE
 from ..kinds.base.kind import kind_of
 from ..methods.gptq import execution_stages
 from ..methods.registry import METHODS
+from ..model.checkpoint import expert_of
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, Shapes, matrix_shape
 from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
@@ -145,8 +144,11 @@ def _publishing(plan: QuantizePlan, libraries: int) -> MemoryEstimate:
     stored = entry_bytes(largest)
     if checkpoint.source_type is not None:
         stored += entry_bytes(("F32", largest[1]))
-    is_rounded = any(weight_format.name == "gguf" for weight_format in plan.formats)
-    rows = min(ROWS_AT_ONCE, largest[1][0]) if is_rounded else 0
+    rows = 0
+    if any(weight_format.name == "gguf" for weight_format in plan.formats):
+        from ..gguf.assemble import ROWS_AT_ONCE
+
+        rows = min(ROWS_AT_ONCE, largest[1][0])
     return MemoryEstimate(
         libraries=libraries,
         hidden=0,

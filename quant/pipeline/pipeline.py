@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,10 +22,8 @@ from ...base.errors import BadInput
 from ...base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..base import workers
 from ..base.device import PeakMemory, give_back
-from ..gguf.architecture import architecture_of, expert_of, to_gguf
-from ..gguf.imatrix import ImportanceMatrix, write_imatrix
 from ..methods.base import InputStatistics
-from ..model.checkpoint import read_json
+from ..model.checkpoint import expert_of, read_json
 from ..plan.journal import Journal, remove_work, work_folder
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.plan import QuantizePlan
@@ -40,6 +38,9 @@ from .prepare import prepare, statistics_path
 from .publish import write_final_files
 from .quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
 from .stages import Session, layer_folder, shard_folder, source_of, stage_of, stages_of
+
+if TYPE_CHECKING:
+    from ..gguf.imatrix import ImportanceMatrix
 
 __all__ = ["QuantizeResult", "Session", "prepare", "quantize"]
 
@@ -113,6 +114,8 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
         path, stream, calibration = request.imatrix, session.stream, session.calibration
         matrix = workers.first_alone(lambda: measure_importance(stream, calibration, progress))
         if workers.is_first():
+            from ..gguf.imatrix import write_imatrix
+
             write_imatrix(path, matrix)
         workers.meet()
         progress.note(f"note: importance of {len(matrix.means)} tensors is in {path}")
@@ -348,6 +351,9 @@ def measure_importance(
     stream: LayerStream, calibration: Calibration, progress: Progress
 ) -> ImportanceMatrix:
     """Run the calibration texts through the model, one layer in memory at a time."""
+    from ..gguf.architecture import architecture_of, to_gguf
+    from ..gguf.imatrix import ImportanceMatrix as Matrix
+
     ids = calibration.token_ids
     stream.prepare(ids)
     states = stream.embed(ids)
@@ -365,7 +371,7 @@ def measure_importance(
         progress.advance()
     progress.finish()
     ordered = {name: [by[number] for number in sorted(by)] for name, by in seen.items()}
-    return ImportanceMatrix(
+    return Matrix(
         means={name: torch.stack([mean for mean, _ in rows]) for name, rows in ordered.items()},
         counts={
             name: torch.tensor([float(count) for _, count in rows])

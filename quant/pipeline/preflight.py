@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,6 @@ from ...base.atomic_io import Entry, entry_bytes, file_bytes, layout_of
 from ...base.progress import Progress, Silent, in_words
 from ..base.lanes import shares_of
 from ..base.scheme import Scheme
-from ..gguf.assemble import gguf_name, planned_bytes, planned_tensors
-from ..gguf.container import TensorToWrite, data_bytes
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint
@@ -31,6 +29,9 @@ from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations, solvers_of
 from .stages import Session, stages_of
 from .timed_layer import quick_tokens, time_layer, weights_of
+
+if TYPE_CHECKING:
+    from ..gguf.container import TensorToWrite
 
 _BUFFER = "rotary_emb.inv_freq"
 
@@ -215,6 +216,8 @@ def _source_bytes(plan: QuantizePlan) -> int:
 def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
     """Bytes in a format of every tensor that is not of a quantized linear."""
     if weight_format.name == "gguf":
+        from ..gguf.container import data_bytes
+
         blocks = sum(
             data_bytes(str(plan.schemes[module].ggml_type), shape)
             for module, shape in plan.modules.items()
@@ -224,6 +227,8 @@ def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
 
 
 def _gguf_tensors(plan: QuantizePlan) -> list[TensorToWrite]:
+    from ..gguf.assemble import planned_tensors
+
     return planned_tensors(plan.checkpoint, plan.schemes, plan.gguf_type, plan.gguf_tables)
 
 
@@ -244,6 +249,8 @@ def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEnt
     """Bytes of all weight files in a format: those of layers, and that of everything else."""
     plan, request = session.plan, session.request
     if weight_format.name == "gguf":
+        from ..gguf.assemble import gguf_name, planned_bytes
+
         name = gguf_name(request.model_name or request.model.resolve().name, plan.gguf_type)
         stem = name.removesuffix(GGUF_SUFFIX)
         return planned_bytes(plan.checkpoint, _gguf_tensors(plan), plan.gguf_type, stem)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -19,7 +19,7 @@ from ...recipes import DATA
 from ..base import workers
 from ..base.device import HOST
 from ..base.lanes import LANES
-from ..kinds.fp8.scheme import INT8_CACHE
+from ..base.scheme import INT8_CACHE
 from ..kinds.registry import scheme_record
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS
 from ..model.checkpoint import Checkpoint
@@ -41,10 +41,12 @@ from ..stream.sources import (
     read_documents,
 )
 from .cached_calibration import Replaced, StatisticsFolder
-from .candidates import Search, measure_choices, search_of
-from .mixed_precision import Lane, mixed_plan
 from .sensitivity import Sensitivities
 from .stages import Session, of_images
+
+if TYPE_CHECKING:
+    from .candidates import Search
+    from .mixed_precision import Lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,9 @@ def _begin(request: QuantizeRequest) -> _Begun:
 def _searched(begun: _Begun, progress: Progress) -> QuantizePlan:
     """The plan with the schemes that `auto` chooses, by `--stats` where they are given, or else by statistics
     behind layers that are rounded already, which are kept beside the output until the run is done."""
+    from .candidates import search_of
+    from .mixed_precision import mixed_plan
+
     request = begun.request
     search = search_of(begun.plan, request.target_bpw, request.target_bytes, request.candidates)
     folder, replaced = begun.statistics, None
@@ -208,6 +213,8 @@ def search_fronts(
     Raises:
         BadInput: a request cannot be done as asked.
     """
+    from .candidates import search_of
+
     progress = progress or Silent()
     begun = [_begin(request) for request in requests]
     kv = any(one.plan.kv_cache is not None for one in begun)
@@ -245,6 +252,9 @@ def _measure(
 
 def _lane(begun: _Begun, search: Search, folder: StatisticsFolder, progress: Progress) -> Lane:
     """The candidates with their costs, scaled by layer."""
+    from .candidates import measure_choices
+    from .mixed_precision import Lane
+
     choices = measure_choices(search, Sensitivities(folder.folder), folder, progress)
     samples = _checked(begun.calibration)
     return Lane(search, choices, folder, begun.stream, samples).scaled(progress)

@@ -13,7 +13,6 @@ from ...base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomic
 from ...base.errors import BadInput
 from ...base.version import VERSION
 from ..formats.registry import completed_config, config_files
-from ..gguf.assemble import assemble, gguf_name
 from ..methods.options import MethodOptions
 from ..methods.registry import AUTO
 from ..model.checkpoint import INDEX_NAME, Checkpoint
@@ -64,6 +63,8 @@ def _write_format(journal: Journal, session: Session, number: int) -> None:
             raise BadInput(f"{shard} was changed after it was written: begin again with --restart")
     name = request.model_name or request.model.resolve().name
     if weight_format.name == "gguf":
+        from ..gguf.assemble import assemble, gguf_name
+
         assemble(
             plan.checkpoint,
             [layers / written["shard"] for written in shards],

@@ -17,8 +17,6 @@ from ..base.device import HOST, creating_on
 from ..families.layer_map import LayerMap
 from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.tensor import QuantizedTensor, zeroed_rows
-from ..kinds.fp8.kind import Fp8Tensor
-from ..kinds.integer.kind import IntTensor
 from ..methods import rounding
 from ..methods.base import (
     InputStatistics,
@@ -104,6 +102,9 @@ def _with_scales(
     plan: QuantizePlan, weight_format: WeightFormat, module: str, tensor: QuantizedTensor
 ) -> QuantizedTensor:
     """The weight with its scales cast to the dtype of a format."""
+    from ..kinds.fp8.kind import Fp8Tensor
+    from ..kinds.integer.kind import IntTensor
+
     if not isinstance(tensor, (IntTensor, Fp8Tensor)):
         return tensor
     stored = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]

@@ -10,15 +10,10 @@ import torch
 
 from ...base.errors import BadInput
 from ..base.device import HOST, devices_of
-from ..base.scheme import PER_CHANNEL, Scheme
+from ..base.scheme import INT8_CACHE, PER_CHANNEL, KvStrategy, Scheme
 from ..base.workers import own_device
 from ..formats.registry import FORMATS
-from ..gguf.architecture import architecture_of as gguf_architecture
-from ..gguf.assemble import check_source
-from ..gguf.imatrix import read_imatrix
-from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes, shape_of
 from ..kinds.base.format import WeightFormat
-from ..kinds.fp8.scheme import INT8_CACHE, KvStrategy
 from ..methods.options import MethodOptions, SchemeOptions
 from ..methods.registry import METHODS, Method, formats_asked
 from ..model.architecture import Architecture, architecture_of
@@ -282,6 +277,8 @@ def _check_blocks(request: QuantizeRequest) -> SchemeOptions:
         raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
     if request.options.act_order == "dynamic":
         raise BadInput("--act-order dynamic: ggml's blocks hold channels in their order")
+    from ..gguf.mix import DEFAULT_GGUF_TYPE, mix_name
+
     mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
     return SchemeOptions()
 
@@ -330,6 +327,10 @@ def _grid_schemes(
 
 def _block_schemes(request: QuantizeRequest, source: _Source) -> _Schemes:
     """The types of one of llama.cpp's mixes in a GGUF file."""
+    from ..gguf.architecture import architecture_of as gguf_architecture
+    from ..gguf.imatrix import read_imatrix
+    from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes, shape_of
+
     type_name = mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
     config = source.checkpoint.config
     has_importance = request.errors or request.imatrix is not None
@@ -403,6 +404,8 @@ def check_plan(plan: QuantizePlan) -> None:
     for weight_format in plan.formats:
         plan.config_in(weight_format)
         if weight_format.name == "gguf":
+            from ..gguf.assemble import check_source
+
             check_source(plan.checkpoint)
 
 

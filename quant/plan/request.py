@@ -18,7 +18,7 @@ from ...base.option import (
     options_of,
     within,
 )
-from ..kinds.fp8.scheme import INT8_CACHE, LARGEST, KvStrategy
+from ..base.scheme import INT8_CACHE, LARGEST, KvStrategy
 from ..kinds.registry import format_names
 from ..methods.options import MethodOptions, SchemeOptions, check_group_size
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS, check_method, formats_asked

@@ -13,8 +13,6 @@ from ...base.errors import BadInput, first_line
 from ...base.extras import require
 from ..base.plain_tokenizer import plain_tokenizer, quiet
 from ..families.registry import model_family, type_of
-from ..gguf.container import GgufFile
-from ..gguf.read_tokenizer import read_tokenizer
 from ..model.checkpoint import gguf_file_of
 
 
@@ -30,6 +28,9 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
     folder = model if file is None else file.parent
     try:
         if file is not None and not (folder / "tokenizer.json").is_file():
+            from ..gguf.container import GgufFile
+            from ..gguf.read_tokenizer import read_tokenizer
+
             return read_tokenizer(GgufFile(file))
         return _from_folder(folder, trust_remote_code)
     except BadInput:

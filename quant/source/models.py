@@ -10,8 +10,6 @@ from ...base.atomic_io import expanded
 from ...base.errors import BadInput, first_line
 from ...base.option import offer
 from ...recipes import DEFAULT_MODEL, MODELS
-from ..gguf.container import GgufFile
-from ..gguf.read_config import stored_config
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, gguf_file_of
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -60,6 +58,9 @@ def resolve_model(name: str | None, *, local: bool = False) -> Path:
     path = expanded(name)
     file = gguf_file_of(path) if path.exists() else None
     if file is not None:
+        from ..gguf.container import GgufFile
+        from ..gguf.read_config import stored_config
+
         stored_config(GgufFile(file))
         return path
     if path.is_dir():

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...base.errors import BadInput
+from ..base.scheme import LARGEST, KvStrategy
 from ..base.workers import gathered
-from ..kinds.fp8.scheme import LARGEST, KvStrategy
 
 
 @dataclass(slots=True)

@@ -20,10 +20,9 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
-from ....quant.base.scheme import Activations, Scheme
+from ....quant.base.scheme import E4M3_MAX, Activations, Scheme
 from ....quant.kinds.fp4.kind import block_scales, e2m1_codes, e2m1_table, fp4_factors
 from ....quant.kinds.fp4.scheme import Fp4Scheme
-from ....quant.kinds.fp8.kind import E4M3_MAX
 from ..attention.paged_tensor import PagedTensor
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ....quant.kinds.fp8.kind import E4M3_MAX
+from ....quant.base.scheme import E4M3_MAX
 from ..common.devices import dependent_launch, or_unread, power_of_two
 from ..common.triton_language import await_predecessor
 from .reference import RUN, ActivationQuant, GatedActivation, QuantizedActivations

@@ -10,10 +10,9 @@ import torch
 from torch.nn import functional
 
 from ....base.build import beside, fields
-from ....quant.base.scheme import Activations, Scheme
+from ....quant.base.scheme import E4M3_MAX, Activations, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor
-from ....quant.kinds.fp8.kind import E4M3_MAX
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor

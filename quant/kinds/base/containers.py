@@ -20,12 +20,24 @@ from .raw import Entries, Raw
 from .tensor import QuantizedTensor
 
 
-class CompressedLayouts(ABC):
+class Container(ABC):
+    """A kind's part of a format that several kinds share."""
+
+    def check(self, module: str, out_features: int, in_features: int, scheme: Any) -> None:
+        """Raises BadInput naming the module whose shape does not pack."""
+        return
+
+    @abstractmethod
+    def pack(self, module: str, tensor: Any) -> dict[str, torch.Tensor]:
+        """Pack one module; tensors by full name."""
+
+
+class CompressedLayouts(Container):
     """The layouts of a kind in compressed-tensors.
 
     Attributes:
-        layouts: their names.
-        naive: the one that files of `naive-quantized`, an older name, have; None: none has.
+        layouts: names of the layouts.
+        naive: layout of files of `naive-quantized`, an older name; None: there are none.
     """
 
     layouts: tuple[str, ...]
@@ -45,19 +57,18 @@ class CompressedLayouts(ABC):
 
     def inputs(self, activations: Activations) -> dict[str, Any]:
         """The `input_activations` of such an entry; here those of 8 bits."""
-        return input_record(activations)
+        grouped = activations.granularity == "group128"
+        return {
+            "num_bits": 8,
+            "type": "int" if activations.kind == "int8" else "float",
+            "symmetric": True,
+            "strategy": "group" if grouped else activations.granularity,
+            "dynamic": activations.dynamic,
+        } | ({"group_size": 128} if grouped else {})
 
     @abstractmethod
     def scheme(self, layout: str, group: Config) -> Scheme:
         """The scheme of an entry; BadInput where it is not supported."""
-
-    def check(self, module: str, in_features: int, scheme: Any) -> None:
-        """Raises BadInput naming the module whose rows do not fit; here all do."""
-        return
-
-    @abstractmethod
-    def pack(self, module: str, tensor: Any) -> dict[str, torch.Tensor]:
-        """Pack one module; tensors by full name."""
 
     @abstractmethod
     def unpack(self, stored: Stored, layout: str, scheme: Any) -> QuantizedTensor:
@@ -68,12 +79,12 @@ class CompressedLayouts(ABC):
         """Read one module a second time, with numpy alone."""
 
 
-class ModelOptAlgorithms(ABC):
+class ModelOptAlgorithms(Container):
     """The algorithms of a kind in ModelOpt's checkpoints.
 
     Attributes:
-        algorithms: what each `quant_algo` stores.
-        raw_dtype: of its `weight`, as safetensors spells it.
+        algorithms: scheme of each `quant_algo`.
+        raw_dtype: dtype of `weight`, as safetensors spells it.
     """
 
     algorithms: Mapping[str, Scheme]
@@ -82,14 +93,6 @@ class ModelOptAlgorithms(ABC):
     def group_size(self, scheme: Any) -> dict[str, int]:
         """The field `group_size`, where the kind has it."""
         return {}
-
-    def check(self, module: str, in_features: int, scheme: Any) -> None:
-        """Raises BadInput naming the module whose rows do not fit; here all do."""
-        return
-
-    @abstractmethod
-    def pack(self, module: str, tensor: Any) -> dict[str, torch.Tensor]:
-        """Pack one module; tensors by full name."""
 
     @abstractmethod
     def unpack(self, stored: Stored, scheme: Any) -> QuantizedTensor:
@@ -100,13 +103,13 @@ class ModelOptAlgorithms(ABC):
         """Read one module a second time, with numpy alone."""
 
 
-class BitsAndBytesCodes(ABC):
+class BitsAndBytesCodes(Container):
     """The codes of a kind in bitsandbytes' checkpoints.
 
     Attributes:
-        bits: 4 or 8, by which the config tells them.
-        marker: ending of the tensor that marks a module of them.
-        suffixes: of all the tensors that such a module may have.
+        bits: 4 or 8, by which the config tells the kinds.
+        marker: ending of the tensor that marks a module of this kind.
+        suffixes: endings of all tensors that such a module may have.
     """
 
     bits: int
@@ -121,14 +124,6 @@ class BitsAndBytesCodes(ABC):
     def scheme(self, config: Config) -> Scheme:
         """The scheme of a `quantization_config`; BadInput where it is not supported."""
 
-    def check(self, module: str, out_features: int, in_features: int) -> None:
-        """Raises BadInput naming the module whose shape does not pack; here all do."""
-        return
-
-    @abstractmethod
-    def pack(self, module: str, tensor: Any) -> dict[str, torch.Tensor]:
-        """Pack one module; tensors by full name."""
-
     @abstractmethod
     def unpack(self, stored: Stored, config: Config) -> QuantizedTensor:
         """Unpack one module."""
@@ -139,7 +134,6 @@ class BitsAndBytesCodes(ABC):
 
 
 def unsupported(what: str) -> BadInput:
-    """The error for an unsupported compressed-tensors checkpoint."""
     return BadInput(f"quant_method compressed-tensors with {what} is not supported")
 
 
@@ -176,18 +170,6 @@ def _read_activations(record: Config | None) -> Activations | None:
     if strategy not in ("token", "tensor"):
         raise unsupported(f"activations with the {strategy!r} strategy")
     return Activations(kind, strategy, bool(dynamic))
-
-
-def input_record(activations: Activations) -> dict[str, Any]:
-    """The `input_activations` of 8-bit inputs in compressed-tensors."""
-    grouped = activations.granularity == "group128"
-    return {
-        "num_bits": 8,
-        "type": "int" if activations.kind == "int8" else "float",
-        "symmetric": True,
-        "strategy": "group" if grouped else activations.granularity,
-        "dynamic": activations.dynamic,
-    } | ({"group_size": 128} if grouped else {})
 
 
 def read_scales(stored: Stored, shape: tuple[int, int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -13,10 +13,13 @@ import torch
 from ....base.errors import BadInput
 from ...base.consumed import Consumed
 from ...base.scheme import Scheme
+from .raw import Entries, Raw
 from .tensor import QuantizedTensor
 
 SchemeT = TypeVar("SchemeT", bound=Scheme)
 Config = Mapping[str, Any]
+RawReader = Callable[[Entries, str, dict[str, Any]], Raw]
+"""A second reader of a format, with numpy alone: headers, a module's name and the `quantization_config`."""
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 COMPUTE_DTYPE = "bfloat16"
 """The compute dtype of bitsandbytes' kernels, which cast to the model's dtype afterwards."""
@@ -24,79 +27,24 @@ KV_SCALES = (".k_scale", ".v_scale")
 """Endings of the names of a quantized KV cache's scales."""
 CACHE_SCALES = (*KV_SCALES, ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 """Endings of all scales for an 8-bit cache and attention that vLLM and compressed-tensors write."""
-PROVENANCE = frozenset(
-    (
-        # The lists of what stays plain (the files decide that, and `verify` compares), and the KV cache.
-        *("ignore", "ignored_layers", "exclude_modules", "modules_to_not_convert", "quant_method"),
-        *(
-            "llm_int8_skip_modules",
-            "kv_cache_scheme",
-            "kv_cache_quant_algo",
-            "producer",
-            "provider",
-        ),
-        # How transformers and AutoAWQ run a checkpoint, and how AutoGPTQ, GPTQModel and optimum made it.
-        *("dequantize", "run_compressed", "use_optimized_inference", "backend", "do_fuse"),
-        *(
-            "fuse_max_seq_len",
-            "modules_to_fuse",
-            "exllama_config",
-            "use_exllama",
-            "disable_exllama",
-        ),
-        *(
-            "use_cuda_fp16",
-            "tokenizer",
-            "dataset",
-            "model_seqlen",
-            "max_input_length",
-            "batch_size",
-        ),
-        *("pad_token_id", "cache_block_outputs", "block_name_to_quantize", "damp_percent", "meta"),
-        *(
-            "module_name_preceding_first_block",
-            "modules_in_block_to_quantize",
-            "damp_auto_increment",
-        ),
-        *(
-            "true_sequential",
-            "act_group_aware",
-            "hyb_act",
-            "mse",
-            "gptaq",
-            "v2",
-            "v2_alpha",
-            "foem",
-        ),
-        *("model_name_or_path", "model_file_base_name", "method", "pack_impl", "failsafe"),
-        *("offload_to_disk", "offload_to_disk_path", "vram_strategy", "static_groups"),
-        # How auto-round tuned the codes.
-        *(
-            "autoround_version",
-            "amp",
-            "enable_minmax_tuning",
-            "enable_norm_bias_tuning",
-            "data_type",
-        ),
-        *(
-            "enable_quanted_input",
-            "gradient_accumulate_steps",
-            "iters",
-            "lr",
-            "minmax_lr",
-            "nsamples",
-        ),
-        *("low_gpu_mem_usage", "low_cpu_mem_usage", "quant_block_list", "to_quant_block_names"),
-        *("seqlen", "supported_types", "scale_dtype", "static_kv_dtype", "static_kv_granularity"),
-        *(
-            "static_attention_granularity",
-            "act_data_type",
-            "act_dynamic",
-            "act_group_size",
-            "act_sym",
-        ),
-    )
+_PROVENANCE = (
+    # The lists of what stays plain (the files decide that, and `verify` compares), and the KV cache.
+    "ignore ignored_layers exclude_modules modules_to_not_convert quant_method llm_int8_skip_modules "
+    "kv_cache_scheme kv_cache_quant_algo producer provider "
+    # How transformers and AutoAWQ run a checkpoint, and how AutoGPTQ, GPTQModel and optimum made it.
+    "dequantize run_compressed use_optimized_inference backend do_fuse fuse_max_seq_len modules_to_fuse "
+    "exllama_config use_exllama disable_exllama use_cuda_fp16 tokenizer dataset model_seqlen "
+    "max_input_length batch_size pad_token_id cache_block_outputs block_name_to_quantize damp_percent meta "
+    "module_name_preceding_first_block modules_in_block_to_quantize damp_auto_increment true_sequential "
+    "act_group_aware hyb_act mse gptaq v2 v2_alpha foem model_name_or_path model_file_base_name method "
+    "pack_impl failsafe offload_to_disk offload_to_disk_path vram_strategy static_groups "
+    # How auto-round tuned the codes.
+    "autoround_version amp enable_minmax_tuning enable_norm_bias_tuning data_type enable_quanted_input "
+    "gradient_accumulate_steps iters lr minmax_lr nsamples low_gpu_mem_usage low_cpu_mem_usage "
+    "quant_block_list to_quant_block_names seqlen supported_types scale_dtype static_kv_dtype "
+    "static_kv_granularity static_attention_granularity act_data_type act_dynamic act_group_size act_sym"
 )
+PROVENANCE = frozenset(_PROVENANCE.split())
 """Keys of a `quantization_config` that leave the meaning of the weights alone, whatever the format.
 
 Gathered from the writers: transformers 5.23, AutoGPTQ, AutoAWQ 0.2.9, GPTQModel 7.7, auto-round 0.16 and
@@ -126,7 +74,8 @@ class WeightFormat(ABC):
         keeps_scale_dtypes: whether its readers accept scales of any dtype, so that none is cast.
         inverts_global_scales: whether it stores the reciprocals of scales of whole weights.
         holds_kv_scales: whether it also stores the scales of a quantized KV cache.
-        irrelevant: keys of its own, beside `PROVENANCE`, that leave the meaning of the weights alone.
+        irrelevant: keys of its own, next to `PROVENANCE`, that leave the meaning of the weights alone.
+        read_raw: the second reader, which shares no code with `pack` and `unpack`.
     """
 
     name: str
@@ -137,6 +86,7 @@ class WeightFormat(ABC):
     inverts_global_scales: bool = False
     holds_kv_scales: bool = False
     irrelevant: tuple[str, ...] = ()
+    read_raw: RawReader
 
     @property
     def quant_method(self) -> str:

@@ -8,7 +8,7 @@ raw readers and the loaders' rules; no caller names a kind. The two are found be
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -21,7 +21,6 @@ from ...base.scheme import Scheme
 from .containers import BitsAndBytesCodes, CompressedLayouts, ModelOptAlgorithms
 from .format import WeightFormat
 from .grid import Grid
-from .raw import Entries, Raw
 from .tensor import QuantizedTensor, require_finite, require_scales
 
 EXPERTS = ".experts."
@@ -95,8 +94,6 @@ class LoaderRules:
 
 
 SchemeT = TypeVar("SchemeT", bound=Scheme)
-Reader = Callable[[Entries, str, dict[str, Any]], Raw]
-"""A second reader of a format, numpy alone: of headers, a module's name and the `quantization_config`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +196,12 @@ class Storage:
     """How the weights of a kind are stored, and who loads them.
 
     Attributes:
-        formats: that hold this kind alone; the shared ones ask the next three.
-        readers: second readers of `formats`, by name.
-        compressed_tensors, modelopt, bitsandbytes: the kind's part of these formats; None: not held.
-        rules: what vLLM and transformers take of it.
+        formats: formats that hold this kind alone.
+        compressed_tensors, modelopt, bitsandbytes: the kind's part of these shared formats; None: not held.
+        rules: rules of vLLM and transformers.
     """
 
     formats: Sequence[WeightFormat] = ()
-    readers: Mapping[str, Reader] = field(default_factory=dict)
     compressed_tensors: CompressedLayouts | None = None
     modelopt: ModelOptAlgorithms | None = None
     bitsandbytes: BitsAndBytesCodes | None = None
@@ -215,15 +210,16 @@ class Storage:
 
 def kind_of(scheme: Scheme) -> Kind[Any]:
     """The kind of a scheme, bound to it."""
-    return _beside(type(scheme), "kind").KIND(scheme)
+    return _module_of(type(scheme), "kind").KIND(scheme)
 
 
 def storage_of(scheme: Scheme | type[Scheme]) -> Storage:
     """How a scheme's kind is stored."""
-    return _beside(scheme if isinstance(scheme, type) else type(scheme), "formats").STORAGE
+    scheme_class = scheme if isinstance(scheme, type) else type(scheme)
+    return _module_of(scheme_class, "formats").STORAGE
 
 
 @cache
-def _beside(scheme_class: type[Scheme], module: str) -> Any:
-    """A module of the folder that a scheme's class lies in, which only now is loaded."""
+def _module_of(scheme_class: type[Scheme], module: str) -> Any:
+    """A module from the folder of a scheme's class, imported at the first call."""
     return import_module(f".{module}", scheme_class.__module__.rpartition(".")[0])

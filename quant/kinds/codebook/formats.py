@@ -49,7 +49,7 @@ class CodebookCodes(BitsAndBytesCodes):
             raise BadInput("quant_method bitsandbytes with codes stored as floats is not supported")
         return CodebookScheme(kind, double_quant=bool(config.get("bnb_4bit_use_double_quant")))
 
-    def check(self, module: str, out_features: int, in_features: int) -> None:
+    def check(self, module: str, out_features: int, in_features: int, scheme: Any) -> None:
         if out_features * in_features % 2:
             raise BadInput(
                 f"format bitsandbytes cannot pack {module}: its {out_features} × {in_features} weights "

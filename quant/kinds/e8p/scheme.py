@@ -22,7 +22,6 @@ class E8pScheme(Scheme):
     """
 
     kind_name: ClassVar[str] = "e8p"
-    format_names: ClassVar[tuple[str, ...]] = ("quip",)
 
     bits: int
 

@@ -81,7 +81,7 @@ class Fp4Layouts(CompressedLayouts):
             return Fp4Scheme(kind, Activations("mxfp4", "group32"))
         return Fp4Scheme(kind, Activations("nvfp4", "group16", dynamic=False))
 
-    def check(self, module: str, in_features: int, scheme: Fp4Scheme) -> None:
+    def check(self, module: str, out_features: int, in_features: int, scheme: Fp4Scheme) -> None:
         _check_blocks(module, in_features, scheme)
 
     def pack(self, module: str, tensor: Fp4Tensor) -> dict[str, torch.Tensor]:
@@ -133,7 +133,7 @@ class NvFp4Algorithms(ModelOptAlgorithms):
     def group_size(self, scheme: Fp4Scheme) -> dict[str, int]:
         return {"group_size": scheme.block_size}
 
-    def check(self, module: str, in_features: int, scheme: Fp4Scheme) -> None:
+    def check(self, module: str, out_features: int, in_features: int, scheme: Fp4Scheme) -> None:
         _check_blocks(module, in_features, scheme)
 
     def pack(self, module: str, tensor: Fp4Tensor) -> dict[str, torch.Tensor]:

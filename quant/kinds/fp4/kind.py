@@ -15,10 +15,10 @@ from typing import ClassVar
 import torch
 
 from ....base.errors import BadInput
+from ...base.scheme import E4M3_MAX
 from ..base.grid import Affine, Parameters, ScalarGrid, where
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
-from ..fp8.kind import E4M3_MAX
 from .scheme import Fp4Scheme
 
 # Sign, two bits of exponent, one of mantissa.

@@ -123,6 +123,16 @@ class Fp8Format(WeightFormat):
         granularity = "tensor" if static else "token"
         return FloatScheme("tensor", Activations("fp8", granularity, dynamic=not static))
 
+    @staticmethod
+    def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        """`quant_method: fp8`, with either name of the scales."""
+        names = [f"{module}.weight_scale_inv", f"{module}.weight_scale"]
+        scale_name = next((name for name in names if name in entries), names[0])
+        static = config.get("activation_scheme") == "static"
+        return read_float8(
+            entries, module, scale_name, raw_input_scale(entries, module) if static else {}
+        )
+
 
 class FloatLayouts(CompressedLayouts):
     """e4m3 in compressed-tensors: `float-quantized`."""
@@ -279,19 +289,8 @@ def read_float8(entries: Entries, module: str, scale_name: str, extra: dict[str,
     return Raw(parts, {"scales": scales.reshape(shape)}, (out_features, in_features), problems)
 
 
-def read_fp8(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    """`quant_method: fp8`, with either name of the scales."""
-    names = [f"{module}.weight_scale_inv", f"{module}.weight_scale"]
-    scale_name = next((name for name in names if name in entries), names[0])
-    static = config.get("activation_scheme") == "static"
-    return read_float8(
-        entries, module, scale_name, raw_input_scale(entries, module) if static else {}
-    )
-
-
 STORAGE = Storage(
     formats=(Fp8Format(),),
-    readers={"fp8": read_fp8},
     compressed_tensors=FloatLayouts(),
     modelopt=Fp8Algorithms(),
     rules=FloatRules(),

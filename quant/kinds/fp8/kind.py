@@ -9,10 +9,11 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
+from ...base.scheme import E4M3_MAX
 from ..base.grid import Affine, Parameters, ScalarGrid
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor, with_scale_dtype
-from .scheme import BLOCK, E4M3_MAX, FloatScheme
+from .scheme import BLOCK, FloatScheme
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,6 @@ from ....base.errors import BadInput
 from ...base.scheme import Activations, Scheme
 
 BLOCK = 128
-E4M3_MAX = 448.0
-# The largest magnitude of each KV-cache dtype whose scales servers read from a checkpoint. vLLM refuses a
-# stored int8 scheme (`validate_kv_cache_scheme`) and measures its int8 scales itself, per token and head.
-LARGEST = {"fp8": E4M3_MAX}
-INT8_CACHE = "int8"
-KvStrategy = Literal["tensor", "attn_head"]  # as compressed-tensors calls them
 _FLOAT_GRANULARITIES = ("tensor", "channel", "block")
 
 
@@ -29,7 +23,6 @@ class FloatScheme(Scheme):
     """
 
     kind_name: ClassVar[str] = "float"
-    format_names: ClassVar[tuple[str, ...]] = ("fp8",)
 
     granularity: Literal["tensor", "channel", "block"]
     activations: Activations | None = None

@@ -75,6 +75,34 @@ class GgufFormat(WeightFormat):
             raise BadInput(f"the quantization_config gives {module} no GGUF type")
         return GgufScheme(str(types[module]))
 
+    @staticmethod
+    def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        """Blocks with rows in Hugging Face's order; integer codes too, for types of codes and scales only."""
+        entry = entries[f"{module}.gguf_blocks"]
+        kind, _, size, offsets = _BY_NAME[entry.dtype]
+        with entry.path.open("rb") as file:
+            file.seek(entry.start)
+            data = np.frombuffer(file.read(entry.nbytes), dtype=np.uint8).reshape(
+                entry.shape[0], -1
+            )
+        heads = config["heads"].get(module.rpartition(".")[2])
+        if heads:
+            pairs = data.reshape(heads, -1, 2, data.shape[1])
+            data = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(data.shape)
+        blocks = data.reshape(-1, size)
+        scales = [blocks[:, at : at + 2] for at in offsets]
+        numbers = np.ascontiguousarray(np.concatenate([blocks[:, :0], *scales], axis=1))
+        parts: dict[str, Array] = {"data": data}
+        shape = (entry.shape[0], entry.shape[1])
+        codes: Array | None = None
+        if kind == "Q8_0":
+            codes = blocks[:, 2:] ^ np.uint8(128)
+        elif kind == "Q4_0":
+            codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+        if codes is not None:
+            parts["codes"] = codes.reshape(shape)
+        return Raw(parts, {"block scales": numbers.view("<f2").astype(np.float32)}, shape)
+
 
 def _gguf_scheme(scheme: Scheme) -> GgufScheme:
     type_name = scheme.ggml_type
@@ -214,30 +242,4 @@ def _value(file: BinaryIO, kind: int) -> Any:
     return value
 
 
-def read_gguf(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    """Blocks with rows in Hugging Face's order; also integer codes for types with codes and scales only."""
-    entry = entries[f"{module}.gguf_blocks"]
-    kind, _, size, offsets = _BY_NAME[entry.dtype]
-    with entry.path.open("rb") as file:
-        file.seek(entry.start)
-        data = np.frombuffer(file.read(entry.nbytes), dtype=np.uint8).reshape(entry.shape[0], -1)
-    heads = config["heads"].get(module.rpartition(".")[2])
-    if heads:
-        pairs = data.reshape(heads, -1, 2, data.shape[1])
-        data = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(data.shape)
-    blocks = data.reshape(-1, size)
-    scales = [blocks[:, at : at + 2] for at in offsets]
-    numbers = np.ascontiguousarray(np.concatenate([blocks[:, :0], *scales], axis=1))
-    parts: dict[str, Array] = {"data": data}
-    shape = (entry.shape[0], entry.shape[1])
-    codes: Array | None = None
-    if kind == "Q8_0":
-        codes = blocks[:, 2:] ^ np.uint8(128)
-    elif kind == "Q4_0":
-        codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
-    if codes is not None:
-        parts["codes"] = codes.reshape(shape)
-    return Raw(parts, {"block scales": numbers.view("<f2").astype(np.float32)}, shape)
-
-
-STORAGE = Storage(formats=(GgufFormat(),), readers={"gguf": read_gguf})
+STORAGE = Storage(formats=(GgufFormat(),))

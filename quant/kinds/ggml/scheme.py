@@ -46,7 +46,6 @@ class GgufScheme(Scheme):
     """
 
     kind_name: ClassVar[str] = "gguf"
-    format_names: ClassVar[tuple[str, ...]] = ("gguf",)
     searches_ranges: ClassVar[bool] = True
 
     type: str

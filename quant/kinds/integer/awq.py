@@ -27,6 +27,7 @@ from ..base.format import (
 )
 from ..base.tensor import QuantizedTensor
 from .kind import IntTensor
+from .raw import read_awq
 from .scheme import IntScheme
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -46,6 +47,7 @@ class AwqFormat(WeightFormat):
     markers: tuple[str, ...] = (".qweight",)
     suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
     irrelevant: tuple[str, ...] = ("lm_head", "desc_act", "sym", "version", "checkpoint_format")
+    read_raw = staticmethod(read_awq)
 
     def check_scheme(self, scheme: Scheme) -> None:
         scheme = held_scheme(self.name, scheme, IntScheme)

@@ -27,7 +27,7 @@ from ..base.raw import Entries, Raw
 from .awq import AwqFormat
 from .gptq import GptqFormat
 from .kind import IntTensor
-from .raw import read_awq, read_gptq, read_int_quantized, read_pack_quantized
+from .raw import read_int_quantized, read_pack_quantized
 from .scheme import IntScheme
 
 PACKED, INT8 = "pack-quantized", "int-quantized"
@@ -70,7 +70,7 @@ class IntegerLayouts(CompressedLayouts):
             permuted=layout == PACKED and weights.get("actorder") in ("group", "dynamic"),
         )
 
-    def check(self, module: str, in_features: int, scheme: IntScheme) -> None:
+    def check(self, module: str, out_features: int, in_features: int, scheme: IntScheme) -> None:
         # Rows are padded to whole words, so any width packs; only group sizes must divide.
         scheme.check_groups(module, in_features)
 
@@ -291,7 +291,6 @@ def _other_kernel(
 
 STORAGE = Storage(
     formats=(AwqFormat(), GptqFormat()),
-    readers={"awq": read_awq, "gptq": read_gptq},
     compressed_tensors=IntegerLayouts(),
     rules=IntegerRules(),
 )

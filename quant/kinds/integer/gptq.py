@@ -29,6 +29,7 @@ from ..base.format import (
 )
 from ..base.tensor import QuantizedTensor
 from .kind import IntTensor
+from .raw import read_gptq
 from .scheme import IntScheme
 
 _BITS = (2, 3, 4, 8)
@@ -45,6 +46,7 @@ class GptqFormat(WeightFormat):
     markers: tuple[str, ...] = (".qweight",)
     suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")
     irrelevant: tuple[str, ...] = ("lm_head", "desc_act", "checkpoint_format", "format")
+    read_raw = staticmethod(read_gptq)
 
     def check_scheme(self, scheme: Scheme) -> None:
         scheme = held_scheme(self.name, scheme, IntScheme)

@@ -32,7 +32,6 @@ class IntScheme(Scheme):
     kind_name: ClassVar[str] = "int"
     searches_ranges: ClassVar[bool] = True
     searched_widths: ClassVar[tuple[tuple[int, ...], ...]] = ((4, 8), (2, 3, 4, 8))
-    format_names: ClassVar[tuple[str, ...]] = ("awq", "gptq")
 
     bits: int
     group_size: int

@@ -105,32 +105,34 @@ class SqueezeLlmFormat(WeightFormat):
             raise BadInput("quant_method squeezellm without bits in its config is not supported")
         return LookupScheme(bits, float(config.get("sparse_fraction", 0.0)))
 
+    @staticmethod
+    def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        """llmopt's SqueezeLLM layout: bit streams and tables per row, CSR sparse weights."""
+        bits = int(config["bits"])
+        out_features, in_features = (
+            int(n) for n in read_array(entries[f"{module}.weight_shape"], "I64")
+        )
+        words = read_array(entries[f"{module}.qweight"], "I32")
+        table = read_array(entries[f"{module}.lookup_table"], "F16")
+        if words.shape[0] != out_features or table.shape != (out_features, 1 << bits):
+            raise ValueError(f"qweight {words.shape} and lookup_table {table.shape} do not fit")
+        parts: dict[str, Array] = {"codes": bit_fields(words, bits, in_features), "table": table}
+        problems: tuple[str, ...] = ()
+        if f"{module}.sparse_rows" in entries:
+            rows = read_array(entries[f"{module}.sparse_rows"], "I32").view(np.int32)
+            columns = read_array(entries[f"{module}.sparse_columns"], "I32").view(np.int32)
+            values = read_array(entries[f"{module}.sparse_values"], "F16")
+            if len(rows) != out_features + 1 or not rows[-1] == len(columns) == len(values):
+                raise ValueError("the sparse weights do not fit their rows")
+            if columns.size and (columns.min() < 0 or columns.max() >= in_features):
+                problems = (f"has sparse weights outside columns 0..{in_features - 1}",)
+            parts |= {"sparse_rows": rows, "sparse_columns": columns, "sparse_values": values}
+        numbers = {
+            name: parts[name].astype(np.float32)
+            for name in ("table", "sparse_values")
+            if name in parts
+        }
+        return Raw(parts, numbers, (out_features, in_features), problems)
 
-def read_squeezellm(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    """llmopt's SqueezeLLM layout: bit streams and tables per row, CSR sparse weights."""
-    bits = int(config["bits"])
-    out_features, in_features = (
-        int(n) for n in read_array(entries[f"{module}.weight_shape"], "I64")
-    )
-    words = read_array(entries[f"{module}.qweight"], "I32")
-    table = read_array(entries[f"{module}.lookup_table"], "F16")
-    if words.shape[0] != out_features or table.shape != (out_features, 1 << bits):
-        raise ValueError(f"qweight {words.shape} and lookup_table {table.shape} do not fit")
-    parts: dict[str, Array] = {"codes": bit_fields(words, bits, in_features), "table": table}
-    problems: tuple[str, ...] = ()
-    if f"{module}.sparse_rows" in entries:
-        rows = read_array(entries[f"{module}.sparse_rows"], "I32").view(np.int32)
-        columns = read_array(entries[f"{module}.sparse_columns"], "I32").view(np.int32)
-        values = read_array(entries[f"{module}.sparse_values"], "F16")
-        if len(rows) != out_features + 1 or not rows[-1] == len(columns) == len(values):
-            raise ValueError("the sparse weights do not fit their rows")
-        if columns.size and (columns.min() < 0 or columns.max() >= in_features):
-            problems = (f"has sparse weights outside columns 0..{in_features - 1}",)
-        parts |= {"sparse_rows": rows, "sparse_columns": columns, "sparse_values": values}
-    numbers = {
-        name: parts[name].astype(np.float32) for name in ("table", "sparse_values") if name in parts
-    }
-    return Raw(parts, numbers, (out_features, in_features), problems)
 
-
-STORAGE = Storage(formats=(SqueezeLlmFormat(),), readers={"squeezellm": read_squeezellm})
+STORAGE = Storage(formats=(SqueezeLlmFormat(),))

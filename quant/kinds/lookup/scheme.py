@@ -21,7 +21,6 @@ class LookupScheme(Scheme):
     """
 
     kind_name: ClassVar[str] = "lookup"
-    format_names: ClassVar[tuple[str, ...]] = ("squeezellm",)
 
     bits: int
     sparse_fraction: float = 0.0

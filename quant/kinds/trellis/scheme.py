@@ -26,7 +26,6 @@ class TrellisScheme(Scheme):
 
     kind_name: ClassVar[str] = "trellis"
     searched_widths: ClassVar[tuple[tuple[int, ...], ...]] = (tuple(range(1, 9)),)
-    format_names: ClassVar[tuple[str, ...]] = ("exl3",)
 
     bits: int
     codebook: str = "mul1"

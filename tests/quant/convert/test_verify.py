@@ -10,7 +10,7 @@ import pytest
 import torch
 from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, UNPROVEN, verify
-from llmopt.quant.formats.registry import READERS, quantized_modules, read_quantized
+from llmopt.quant.formats.registry import FORMATS, quantized_modules, read_quantized
 from llmopt.quant.kinds.base.raw import read_headers
 from llmopt.quant.kinds.ggml.formats import read_gguf_headers
 from llmopt.quant.model.checkpoint import Checkpoint
@@ -110,7 +110,7 @@ def test_both_readers_agree(quantized: Quantized, options: dict[str, object]) ->
     checkpoint = Checkpoint(quantized(**options).output)
     config = checkpoint.quantization_config or {}
     entries = read_headers(sorted(checkpoint.folder.glob("*.safetensors")))
-    reader = READERS[config["quant_method"]]
+    reader = FORMATS[config["quant_method"]].read_raw
     for module in sorted(quantized_modules(checkpoint))[:9]:
         ours, raw = read_quantized(checkpoint, module), reader(entries, module, config)
         assert raw.shape == ours.shape

@@ -14,7 +14,6 @@ from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.convert.verify import UNPROVEN, verify
 from llmopt.quant.formats.registry import (
     FORMATS,
-    READERS,
     format_of,
     quantized_modules,
     read_quantized,
@@ -56,7 +55,7 @@ def test_both_readers_give_back_every_part(tmp_path: Path, name: str, scheme: Sc
     assert quantized_modules(checkpoint) == {MODULE}
     assert tensor_names(checkpoint, MODULE) == tensors.keys() - {f"{MODULE}.bias"}
     assert_same(tensor, read_quantized(checkpoint, MODULE))
-    raw = READERS[name](read_headers([tmp_path / "model.safetensors"]), MODULE, config)
+    raw = FORMATS[name].read_raw(read_headers([tmp_path / "model.safetensors"]), MODULE, config)
     assert raw.shape == tensor.shape
     for part, expected in tensor.parts().items():
         assert raw.parts[part].tobytes() == tensor_bytes(expected), part

@@ -12,7 +12,7 @@ import pytest
 import torch
 from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import skipped_by, verify
-from llmopt.quant.formats.compressed_tensors import find_group, read_compressed_tensors
+from llmopt.quant.formats.compressed_tensors import FORMAT, find_group
 from llmopt.quant.formats.registry import read_quantized
 from llmopt.quant.kinds.base.raw import read_headers
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -67,7 +67,7 @@ def test_zero_points_of_an_overlapping_group_are_kept(
     config["config_groups"] = {f"g{n}": groups[target] for n, target in enumerate(order)}
     checkpoint = write_checkpoint(tmp_path, tensors, config)
     assert_same(tensor, read_quantized(checkpoint, MODULE))
-    raw = read_compressed_tensors(read_headers([tmp_path / SINGLE_NAME]), MODULE, config)
+    raw = FORMAT.read_raw(read_headers([tmp_path / SINGLE_NAME]), MODULE, config)
     assert torch.equal(torch.from_numpy(raw.parts["zeros"]), tensor.parts()["zeros"])
     assert verify(tmp_path).ok
 

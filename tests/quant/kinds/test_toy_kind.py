@@ -20,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # engine, in one process.
 SCRIPT = """
 import contextlib, io, json, sys
-from llmopt.quant.kinds.registry import SCHEMES
-from tests.quant.kinds.toy.scheme import ToyScheme
-SCHEMES.append(ToyScheme)
+from llmopt.quant.kinds.registry import KINDS, KindEntry
+KINDS["toy"] = KindEntry("tests.quant.kinds.toy.scheme", "ToyScheme", ("toy",))
 from llmopt.cli.main import main
 
 printed = {}

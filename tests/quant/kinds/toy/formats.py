@@ -62,13 +62,15 @@ class ToyFormat(WeightFormat):
     def scheme(self, config: Config, module: str) -> Scheme:
         return ToyScheme()
 
+    @staticmethod
+    def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
+        packed = read_array(entries[f"{module}.signs"], "U8")
+        magnitude = read_array(entries[f"{module}.magnitude"], "F16")
+        signs = np.unpackbits(packed, axis=1, bitorder="little").astype(np.int8) * 2 - 1
+        numbers = {"magnitude": magnitude.astype(np.float32)}
+        return Raw(
+            {"signs": signs, "magnitude": magnitude}, numbers, (signs.shape[0], signs.shape[1])
+        )
 
-def read_toy(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-    packed = read_array(entries[f"{module}.signs"], "U8")
-    magnitude = read_array(entries[f"{module}.magnitude"], "F16")
-    signs = np.unpackbits(packed, axis=1, bitorder="little").astype(np.int8) * 2 - 1
-    numbers = {"magnitude": magnitude.astype(np.float32)}
-    return Raw({"signs": signs, "magnitude": magnitude}, numbers, (signs.shape[0], signs.shape[1]))
 
-
-STORAGE = Storage(formats=(ToyFormat(),), readers={"toy": read_toy})
+STORAGE = Storage(formats=(ToyFormat(),))

@@ -12,7 +12,6 @@ from llmopt.quant.base.scheme import Scheme
 @dataclass(frozen=True, slots=True)
 class ToyScheme(Scheme):
     kind_name: ClassVar[str] = "toy"
-    format_names: ClassVar[tuple[str, ...]] = ("toy",)
 
     bits: int = 1
 
