@@ -22,7 +22,6 @@ POST_NORMS = Names(
 
 
 def plain_ropes(_: ModelShape, config: Config) -> Choices:
-    """RoPE as a config that transformers completed has it."""
     return ropes(config)
 
 
@@ -71,7 +70,6 @@ def dense_between(config: Config) -> list[int]:
 
 
 def is_sliding(config: Config) -> list[bool]:
-    """Which layers have sliding-window attention."""
     return [kind == "sliding_attention" for kind in config["layer_types"]]
 
 
@@ -89,20 +87,18 @@ def experts(
     config: Config, width: int, shared_width: int = 0, dense_layers: Sequence[int] = ()
 ) -> Experts:
     """The mixture of a completed config: experts of `width`, shared experts of `shared_width` together."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = _of_all_layers(
-        next((config[name] for name in names if config.get(name) is not None), None)
-    )
-    per_token = _of_all_layers(config.get("num_experts_per_tok"))
+
+    def number(*names: str) -> Any:
+        """A number that the config may repeat for each layer (Hunyuan)."""
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        repeated = isinstance(value, list) and value and all(item == value[0] for item in value)
+        return value[0] if repeated else value
+
+    count = number("num_local_experts", "num_experts", "n_routed_experts")
+    per_token = number("num_experts_per_tok")
     if not isinstance(count, int) or not isinstance(per_token, int) or not 0 < per_token <= count:
         raise NotCovered(f"config.json: {per_token} of {count} experts per token are not supported")
     return Experts(count, per_token, width, shared_width, tuple(dense_layers))
-
-
-def _of_all_layers(value: Any) -> Any:
-    """A number that the config may repeat for each layer (Hunyuan)."""
-    repeated = isinstance(value, list) and value and all(item == value[0] for item in value)
-    return value[0] if repeated else value
 
 
 def deepseek_router(config: Config) -> RouterSpec:
@@ -119,7 +115,6 @@ def deepseek_router(config: Config) -> RouterSpec:
 
 
 def first_dense(config: Config) -> range:
-    """Layers with an MLP: the first ones (DeepSeek)."""
     return range(min(config["first_k_dense_replace"], config["num_hidden_layers"]))
 
 
@@ -132,7 +127,7 @@ def layer_parts(config: Config, kind: str, mixer: StateMixer) -> tuple[LayerPart
     kinds = config["layer_types"]
     if unknown := sorted({*kinds} - {kind, "full_attention"}):
         raise NotCovered(f"config.json: layer_types holds {unknown[0]!r}, which is not supported")
-    return tuple(LayerParts(mixer if each == kind else None) for each in kinds)
+    return tuple(LayerParts(mixer if name == kind else None) for name in kinds)
 
 
 def check_silu(config: Config, key: str) -> None:

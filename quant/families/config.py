@@ -11,82 +11,9 @@ from .registry import all_families, model_family, type_of
 from .shape_rules import Config
 from .shapes import ModelShape
 
-MAX_LAYERS = 10_000
-MAX_COUNT = 10**9
+_MAX_LAYERS = 10_000
+_MAX_COUNT = 10**9
 _CLASSIFIER = "ForSequenceClassification"
-
-_COUNTS = frozenset(
-    {
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "intermediate_size_mlp",
-        "n_inner",
-        "ffn_hidden_size",
-        "vocab_size",
-        "max_position_embeddings",
-        "sliding_window",
-        "sliding_window_pattern",
-        "attention_chunk_size",
-        "no_rope_layer_interval",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "decoder_sparse_step",
-        "interleave_moe_layer_step",
-        "kv_lora_rank",
-        "q_lora_rank",
-        "qk_rope_head_dim",
-        "qk_nope_head_dim",
-        "v_head_dim",
-        # Older names of some of them.
-        "n_embd",
-        "d_model",
-        "n_layer",
-        "n_layers",
-        "n_head",
-        "n_heads",
-        "num_kv_heads",
-        "n_head_kv",
-        "n_positions",
-        "num_experts",
-        "n_routed_experts",
-        "experts_per_token",
-    }
-)
-_COUNTS_FROM_ZERO = frozenset(
-    {"n_shared_experts", "first_k_dense_replace", "max_window_layers", "num_ln_in_parallel_attn"}
-)
-_FLAGS = frozenset(
-    {
-        "tie_word_embeddings",
-        "use_sliding_window",
-        "attention_bias",
-        "mlp_bias",
-        "bias",
-        "multi_query",
-        "parallel_attn",
-        "new_decoder_architecture",
-    }
-)
-_LISTS = frozenset({"layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers"})
-_OBJECTS = frozenset({"text_config", "rope_scaling", "quantization_config"})
-# Fields for which an explicit null has a meaning.
-_NULLABLE = frozenset(
-    {
-        "num_key_value_heads",
-        "head_dim",
-        "sliding_window",
-        "attention_chunk_size",
-        "q_lora_rank",
-        "n_shared_experts",
-        *_FLAGS,
-    }
-)
-
 
 # Config key synonyms: the planner reads the first.
 _SYNONYMS = {
@@ -98,6 +25,27 @@ _SYNONYMS = {
     "max_position_embeddings": ("n_positions",),
     "num_local_experts": ("num_experts", "n_routed_experts"),
     "num_experts_per_tok": ("experts_per_token",),
+}
+_COUNTS = {
+    *(name for key, synonyms in _SYNONYMS.items() for name in (key, *synonyms)),
+    *("head_dim", "intermediate_size_mlp", "vocab_size", "moe_intermediate_size"),
+    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("sliding_window", "sliding_window_pattern", "attention_chunk_size"),
+    *("no_rope_layer_interval", "decoder_sparse_step", "interleave_moe_layer_step"),
+}
+_COUNTS_FROM_ZERO = {
+    *("n_shared_experts", "first_k_dense_replace", "max_window_layers", "num_ln_in_parallel_attn")
+}
+_FLAGS = {
+    *("tie_word_embeddings", "use_sliding_window", "attention_bias", "mlp_bias", "bias"),
+    *("multi_query", "parallel_attn", "new_decoder_architecture"),
+}
+_LISTS = {"layer_types", "no_rope_layers", "moe_layers", "mlp_only_layers"}
+_OBJECTS = {"text_config", "rope_scaling", "quantization_config"}
+# Fields for which an explicit null has a meaning.
+_NULLABLE = {
+    *("num_key_value_heads", "head_dim", "sliding_window", "attention_chunk_size"),
+    *("q_lora_rank", "n_shared_experts", *_FLAGS),
 }
 
 
@@ -158,7 +106,7 @@ def complete(raw: Config) -> tuple[ModelFamily, dict[str, Any]]:
     check_type(config)
     family = _with_defaults(type_of(config))
     if family is None or family.rules is None or family.rules.defaults is None:
-        known = sorted(each.name for each in all_families() if _with_defaults(each.name))
+        known = sorted(item.name for item in all_families() if _with_defaults(item.name))
         raise BadInput(
             f"model type {type_of(config)!r} is not known here, nor its attention pattern; "
             f"known: {', '.join(known)}"
@@ -171,7 +119,9 @@ def complete(raw: Config) -> tuple[ModelFamily, dict[str, Any]]:
     filled = {**defaults, **config}
     if "n_routed_experts" in defaults:
         filled.setdefault("num_local_experts", filled["n_routed_experts"])
-    check_nulls(filled, defaults)
+    for key in defaults:
+        if filled.get(key) is None and key not in _NULLABLE:
+            raise _invalid(key, None, "a value, or no such field for the usual one")
     return family, filled
 
 
@@ -181,21 +131,13 @@ def is_classifier(config: Config) -> bool:
 
 
 def check_type(config: Config) -> None:
-    """Check that a config says which architecture it is.
-
-    Raises:
-        BadInput: it does not.
-    """
+    """Raises BadInput for a config that does not say which architecture it is."""
     if not type_of(config):
         raise BadInput("config.json has no model_type: it does not say which architecture it is")
 
 
 def check_kinds(raw: Mapping[str, Any]) -> None:
-    """Check the type and range of each known field; nulls are skipped.
-
-    Raises:
-        BadInput: naming the first invalid field.
-    """
+    """Raises BadInput for the first known field of a wrong type or range; nulls are skipped."""
     for key, value in raw.items():
         if value is None:
             continue
@@ -214,29 +156,14 @@ def check_kinds(raw: Mapping[str, Any]) -> None:
 
 
 def check_depth(raw: Mapping[str, Any]) -> None:
-    """Check the number of layers of a config that is probed, before a module of that depth is built.
-
-    Raises:
-        BadInput: it is no sensible number.
-    """
+    """Raises BadInput for a senseless number of layers, before a module of that depth is probed."""
     for part in (raw, raw.get("text_config")):
         if isinstance(part, Mapping) and part.get("num_hidden_layers") is not None:
             _check_count("num_hidden_layers", part["num_hidden_layers"], 1)
 
 
-def check_nulls(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Check that no field with a family default is null.
-
-    Raises:
-        BadInput: naming the first that is.
-    """
-    for key in defaults:
-        if config.get(key) is None and key not in _NULLABLE:
-            raise _invalid(key, None, "a value, or no such field for the usual one")
-
-
 def _check_count(key: str, value: Any, minimum: int) -> None:
-    maximum = MAX_LAYERS if key == "num_hidden_layers" else MAX_COUNT
+    maximum = _MAX_LAYERS if key == "num_hidden_layers" else _MAX_COUNT
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
         raise _invalid(key, value, f"a whole number from {minimum} to {maximum:,}")
 

@@ -22,17 +22,17 @@ class GgufRules:
 
     Attributes:
         architecture: `general.architecture`.
-        stems: modules of a layer that have tensors, by the name behind `model.layers.N.`.
-        permuted: whether rows of q and k change places, for llama.cpp's interleaved RoPE.
-        norm_offset: added to norm weights, which the model itself adds at run time.
-        activations: of the MLP, which llama.cpp computes.
+        stems: modules of a layer that have tensors, by the name after `model.layers.N.`.
+        permuted: True if rows of q and k change places, for llama.cpp's interleaved RoPE.
+        norm_offset: number added to norm weights, which the model itself adds at run time.
+        activations: activations of the MLP that llama.cpp computes.
         epsilon: names of the norms' epsilon in `config.json` and in GGUF.
-        keys: further fields of `config.json`, and their keys.
+        keys: further fields of `config.json`, and their keys in GGUF.
         constants: fields that llama.cpp assumes, with the value that is right.
-        head_dim: where `config.json` has none; 0: hidden size over heads.
-        slides: whether layers slide without `use_sliding_window`; llama.cpp keeps no such window unless the
+        head_dim: head dimension where `config.json` has none; 0: hidden size over heads.
+        slides: True if layers slide without `use_sliding_window`; llama.cpp keeps no such window unless the
             window is among `keys`.
-        default_window: where `config.json` has none.
+        default_window: window where `config.json` has none.
     """
 
     architecture: str
@@ -49,7 +49,6 @@ class GgufRules:
 
     @property
     def sparse(self) -> bool:
-        """Whether its layers have experts."""
         return "num_experts_per_tok" in self.keys
 
 
@@ -70,8 +69,8 @@ class ImageTokens:
     """Size of one image in a prompt and in the tower.
 
     Attributes:
-        num_tokens: in the prompt, with the separators that the processor writes between rows and tiles.
-        num_patches: that the vision tower reads.
+        num_tokens: tokens in the prompt, with the processor's separators between rows and tiles.
+        num_patches: patches that the vision tower reads.
         num_tiles: parts that attend only within themselves; 1 for a whole image.
         formula: the count with its numbers.
     """
@@ -84,12 +83,9 @@ class ImageTokens:
 
 @dataclass(frozen=True, slots=True)
 class ImageSettings:
-    """Settings of a checkpoint's processor, looked up in its own order of files.
+    """`config.json` and `preprocessor_config.json`, looked up in the processor's own order.
 
-    Attributes:
-        config: `config.json`.
-        processor: `preprocessor_config.json`; what both leave out is the default of the family's released
-            checkpoints.
+    A setting that both leave out is the default of the family's released checkpoints.
     """
 
     config: Mapping[str, Any]
@@ -97,7 +93,6 @@ class ImageSettings:
 
     @property
     def vision(self) -> Mapping[str, Any]:
-        """`vision_config`."""
         return self.config.get("vision_config") or {}
 
     def side(self, name: str, default: int) -> int:
@@ -121,16 +116,16 @@ class ModelFamily:
 
     Attributes:
         name: the model type in `config.json`.
-        rules: those of its shape; None: its modules are measured.
+        rules: rules of its shape; None: its modules are measured.
         choices: fields of the engine's `ModelSpec` that the shape does not tell, from shape and completed
             config; None: the engine runs it through transformers' modules.
         with_states: layers may mix tokens with a constant state. Its shape is that of a model with attention
             in their place.
         prepare: changes a completed config before shape and choices read it.
-        gguf: how it lies in GGUF; None: it cannot be written there.
-        image_tokens: the tokens of an image; None: the processor is asked.
+        gguf: layout in GGUF; None: it cannot be written there.
+        image_tokens: rule for the tokens of an image; None: the processor is asked.
         other_names: former names of the type, and the fields that each implies.
-        ties_wrapped: of a wrapper: the default of its `tie_word_embeddings`.
+        ties_wrapped: default of a wrapper's `tie_word_embeddings`.
         splits_experts: loaders take each of its experts by itself, though its files hold them fused.
         plain_tokenizer: `AutoTokenizer` takes its `tokenizer.json` as it is, where the folder says so.
     """

@@ -61,7 +61,6 @@ GEMMA = ModelFamily(
 
 
 def _sandwiched(shape: ModelShape, config: Config) -> Choices:
-    """Norms before and after attention and MLP, for Gemma 2 and 3."""
     return {
         "names": GEMMA_NORMS,
         "activation": config.get("hidden_activation") or "gelu_pytorch_tanh",
@@ -120,7 +119,6 @@ def _gemma3(shape: ModelShape, config: Config) -> Choices:
 
 
 def _gemma3_ropes(shape: ModelShape, config: Config) -> tuple[RopeSpec, ...]:
-    """One RoPE for full-attention layers and one for sliding-window layers, in either config form."""
     both = config.get("rope_parameters") or {}
     if "full_attention" in both or "sliding_attention" in both:
         full = {**config, "rope_parameters": both.get("full_attention")}
@@ -154,20 +152,14 @@ GEMMA3 = ModelFamily(
 def _pooled(settings: ImageSettings, width: int, height: int) -> ImageTokens:
     """The image is resized to a square and pooled to a number of tokens."""
     tokens = int(settings.config.get("mm_tokens_per_image", 256))
-    patches = (
-        settings.vision_size("image_size", 896) // settings.vision_size("patch_size", 14)
-    ) ** 2
-    return ImageTokens(tokens, patches, 1, "mm_tokens_per_image")
-
-
-GEMMA3_IMAGES = ModelFamily("gemma3", image_tokens=_pooled, ties_wrapped=True)
+    side = settings.vision_size("image_size", 896) // settings.vision_size("patch_size", 14)
+    return ImageTokens(tokens, side**2, 1, "mm_tokens_per_image")
 
 
 _FOUR_NORMS = replace(QK_NORM, norms_per_layer=4)
 
 
 def _by_kind(config: Config) -> dict[str, RopeSpec]:
-    """RoPE of each kind of layer."""
     return {
         kind: RopeSpec.from_config({**config, "rope_parameters": part})
         for kind, part in config["rope_parameters"].items()
@@ -206,12 +198,6 @@ def _gemma3n(shape: ModelShape, config: Config) -> Choices:
     }
 
 
-def _one_width(config: Config) -> Config:
-    """The config with one intermediate size for all layers, and theirs beside it."""
-    sizes = list(config["intermediate_size"])
-    return {**config, "intermediate_size": max(sizes), "intermediate_sizes": sizes}
-
-
 _MIXTURE: dict[str, Any] = {
     "router": "router.proj",
     "router_scale": "router.scale",
@@ -224,8 +210,10 @@ _MIXTURE: dict[str, Any] = {
 
 def _gemma4(shape: ModelShape, config: Config) -> Choices:
     sizes = _gemma4_layers(shape, config)
-    kinds = _by_kind(config)
-    pairs = zip(config["layer_types"], sizes, strict=True)
+    kinds, layer_types = _by_kind(config), config["layer_types"]
+    pairs = zip(layer_types, sizes, strict=True)
+    # The tokens of an image attend to all of it in layers with a sliding window.
+    in_images = config.get("use_bidirectional_attention") == "vision"
     width = config["hidden_size_per_layer_input"] or 0
     mixture, names = None, replace(GEMMA_NORMS, layer_scale="layer_scalar")
     if config["enable_moe_block"]:
@@ -239,7 +227,7 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
         "names": names,
         "activation": config["hidden_activation"],
         "attention_scale": 1.0,
-        "bidirectional": _bidirectional(config),
+        "bidirectional": tuple(in_images and kind != "full_attention" for kind in layer_types),
         "embedding_scale": math.sqrt(shape.hidden_size),
         "logit_softcap": config["final_logit_softcapping"],
         "layers": sizes,
@@ -249,12 +237,6 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
         "placeholders": config["placeholder_token_ids"],
         "per_layer_vocab": config["vocab_size_per_layer_input"] if width else 0,
     }
-
-
-def _bidirectional(config: Config) -> tuple[bool, ...]:
-    """The layers in which the tokens of an image attend to all of it: those with a sliding window, if any."""
-    in_images = config.get("use_bidirectional_attention") == "vision"
-    return tuple(in_images and kind != "full_attention" for kind in config["layer_types"])
 
 
 def _gemma4_layers(shape: ModelShape, config: Config) -> tuple[LayerSizes, ...]:
@@ -301,8 +283,17 @@ FAMILIES = (
     GEMMA,
     GEMMA2,
     GEMMA3,
-    GEMMA3_IMAGES,
-    ModelFamily("gemma3n_text", _FOUR_NORMS, _gemma3n, prepare=_one_width),
+    ModelFamily("gemma3", image_tokens=_pooled, ties_wrapped=True),
+    ModelFamily(
+        "gemma3n_text",
+        _FOUR_NORMS,
+        _gemma3n,
+        prepare=lambda config: {
+            **config,
+            "intermediate_size": max(config["intermediate_size"]),
+            "intermediate_sizes": list(config["intermediate_size"]),
+        },
+    ),
     ModelFamily("gemma4_text", _FOUR_NORMS, _gemma4),
     ModelFamily("gemma4", image_tokens=_within_budget),
 )

@@ -1,10 +1,21 @@
-"""GPT-2, Falcon and StarCoder2: layer norms, MLPs without a gate."""
+"""Dense families: GPT-2, Falcon and StarCoder2 (layer norms, no gate), Phi, OLMo, EXAONE, Cohere."""
 
 from __future__ import annotations
 
-from .choices import same_rope
-from .family import GGUF_ATTENTION, GGUF_LAYER_NORM, GGUF_NORMS, Choices, GgufRules, ModelFamily
-from .shape_rules import Config, ShapeRules
+from dataclasses import replace
+
+from .choices import BIASED_ATTENTION, POST_NORMS, QK_NORM, is_sliding, ropes, same_rope
+from .family import (
+    GGUF_ATTENTION,
+    GGUF_LAYER_NORM,
+    GGUF_MLP,
+    GGUF_NORMS,
+    GGUF_QK_NORMS,
+    Choices,
+    GgufRules,
+    ModelFamily,
+)
+from .shape_rules import Config, ShapeRules, sliding_everywhere
 from .shapes import ModelShape
 from .spec_parts import Names, NotCovered
 
@@ -127,4 +138,92 @@ STARCODER2 = ModelFamily(
     ),
 )
 
-FAMILIES = (GPT2, FALCON, STARCODER2)
+
+def _phi3(shape: ModelShape, config: Config) -> Choices:
+    options = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if options.get("rope_type", options.get("type")) in ("su", "yarn"):  # earlier names
+        config = {**config, "rope_parameters": {**options, "rope_type": "longrope"}}
+    part = config.get("partial_rotary_factor", options.get("partial_rotary_factor", 1.0))
+    return {
+        **same_rope(shape, {"original_max_position_embeddings": 4096, **config}),
+        "names": Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
+        "rotary_width": int(shape.head_dim * part),
+    }
+
+
+def _olmo(_: ModelShape, config: Config) -> Choices:
+    return {**ropes(config), "names": POST_NORMS, "qk_norm_whole": True}
+
+
+def _exaone4(_: ModelShape, config: Config) -> Choices:
+    has_rope = None if config.get("sliding_window") is None else is_sliding(config)
+    return {**ropes(config, has_rope), "names": POST_NORMS}
+
+
+def _cohere(_: ModelShape, config: Config) -> Choices:
+    """Command R and, with RoPE in sliding-window layers alone, Command A."""
+    if config.get("use_qk_norm"):
+        raise NotCovered("config.json: use_qk_norm of Cohere is not supported")
+    return {
+        **ropes(config, is_sliding(config) if config.get("layer_types") else None),
+        "names": Names(mlp_norm=""),
+        "norm_eps": float(config["layer_norm_eps"]),
+        "norm_bias": False,
+        "rotary_interleaved": True,
+        "parallel": True,
+        "logit_scale": float(config["logit_scale"]),
+    }
+
+
+_COHERE_RULES = replace(BIASED_ATTENTION, norms_per_layer=1, layer_norm=True)
+
+
+FAMILIES = (
+    GPT2,
+    FALCON,
+    STARCODER2,
+    ModelFamily(
+        "phi3",
+        ShapeRules({"max_position_embeddings": 4096}, sliding_everywhere),
+        _phi3,
+        gguf=GgufRules(
+            "phi3",
+            stems=(
+                *GGUF_NORMS,
+                *("self_attn.qkv_proj", "self_attn.o_proj"),
+                *("mlp.gate_up_proj", "mlp.down_proj"),
+            ),
+            constants={"partial_rotary_factor": 1.0},
+            slides=True,
+        ),
+    ),
+    ModelFamily(
+        "olmo2",
+        QK_NORM,
+        _olmo,
+        gguf=GgufRules(
+            "olmo2",
+            stems=(
+                *("post_attention_layernorm", "post_feedforward_layernorm"),
+                *(*GGUF_ATTENTION, *GGUF_QK_NORMS, *GGUF_MLP),
+            ),
+        ),
+        plain_tokenizer=True,
+    ),
+    ModelFamily("olmo3", QK_NORM, _olmo),
+    ModelFamily("exaone4", ShapeRules(qk_norm=True), _exaone4),
+    ModelFamily(
+        "cohere",
+        _COHERE_RULES,
+        _cohere,
+        gguf=GgufRules(
+            "command-r",
+            stems=("input_layernorm", *GGUF_ATTENTION, *GGUF_MLP),
+            epsilon=("layer_norm_eps", GGUF_LAYER_NORM),
+            keys={"logit_scale": "logit_scale"},
+            constants={"use_qk_norm": False},
+        ),
+    ),
+    ModelFamily("cohere2", _COHERE_RULES, _cohere),
+)

@@ -70,5 +70,4 @@ class LayerMap:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Every linear of a layer."""
         return tuple(name for group in self.shared_inputs for name in group)

@@ -37,21 +37,6 @@ LLAMA = ModelFamily(
     plain_tokenizer=True,
 )
 
-SEED_OSS = ModelFamily(
-    "seed_oss",
-    ShapeRules(qkv_bias="attention_bias", output_bias="attention_out_bias", mlp_bias="mlp_bias"),
-    plain_ropes,
-    gguf=GgufRules("seed_oss", GGUF_DENSE, head_dim=128),
-)
-
-
-SMOLLM3 = ModelFamily(
-    "smollm3",
-    _BIASED,
-    lambda _, config: ropes(config, [bool(flag) for flag in config["no_rope_layers"]]),
-    plain_tokenizer=True,
-)
-
 
 def _chunked(config: Config) -> Windows:
     """Chunked attention in layers with RoPE; full attention in those without (NoPE)."""
@@ -113,8 +98,6 @@ LLAMA4 = ModelFamily(
     _llama4,
     splits_experts=True,
 )
-LLAMA4_IMAGES = ModelFamily("llama4", ties_wrapped=False, splits_experts=True)
-
 
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
@@ -153,8 +136,6 @@ MIXTRAL = ModelFamily(
     ),
 )
 
-MINISTRAL = ModelFamily("ministral", ShapeRules(), plain_ropes)
-
 
 def _ministral3(_: ModelShape, config: Config) -> Choices:
     rope = config["rope_parameters"]
@@ -165,9 +146,6 @@ def _ministral3(_: ModelShape, config: Config) -> Choices:
         raise NotCovered("config.json: llama_4_scaling_beta needs original_max_position_embeddings")
     temperature = Temperature(original, beta, first=0, everywhere=True)
     return {**ropes(config), "temperature": temperature}
-
-
-MINISTRAL3 = ModelFamily("ministral3", ShapeRules(windows=sliding_everywhere), _ministral3)
 
 
 def _pixtral(settings: ImageSettings, width: int, height: int) -> ImageTokens:
@@ -181,17 +159,25 @@ def _pixtral(settings: ImageSettings, width: int, height: int) -> ImageTokens:
     return ImageTokens(rows * (columns + 1), patches, 1, f"{rows} x ({columns} + 1)")
 
 
-MISTRAL3 = ModelFamily("mistral3", image_tokens=_pixtral, ties_wrapped=True)
-
 FAMILIES = (
     LLAMA,
-    SEED_OSS,
-    SMOLLM3,
+    ModelFamily(
+        "seed_oss",
+        replace(_BIASED, output_bias="attention_out_bias"),
+        plain_ropes,
+        gguf=GgufRules("seed_oss", GGUF_DENSE, head_dim=128),
+    ),
+    ModelFamily(
+        "smollm3",
+        _BIASED,
+        lambda _, config: ropes(config, [bool(flag) for flag in config["no_rope_layers"]]),
+        plain_tokenizer=True,
+    ),
     LLAMA4,
-    LLAMA4_IMAGES,
+    ModelFamily("llama4", ties_wrapped=False, splits_experts=True),
     MISTRAL,
     MIXTRAL,
-    MINISTRAL,
-    MINISTRAL3,
-    MISTRAL3,
+    ModelFamily("ministral", ShapeRules(), plain_ropes),
+    ModelFamily("ministral3", ShapeRules(windows=sliding_everywhere), _ministral3),
+    ModelFamily("mistral3", image_tokens=_pixtral, ties_wrapped=True),
 )

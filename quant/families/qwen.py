@@ -69,12 +69,6 @@ QWEN3 = ModelFamily(
 )
 
 
-def _sliding_everywhere_if_used(config: Config) -> Windows:
-    """The window of Qwen 3, but in every layer."""
-    window = config.get("sliding_window") if config.get("use_sliding_window") else None
-    return (window,) * config["num_hidden_layers"]
-
-
 def _qwen3_moe(shape: ModelShape, config: Config) -> Choices:
     router = RouterSpec(normalize=bool(config.get("norm_topk_prob", False)))
     return {**same_rope(shape, config), "router": router}
@@ -95,7 +89,7 @@ QWEN3_MOE = ModelFamily(
             "attention_bias": False,
             **_WINDOW,
         },
-        windows=_sliding_everywhere_if_used,
+        windows=lambda config: _sliding_if_used({**config, "max_window_layers": 0}),
         dense_layers=dense_between,
     ),
     _qwen3_moe,
@@ -112,16 +106,15 @@ QWEN3_MOE = ModelFamily(
 )
 
 
+def _mixture(shape: ModelShape, config: Config, dense: Sequence[int] = ()) -> ModelShape:
+    width, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
+    return replace(shape, experts=experts(config, width, shared, dense))
+
+
 def _qwen2_moe(shape: ModelShape, config: Config) -> Choices:
-    mixture = experts(
-        config,
-        config["moe_intermediate_size"],
-        config["shared_expert_intermediate_size"],
-        dense_between(config),
-    )
     return {
         **ropes(config),
-        "shape": replace(shape, experts=mixture),
+        "shape": _mixture(shape, config, dense_between(config)),
         "names": Names(shared_expert="mlp.shared_expert", shared_gate="mlp.shared_expert_gate"),
         "router": RouterSpec(normalize=bool(config["norm_topk_prob"])),
     }
@@ -152,19 +145,11 @@ def smart_resize(settings: ImageSettings, width: int, height: int) -> ImageToken
     patch = settings.vision_size("patch_size", 14)
     merge = settings.vision_size("spatial_merge_size", 2)
     size = settings.processor.get("size") or {}
-    least = (
-        settings.processor.get("min_pixels")
-        or size.get("shortest_edge")
-        or 4 * (patch * merge) ** 2
-    )
-    most = (
-        settings.processor.get("max_pixels")
-        or size.get("longest_edge")
-        or 16384 * (patch * merge) ** 2
-    )
+    factor = patch * merge
+    least = settings.processor.get("min_pixels") or size.get("shortest_edge") or 4 * factor**2
+    most = settings.processor.get("max_pixels") or size.get("longest_edge") or 16384 * factor**2
     if max(height, width) > 200 * min(height, width):
         raise BadInput(f"an image of {width}x{height}: this model takes aspect ratios up to 200")
-    factor = patch * merge
     high, wide = round(height / factor) * factor, round(width / factor) * factor
     if high * wide > most:
         scale = sqrt(height * width / most)
@@ -211,11 +196,6 @@ def _delta_nets(config: Config, *, by_head: bool) -> Choices:
     }
 
 
-def _mixture(shape: ModelShape, config: Config, dense: Sequence[int] = ()) -> ModelShape:
-    width, shared = config["moe_intermediate_size"], config["shared_expert_intermediate_size"]
-    return replace(shape, experts=experts(config, width, shared, dense))
-
-
 def _qwen3_next(shape: ModelShape, config: Config) -> Choices:
     dense = dense_between(config)
     return {
@@ -230,15 +210,6 @@ def _qwen3_5(_: ModelShape, config: Config) -> Choices:
     return with_mrope(choices, config, (11, 11, 10), interleave=True)
 
 
-def _qwen3_5_moe(shape: ModelShape, config: Config) -> Choices:
-    return {**_qwen3_5(shape, config), "shape": _mixture(shape, config)}
-
-
-def _without_mlp(config: Config) -> Config:
-    """The config with an intermediate size: that of Qwen3.5-MoE has none, for every layer has experts."""
-    return {"intermediate_size": config["moe_intermediate_size"], **config}
-
-
 FAMILIES = (
     *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
     ModelFamily("qwen2_vl_text", ShapeRules(qkv_bias=True), _qwen2_vl),
@@ -249,7 +220,14 @@ FAMILIES = (
     _wrapper("qwen3_vl_moe", splits_experts=True),
     ModelFamily("qwen3_next", QK_NORM, _qwen3_next, with_states=True),
     ModelFamily("qwen3_5_text", QK_NORM, _qwen3_5, with_states=True),
-    ModelFamily("qwen3_5_moe_text", QK_NORM, _qwen3_5_moe, with_states=True, prepare=_without_mlp),
+    ModelFamily(
+        "qwen3_5_moe_text",
+        QK_NORM,
+        lambda shape, config: {**_qwen3_5(shape, config), "shape": _mixture(shape, config)},
+        with_states=True,
+        # Every layer has experts, and the config no intermediate size.
+        prepare=lambda config: {"intermediate_size": config["moe_intermediate_size"], **config},
+    ),
     ModelFamily("qwen3_5", image_tokens=smart_resize),
     ModelFamily("qwen3_5_moe", image_tokens=smart_resize),
 )

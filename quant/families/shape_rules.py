@@ -25,12 +25,10 @@ _WINDOW_KEYS = {
 
 
 def full_attention(config: Config) -> Windows:
-    """Full attention in every layer."""
     return (None,) * config["num_hidden_layers"]
 
 
 def sliding_everywhere(config: Config) -> Windows:
-    """The window in every layer, where the config has one."""
     return (config.get("sliding_window"),) * config["num_hidden_layers"]
 
 
@@ -49,7 +47,6 @@ def full_every(default: int, window_key: str, *interval_keys: str) -> Callable[[
 
 
 def all_sparse(config: Config) -> tuple[int, ...]:
-    """No layer has a dense MLP in place of its experts."""
     return ()
 
 

@@ -49,7 +49,6 @@ class Tensor:
 
     @property
     def num_elements(self) -> int:
-        """Elements of one such tensor."""
         return self.out_features * self.in_features
 
 
@@ -89,7 +88,6 @@ class Latent:
 
     @property
     def query_dim(self) -> int:
-        """Dimension of one query head."""
         return self.nope_dim + self.rope_dim
 
 
@@ -159,7 +157,15 @@ class ModelShape:
             inner = _number(config, "intermediate_size", name)
         dense_inner = config.get("intermediate_size_mlp") or inner
         head_dim = config.get("head_dim") or hidden // heads
-        latent = _latent(config) if rules.has_default("kv_lora_rank") else None
+        latent = None
+        if rules.has_default("kv_lora_rank"):
+            latent = Latent(
+                kv_rank=config["kv_lora_rank"],
+                rope_dim=config["qk_rope_head_dim"],
+                nope_dim=config["qk_nope_head_dim"],
+                value_dim=config["v_head_dim"],
+                query_rank=config.get("q_lora_rank"),
+            )
         kv_heads = rules.num_kv_heads(config) if rules.num_kv_heads else None
         if kv_heads is None:
             given = config.get("num_key_value_heads")
@@ -220,12 +226,10 @@ class ModelShape:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, tied ones once."""
         return sum(t.num_elements * t.count for t in self.tensors())
 
     @property
     def num_active_parameters(self) -> int:
-        """Active parameters per token: of the experts, only the routed ones. Embedding and head count."""
         return sum(t.num_elements * t.used for t in self.tensors())
 
     @property
@@ -247,12 +251,11 @@ class ModelShape:
     ) -> int:
         """KV-cache bytes of one sequence: each layer holds min(tokens, window), in whole blocks. A constant
         state is included."""
-        held = sum(
+        blocks = sum(
             ceil(min(num_tokens, num_tokens if window is None else window) / block_size)
-            * block_size
             for window in self.windows
         )
-        return ceil(held * self.cached_elements * bytes_per_element)
+        return ceil(blocks * block_size * self.cached_elements * bytes_per_element)
 
     @property
     def state_bytes(self) -> int:
@@ -376,18 +379,7 @@ def _number(config: Config, key: str, family: str) -> int:
 
 
 def _flag(source: str | bool, config: Config) -> bool:
-    """A constant, or the value of that config key."""
     return source if isinstance(source, bool) else bool(config[source])
-
-
-def _latent(config: Config) -> Latent:
-    return Latent(
-        kv_rank=config["kv_lora_rank"],
-        rope_dim=config["qk_rope_head_dim"],
-        nope_dim=config["qk_nope_head_dim"],
-        value_dim=config["v_head_dim"],
-        query_rank=config.get("q_lora_rank"),
-    )
 
 
 def _experts(config: Config, rules: ShapeRules, family: str) -> Experts | None:

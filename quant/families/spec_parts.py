@@ -265,12 +265,10 @@ class DeltaNetSpec:
 
     @property
     def keys_width(self) -> int:
-        """Elements of the keys of a token, and of its queries."""
         return self.num_key_heads * self.key_dim
 
     @property
     def values_width(self) -> int:
-        """Elements of the values of a token, and of its gate."""
         return self.num_value_heads * self.value_dim
 
 
@@ -325,5 +323,4 @@ class LayerParts:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the layer has attention, and so keys and values."""
         return self.has_mixer and self.state is None
