@@ -17,7 +17,7 @@ from ..engine.config.config import EngineConfig
 from ..engine.server.protocol.server_options import ServedModelOptions
 from .options.command import From, Words, output_to, with_options
 from .options.shared import Json, check_models
-from .serving import app_options, require_server
+from .serve_local import app_options, require_server
 
 if TYPE_CHECKING:
     from ..engine.server.batch_file import BatchFile

@@ -36,21 +36,16 @@ COMMANDS = {
     "doctor": "Show this machine's hardware, what is wrong and what to do about it; with --all also the "
     "kernel selected for each operation.",
 }
-"""Help summaries of the commands. Each command is a function in the module of the same name, or a Typer app
-where it has sub-commands."""
+"""Help summaries of the commands. Each command is a function in the module of the same name."""
 
 
 def application(*names: str) -> typer.Typer:
     """The Typer app with the given commands, by default all."""
     app = _empty()
     for name in names or COMMANDS:
-        word = name.replace("-", "_")
-        command: Callable[..., None] | typer.Typer
-        command = getattr(import_module(f".{word}", __package__), word)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            app.command(name)(_interruptible(command))
+        module = name.replace("-", "_")
+        command = getattr(import_module(f".{module}", __package__), module)
+        app.command(name)(_interruptible(command))
     return app
 
 
@@ -128,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(check_shown(run_guarded(lambda: app(arguments, **how), debug=debug)))
 
 
-_OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
 
 
 def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
@@ -138,43 +133,28 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):  # outside a command
         print("interrupted", file=sys.stderr)
         return 130
-    except BadInput as error:
+    except (BadInput, Failure) as error:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except Failure as error:
-        if debug:
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 3
+        return 2 if isinstance(error, BadInput) else 3
     except OSError as error:
-        if debug or error.errno not in _OF_PLACES:
+        if debug or error.errno not in _UNWRITABLE:
             raise
-        where = f" {error.filename}" if error.filename else ""
-        done = "open" if error.errno == errno.ENAMETOOLONG else "write"
-        print(f"error: cannot {done}{where}: {error.strerror}", file=sys.stderr)
+        path = f" {error.filename}" if error.filename else ""
+        verb = "open" if error.errno == errno.ENAMETOOLONG else "write"
+        print(f"error: cannot {verb}{path}: {error.strerror}", file=sys.stderr)
         return 2
     except Exception as error:
-        if debug or (complaint := _usage_complaint(error)) is None:
+        # A usage error. Typer vendors click, whose exceptions have no public name there.
+        format_message = getattr(error, "format_message", None)
+        if debug or format_message is None:
             raise
-        print(f"error: {complaint}", file=sys.stderr)
+        context = getattr(error, "ctx", None)
+        command = "llmopt" if context is None else context.command_path
+        print(f"error: {format_message().rstrip('.')}: see {command} --help", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
-
-
-def _usage_complaint(error: Exception) -> str | None:
-    """The message of a command-line usage error, else None.
-
-    Typer vendors click, whose exceptions have no public name there; they are recognised by
-    `format_message` and the context of the command.
-    """
-    format_message = getattr(error, "format_message", None)
-    if format_message is None:
-        return None
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "llmopt"
-    return f"{format_message().rstrip('.')}: see {command} --help"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -32,13 +34,22 @@ def merge(
     as_json: Json = False,
 ) -> None:
     """Fold LoRA and DoRA adapters into the weights of a checkpoint."""
-    from dataclasses import asdict
-
     from ..quant.convert.adapter import LoraSettings
     from ..quant.source.models import resolve_model, short_name
 
     path = resolve_model(str(base), local=True)
-    factors = _factors(weights, len(adapters))
+    try:
+        factors = (
+            [float(word) for word in weights.split(",")]
+            if weights is not None
+            else [1.0] * len(adapters)
+        )
+    except ValueError:
+        factors = []
+    if len(factors) != len(adapters) or not all(map(math.isfinite, factors)):
+        raise BadInput(
+            f"--weights {weights!r}: write {len(adapters)} numbers with commas, one for each adapter"
+        )
     for adapter in adapters:
         LoraSettings.read(adapter)
     folder = output or Path(f"{short_name(base)}-merged")
@@ -59,20 +70,3 @@ def merge(
         "change",
         result_console(as_json, asdict(result)),
     )
-
-
-def _factors(text: str | None, count: int) -> list[float]:
-    """The factors of `count` adapters. Raises `BadInput`: not as many finite numbers."""
-    import math
-
-    if text is None:
-        return [1.0] * count
-    try:
-        factors = [float(word) for word in text.split(",")]
-    except ValueError:
-        factors = []
-    if len(factors) != count or not all(map(math.isfinite, factors)):
-        raise BadInput(
-            f"--weights {text!r}: write {count} numbers with commas, one for each adapter"
-        )
-    return factors

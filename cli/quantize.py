@@ -57,6 +57,7 @@ def quantize(
     """Quantize a model's weights; an interrupted run is resumed."""
     from ..base.processor import keep_few_gemms
     from ..engine.base.units import parse_size
+    from ..quant.methods.registry import METHODS
     from ..quant.model.checkpoint import GGUF_SUFFIX
     from ..quant.source.models import resolve_model
     from ..recipes import DEFAULT_MODEL
@@ -70,8 +71,12 @@ def quantize(
     request = QuantizeRequest.of(name, output or Path(), **given)
     if output is None:
         kind = request.gguf_type or (f"{bpw:g}bpw" if bpw else size)
-        default = _default_output(label, request.method, request.bits, kind)
-        request = replace(request, output=Path(default))
+        if kind is None:
+            bits = request.bits
+            if bits is None and request.method in METHODS:
+                bits = METHODS[request.method].bits
+            kind = f"{request.method}-{bits or 4}bit"
+        request = replace(request, output=Path(f"{label}-{kind}"))
     keep_few_gemms()
     # Nothing before imports torch.
     if chosen.dry_run:
@@ -84,16 +89,6 @@ def quantize(
         if not workers.is_worker():
             raise typer.Exit(workers.launch(chosen.nproc, "llmopt", context.find_root().obj))
     _run(request, chosen.as_json)
-
-
-def _default_output(label: str, method: str, bits: int | None, kind: str | None) -> str:
-    from ..quant.methods.registry import METHODS
-
-    if kind is not None:
-        return f"{label}-{kind}"
-    if bits is None and method in METHODS:
-        bits = METHODS[method].bits
-    return f"{label}-{method}-{bits or 4}bit"
 
 
 def _dry_run(request: QuantizeRequest, chosen: RunOptions) -> None:
@@ -122,11 +117,11 @@ def _run(request: QuantizeRequest, as_json: bool) -> None:
     from .output.quantize_tables import show_result
 
     def kept() -> str:
-        where = work_folder(request.output)
-        if not where.exists():
+        folder = work_folder(request.output)
+        if not folder.exists():
             return "interrupted before any layer was finished"
         return (
-            f"interrupted: the finished layers are in {where}; the same command resumes from there"
+            f"interrupted: the finished layers are in {folder}; the same command resumes from there"
         )
 
     began = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -18,8 +19,6 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
-    from dataclasses import asdict
-
     from ..quant.source.models import check_local
 
     check_local(folder)  # before torch is imported

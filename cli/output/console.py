@@ -59,9 +59,9 @@ def table_of(
     """A table whose columns are right-aligned, but for those numbered in `left`; those of `no_wrap` hold
     their text in one line."""
     table = Table(**{"box": box.SIMPLE_HEAD, "title_justify": "left", **style})
-    for place, heading in enumerate(header):
-        side = "left" if place in left else "right"
-        table.add_column(heading, justify=side, no_wrap=place in no_wrap)
+    for number, heading in enumerate(header):
+        side = "left" if number in left else "right"
+        table.add_column(heading, justify=side, no_wrap=number in no_wrap)
     for row in rows:
         table.add_row(*row)
     return table
@@ -81,12 +81,9 @@ class TerminalProgress:
     def __init__(self, when_interrupted: Callable[[], str] | None = None) -> None:
         self._when_interrupted = when_interrupted
         self._bar: RichProgress | None = None
-        self._description = ""
-        self._unit = ""
-        self._status = ""
-        self._total = 0
-        self._done = 0
-        self._began = self._said = 0.0
+        self._description = self._unit = self._status = ""
+        self._total = self._done = 0
+        self._began = self._printed = 0.0
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -102,7 +99,7 @@ class TerminalProgress:
         self.finish()
         self._description, self._total, self._unit, self._done = description, total, unit, 0
         self._status = ""
-        self._began = self._said = time.monotonic()
+        self._began = self._printed = time.monotonic()
         if people.is_terminal:
             counted = () if unit == SHARE else (MofNCompleteColumn(), TextColumn(unit))
             self._bar = RichProgress(
@@ -126,11 +123,8 @@ class TerminalProgress:
         self._done += count
         if self._bar is not None:
             self._bar.advance(self._task, count)
-            return
-        now = time.monotonic()
-        if now - self._said >= self.PLAIN_EVERY_SECONDS:
-            self._said = now
-            self._say(now)
+        else:
+            self._print_after(self.PLAIN_EVERY_SECONDS)
 
     def status(self, text: str) -> None:
         self._status = text
@@ -146,27 +140,28 @@ class TerminalProgress:
             self._bar.stop()
             self._bar = None
         elif self._description and self._done:
-            self._say(time.monotonic())
+            self._print_after(0)
         self._description = ""
 
     def _speak_up(self, over: threading.Event) -> None:
-        """Say a line whenever there was none for long, until the task is over."""
-        while not over.wait(self._said + self.SILENT_SECONDS - time.monotonic()):
-            now = time.monotonic()
-            if now - self._said >= self.SILENT_SECONDS:
-                self._said = now
-                self._say(now)
+        """Print a line after each long silence, until the task is over."""
+        while not over.wait(self._printed + self.SILENT_SECONDS - time.monotonic()):
+            self._print_after(self.SILENT_SECONDS)
 
-    def _say(self, now: float) -> None:
-        passed = now - self._began
-        said = [f"{self._description}: {in_words(passed)}"]
+    def _print_after(self, seconds: float) -> None:
+        """Print how far the task is, if the last line is so many seconds old."""
+        now = time.monotonic()
+        if now - self._printed < seconds:
+            return
+        self._printed, passed = now, now - self._began
+        parts = [f"{self._description}: {in_words(passed)}"]
         if self._total and self._unit == SHARE:
-            said = [f"{self._description}: {100 * self._done // self._total} %"]
+            parts = [f"{self._description}: {100 * self._done // self._total} %"]
         elif self._total:
-            said = [f"{self._description}: {self._done}/{self._total} {self._unit}"]
+            parts = [f"{self._description}: {self._done}/{self._total} {self._unit}"]
             if self._done:
-                said.append(f"{self._done / max(passed, 1e-9):.2g} {self._unit}/s")
+                parts.append(f"{self._done / max(passed, 1e-9):.2g} {self._unit}/s")
         if self._done and self._total:
             left = passed * (self._total - self._done) / self._done
-            said.append(f"about {in_words(left)} left")
-        people.print(", ".join([*said, self._status] if self._status else said), soft_wrap=True)
+            parts.append(f"about {in_words(left)} left")
+        people.print(", ".join(filter(None, [*parts, self._status])), soft_wrap=True)

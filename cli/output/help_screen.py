@@ -2,8 +2,7 @@
 
 Typer's own tables cut names and types in a narrow terminal, and read brackets in a help text as markup. A
 command that has options which few people need (`rare`, see `cli/options/command.py`) shows them with
-`--help-all`. Each command's lines to copy stand in `EXAMPLES`; a
-test holds them against the command's options.
+`--help-all`. Each command's lines to copy stand in `EXAMPLES`; a test compares them with its options.
 """
 
 from __future__ import annotations
@@ -69,12 +68,24 @@ def write_screen(command: Any, context: Any, formatter: Any) -> None:
     command.format_usage(context, formatter)
     formatter.write("\n")
     _write_lines(formatter, _wrapped(cleandoc(command.help or ""), formatter.width - 2))
-    panels, left_out = _panels(command, context)
+    rare = () if context.meta.get(SHOW_ALL) else getattr(command.callback, "rare", ())
+    panels: dict[str, Rows] = {}
+    left_out: Counter[str] = Counter()
+    for parameter in command.get_params(context):
+        row = parameter.get_help_record(context)
+        if row is None:
+            continue
+        kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+        usual = "Help" if parameter.name in ("help", "help_all") else kind
+        heading = getattr(parameter, "rich_help_panel", None) or usual
+        if parameter.name in rare:
+            left_out[heading] += 1
+        else:
+            panels.setdefault(heading, []).append(row)
     for heading, rows in panels.items():
         _write_section(formatter, heading, rows)
-    commands = getattr(command, "commands", {})
-    if commands:
-        rows = [(name, cleandoc(one.help or "")) for name, one in commands.items()]
+    if commands := getattr(command, "commands", {}):
+        rows = [(name, cleandoc(inner.help or "")) for name, inner in commands.items()]
         _write_section(formatter, "Commands", rows)
     if left_out:
         counts = (f"{heading} ({count})" for heading, count in left_out.items())
@@ -88,28 +99,6 @@ def write_screen(command: Any, context: Any, formatter: Any) -> None:
     if command.epilog:
         formatter.write("\n")
         _write_lines(formatter, _wrapped(command.epilog, formatter.width - 2))
-
-
-def _panels(command: Any, context: Any) -> tuple[dict[str, Rows], Counter[str]]:
-    rare = () if context.meta.get(SHOW_ALL) else getattr(command.callback, "rare", ())
-    panels: dict[str, Rows] = {}
-    left_out: Counter[str] = Counter()
-    for parameter in command.get_params(context):
-        row = parameter.get_help_record(context)
-        if row is None:
-            continue
-        heading = getattr(parameter, "rich_help_panel", None) or _heading(parameter)
-        if parameter.name in rare:
-            left_out[heading] += 1
-        else:
-            panels.setdefault(heading, []).append(row)
-    return panels, left_out
-
-
-def _heading(parameter: Any) -> str:
-    if parameter.name in ("help", "help_all"):
-        return "Help"
-    return "Arguments" if parameter.param_type_name == "argument" else "Options"
 
 
 def _write_section(formatter: Any, heading: str, rows: Rows) -> None:

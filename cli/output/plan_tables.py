@@ -235,16 +235,24 @@ def _devices(plan: DeploymentPlan, wide: bool) -> Table:
 
 def _cells(plan: DeploymentPlan, device: DevicePlan, wide: bool) -> list[str]:
     ttft, tpot = device.means or (None, None)
+    count = str(device.deployment.tp * device.deployment.attention_dp)
+    if device.deployment.pp > 1:
+        count += f"x{device.deployment.pp}"
+    # How far the measured TPOT of deployments like it lay from the predicted one.
+    band = "unknown" if device.loaded is not None and plan.setup.measured is None else "-"
+    if device.loaded is not None and device.band is not None:
+        low, high = device.band.tpot
+        band = f"{100 * (low - 1):+.0f}..{100 * (high - 1):+.0f}%"
     cells = [
         device.gpu,
-        _gpus(device),
+        count if device.fits else f"> {count}",
         f"{device.weight_bytes / 2**30:.1f}",
         f"{device.kv_budget_bytes / 2**30:.1f}",
         str(device.max_concurrent_sequences),
         format_tokens(device.max_context),
         number(ttft),
         number(None if tpot is None else 1e3 * tpot),
-        _band(plan, device),
+        band,
     ]
     if wide:
         estimated = "~" if device.device.memory_is_estimated else ""
@@ -256,26 +264,6 @@ def _cells(plan: DeploymentPlan, device: DevicePlan, wide: bool) -> list[str]:
             device.binding_constraint.replace("_", " "),
         ]
     return cells
-
-
-def _band(plan: DeploymentPlan, device: DevicePlan) -> str:
-    """How far the measured TPOT of deployments like it lay from the predicted one."""
-    if device.loaded is None:
-        return "-"
-    if device.band is None:
-        return "unknown" if plan.setup.measured is None else "-"
-    low, high = device.band.tpot
-    return f"{100 * (low - 1):+.0f}..{100 * (high - 1):+.0f}%"
-
-
-def _gpus(device: DevicePlan) -> str:
-    deployment = device.deployment
-    count = str(deployment.tp * deployment.attention_dp)
-    if deployment.pp > 1:
-        count += f"x{deployment.pp}"
-    if device.fits:
-        return count
-    return f"> {count}"
 
 
 def _memory(plan: DeploymentPlan) -> Table:
@@ -366,22 +354,17 @@ def _notes(plan: DeploymentPlan) -> list[str]:
             f"{_share(share.compute)} of the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer "
             f"({share.source}). TTFT and TPOT are {means}."
         )
-        notes += _errors(plan)
+        # The error of measured deployments like these; of a measured machine its own rows.
+        gpus: dict[str, list[str]] = {}
+        for device in plan.devices:
+            if device.loaded is not None and (device.band or plan.setup.measured is None):
+                gpus.setdefault(device.error_words, []).append(device.gpu)
+        for words, names in gpus.items():
+            more = f" and {len(names) - 4} more" if names[4:] else ""
+            notes.append(f"Error, {', '.join(names[:4])}{more}: {words}.")
     if any(device.device.memory_is_estimated for device in plan.devices):
         notes.append("~ what a process sees is estimated as 94 % of the label.")
     return notes
-
-
-def _errors(plan: DeploymentPlan) -> list[str]:
-    """How far measured deployments like these were from such plans; of a measured machine its own rows."""
-    gpus: dict[str, list[str]] = {}
-    for device in plan.devices:
-        if device.loaded is not None and (device.band or plan.setup.measured is None):
-            gpus.setdefault(device.error_words, []).append(device.gpu)
-    return [
-        f"Error, {', '.join(names[:4])}{f' and {len(names) - 4} more' if names[4:] else ''}: {words}."
-        for words, names in gpus.items()
-    ]
 
 
 def _share(part: float) -> str:

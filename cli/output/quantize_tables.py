@@ -66,12 +66,23 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
     if summary["error"] is None:
         console.print(f"{title}; {summary['num_modules']} linears", soft_wrap=True)
     else:
-        console.print(_errors(title, manifest["modules"]))
+        by_layer = groupby(manifest["modules"], key=_layer)
+        rows = (_row(layer, list(members)) for layer, members in by_layer)
+        errors = ("error", "rtn error", "error / rtn", "held out", "worst linear")
+        style = {**CENTRED, "box": box.HEAVY_HEAD}
+        console.print(
+            table_of(("layer", "linears", *errors), rows, left=(0, 6), title=title, **style)
+        )
     if manifest.get("parts"):
         console.print(_parts(manifest["parts"]))
     before, after = summary["source_bytes"], summary["checkpoint_bytes"]
+    mean = []
+    if summary["error"] is not None:
+        ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
+        error = f"mean relative output error {summary['error']:.3e}"
+        mean = [f"{error}, {ratio:.3f} × that of round-to-nearest"]
     lines = [
-        *_mean_error(summary),
+        *mean,
         *_few_tokens(manifest),
         *_remarks(manifest["modules"]),
         f"weights {after / MIB:.2f} MiB, from {before / MIB:.2f} MiB "
@@ -83,13 +94,6 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
     ]
     for line in lines:
         console.print(line, soft_wrap=True)
-
-
-def _errors(title: str, modules: list[dict[str, Any]]) -> Table:
-    header = ("layer", "linears", "error", "rtn error", "error / rtn", "held out", "worst linear")
-    rows = (_row(layer, list(members)) for layer, members in groupby(modules, key=_layer))
-    style = {**CENTRED, "box": box.HEAVY_HEAD}
-    return table_of(header, rows, left=(0, 6), title=title, **style)
 
 
 def _parts(parts: list[dict[str, Any]]) -> Table:
@@ -109,15 +113,6 @@ def _parts(parts: list[dict[str, Any]]) -> Table:
             "-" if rtn is None else f"{rtn:.3e}",
         )
     return table
-
-
-def _mean_error(summary: dict[str, Any]) -> list[str]:
-    if summary["error"] is None:
-        return []
-    ratio = summary["error"] / summary["rtn_error"] if summary["rtn_error"] else 1.0
-    return [
-        f"mean relative output error {summary['error']:.3e}, {ratio:.3f} × that of round-to-nearest"
-    ]
 
 
 def _layer(module: dict[str, Any]) -> str:

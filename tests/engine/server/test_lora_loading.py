@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
-from llmopt.cli.serving import server_options
+from llmopt.cli.serve_local import server_options
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.adapters import LoadedAdapters, adapter_name
 from llmopt.engine.config.config import EngineConfig

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from llmopt.base.errors import BadInput
-from llmopt.cli.serving import server_options, warn_if_open
+from llmopt.cli.serve_local import server_options, warn_if_open
 from llmopt.engine.server.launch import own_names
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests import middleware
