@@ -84,7 +84,7 @@ def _serve(
     serving: ServingOptions,
 ) -> None:
     """Validate all options before the model loads, then serve."""
-    from ..engine.planner.facts import facts_of
+    from ..engine.planner.catalog import facts_of
     from ..engine.server.launch import (
         answering_while_loading,
         base_url,

@@ -22,7 +22,7 @@ def verify(
     from ..quant.source.models import check_local
 
     check_local(folder)  # before torch is imported
-    from ..engine.planner.facts import facts_of
+    from ..engine.planner.catalog import facts_of
     from ..quant.convert.verify import verify as run
     from .output.console import TerminalProgress, result_console, say
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.progress import Progress
 from ...engine.execution.step_loop import StepRecorder
-from ...engine.planner.facts import facts_of
+from ...engine.planner.catalog import facts_of
 from ...quant.source.models import resolve_model, short_name
 from ..load.inprocess import (
     ImagePreparation,

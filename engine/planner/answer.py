@@ -26,7 +26,7 @@ from .plan import DeploymentPlan, DevicePlan
 from .plan_json import rounded
 from .setup import PlannedWorkload, Setup
 from .solver import Solver
-from .weights import WeightRecipe, recipe_for
+from .weights import WeightRecipe, lighter_recipes
 
 MOST_LINES = 3
 LEAST_SAVING = 0.05
@@ -43,8 +43,7 @@ class FullLoad:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Another GPU or weight format for the same load, the share of a token's cost that it saves, and whether
-    deployments like it were measured."""
+    """Another GPU or weight format for the same load, and the share of a token's cost that it saves."""
 
     options: str
     gpus: int
@@ -59,9 +58,9 @@ class Answer:
 
     Attributes:
         would_fit: options with which devices that do not fit would, and one device where several are needed.
-        full: with all places taken; None: no speed is known, or a load was given and simulated.
-        users: the highest load within the SLO: clients, or requests per second; None without an SLO, or where
-            nothing keeps it.
+        full: the load with all places taken; None without a known speed, or if a given load is simulated.
+        users: the highest load within the SLO, in clients or requests per second; None without an SLO, or if
+            no load keeps it.
         savings: cheaper ways, the cheapest first.
     """
 
@@ -76,10 +75,17 @@ def answer_of(plan: DeploymentPlan) -> Answer:
     """The answers of a plan."""
     first = plan.first_that_fits
     searched = None if first.load is None else first.load.searched
+    full = None
+    if first.expectation is not None and first.load is None:
+        clients = first.max_concurrent_sequences
+        state = first.expectation.loaded_by(plan.workload, clients, clients)
+        gpus = first.expectation.deployment.gpus
+        dollars = plan.setup.dollars_per_million(first.device, gpus, state.throughput)
+        full = FullLoad(clients, state, dollars)
     return Answer(
         first,
         tuple(_would_fit(plan, first))[:MOST_LINES],
-        _full(plan, first),
+        full,
         None if searched is None else searched.best,
         tuple(_savings(plan, first))[:MOST_LINES],
     )
@@ -88,7 +94,7 @@ def answer_of(plan: DeploymentPlan) -> Answer:
 def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:
     model, setup = plan.model, plan.setup
     others = plan.devices if len(plan.devices) <= MOST_LINES else ()
-    for device in (first, *(one for one in others if one is not first and not one.fits)):
+    for device in (first, *(d for d in others if d is not first and not d.fits)):
         deployment = device.deployment
         if deployment.attention_dp > 1 or (device.fits and deployment.gpus == 1):
             continue
@@ -101,23 +107,6 @@ def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:
             yield from search.changes(tp, pp)
 
 
-def _full(plan: DeploymentPlan, first: DevicePlan) -> FullLoad | None:
-    if first.expectation is None or first.load is not None:
-        return None
-    return _full_load(
-        first.expectation, plan.workload, plan.setup, first.device, first.max_concurrent_sequences
-    )
-
-
-def _full_load(
-    expected: Expectation, work: PlannedWorkload, setup: Setup, device: Device, clients: int
-) -> FullLoad:
-    state = expected.loaded_by(work, clients, clients)
-    gpus = expected.deployment.gpus
-    dollars = setup.dollars_per_million(device, gpus, state.throughput)
-    return FullLoad(clients, state, dollars)
-
-
 def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
     """Other GPUs with these weights, and this one with lighter ones, that cost less by 5 % or more."""
     if not first.fits or first.price is None or first.device.kind == "cpu":
@@ -126,7 +115,7 @@ def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
     now = _least_cost(plan, solver, first.device)
     if now is None:
         return []
-    found = []
+    savings = []
     for options, other, device in _others(plan, solver, first):
         cost = None
         with suppress(BadInput):
@@ -135,8 +124,8 @@ def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
             saved, deployment = 1 - cost[0] / now[0], cost[1]
             expected = Expectation.of(deployment, device, plan.model.name, plan.setup)
             near = expected.band(plan.workload.sequences) is not None
-            found.append(Saving(options, deployment.gpus, device.name, saved, near))
-    return sorted(found, key=lambda one: -one.saved)
+            savings.append(Saving(options, deployment.gpus, device.name, saved, near))
+    return sorted(savings, key=lambda saving: -saving.saved)
 
 
 def _others(
@@ -146,11 +135,8 @@ def _others(
         if device.name != first.gpu and plan.setup.price_of(device) is not None:
             key = device.name.lower().replace(" ", "-")
             yield f"--gpu {key}", solver, device
-    for name in ("fp8", "int4"):
-        with suppress(BadInput):
-            recipe = recipe_for(name, plan.model.shape, plain_bytes=plan.model.plain_bytes)
-            if recipe.bits < plan.recipe.bits:
-                yield f"--weights {name}", _solver(plan, recipe), first.device
+    for recipe in lighter_recipes(plan.recipe, plan.model.shape, plan.model.plain_bytes):
+        yield f"--weights {recipe.name}", _solver(plan, recipe), first.device
 
 
 def _solver(plan: DeploymentPlan, recipe: WeightRecipe) -> Solver:
@@ -164,35 +150,27 @@ def _least_cost(
     are asked for, or with all places taken. None: it does not fit, misses the SLO, or has no price."""
     work, model, setup = plan.workload, plan.model, plan.setup
     if work.load is not None and work.load.slo is not None:
-        return _cost_within_slo(model, solver, device, setup)
-    deployment, needed = solver.choose(device)
-    if needed is None or not solver.holds(deployment, device):
-        return None
-    places = solver.sequences(deployment, device)
-    expected = Expectation.of(deployment, device, model.name, setup)
-    clients = work.sequences if work.sequences > 1 else places
-    state = expected.loaded_by(work, clients, places)
+        planner = LoadPlanner(work.load, solver, device, setup, model.name)
+        nearest = planner.nearest(
+            [*solver.machine_arrangements()] if setup.has_free_sizes else [solver.choose(device)[0]]
+        )
+        if nearest is None:
+            return None
+        deployment, state = nearest
+    else:
+        deployment, needed = solver.choose(device)
+        places = solver.sequences(deployment, device)
+        if needed is None or places < work.sequences:
+            return None
+        expected = Expectation.of(deployment, device, model.name, setup)
+        clients = work.sequences if work.sequences > 1 else places
+        state = expected.loaded_by(work, clients, places)
     dollars = setup.dollars_per_million(device, deployment.gpus, state.throughput)
     return None if dollars is None else (dollars, deployment)
 
 
-def _cost_within_slo(
-    model: PlannedModel, solver: Solver, device: Device, setup: Setup
-) -> tuple[float, Deployment] | None:
-    asked = solver.workload.load
-    assert asked is not None
-    planner = LoadPlanner(asked, solver, device, setup, model.name)
-    nearest = planner.nearest(
-        [*solver.machine_arrangements()] if setup.has_free_sizes else [solver.choose(device)[0]]
-    )
-    if nearest is None:
-        return None
-    dollars = setup.dollars_per_million(device, nearest[0].gpus, nearest[1].throughput)
-    return None if dollars is None else (dollars, nearest[0])
-
-
 def answer_as_dict(answer: Answer) -> dict[str, Any]:
-    """The answers for JSON; times in milliseconds."""
+    """JSON form of the answers; times in milliseconds."""
     full = answer.full
     return {
         "gpu": answer.device.gpu,
@@ -239,8 +217,6 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A plan's inputs that the search varies."""
-
     recipe: WeightRecipe
     workload: PlannedWorkload
     setup: Setup
@@ -267,22 +243,20 @@ class FitSearch:
             return []
         asked = replace(self._asked, setup=replace(self._asked.setup, tp=tp, pp=pp))
         with suppress(BadInput):
-            if self._held(asked) >= work.sequences:
+            if self._fits(asked):
                 return []
-            found = [self._with_levers(asked)]
-            if found == [None]:
-                found = [self._shorter(asked), self._lighter(asked)]
-            if found == [None, None]:
-                found = [self._shorter(trial) for trial in [*self._dtypes(asked)][-1:]]
-            return [self._change(trial) for trial in found if trial is not None]
+            trials = [self._with_levers(asked)]
+            if trials == [None]:
+                lighter = map(self._with_levers, self._dtypes(asked))
+                trials = [self._shorter(asked), next(filter(None, lighter), None)]
+            if trials == [None, None]:
+                trials = [self._shorter(trial) for trial in [*self._dtypes(asked)][-1:]]
+            return [self._change(trial) for trial in trials if trial is not None]
         return []
-
-    def _solver(self, trial: _Trial) -> Solver:
-        return Solver(self._model.shape, trial.recipe, trial.workload, trial.setup)
 
     def _held(self, trial: _Trial) -> int:
         """Sequences that run at once."""
-        solver = self._solver(trial)
+        solver = Solver(self._model.shape, trial.recipe, trial.workload, trial.setup)
         deployment = solver.deployment(trial.setup.tp or 1, trial.setup.pp or 1)
         return 0 if deployment is None else solver.sequences(deployment, self._device)
 
@@ -315,11 +289,8 @@ class FitSearch:
             fewer = tuple(name for name in kept if name != lever)
             if self._fits(self._pulled(trial, fewer)):
                 kept = fewer
-        return self._roomier(self._pulled(trial, kept), kept)
-
-    def _roomier(self, trial: _Trial, levers: tuple[str, ...]) -> _Trial:
-        """The trial with the limit of sequences raised to what then fits."""
-        while "max_num_seqs" in levers:
+        trial = self._pulled(trial, kept)
+        while "max_num_seqs" in kept:  # raise the limit of sequences to what then fits
             limit = trial.setup.max_num_seqs or 1
             raised = replace(trial, setup=replace(trial.setup, max_num_seqs=2 * limit))
             held = self._held(raised)
@@ -338,14 +309,9 @@ class FitSearch:
                 continue
             with suppress(BadInput):  # a prompt, images or an answer that it has no room for
                 shorter = replace(trial, workload=replace(work, context=context))
-                if (found := self._with_levers(shorter)) is not None:
-                    return found
+                if (fitting := self._with_levers(shorter)) is not None:
+                    return fitting
         return None
-
-    def _lighter(self, trial: _Trial) -> _Trial | None:
-        """The least reduced dtypes that fit."""
-        found = map(self._with_levers, self._dtypes(trial))
-        return next((one for one in found if one is not None), None)
 
     def _dtypes(self, trial: _Trial) -> Iterator[_Trial]:
         """Smaller dtypes, least reduced first: those of the cache before those of the weights."""
@@ -354,11 +320,8 @@ class FitSearch:
         caches = [work.kv_dtype]
         if work.kv_dtype in ("bf16", "f16", "float32") and small != work.kv_dtype:
             caches.append(small)
-        recipes = [trial.recipe]
-        for name in ("fp8", "int4"):
-            with suppress(BadInput):
-                recipe = recipe_for(name, self._model.shape, plain_bytes=self._model.plain_bytes)
-                recipes += [recipe] if recipe.bits < trial.recipe.bits else []
+        model = self._model
+        recipes = [trial.recipe, *lighter_recipes(trial.recipe, model.shape, model.plain_bytes)]
         for recipe in recipes:
             for cache in caches:
                 if (recipe, cache) != (trial.recipe, work.kv_dtype):

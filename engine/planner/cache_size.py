@@ -49,9 +49,8 @@ class KvDtype:
         latent = shape.latent
         for t in shape.growing:
             if latent and t.heads == 1 and t.width == latent.kv_rank:
-                by_width[t.width] = self.vector_bytes(latent.cached_elements) - self.rope_bytes(
-                    latent.rope_dim
-                )
+                rope = self.rope_bytes(latent.rope_dim)
+                by_width[t.width] = self.vector_bytes(latent.cached_elements) - rope
             elif latent and t.heads == 1 and t.width == latent.rope_dim:
                 by_width[t.width] = self.rope_bytes(t.width)
             elif t.is_float:
@@ -101,15 +100,9 @@ class LatentKvDtype(KvDtype):
         return super().bytes_per_element(shape)
 
     def rope_bytes(self, width: int) -> Fraction:
-        """Bytes of the RoPE part, in bfloat16."""
         return Fraction(2 * width)
 
     def vector_bytes(self, width: int) -> Fraction:
-        """Bytes of one vector.
-
-        Raises:
-            BadInput: the vector is no latent of 512 + 64, and no key of an indexer.
-        """
         if width == 576:
             return Fraction(656)
         if width == 128:
@@ -127,20 +120,8 @@ KV_DTYPES = {
         KvDtype("f16", 1, 2, description="2 bytes"),
         KvDtype("float32", 1, 4, description="4 bytes"),
         KvDtype("fp8", 1, 1, description="1 byte"),
-        KvDtype(
-            "fp8_per_token_head",
-            1,
-            1,
-            scale_bytes=4,
-            description="1 byte, and a float32 scale per token and head",
-        ),
-        KvDtype(
-            "int8",
-            1,
-            1,
-            scale_bytes=4,
-            description="1 byte, and a float32 scale per token and head",
-        ),
+        KvDtype("fp8_per_token_head", 1, 1, 4, "1 byte, and a float32 scale per token and head"),
+        KvDtype("int8", 1, 1, 4, "1 byte, and a float32 scale per token and head"),
         LatentKvDtype(
             "fp8_ds_mla",
             1,
@@ -200,9 +181,7 @@ MEMORY_SHARE = 2
 class CachedShape(Protocol):
     """A model shape that gives the KV-cache bytes per token, such as `shapes.ModelShape`."""
 
-    def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
-        """Bytes that one token of one sequence takes in all layers."""
-        ...
+    def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +190,7 @@ class KvCacheBudget:
 
     Attributes:
         budget_bytes: memory that the engine may use in total.
-        taken: bytes of it used by other things than the cache, by name.
+        taken: bytes used by other things than the cache, by name.
         advice: what to change, besides `max_model_len`, if the budget is too small.
     """
 
@@ -255,10 +234,10 @@ class KvCacheBudget:
         return max(0, self.budget_bytes - sum(self.taken.values()))
 
     def __str__(self) -> str:
-        if not self.taken:
-            return f"{format_gib(self.num_bytes)} is available"
-        parts = ", ".join(f"{name} {format_gib(size)}" for name, size in self.taken.items())
         left = format_gib(self.num_bytes)
+        if not self.taken:
+            return f"{left} is available"
+        parts = ", ".join(f"{name} {format_gib(size)}" for name, size in self.taken.items())
         return f"{left} is left of {format_gib(self.budget_bytes)} ({parts})"
 
 
@@ -277,7 +256,6 @@ class CacheRequest:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the size is explicit, so that free memory does not matter."""
         return self.memory_bytes is not None or self.num_blocks is not None
 
 
@@ -314,19 +292,19 @@ def size_cache(shape: CachedShape, request: CacheRequest, budget: KvCacheBudget)
     Raises:
         BadInput: `memory_bytes` does not hold one block, or the budget not one sequence.
     """
-    size, element = request.block_size, request.bytes_per_element
-    block_bytes = size * shape.kv_bytes_per_token(element)
+    size = request.block_size
+    block_bytes = size * shape.kv_bytes_per_token(request.bytes_per_element)
     if request.num_blocks is not None:
         return CacheSize(request.num_blocks, size, block_bytes)
     if (memory_bytes := request.memory_bytes) is not None:
-        num_blocks = num_blocks_for(memory_bytes, shape, size, element)
+        num_blocks = num_blocks_for(memory_bytes, shape, size, request.bytes_per_element)
         if num_blocks < 1:
             raise BadInput(
                 f"kv_cache_memory_bytes = {memory_bytes} does not hold one block of {block_bytes} bytes"
             )
         return CacheSize(num_blocks, size, block_bytes)
     per_sequence = -(-request.max_model_len // size)
-    affordable = num_blocks_for(budget.num_bytes, shape, size, element)
+    affordable = num_blocks_for(budget.num_bytes, shape, size, request.bytes_per_element)
     if affordable < per_sequence:
         shorter = f" to {affordable * size} or less" if affordable else ""
         # Where a shorter context fits, that is the caller's choice, and no other device's.
@@ -362,8 +340,8 @@ def size_states(
 ) -> StateSlots:
     """A slot for each of `max_num_seqs` sequences and, with prefix `caching`, as many checkpoints.
 
-    Where they would take more than their share of `memory_bytes` (None: any), checkpoints are left out first,
-    then slots, but for one.
+    Where they would take more than their share of `memory_bytes` (None: no limit), checkpoints are left out
+    first, then slots, but for one.
     """
     if not slot_bytes:
         return StateSlots()

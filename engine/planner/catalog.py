@@ -13,6 +13,7 @@ import os
 import re
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -39,6 +40,7 @@ from ...quant.model.checkpoint import (
     read_json,
 )
 from ...recipes import MODELS as BUNDLED
+from ..base.units import format_gib
 from ..probe.facts import ProbedModel
 from .probed_shape import ProbedShape
 from .weights import (
@@ -109,17 +111,7 @@ class PlannedModel:
     @property
     def plain_bytes(self) -> int:
         """Bytes per element of unquantized tensors; of a wrapped model, its text model's."""
-        text = self.config.get("text_config") or {}
-        dtype = next(
-            (
-                part[key]
-                for part in (self.config, text)
-                for key in ("dtype", "torch_dtype")
-                if part.get(key)
-            ),
-            None,
-        )
-        return 4 if dtype == "float32" else UNQUANTIZED_BYTES
+        return 4 if _dtype(self.config) == "float32" else UNQUANTIZED_BYTES
 
     def as_stored(self) -> WeightRecipe:
         """The recipe of the stored checkpoint; bytes from its headers override those of the recipe.
@@ -145,7 +137,6 @@ def _table() -> dict[str, Any]:
 
 
 def model_names() -> list[str]:
-    """Model names in the bundled table."""
     return list(_table()["models"])
 
 
@@ -155,7 +146,6 @@ def aliases() -> dict[str, str]:
 
 
 def table_configs() -> dict[str, dict[str, Any]]:
-    """The raw config of every model in the bundled table."""
     return {name: entry["config"] for name, entry in _table()["models"].items()}
 
 
@@ -197,8 +187,13 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
     if alias := aliases.get(key):
         key = alias["means"]
         note = f"{name} means {key}: {alias['because']}"
-    elif key not in models and (known := _published(key) or _begun(key)):
-        key, note = known, f"{name} means {known}, as the table has it"
+    elif key not in models:
+        known = _published(key)
+        # One model of the table alone that begins so: `qwen3-235b` of `qwen3-235b-a22b`.
+        if known is None and len(longer := [k for k in models if k.startswith(f"{key}-")]) == 1:
+            known = longer[0]
+        if known is not None:
+            key, note = known, f"{name} means {known}, as the table has it"
     if entry := models.get(key):
         shape = shape_of(entry["config"])
         return PlannedModel(key, shape, entry["config"], entry["source"], note)
@@ -211,22 +206,16 @@ def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
 
 def _published(hub_id: str) -> str | None:
     """The table's model that a hub id names: its publisher's, the tuned sibling of one shape included."""
+
+    def untuned(model: str) -> str:
+        return re.sub(r"^meta-|-(instruct|chat|it|hf)$", "", model)
+
     owner, _, name = hub_id.partition("/")
     for key, entry in _table()["models"].items():
-        found = re.search(rf"{re.escape(owner)}(?:--|/)([\w.-]+)", entry["source"].lower())
-        if name and found and _untuned(found[1].partition("_config")[0]) == _untuned(name):
+        match = re.search(rf"{re.escape(owner)}(?:--|/)([\w.-]+)", entry["source"].lower())
+        if name and match and untuned(match[1].partition("_config")[0]) == untuned(name):
             return key
     return None
-
-
-def _untuned(name: str) -> str:
-    return re.sub(r"^meta-|-(instruct|chat|it|hf)$", "", name)
-
-
-def _begun(name: str) -> str | None:
-    """The one model of the table whose name begins so, as `qwen3-235b` begins `qwen3-235b-a22b`."""
-    found = [key for key in _table()["models"] if key.startswith(f"{name}-")]
-    return found[0] if len(found) == 1 else None
 
 
 def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedModel:
@@ -239,8 +228,8 @@ def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedMode
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
         raise BadInput(f"{unknown}; {where} did not give it: {reason}") from error
-    config = read_json(Path(path))
-    shape = shape_of(config, Path(path).parent, trust_remote_code=trust_remote_code)
+    config = read_json(path)
+    shape = shape_of(config, path.parent, trust_remote_code=trust_remote_code)
     return PlannedModel(hub_id, shape, config, f"the hub, {hub_id}/config.json")
 
 
@@ -294,12 +283,15 @@ def probed(
     if (entry := _bundled().get(key)) is not None:
         return ProbedModel.from_dict(entry)
     path = cache_folder() / f"{key}-{version('transformers')}.json"
-    if (answer := _read(path)) is not None:
-        return answer
+    with suppress(OSError, ValueError, KeyError, TypeError):  # no kept answer, or a damaged one
+        return ProbedModel.from_dict(json.loads(path.read_text(encoding="utf-8")))
     from ..probe.oracle import probe
 
     answer = probe(raw, folder, trust_remote_code=trust_remote_code)
-    _keep(path, answer)
+    # A folder that cannot be written costs the next call its time, not this one.
+    with suppress(OSError, BadInput):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(answer.as_dict()).encode())
     return answer
 
 
@@ -325,18 +317,87 @@ def _bundled() -> Mapping[str, Any]:
     return json.loads(ANSWERS.read_text(encoding="utf-8"))
 
 
-def _read(path: Path) -> ProbedModel | None:
-    """A kept answer; None if there is none, or it is damaged."""
-    try:
-        return ProbedModel.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts by which a model is described, from its config and headers.
+
+    Attributes:
+        family: model type.
+        num_parameters: None for a family without a rule in the table, which only a probe would count.
+        weights: stored format, such as `GGUF Q4_K_M`, `gptq int4` or `bfloat16`.
+        stored_bytes: bytes of all tensors; None without tensors next to the config.
+        context: tokens; None if the config has no limit.
+    """
+
+    family: str
+    num_parameters: int | None
+    weights: str
+    stored_bytes: int | None
+    context: int | None
+
+    @property
+    def line(self) -> str:
+        """`llama, 135M parameters, GGUF Q4_1, 92.10 MiB, context 8,192`."""
+        count = self.num_parameters
+        size = count and (f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M")
+        parts = (
+            self.family,
+            size and f"{size} parameters",
+            self.weights,
+            self.stored_bytes and format_gib(self.stored_bytes),
+            self.context and f"context {self.context:,}",
+        )
+        return ", ".join(part for part in parts if part)
 
 
-def _keep(path: Path, answer: ProbedModel) -> None:
-    """Write an answer; a folder that cannot be written costs the next call its time, not this one."""
+def facts_of(path: Path) -> ModelFacts:
+    """The facts of a folder with a `config.json`, or of a GGUF file; only headers are read.
+
+    Raises:
+        BadInput: a damaged config or header.
+    """
+    if (file := gguf_file_of(path)) is not None:
+        from ...quant.gguf.container import GgufFile
+        from ...quant.gguf.mix import file_type
+        from ...quant.gguf.read_config import stored_config
+
+        opened = GgufFile(file)
+        config, tensors = stored_config(opened), opened.tensors.values()
+        blocks = [tensor.type for tensor in tensors if tensor.type in GGUF_BLOCKS]
+        kinds = blocks or [tensor.type for tensor in tensors if len(tensor.shape) > 1]
+        weights = f"GGUF {file_type(opened, blocks) if blocks else kinds[0]}"
+        stored_bytes = sum(tensor.nbytes for tensor in tensors)
+    else:
+        config = read_json(path / "config.json")
+    # The shape refuses fields of a wrong kind, so it is before the others.
+    num_parameters = model_shape(config).num_parameters if has_table_rule(config) else None
+    if file is None:
+        weights, stored_bytes = _stored_weights(config), stored_weight_bytes(path)
+    context = (config.get("text_config") or config).get("max_position_embeddings")
+    return ModelFacts(
+        str(config.get("model_type")),
+        num_parameters,
+        weights,
+        stored_bytes,
+        context if isinstance(context, int) else None,
+    )
+
+
+def _dtype(config: Mapping[str, Any]) -> str | None:
+    """The dtype of a config; of a wrapped model it may be its text model's."""
+    parts = (config, config.get("text_config") or {})
+    dtypes = (part.get(key) for part in parts for key in ("dtype", "torch_dtype"))
+    return next(filter(None, dtypes), None)
+
+
+def _stored_weights(config: Mapping[str, Any]) -> str:
+    """The quantization's method and grid, else the dtype."""
+    stored = stored_quantization(config)
+    if stored is None:
+        return str(_dtype(config) or "bfloat16").removeprefix("torch.")
+    method = str(stored.get("quant_method"))
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(answer.as_dict()).encode())
-    except (OSError, BadInput):
-        return
+        name = stored_recipe(config).name
+    except BadInput:
+        return method
+    return name if name.startswith(method) else f"{method} {name}"

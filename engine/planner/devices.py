@@ -81,9 +81,8 @@ def find_device(name: str) -> Device:
     wanted = next((key for key in _spellings(name) if key in named), None)
     if wanted is None:
         close = get_close_matches(_key(name), named, n=4, cutoff=0.4)
-        hint = ", ".join(dict.fromkeys(named[key] for key in close)) or ", ".join(
-            row["name"] for row in _rows()
-        )
+        known = dict.fromkeys(named[key] for key in close) or [row["name"] for row in _rows()]
+        hint = ", ".join(known)
         raise BadInput(f"no GPU {name!r} in the table ({hint}); --gpu-memory 80GiB works for any")
     return next(device for device in devices() if device.name == named[wanted])
 
@@ -103,27 +102,22 @@ def _spellings(name: str) -> Iterator[str]:
 
 
 def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:
-    """The devices of these names (`all`: the whole table; `cpu`: this machine's processor), preceded by one
-    of `memory_bytes` without a known speed; `DEFAULT_DEVICES` without either.
+    """The devices of these names (`all`: the whole table; `cpu`: this machine's processor, with the memory
+    available now), preceded by one of `memory_bytes` without a known speed; `DEFAULT_DEVICES` without either.
 
     Raises:
         BadInput: a name that is not in the table.
     """
-    chosen = (
-        [] if memory_bytes is None else [Device(f"{memory_bytes / 2**30:.4g} GiB", memory_bytes)]
-    )
+    chosen = []
+    if memory_bytes is not None:
+        chosen.append(Device(f"{memory_bytes / 2**30:.4g} GiB", memory_bytes))
     for name in names:
         if name.lower() == "cpu":
-            chosen.append(_host())
+            memory, source = available_memory_bytes(), "/proc/meminfo, available now"
+            chosen.append(Device("cpu", memory, kind="cpu", source=source))
         else:
             chosen += devices() if name.lower() == "all" else [find_device(name)]
     return chosen or [find_device(name) for name in DEFAULT_DEVICES]
-
-
-def _host() -> Device:
-    """This machine's CPU, with the memory available now. Its speed is known only from a measured run."""
-    memory = available_memory_bytes()
-    return Device("cpu", memory, kind="cpu", source="/proc/meminfo, available now")
 
 
 @cache
@@ -133,7 +127,7 @@ def _rows() -> list[dict]:
 
 @cache
 def hour_prices() -> Mapping[str, HourPrice]:
-    """Published prices by the name of the device; devices that none is known of are left out."""
+    """Published prices by the name of the device, as far as they are known."""
     text = Path(__file__).with_name("prices.json").read_text(encoding="utf-8")
     return {name: HourPrice(**entry) for name, entry in json.loads(text)["prices"].items()}
 

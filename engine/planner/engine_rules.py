@@ -70,7 +70,6 @@ class _Page:
     window: int
 
     def blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
-        """Blocks of one sequence."""
         if not self.window:
             return ceil(num_tokens / block_size)
         return ceil(min(self.window + step_tokens, num_tokens) / block_size) + 1
@@ -89,30 +88,41 @@ def _llmopt_probed(shape: ProbedShape, tokens: int, element: Element, knobs: Cac
 
 
 def _llama_cpp_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
-    def held(t: CachedTensor) -> int:
+    def num_entries(t: CachedTensor) -> int:
         kept = min(tokens, t.window + 1 + knobs.ubatch_tokens) if t.window else tokens
         return ceil(round_up(kept, LLAMA_CPP_STEP) / t.stride)
 
     state = sum(4 * shape.state_elements(t) for t in shape.layer_tensors if t.law != "growing")
-    return _sum(shape.growing, element, held) + state
+    return _sum(shape.growing, element, num_entries) + state
 
 
 def _transformers_probed(
     shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs
 ) -> int:
-    state = sum(t.num_bytes(tokens) for t in shape.layer_tensors if t.law != "growing")
-
-    def held(t: CachedTensor) -> int:
+    def num_entries(t: CachedTensor) -> int:
         return t.entries(tokens) if shape.frees_windows else tokens // t.stride
 
-    positions = sum(t.num_bytes(tokens) for t in shape.positions)
-    return _sum(shape.growing, element, held) + state + positions
+    own = [t for t in shape.layer_tensors if t.law != "growing"]
+    return _sum(shape.growing, element, num_entries) + sum(
+        t.num_bytes(tokens) for t in (*own, *shape.positions)
+    )
 
 
 def _vllm_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
     """Pages of one sequence in all groups; compressed caches and indexer keys are pools of their own."""
-    paged, apart = _by_layer(shape, element, knobs)
-    states = _state_layers(shape)
+    layers: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
+    states: dict[int, int] = defaultdict(int)  # bytes of each layer that has a state
+    apart = []
+    for t in shape.layer_tensors:
+        if t.law != "growing":
+            states[t.layer] += t.element_bytes * shape.state_elements(t)
+    for t in shape.growing:
+        if t.stride > 1 or is_indexer(t):
+            apart.append(t)
+        else:
+            window = t.window if knobs.frees_windows and shape.frees_windows else 0
+            layers[t.layer, window] += entry_bytes(t, element)
+    paged = Counter(_Page(size, window) for (_, window), size in layers.items())
     block = knobs.block_size
     rest = _sum(apart, element, lambda t: round_up(ceil(tokens / t.stride), block), _vllm_entry)
     widest = max((page.token_bytes for page in paged), default=Fraction(0))
@@ -124,8 +134,7 @@ def _vllm_probed(shape: ProbedShape, tokens: int, element: Element, knobs: Cache
     elif all(not page.window for page in paged):
         whole = sum(page.token_bytes * count for page, count in paged.items())
         return ceil(rest + whole * round_up(tokens, block))
-    sizes = sorted(size for size in (*paged.values(), len(states)) if size)
-    group = sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
+    group = _pool_group(size for size in (*paged.values(), len(states)) if size)
     pages = ceil(len(states) / group)
     for page, count in paged.items():
         # A narrower layer keeps more tokens in a page of the same size.
@@ -134,28 +143,10 @@ def _vllm_probed(shape: ProbedShape, tokens: int, element: Element, knobs: Cache
     return ceil(rest + group * pages * block * widest)
 
 
-def _by_layer(
-    shape: ProbedShape, element: Element, knobs: CacheKnobs
-) -> tuple[Counter[_Page], list[CachedTensor]]:
-    """Layers by page spec, and the tensors that are kept apart from the attention's pages."""
-    layers: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
-    apart = []
-    for t in shape.growing:
-        if t.stride > 1 or is_indexer(t):
-            apart.append(t)
-        else:
-            window = t.window if knobs.frees_windows and shape.frees_windows else 0
-            layers[t.layer, window] += entry_bytes(t, element)
-    return Counter(_Page(size, window) for (_, window), size in layers.items()), apart
-
-
-def _state_layers(shape: ProbedShape) -> dict[int, int]:
-    """State bytes of each layer that has a state."""
-    states: dict[int, int] = defaultdict(int)
-    for t in shape.layer_tensors:
-        if t.law != "growing":
-            states[t.layer] += t.element_bytes * shape.state_elements(t)
-    return states
+def _pool_group(counts: Iterable[int]) -> int:
+    """Layers of a pool: the largest class of equal layers is padded to, unless it is 1.5 times the least."""
+    sizes = sorted(counts)
+    return sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
 
 
 def _vllm_entry(tensor: CachedTensor, element: Element) -> Fraction | int:
@@ -169,13 +160,13 @@ def _vllm_entry(tensor: CachedTensor, element: Element) -> Fraction | int:
 def _sum(
     tensors: Iterable[CachedTensor],
     element: Element,
-    held: Callable[[CachedTensor], int],
+    num_entries: Callable[[CachedTensor], int],
     size: Callable[[CachedTensor, Element], Fraction | int] = entry_bytes,
 ) -> int:
-    return ceil(sum(held(t) * size(t, element) for t in tensors))
+    return ceil(sum(num_entries(t) * size(t, element) for t in tensors))
 
 
-PROBED_RULES: dict[str, Callable[[ProbedShape, int, Element, CacheKnobs], int]] = {
+_PROBED_RULES: dict[str, Callable[[ProbedShape, int, Element, CacheKnobs], int]] = {
     "llmopt": _llmopt_probed,
     "vllm": _vllm_probed,
     "llama.cpp": _llama_cpp_probed,
@@ -186,7 +177,7 @@ PROBED_RULES: dict[str, Callable[[ProbedShape, int, Element, CacheKnobs], int]] 
 @dataclass(frozen=True, slots=True)
 class EngineRule:
     """The cache rule of an engine: `slots` computes it; `kv_dtypes` are the dtypes that it can store, and
-    `default_kv_dtype` what it stores where it is not told."""
+    `default_kv_dtype` the one without an option."""
 
     name: str
     slots: Callable[[ModelShape, int, CacheKnobs], int]
@@ -203,7 +194,7 @@ class EngineRule:
     ) -> int:
         """KV-cache bytes of one sequence, its constant state included."""
         if isinstance(shape, ProbedShape):
-            return PROBED_RULES[self.name](shape, num_tokens, bytes_per_element, knobs)
+            return _PROBED_RULES[self.name](shape, num_tokens, bytes_per_element, knobs)
         slots = self.slots(shape, num_tokens, knobs)
         return ceil(slots * self.cached_elements(shape) * bytes_per_element)
 
@@ -234,8 +225,7 @@ def _vllm(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
     classes = Counter(shape.windows)
     if not knobs.frees_windows or set(classes) == {None}:
         return shape.num_layers * whole
-    sizes = sorted(classes.values())
-    group = sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
+    group = _pool_group(classes.values())
     return group * sum(
         ceil(count / group) * _vllm_held(shape, window, tokens, knobs)
         for window, count in classes.items()
@@ -252,12 +242,11 @@ def _vllm_held(shape: ModelShape, window: int | None, tokens: int, knobs: CacheK
 
 
 def _llama_cpp(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
-    return sum(
-        round_up(
-            tokens if window is None else min(tokens, window + knobs.ubatch_tokens), LLAMA_CPP_STEP
-        )
+    held = (
+        tokens if window is None else min(tokens, window + knobs.ubatch_tokens)
         for window in shape.windows
     )
+    return sum(round_up(count, LLAMA_CPP_STEP) for count in held)
 
 
 def _transformers(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
@@ -301,7 +290,7 @@ RULES = {
 
 
 PAGED_LIKE_VLLM = ("sglang", "trtllm")
-"""Servers whose caches are of pages too, planned by vLLM's rule; their speed is their own."""
+"""Servers with paged caches, which are planned by vLLM's rule; their speed is their own."""
 ENGINES = ("vllm", "sglang", "trtllm", "llmopt", "llama.cpp", "transformers")
 
 

@@ -21,14 +21,7 @@ from .load import SteadyState
 from .memory import Deployment, Reserve
 from .setup import PlannedWorkload, Setup, Speculation
 from .speed import Efficiency, StepTime, decode_time, prefill_time
-from .step_model import (
-    Loads,
-    StepModel,
-    StepWork,
-    generation,
-    operator_seconds,
-    weight_dtype,
-)
+from .step_model import Loads, StepModel, StepWork, generation, operator_seconds, weight_dtype
 from .step_parameters import (
     Deployed,
     OwnRows,
@@ -85,7 +78,7 @@ def loop_works(loop: Loop, chunk_tokens: int = CHUNK_TOKENS) -> LoopWorks:
 
 
 def loop_times(loads: tuple[Loads, Loads, Loads], prompts: Any, roofs: Any, p: Any) -> LoopTimes:
-    """Times of a loop's steps from their loads; of numbers or columns."""
+    """Times of a loop's steps from their loads, which are numbers or columns."""
     decode, mixed, packed = (sum(operator_seconds(x, roofs, p).values()) for x in loads)
     return LoopTimes(decode, mixed, packed / prompts)
 

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
-from .cache_size import kv_dtype
+from .cache_size import KvDtype, kv_dtype
 from .engine_rules import RULES, CacheKnobs
 from .expected import UNKNOWN
 from .memory import SAMPLER_COPIES
@@ -68,9 +68,7 @@ def _weights(plan: DeploymentPlan) -> Iterator[Formula]:
         )
 
 
-def _probed_cache(plan: DeploymentPlan, shape: ProbedShape) -> Iterator[Formula]:
-    work = plan.workload
-    dtype = kv_dtype(work.kv_dtype)
+def _probed_cache(plan: DeploymentPlan, shape: ProbedShape, dtype: KvDtype) -> Iterator[Formula]:
     element = dtype.bytes_per_element(shape)
     yield Formula(
         "KV per token",
@@ -88,25 +86,37 @@ def _probed_cache(plan: DeploymentPlan, shape: ProbedShape) -> Iterator[Formula]
             " + ".join(f"{count} x {size:,} {name}" for (name, size), count in states.items()),
             f"{shape.state_bytes:,} B = {format_gib(shape.state_bytes)}",
         )
-    knobs = CacheKnobs(work.block_size, plan.devices[0].reserve.chunk_tokens)
-    for rule in RULES.values():
-        size = rule.kv_bytes(shape, work.context, element, knobs)
-        yield Formula(
-            f"KV and state of a sequence in {rule.name}",
-            rule.description,
-            f"{work.context:,} tokens, blocks of {work.block_size}",
-            f"{size:,} B = {format_gib(size)}",
-        )
 
 
 def _cache(plan: DeploymentPlan) -> Iterator[Formula]:
     shape, work = plan.model.shape, plan.workload
-    if isinstance(shape, ProbedShape):
-        yield from _probed_cache(plan, shape)
-        return
     dtype = kv_dtype(work.kv_dtype)
+    if isinstance(shape, ProbedShape):
+        yield from _probed_cache(plan, shape, dtype)
+    else:
+        yield from _table_cache(plan, shape, dtype)
     element = dtype.bytes_per_element(shape)
-    per_layer = _elements_line(shape)
+    knobs = CacheKnobs(work.block_size, plan.devices[0].reserve.chunk_tokens)
+    for rule in RULES.values():
+        size = rule.kv_bytes(shape, work.context, element, knobs)
+        if isinstance(shape, ProbedShape):
+            kept, numbers = "KV and state", f"{work.context:,} tokens, blocks of {work.block_size}"
+        else:
+            slot = _number(rule.cached_elements(shape) * element)
+            kept, numbers = "KV", f"{rule.slots(shape, work.context, knobs):,} slots x {slot}"
+        yield Formula(
+            f"{kept} of a sequence in {rule.name}",
+            rule.description,
+            numbers,
+            f"{size:,} B = {format_gib(size)}",
+        )
+
+
+def _table_cache(plan: DeploymentPlan, shape: ModelShape, dtype: KvDtype) -> Iterator[Formula]:
+    work, element = plan.workload, dtype.bytes_per_element(shape)
+    per_layer = f"2 x {shape.num_kv_heads} x {shape.head_dim}"
+    if shape.latent:
+        per_layer = f"({shape.latent.kv_rank} + {shape.latent.rope_dim})"
     yield Formula(
         "KV per token",
         "layers x (latent + rope) x bytes"
@@ -120,29 +130,19 @@ def _cache(plan: DeploymentPlan) -> Iterator[Formula]:
         f"{count} layers x {min(work.context, window or work.context):,}"
         for window, count in counts.items()
     )
+    size = shape.kv_bytes(work.context, element)
     yield Formula(
         "KV of a sequence",
         "sum over the layers of min(context, window) x bytes of a token in a layer",
         f"({held}) x {_number(shape.cached_elements * element)}",
-        f"{shape.kv_bytes(work.context, element):,} B = "
-        f"{format_gib(shape.kv_bytes(work.context, element))}",
+        f"{size:,} B = {format_gib(size)}",
     )
-    knobs = CacheKnobs(work.block_size, plan.devices[0].reserve.chunk_tokens)
-    for rule in RULES.values():
-        slots = rule.slots(shape, work.context, knobs)
-        size = rule.kv_bytes(shape, work.context, element, knobs)
-        yield Formula(
-            f"KV of a sequence in {rule.name}",
-            rule.description,
-            f"{slots:,} slots x {_number(rule.cached_elements(shape) * element)}",
-            f"{size:,} B = {format_gib(size)}",
-        )
 
 
 def _memory(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
     shape, reserve, deployment = plan.model.shape, device.reserve, device.deployment
     prefill, sampler = deployment.activation_terms(reserve)
-    formula, numbers = _widths(shape, deployment.tp)
+    formula, numbers = _activation_widths(shape, deployment.tp)
     yield Formula(
         "activation, prefill",
         f"chunk x 2 B x ({formula} + 3 x hidden)",
@@ -155,21 +155,19 @@ def _memory(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
         f"{SAMPLER_COPIES} x {reserve.max_num_seqs} x {shape.vocab_size} x 4",
         format_gib(sampler),
     )
+    budget = f"KV-cache budget on {device.gpu}"
+    size = format_gib(device.kv_budget_bytes)
     if reserve.kv_cache_bytes is not None:
-        yield Formula(
-            f"KV-cache budget on {device.gpu}",
-            "as set, or the engine's fraction of free memory on a CPU",
-            format_gib(reserve.kv_cache_bytes),
-            format_gib(device.kv_budget_bytes),
-        )
+        rule = "as set, or the engine's fraction of free memory on a CPU"
+        yield Formula(budget, rule, format_gib(reserve.kv_cache_bytes), size)
     else:
         yield Formula(
-            f"KV-cache budget on {device.gpu}",
+            budget,
             "visible x utilization - weights - peak activations - runtime",
             f"{format_gib(device.device.memory_bytes)} x {reserve.utilization} - "
             f"{format_gib(device.weight_bytes)} - {format_gib(device.activation_bytes)} - "
             f"{format_gib(device.overhead_bytes)}",
-            format_gib(device.kv_budget_bytes),
+            size,
         )
     per_sequence = deployment.kv_bytes(plan.workload.context, reserve)
     yield Formula(
@@ -180,7 +178,7 @@ def _memory(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
     )
 
 
-def _widths(shape: ModelShape, tp: int) -> tuple[str, str]:
+def _activation_widths(shape: ModelShape, tp: int) -> tuple[str, str]:
     """MLP activation width per token on one rank: the larger of dense and MoE layers."""
     dense = f"3 x {shape.intermediate_size} / {tp}"
     if (experts := shape.experts) is None:
@@ -248,8 +246,10 @@ def _speed(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
 
 
 def _step(name: str, time: StepTime) -> Formula:
-    """The whole of a step: of its operators, or of its roofs where a run measured their shares."""
-    result = f"{_time(time.seconds)}, bound by {_bound(time)}"
+    """Time of a step: the sum of its operators, or its roofs where a run measured their shares."""
+    is_fixed = time.communication + time.fixed > max(time.moving, time.computing)
+    bound = "launches and communication" if is_fixed else time.bound
+    result = f"{_time(time.seconds)}, bound by {bound}"
     if time.operators:
         return Formula(
             name,
@@ -327,21 +327,9 @@ def _gains(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
             )
 
 
-def _elements_line(shape: ModelShape) -> str:
-    if shape.latent:
-        return f"({shape.latent.kv_rank} + {shape.latent.rope_dim})"
-    return f"2 x {shape.num_kv_heads} x {shape.head_dim}"
-
-
 def _number(value: float | Fraction) -> str:
     return f"{float(value):.6g}"
 
 
 def _time(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def _bound(time: StepTime) -> str:
-    if time.communication + time.fixed > max(time.moving, time.computing):
-        return "launches and communication"
-    return time.bound

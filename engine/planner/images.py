@@ -32,10 +32,11 @@ class ImageLoad:
     """The images of each prompt.
 
     Attributes:
-        count, width, height: of the images; pixels.
-        tokens: of one image.
-        vision_parameters, projector_parameters: of the tower, and of the projector behind it.
-        layers, hidden_size, intermediate_size: of the tower.
+        count: number of images.
+        width: pixels of an image; height likewise.
+        tokens: tokens of one image.
+        vision_parameters: parameters of the tower; projector_parameters those of the projector after it.
+        layers: layers of the tower; hidden_size and intermediate_size are its widths.
         text_hidden_size: width of an embedding.
         levels: embeddings of a token: one, and deepstack's.
     """
@@ -54,12 +55,10 @@ class ImageLoad:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of all images."""
         return self.count * self.tokens.num_tokens
 
     @property
     def weight_bytes(self) -> int:
-        """Weights of tower and projector, in 16 bits."""
         return ELEMENT_BYTES * (self.vision_parameters + self.projector_parameters)
 
     @property
@@ -86,10 +85,8 @@ class ImageLoad:
     def encode_seconds(self, device: Device, efficiency: Efficiency) -> float | None:
         """Time to encode the images of one prompt, one after the other, on one device; None if its speed is
         unknown."""
-        if device.bandwidth is None or not device.peaks:
-            return None
         peak = device.peak_flops(16, "bf16")
-        if not peak:
+        if device.bandwidth is None or not peak:
             return None
         computing = self.flops / (peak * efficiency.compute)
         moving = self.count * self.weight_bytes / (device.bandwidth * efficiency.bandwidth)
@@ -130,13 +127,18 @@ def image_load(
     if not isinstance(vision, Mapping) or not isinstance(model.shape, ProbedShape):
         raise BadInput(f"--images: {model.name} has no vision_config: it takes text alone")
     folder = Path(model.source).parent
-    tokens = image_tokens(ImageSettings(model.config, _processor(folder)), width, height)
+    settings: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        if (folder / name).is_file():
+            read = read_json(folder / name)
+            settings |= read | (read.get("image_processor") or {})
+    tokens = image_tokens(ImageSettings(model.config, settings), width, height)
     if tokens is None and probe is not None:
         tokens = probe(folder, width, height)
     if tokens is None:
         raise BadInput(
             f"--images: no rule for the image tokens of {type_of(model.config)!r}, and no "
-            f"processor of transformers beside {model.source} counts them"
+            f"processor of transformers next to {model.source} counts them"
         )
     measured = model.shape.measured
     return ImageLoad(
@@ -154,23 +156,13 @@ def image_load(
     )
 
 
-def _processor(folder: Path) -> dict[str, Any]:
-    """The settings of a checkpoint's processor; empty without its files."""
-    settings: dict[str, Any] = {}
-    for name in ("preprocessor_config.json", "processor_config.json"):
-        if (folder / name).is_file():
-            read = read_json(folder / name)
-            settings |= read | (read.get("image_processor") or {})
-    return settings
-
-
 def _first(config: Mapping[str, Any], *names: str) -> int:
     return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def probed_image_tokens(folder: Path, width: int, height: int) -> ImageTokens | None:
-    """The count of the checkpoint's own processor; None where transformers cannot build it, or it cannot
-    count without an image."""
+    """Count by the checkpoint's own processor; None if transformers cannot build it, or it cannot count
+    without an image."""
     if not (folder / "preprocessor_config.json").is_file():
         return None
     try:

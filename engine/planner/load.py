@@ -12,7 +12,6 @@ from difflib import get_close_matches
 from functools import cache
 from itertools import accumulate
 from math import ceil, floor
-from typing import Any
 
 from ...base.errors import BadInput
 from ...base.json_lines import json_lines
@@ -40,7 +39,7 @@ class SteadyState:
 def dataset_lengths(name: str) -> tuple[Lengths, ...]:
     """Lengths of the requests of a bundled data set, in its order.
 
-    Those of the traces are recorded; the text of `sharegpt`, the stand-in of `bench`, is counted without a
+    Lengths of the traces are recorded; the text of `sharegpt`, the stand-in of `bench`, is counted without a
     tokenizer.
 
     Raises:
@@ -54,16 +53,14 @@ def dataset_lengths(name: str) -> tuple[Lengths, ...]:
         rows = [(row["input_length"], row["output_length"]) for _, row in lines]
     elif name == "sharegpt":
         entries = json.loads((DATA / "sharegpt_stand_in.json").read_text(encoding="utf-8"))
-        rows = [_counted(entry["conversations"]) for entry in entries]
+        rows = [
+            [max(1, len(TOKEN.findall(turn["value"]))) for turn in entry["conversations"][:2]]
+            for entry in entries
+        ]
     else:
         close = get_close_matches(name.lower(), DATASETS, n=1, cutoff=0.4) or DATASETS
         raise BadInput(f"--dataset {name!r}: lengths are bundled of {', '.join(close)}")
     return tuple((int(prompt), int(output)) for prompt, output in rows if int(output) > 0)
-
-
-def _counted(turns: Sequence[dict[str, Any]]) -> Lengths:
-    prompt, output = (max(1, len(TOKEN.findall(turn["value"]))) for turn in turns[:2])
-    return prompt, output
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +71,7 @@ class Load:
     (open loop: Poisson arrivals, in requests per second) is given.
 
     Attributes:
-        lengths: those that occur; a longer load draws from them, by `seed`, unless there is only one.
+        lengths: the lengths that occur; a longer load draws from them, by `seed`, unless there is only one.
         prefix_share: the share of every prompt that is a prefix of one text, which the server caches.
     """
 
@@ -99,7 +96,6 @@ class Load:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sequence, prompt and output."""
         return max(map(sum, self.lengths))
 
     def of_batch(self, batches: int) -> Load:
@@ -109,18 +105,16 @@ class Load:
         return replace(self, concurrency=ceil((self.concurrency or 0) / batches))
 
     def mean_lengths(self) -> tuple[float, float]:
-        """Mean prompt and output tokens."""
         prompts, outputs = zip(*self.lengths, strict=True)
         return sum(prompts) / len(prompts), sum(outputs) / len(outputs)
 
     def requests(self, count: int) -> list[Lengths]:
-        """The lengths of `count` requests."""
         if len(self.lengths) == 1:
             return list(self.lengths) * count
         return random.Random(self.seed).choices(self.lengths, k=count)
 
     def arrivals(self, count: int) -> list[float]:
-        """Seconds at which requests arrive; in a closed loop those of the first wave, all at once."""
+        """Seconds at which requests arrive; in a closed loop the first wave arrives at once."""
         if self.rate is None:
             return [0.0] * min(count, self.concurrency or count)
         draw = random.Random(self.seed + 1)
@@ -138,13 +132,13 @@ class Quantiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quantiles:
-        """Those of one value or more."""
+        """Quantiles of a non-empty sample."""
         ordered = sorted(values)
 
         def at(share: float) -> float:
-            place = share * (len(ordered) - 1)
-            low, high = ordered[floor(place)], ordered[ceil(place)]
-            return low + (high - low) * (place - floor(place))
+            position = share * (len(ordered) - 1)
+            low, high = ordered[floor(position)], ordered[ceil(position)]
+            return low + (high - low) * (position - floor(position))
 
         return cls(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99))
 
@@ -162,11 +156,6 @@ class RequestTiming:
         """Seconds per output token after the first; 0 where there is none."""
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
-    def keeps(self, limits_ms: Mapping[str, float]) -> bool:
-        """Whether it meets every limit of an SLO."""
-        reached = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2e}
-        return all(1e3 * reached[metric] <= limit for metric, limit in limits_ms.items())
-
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -174,7 +163,7 @@ class LoadResult:
 
     Attributes:
         requests: in order of arrival, without the first wave of a closed loop, which arrives all at once.
-        steps, preemptions, most_running, most_waiting: of one batch, of all requests.
+        steps, preemptions, most_running, most_waiting: counts of one batch, over all requests.
     """
 
     requests: tuple[RequestTiming, ...]
@@ -198,9 +187,11 @@ class LoadResult:
     def e2e(self) -> Quantiles:
         return Quantiles.of([request.e2e for request in self.requests])
 
-    def share_within(self, limits_ms: Mapping[str, float]) -> float:
-        """Share of the requests that meet every limit."""
-        return sum(request.keeps(limits_ms) for request in self.requests) / len(self.requests)
+
+def _meets(limits_ms: Mapping[str, float], ttft: float, tpot: float, e2el: float) -> bool:
+    """Whether latencies in milliseconds meet every limit."""
+    latencies = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
+    return all(latencies[metric] <= limit for metric, limit in limits_ms.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +212,16 @@ class Slo:
         """Whether a load keeps it; a rate must be kept up with, too."""
         if load.rate is not None and result.requests_per_second < KEPT_UP * load.rate:
             return False
-        return result.share_within(self.limits_ms) >= self.share
+        good = sum(
+            _meets(self.limits_ms, 1e3 * request.ttft, 1e3 * request.tpot, 1e3 * request.e2e)
+            for request in result.requests
+        )
+        return good / len(result.requests) >= self.share
 
     def near(self, state: SteadyState, output: float) -> bool:
         """Whether the means of a steady state meet the limits."""
-        tpot = 1e3 * state.tpot_seconds
-        reached = {"ttft": 1e3 * state.ttft_seconds, "tpot": tpot}
-        reached["e2el"] = reached["ttft"] + (output - 1) * tpot
-        return all(reached[metric] <= limit for metric, limit in self.limits_ms.items())
+        ttft, tpot = 1e3 * state.ttft_seconds, 1e3 * state.tpot_seconds
+        return _meets(self.limits_ms, ttft, tpot, ttft + (output - 1) * tpot)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,8 @@ SEARCHED_REQUESTS = 200
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A deployment under a load. `searched` is the result of the search for it; None: it was given.
-
-    With a search that found no load within the limits, this is the lowest.
-    """
+    """A deployment under a load. `searched` is the result of the search for the load, if it was not given. If
+    the search found no load within the limits, this is the lowest."""
 
     deployment: Deployment
     load: Load
@@ -42,7 +40,6 @@ class LoadPlan:
 
     @property
     def keeps_slo(self) -> bool:
-        """Whether the load is within the SLO, where there is one."""
         return self.searched is None or self.searched.best is not None
 
     @property
@@ -58,13 +55,13 @@ _SIMULATIONS = deque[tuple[tuple[Any, ...], LoadResult]](maxlen=64)
 def _remembered(
     server: SimulatedServer, clock: StepModel | SpeculativeSteps, load: Load, counted: int
 ) -> LoadResult:
-    """`simulate`, once for equal arguments, of which parts have no hash: mixtures of the same kinds differ in
+    """`simulate`, once for equal arguments, some of which have no hash: mixtures of the same kinds differ in
     bytes alone, which are no limit where memory is ample."""
-    asked = server, clock, load, counted
+    arguments = server, clock, load, counted
     for known, result in _SIMULATIONS:
-        if known == asked:
+        if known == arguments:
             return result
-    _SIMULATIONS.append((asked, simulate(*asked)))
+    _SIMULATIONS.append((arguments, simulate(*arguments)))
     return _SIMULATIONS[-1][1]
 
 
@@ -78,8 +75,8 @@ class LoadPlanner:
         self._device, self._setup = device, setup
 
     def plan(self, deployments: Iterable[Deployment]) -> LoadPlan | None:
-        """The load on a deployment; with an SLO on that of least GPU time per token. None where none of them
-        fits a request."""
+        """The load on the first deployment that fits a request; with an SLO, on the one of least GPU time per
+        token. None if none fits."""
         slo, deployments = self._asked.slo, self._fitting(deployments)
         if not deployments:
             return None
@@ -90,7 +87,6 @@ class LoadPlanner:
         return self._confirmed(min(plans, key=order_of), slo)
 
     def _fitting(self, deployments: Iterable[Deployment]) -> list[Deployment]:
-        """Those that fit the longest request."""
         longest = self._asked.load.longest
         return [
             deployment
@@ -100,36 +96,31 @@ class LoadPlanner:
 
     def nearest(self, deployments: Iterable[Deployment]) -> tuple[Deployment, SteadyState] | None:
         """The deployment of least GPU time per token within the SLO, and its steady state, in closed form;
-        None where none keeps it."""
-        slo, output = self._asked.slo, self._asked.load.mean_lengths()[1]
-        assert slo is not None
+        None if none keeps the SLO."""
         near = min(self._fitting(deployments), key=self._near_cost, default=None)
         if near is None:
             return None
-        state = self._steady(near, self._near_concurrency(near, slo))
-        return (near, state) if slo.near(state, output) else None
+        state = self._steady(near, self._near_concurrency(near))
+        return (near, state) if self._is_near(state) else None
 
     def _near_cost(self, deployment: Deployment) -> tuple[bool, float]:
         """GPU time per token at the highest concurrency within the SLO, in closed form."""
-        slo, output = self._asked.slo, self._asked.load.mean_lengths()[1]
-        assert slo is not None
-        state = self._steady(deployment, self._near_concurrency(deployment, slo))
-        return not slo.near(state, output), deployment.gpus / state.throughput
+        state = self._steady(deployment, self._near_concurrency(deployment))
+        return not self._is_near(state), deployment.gpus / state.throughput
 
-    def _near_concurrency(self, deployment: Deployment, slo: Slo) -> int:
-        output = self._asked.load.mean_lengths()[1]
+    def _is_near(self, state: SteadyState) -> bool:
+        assert self._asked.slo is not None
+        return self._asked.slo.near(state, self._asked.load.mean_lengths()[1])
+
+    def _near_concurrency(self, deployment: Deployment) -> int:
+        def keeps(count: float) -> bool:
+            return self._is_near(self._steady(deployment, int(count)))
+
         most = self._most_sequences(deployment)
-        found = highest_near(
-            lambda count: slo.near(self._steady(deployment, int(count)), output),
-            16,
-            1,
-            most,
-            whole=True,
-        )
-        return int(found.best or 1)
+        return int(highest_near(keeps, 16, 1, most, whole=True).best or 1)
 
     def _most_sequences(self, deployment: Deployment) -> int:
-        """Sequences that run at once: by the limit of the batch, and by the cache."""
+        """Sequences that run at once within the limits of batch and cache."""
         mean = ceil(sum(self._asked.load.mean_lengths()))
         reserve = self._solver.reserve(deployment, self._device)
         return max(1, deployment.max_sequences(self._device.memory_bytes, reserve, mean))
@@ -138,7 +129,7 @@ class LoadPlanner:
         """The closed form of the load, of equal requests."""
         prompt, output = map(ceil, self._asked.load.mean_lengths())
         return steady_state(
-            self._steps(deployment),
+            step_model(deployment, self._device, self._setup, self._model),
             prompt,
             output,
             concurrency,
@@ -147,12 +138,9 @@ class LoadPlanner:
             speculation=self._setup.speculation,
         )
 
-    def _steps(self, deployment: Deployment) -> StepModel:
-        return step_model(deployment, self._device, self._setup, self._model)
-
     def _searched(self, deployment: Deployment, slo: Slo) -> LoadPlan:
         """The highest load within the SLO, in bundles, from the one that the closed form expects."""
-        guess = self._near_concurrency(deployment, slo)
+        guess = self._near_concurrency(deployment)
         bundle = ceil(guess / SEARCHED_SEQUENCES)
         if slo.by == "rate":
             state, output = self._steady(deployment, guess), self._asked.load.mean_lengths()[1]
@@ -165,12 +153,12 @@ class LoadPlanner:
             plan = self._at(deployment, slo, value, bundle)
             return slo.kept_by(plan.load, plan.result)
 
-        found = highest_near(keeps, first, least, most, whole=slo.by == "concurrency")
-        plan = self._at(deployment, slo, found.best or least, bundle)
-        return replace(plan, searched=found)
+        result = highest_near(keeps, first, least, most, whole=slo.by == "concurrency")
+        plan = self._at(deployment, slo, result.best or least, bundle)
+        return replace(plan, searched=result)
 
     def _confirmed(self, plan: LoadPlan, slo: Slo) -> LoadPlan:
-        """A plan that was found in bundles, its load lowered until it keeps the limits without."""
+        """A plan that was found in bundles, with its load lowered until it keeps the limits without them."""
         assert plan.searched is not None
         value, failed = plan.searched.best, plan.searched.failed
         while value is not None:
@@ -182,7 +170,6 @@ class LoadPlanner:
         return replace(plan, searched=SloResult(value, failed))
 
     def _at(self, deployment: Deployment, slo: Slo, value: float, bundle: int = 1) -> LoadPlan:
-        """A deployment at a concurrency or rate."""
         load = replace(self._asked.load, concurrency=int(value), rate=None)
         if slo.by == "rate":
             load = replace(self._asked.load, concurrency=None, rate=value)
@@ -193,8 +180,9 @@ class LoadPlanner:
         self, deployment: Deployment, load: Load, counted: int, bundle: int = 1
     ) -> LoadPlan:
         server = self._server(deployment, load, bundle)
-        steps, draft = self._steps(deployment), self._setup.speculation
-        # Equal where their times are: these are no part of them.
+        steps = step_model(deployment, self._device, self._setup, self._model)
+        draft = self._setup.speculation
+        # Models of equal times are to be equal: these are no part of them.
         steps = replace(
             steps,
             recipe=replace(steps.recipe, stored_bytes=None),
@@ -205,10 +193,8 @@ class LoadPlanner:
         return LoadPlan(deployment, load, result, server.num_blocks)
 
     def _server(self, deployment: Deployment, load: Load, bundle: int) -> SimulatedServer:
-        """The server of a deployment, of which each sequence stands for a `bundle` of equal ones.
-
-        It has no more blocks than the load can use: they would only take time.
-        """
+        """The server of a deployment; each of its sequences stands for a `bundle` of equal ones. It has no
+        more blocks than the load can use, because they would only take time."""
         reserve = self._solver.reserve(deployment, self._device)
         sequences = ceil(reserve.max_num_seqs / bundle)
         limits = SchedulerConfig(
@@ -231,8 +217,8 @@ class LoadPlanner:
         )
 
     def _num_blocks(self, deployment: Deployment) -> int:
-        """Blocks of the KV cache of a rank. What a sequence has beside them, and what windows save it, is
-        spread over those of a sequence of mean length."""
+        """Blocks of the KV cache of a rank. Per-sequence state and window savings are converted into blocks
+        at the mean length."""
         tokens = ceil(sum(self._asked.load.mean_lengths()))
         reserve = self._solver.reserve(deployment, self._device)
         budget = deployment.kv_budget(self._device.memory_bytes, reserve)

@@ -9,6 +9,7 @@ KV-cache budget (SnapKV, H2O) a sequence holds its whole prompt until it is comp
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
@@ -20,14 +21,13 @@ from ..config.compatibility import refuse
 from ..scheduling.kv_eviction import KvEviction
 from .cache_size import DEFAULT_UTILIZATION
 from .engine_rules import RULES, CacheKnobs, EngineRule
-from .step_model import Parallelism
+from .step_model import ACTIVATION_BYTES, Parallelism
 from .weights import WeightRecipe, weight_bytes_per_rank
 
 GIB = 2**30
 # Bytes of temporary memory per row and vocabulary entry while sampling, in float32 copies: fitted to
 # seven of eight published vLLM start-ups within 2 %.
 SAMPLER_COPIES = 9.70
-ACTIVATION_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,30 +109,21 @@ class Deployment:
         if self.tp < 1:
             raise BadInput(f"--tp {self.tp}: at least 1 is needed")
         self._check_experts()
-        cache = self.shape.cache_on_rank(self.tp)
-        stages = tuple(
-            PipelineStage(
-                weight_bytes_per_rank(
-                    self.shape,
-                    self.recipe,
-                    self.tp,
-                    layers if self.pp > 1 else None,
-                    self.tp * self.attention_dp,
-                ),
-                cache.cache_of_stage(layers),
-            )
-            for layers in self.shape.stages(self.pp)
-        )
-        object.__setattr__(self, "stages", stages)
+        cache, stages = self.shape.cache_on_rank(self.tp), []
+        for layers in self.shape.stages(self.pp):
+            part, ranks = layers if self.pp > 1 else None, self.tp * self.attention_dp
+            weights = weight_bytes_per_rank(self.shape, self.recipe, self.tp, part, ranks)
+            stages.append(PipelineStage(weights, cache.cache_of_stage(layers)))
+        object.__setattr__(self, "stages", tuple(stages))
 
     def _check_experts(self) -> None:
         if self.attention_dp < 1 or self.ep < 1:
             raise BadInput(
                 f"--attention-dp {self.attention_dp} --ep {self.ep}: at least 1 is needed"
             )
-        ranks, experts = self.tp * self.attention_dp, self.shape.experts
         if self.ep == 1:
             return
+        ranks, experts = self.tp * self.attention_dp, self.shape.experts
         if experts is None:
             raise BadInput(f"--ep {self.ep}: {self.shape.family} has no experts; leave it out")
         if experts.count % self.ep or ranks % self.ep:
@@ -145,7 +136,6 @@ class Deployment:
 
     @property
     def parallel(self) -> Parallelism:
-        """The parallel sizes."""
         return Parallelism(self.tp, self.pp, self.ep, self.attention_dp)
 
     @property
@@ -158,11 +148,6 @@ class Deployment:
         """Bytes of weights on the fullest rank."""
         return max(stage.weight_bytes for stage in self.stages)
 
-    @property
-    def all_weight_bytes(self) -> int:
-        """Bytes of weights on all ranks, replicas included."""
-        return self.tp * self.attention_dp * sum(stage.weight_bytes for stage in self.stages)
-
     def kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
         """KV-cache bytes of one sequence on the fullest rank, by the engine's rule."""
         return max(self._stage_kv(stage, context, reserve or Reserve()) for stage in self.stages)
@@ -173,14 +158,14 @@ class Deployment:
         return self.tp * sum(self._stage_kv(stage, context, chosen) for stage in self.stages)
 
     def knobs(self, reserve: Reserve) -> CacheKnobs:
-        """Parameters of the engine's cache rule in this deployment."""
         return CacheKnobs(self.block_size, reserve.chunk_tokens, frees_windows=self.pp == 1)
 
     def _stage_kv(self, stage: PipelineStage, context: int, reserve: Reserve) -> int:
         key = id(stage), context, reserve.chunk_tokens
         if key not in self._kv:  # a search asks again and again, for each device
-            knobs, element = self.knobs(reserve), self.kv_bytes_per_element
-            self._kv[key] = self.engine.kv_bytes(stage.cache, context, element, knobs)
+            self._kv[key] = self.engine.kv_bytes(
+                stage.cache, context, self.kv_bytes_per_element, self.knobs(reserve)
+            )
         return self._kv[key]
 
     def activation_terms(self, reserve: Reserve) -> tuple[int, int]:
@@ -219,18 +204,14 @@ class Deployment:
 
     def sequences_that_fit(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
         """Sequences of `context` tokens whose KV caches fit concurrently, in every stage."""
-        return self.attention_dp * min(
-            self._stage_sequences(stage, memory_bytes, reserve, context) for stage in self.stages
-        )
-
-    def _stage_sequences(
-        self, stage: PipelineStage, memory_bytes: int, reserve: Reserve, context: int
-    ) -> int:
-        budget = self._budget(stage.weight_bytes, memory_bytes, reserve)
-        per_sequence = self._stage_kv(stage, context, reserve)
-        if not per_sequence:  # MLP layers alone: the stage limits no sequence once its weights fit
-            return sys.maxsize if budget >= 0 else 0
-        return max(0, budget) // per_sequence
+        counts = []
+        for stage in self.stages:
+            budget = self._budget(stage.weight_bytes, memory_bytes, reserve)
+            if per_sequence := self._stage_kv(stage, context, reserve):
+                counts.append(max(0, budget) // per_sequence)
+            else:  # MLP layers alone: the stage limits no sequence once its weights fit
+                counts.append(sys.maxsize if budget >= 0 else 0)
+        return self.attention_dp * min(counts)
 
     def max_sequences(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
         """Sequences of `context` tokens that run concurrently: those that fit, at most `max_num_seqs`."""
@@ -239,14 +220,11 @@ class Deployment:
 
     def max_context(self, memory_bytes: int, reserve: Reserve, sequences: int, limit: int) -> int:
         """The longest context, at most `limit` tokens, at which `sequences` sequences fit concurrently."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.sequences_that_fit(memory_bytes, reserve, middle) >= sequences:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+
+        def is_too_long(context: int) -> bool:
+            return self.sequences_that_fit(memory_bytes, reserve, context) < sequences
+
+        return bisect_left(range(1, limit + 1), True, key=is_too_long)
 
 
 def check_evictable(shape: ModelShape, rule: KvEviction) -> None:
@@ -268,7 +246,7 @@ def check_evictable(shape: ModelShape, rule: KvEviction) -> None:
 class EvictedCache:
     """KV cache of one sequence with a prompt of `num_prompt` of its `num_tokens` tokens.
 
-    Its whole prompt is in the cache until it is computed, then the budget and what follows.
+    The cache has the whole prompt until it is computed, then the budget and the answer.
     """
 
     rule: KvEviction
@@ -279,7 +257,7 @@ class EvictedCache:
 
     @property
     def num_slots(self) -> int:
-        """Most tokens of it after its prompt."""
+        """Most tokens in the cache after the prompt is computed."""
         return self.rule.held(self.num_prompt, self.num_tokens)
 
     @property
@@ -295,8 +273,8 @@ class EvictedCache:
     def max_sequences(self, memory_bytes: int) -> int:
         """Sequences that run concurrently, one of them in its prompt: at most `max_num_seqs`."""
         budget = self.deployment.kv_budget(memory_bytes, self.reserve)
-        held = self.deployment.kv_bytes(self.num_slots, self.reserve)
-        first = max(held, self.deployment.kv_bytes(self.num_prompt, self.reserve))
+        size = self.deployment.kv_bytes(self.num_slots, self.reserve)
+        first = max(size, self.deployment.kv_bytes(self.num_prompt, self.reserve))
         if budget < first:
             return 0
-        return min(self.reserve.max_num_seqs, 1 + (budget - first) // held)
+        return min(self.reserve.max_num_seqs, 1 + (budget - first) // size)

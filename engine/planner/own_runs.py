@@ -54,19 +54,16 @@ class OwnRow:
 
     @property
     def deployed(self) -> Deployable:
-        """Model and weights."""
         return self.model, self.weights
 
     @property
     def loop(self) -> tuple[int, int, int]:
-        """Prompt and output tokens, and clients."""
         return self.prompt_tokens, self.output_tokens, self.clients
 
     def predicted(self, model: PlannedModel, device: Device, setup: Setup) -> SteadyState:
         """Expected means of its loop on a device."""
         recipe = setup.run_recipe(model.as_stored(), model.shape, device.kind)
-        element = self.kv_bytes_per_element
-        deployment = Deployment(model.shape, recipe, element, self.block_size)
+        deployment = Deployment(model.shape, recipe, self.kv_bytes_per_element, self.block_size)
         expected = Expectation.of(deployment, device, model.name, setup)
         return expected.loaded(*self.loop, self.resident)
 
@@ -96,8 +93,8 @@ class MeasuredRun:
 
 
 def read_runs(path: Path, planned: Deployable, *, on_cpu: bool) -> tuple[MeasuredRun, ...]:
-    """Read a run's folder or its `result.json`, or a folder of runs: those with a row on a CPU or on a GPU,
-    and of them those of the planned model where there are any.
+    """Read a run's folder or its `result.json`, or a folder of runs: the runs with a row on a CPU or on a
+    GPU, and only those of the planned model, if there are any.
 
     Raises:
         BadInput: there is no such result, it has no roofline points for both phases, or runs are of
@@ -124,8 +121,8 @@ def together(runs: Sequence[MeasuredRun]) -> MeasuredRun:
         return first
     efficiency = replace(
         first.efficiency,
-        bandwidth=fmean(one.bandwidth for one in shares),
-        compute=fmean(one.compute for one in shares),
+        bandwidth=fmean(share.bandwidth for share in shares),
+        compute=fmean(share.compute for share in shares),
         source=f"measured in {len(runs)} runs",
     )
     bandwidth, flops = fmean(r.bandwidth for r in runs), fmean(r.flops for r in runs)
@@ -140,8 +137,8 @@ def own_rows(
     cpu_plain_bytes: int | None = None,
 ) -> OwnRows | None:
     """The rows on one of the devices by the engine, against predictions at the shares of all runs: one for
-    each load of the planned model, or one for each other model; of models that are still where they were.
-    `cpu_plain_bytes` are those of the plan."""
+    each load of the planned model, or one for each other model. Rows of models that were moved are left out.
+    `cpu_plain_bytes` is that of the plan."""
     known = {device.name: device for device in devices if device.bandwidth and device.peaks}
     rows = [run.row for run in runs if run.row is not None]
     rows = [row for row in rows if row.engine == engine and row.gpu in known]
@@ -183,7 +180,7 @@ def lost_models(runs: Sequence[MeasuredRun]) -> list[str]:
 
 
 def _model_of(row: OwnRow) -> PlannedModel | None:
-    """The model of a row; None where it is no longer there: a path that is gone is no name for the hub."""
+    """The model of a row; None where it is no longer there: a missing path is no name for the hub."""
     if not Path(row.path).exists() and not (MODELS / row.path).exists():
         return None
     try:
@@ -203,7 +200,7 @@ def _row(parts: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _number(file: Path, values: Mapping[str, Any], name: str) -> Any:
-    """A number that is divided by, or whose logarithm is taken."""
+    """A positive, finite number: it is divided by, or its logarithm is taken."""
     value = values.get(name)
     if not isinstance(value, int | float) or not 0 < value < inf:
         raise BadInput(
@@ -212,12 +209,9 @@ def _number(file: Path, values: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _own_row(file: Path, row: Mapping[str, Any]) -> OwnRow:
-    values: dict[str, Any] = {
-        f.name: str(row[f.name]) if f.type == "str" else _number(file, row, f.name)
-        for f in fields(OwnRow)
-    }
-    return OwnRow(**values)
+def _efficiency(file: Path, decode: Any, prefill: Any, source: str) -> Efficiency:
+    latency = shared_value("all_reduce.latency")
+    return Efficiency(_number(file, *decode), _number(file, *prefill), 0.0, latency, source)
 
 
 def sent_in(gpu: Device) -> Path | None:
@@ -281,20 +275,15 @@ def read_gpu_record(file: Path, record: Mapping[str, Any], weights: str) -> Meas
     chosen = weights if weights in shares else next(alike, "bf16")
     if chosen not in shares:
         raise BadInput(f"{file} measured no model: run llmopt doctor --gpu again")
-    environment = record["environment"]
-    efficiency = Efficiency(
-        bandwidth=_number(file, shares[chosen], "decode"),
-        compute=_number(file, shares[chosen], "prefill"),
-        seconds_per_layer=0.0,
-        seconds_per_all_reduce=shared_value("all_reduce.latency"),
-        source=f"measured in {chosen} in {file}",
-    )
-    gpu = environment.get("gpu")
+    gpu = record["environment"].get("gpu")
+    source = f"measured in {chosen} in {file}"
     return MeasuredRun(
-        machine=str(environment.get("machine")),
+        machine=str(record["environment"].get("machine")),
         bandwidth=_number(file, roofs, "bandwidth"),
         flops=_number(file, roofs, "flops"),
-        efficiency=efficiency,
+        efficiency=_efficiency(
+            file, (shares[chosen], "decode"), (shares[chosen], "prefill"), source
+        ),
         is_cpu=gpu is None,
         gpu=None if gpu is None else _table_name(gpu["name"]),
     )
@@ -315,21 +304,23 @@ def read_run(path: Path, weights: str = "bf16") -> MeasuredRun:
         roofline = result["roofline"]
         ceilings = roofline["ceilings"]
         points = {point["phase"]: point for point in roofline["points"]}
-        efficiency = Efficiency(
-            bandwidth=_number(file, points["decode"], "mbu"),
-            compute=_number(file, points["prefill"], "mfu"),
-            seconds_per_layer=0.0,
-            seconds_per_all_reduce=shared_value("all_reduce.latency"),
-            source=f"measured in {file}",
+        efficiency = _efficiency(
+            file, (points["decode"], "mbu"), (points["prefill"], "mfu"), f"measured in {file}"
         )
-        row = _row(result)
+        own_row = None
+        if (row := _row(result)) is not None:
+            values: dict[str, Any] = {
+                f.name: str(row[f.name]) if f.type == "str" else _number(file, row, f.name)
+                for f in fields(OwnRow)
+            }
+            own_row = OwnRow(**values)
         return MeasuredRun(
             machine=str(result["environment"]["machine"]),
             bandwidth=_number(file, ceilings, "bandwidth"),
             flops=_number(file, ceilings, "flops"),
             efficiency=efficiency,
             is_cpu=str(result["identity"]["device"]).startswith("cpu"),
-            row=None if row is None else _own_row(file, row),
+            row=own_row,
         )
     except (KeyError, TypeError) as error:
         raise BadInput(

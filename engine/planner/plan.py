@@ -86,22 +86,18 @@ class DevicePlan:
 
     @property
     def gpu(self) -> str:
-        """The device's name."""
         return self.device.name
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights on the fullest rank."""
         return self.deployment.weight_bytes
 
     @property
     def activation_bytes(self) -> int:
-        """Peak activation memory on a rank."""
         return self.deployment.activation_bytes(self.reserve)
 
     @property
     def overhead_bytes(self) -> int:
-        """Memory of the runtime on a rank."""
         return self.deployment.overhead_bytes()
 
     @property
@@ -198,25 +194,22 @@ def make_plan(
         second = replace(chosen, engine=beside)
         setups.append(second)
         solver = Solver(model.shape, recipe, replace(workload, load=None), second)
-        plans = [
-            _with_second(plan, _on_device(solver, model, plan.device, second)) for plan in plans
-        ]
+        for index, plan in enumerate(plans):
+            if plan.device.kind == "cpu":
+                continue
+            other = _on_device(solver, model, plan.device, second)
+            # llmopt's own cache is known for either engine
+            cache = plan.engine_cache or other.engine_cache
+            plans[index] = replace(plan, beside=other, engine_cache=cache)
     if ranked:
         plans.sort(key=_rank)
     warnings = tuple(_warnings(model, workload, setups, plans))
     return DeploymentPlan(model, recipe, workload, chosen, tuple(plans), warnings)
 
 
-def _with_second(plan: DevicePlan, second: DevicePlan) -> DevicePlan:
-    """The plan with that of a second engine; llmopt's own cache is known of either."""
-    if plan.device.kind == "cpu":
-        return plan
-    return replace(plan, beside=second, engine_cache=plan.engine_cache or second.engine_cache)
-
-
 def _rank(plan: DevicePlan) -> tuple[bool, bool, bool, float, float]:
-    """Fit, the SLO, and what a token costs there: in dollars, and after those in GPU hours; without an SLO
-    the number of devices, and speed."""
+    """Sort key: fit, the SLO, and the cost of a token: in dollars, else in GPU hours; without an SLO the
+    number of devices, and speed."""
     if plan.load is not None and plan.load.searched is not None:
         misses, hours = order_of(plan.load)
         dollars = plan.dollars_per_million
@@ -227,6 +220,7 @@ def _rank(plan: DevicePlan) -> tuple[bool, bool, bool, float, float]:
 
 
 def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup) -> DevicePlan:
+    """The plan of one device, with the load simulated where its speed is known."""
     workload = solver.workload
     deployment, needed = solver.choose(device)
     load = None
@@ -240,7 +234,7 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
     max_sequences = solver.sequences(deployment, device)
     fits = max_sequences >= workload.sequences
     limit = max(model.shape.max_context, workload.context)
-    expected = loaded = band = None
+    expected = loaded = band = speculation = None
     decode = decode_bound = prefill = prefill_bound = None
     # No times for what does not fit: they would be misleading.
     if fits and device.bandwidth is not None and device.peaks:
@@ -253,6 +247,12 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
         prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
         loaded = expected.loaded_by(workload, count, max_sequences)
         band = expected.band(count)
+        if (draft := setup.speculation) is not None:
+            verification = expected.decode(count, workload.held_tokens, draft.draft_tokens + 1)
+            steps = verification.seconds / decode.seconds
+            speedup = draft.speedup(steps)
+            tpot = decode.seconds / speedup
+            speculation = SpeculationGain(draft.expected_tokens, steps, speedup, tpot)
     plan = DevicePlan(
         device=device,
         deployment=deployment,
@@ -272,7 +272,7 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
         decode_bound=decode_bound,
         prefill=prefill,
         prefill_bound=prefill_bound,
-        speculation=_speculation(expected, workload, setup, decode),
+        speculation=speculation,
         evicted=solver.evicted(deployment, reserve),
         encode_seconds=None
         if workload.images is None or expected is None
@@ -306,21 +306,16 @@ def _engine_cache(
     step_tokens = setup.max_num_batched_tokens or max(
         DEFAULT_MAX_NUM_BATCHED_TOKENS[device.kind], sequences
     )
+    resident = resident_tokens(deployment.shape, workload.context, step_tokens, workload.block_size)
     request = CacheRequest(
         bytes_per_element=deployment.kv_bytes_per_element,
         block_size=workload.block_size,
-        max_model_len=resident_tokens(
-            deployment.shape,
-            workload.context,
-            step_tokens,
-            workload.block_size,
-        ),
+        max_model_len=resident,
         max_num_seqs=sequences,
         memory_bytes=setup.kv_cache_bytes,
     )
     if device.kind == "cpu":
-        free = device.memory_bytes - deployment.weight_bytes
-        budget = KvCacheBudget.on_cpu(max(0, free))
+        budget = KvCacheBudget.on_cpu(max(0, device.memory_bytes - deployment.weight_bytes))
     else:
         profile_run = replace(reserve, chunk_tokens=step_tokens, max_num_seqs=sequences)
         budget = KvCacheBudget.on_cuda(
@@ -339,23 +334,6 @@ def _engine_cache(
         return size_cache(deployment.shape, request, budget.less("states", states.num_bytes))
     except BadInput:
         return None
-
-
-def _speculation(
-    expected: Expectation | None,
-    workload: PlannedWorkload,
-    setup: Setup,
-    decode: StepTime | None,
-) -> SpeculationGain | None:
-    draft = setup.speculation
-    if draft is None or decode is None or expected is None:
-        return None
-    verification = expected.decode(
-        workload.sequences, workload.held_tokens, tokens_per_sequence=draft.draft_tokens + 1
-    )
-    steps = verification.seconds / decode.seconds
-    speedup = draft.speedup(steps)
-    return SpeculationGain(draft.expected_tokens, steps, speedup, decode.seconds / speedup)
 
 
 def _cost(plan: DevicePlan, workload: PlannedWorkload, setup: Setup) -> Cost | None:
@@ -381,8 +359,7 @@ def _warnings(
     plans: Sequence[DevicePlan],
 ) -> list[str]:
     warnings = []
-    shape = model.shape
-    if workload.context > shape.max_context:
+    if workload.context > model.shape.max_context:
         warnings.append(_beyond_max_context(model, workload.context))
     if workload.eviction is not None and any(plan.deployment.gpus > 1 for plan in plans):
         warnings.append(

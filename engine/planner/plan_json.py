@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
-from ...quant.families.shapes import ModelShape
 from ...quant.model.checkpoint import check_kinds, read_json
 from ..probe.facts import PARTS
 from .cache_size import kv_dtype
@@ -19,7 +17,7 @@ from .devices import Device
 from .engine_rules import RULES, CacheKnobs, engine_rule
 from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation
 from .images import ImageLoad
-from .load import PlannedLoad, SteadyState
+from .load import SteadyState
 from .load_plan import LoadPlan
 from .memory import Deployment, Reserve
 from .plan import DeploymentPlan, DevicePlan
@@ -48,7 +46,7 @@ _REQUIRED = {
     "tp": int,
     "pp": int,
 }
-# Of plans since they are written.
+# Keys that plans of earlier versions lack.
 _LATER = {
     "model": str,
     "engine": str,
@@ -66,6 +64,12 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
     full = shape.without_windows()
     count, context, block = work.sequences, work.context, work.block_size
     stages = [stage.cache.kv_bytes(context, element) for stage in first.deployment.stages]
+    by_part, indexer_elements = {"text": shape.num_parameters}, 0
+    if isinstance(shape, ProbedShape):
+        sizes = {part: shape.measured.num_parameters(part) for part in PARTS}
+        by_part = {part: size for part, size in sizes.items() if size}
+        indexer_elements = shape.indexer_elements
+    slo = work.load and work.load.slo
     return {
         "schema": SCHEMA,
         "model": plan.model.name,
@@ -76,7 +80,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "model_type": shape.family,
         "param_count": shape.num_parameters,
         "active_param_count": shape.num_active_parameters,
-        "param_count_by_part": _parameters_by_part(shape),
+        "param_count_by_part": by_part,
         "max_model_context": shape.max_context,
         "weights": plan.recipe.label,
         "weight_bytes": plan.weight_bytes,
@@ -92,12 +96,12 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "batch": count,
         "tp": first.deployment.tp,
         "pp": first.deployment.pp,
-        "slo": _slo_dict(work.load),
+        "slo": slo and {"limits_ms": dict(slo.limits_ms), "share": slo.share, "by": slo.by},
         "dataset": work.load and work.load.dataset,
         "block_size": block,
         "kv_bytes_per_token": shape.kv_bytes_per_token(element),
         "kv_bytes_per_extra_token": shape.kv_bytes_per_extra_token(element),
-        "indexer_bytes_per_token": _indexer_bytes(shape, element),
+        "indexer_bytes_per_token": ceil(indexer_elements * element),
         "state_bytes_per_sequence": shape.state_bytes,
         "kv_bytes_total": count * shape.kv_bytes(context, element),
         "kv_bytes_total_no_window": count * full.kv_bytes(context, element),
@@ -116,8 +120,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
 
 
 def _eviction_dict(plan: DevicePlan) -> dict[str, Any] | None:
-    """A sequence under the KV-cache budget, on the first plan's devices; the sums of whole sequences beside
-    it have no budget."""
+    """A sequence under the KV-cache budget, on the first plan's devices."""
     if (evicted := plan.evicted) is None:
         return None
     return {
@@ -131,7 +134,7 @@ def _eviction_dict(plan: DevicePlan) -> dict[str, Any] | None:
 
 
 def _images_dict(load: ImageLoad | None) -> dict[str, Any] | None:
-    """The images of each prompt and their encoder; `ttft_ms` of a device is behind its `encode_ms`."""
+    """The images of each prompt and their encoder; `ttft_ms` of a device follows its `encode_ms`."""
     if load is None:
         return None
     return {
@@ -148,18 +151,6 @@ def _images_dict(load: ImageLoad | None) -> dict[str, Any] | None:
         "embedding_bytes": load.embedding_bytes,
         "encode_flops": load.flops,
     }
-
-
-def _parameters_by_part(shape: ModelShape) -> dict[str, int]:
-    """Parameters of the text model, and of towers and projectors beside it; their sum is the whole."""
-    if not isinstance(shape, ProbedShape):
-        return {"text": shape.num_parameters}
-    return {part: size for part in PARTS if (size := shape.measured.num_parameters(part))}
-
-
-def _indexer_bytes(shape: ModelShape, element: Fraction) -> int:
-    elements = shape.indexer_elements if isinstance(shape, ProbedShape) else 0
-    return ceil(elements * element)
 
 
 def engines_as_dict(plan: DeploymentPlan, first: DevicePlan) -> dict[str, Any]:
@@ -189,10 +180,9 @@ def engines_as_dict(plan: DeploymentPlan, first: DevicePlan) -> dict[str, Any]:
 
 
 def _device_dict(plan: DevicePlan) -> dict[str, Any]:
-    speed, bound = plan.tokens_per_second, plan.tokens_per_second_bound
-    device = plan.device
+    device, cache = plan.device, plan.engine_cache
     relaxations = [asdict(change) for change in plan.relaxations]
-    cache = plan.engine_cache
+    operators = plan.decode.operators if plan.decode else ()
     return {
         "gpu": device.name,
         "gpu_memory_bytes": device.memory_bytes,
@@ -221,9 +211,8 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "kv_budget_bytes_per_rank": plan.kv_budget_bytes,
         "kv_bytes_per_rank": plan.kv_bytes,
         "reserve": asdict(plan.reserve),
-        "engine_cache": None
-        if cache is None
-        else {
+        "engine_cache": cache
+        and {
             "num_blocks": cache.num_blocks,
             "block_size": cache.block_size,
             "kv_tokens": cache.num_tokens,
@@ -236,11 +225,14 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "tpot_ms": _milliseconds(plan.decode),
         "tpot_bound_ms": _milliseconds(plan.decode_bound),
         "tpot_limit": plan.decode and plan.decode.bound,
-        "throughput_tokens_per_s": None if speed is None else round(speed, 2),
-        "throughput_bound_tokens_per_s": None if bound is None else round(bound, 2),
+        "throughput_tokens_per_s": rounded(plan.tokens_per_second, 2),
+        "throughput_bound_tokens_per_s": rounded(plan.tokens_per_second_bound, 2),
         "load": None if plan.load is None else _load_dict(plan.load),
         "loaded": _loaded_dict(plan.loaded, plan.band),
-        "operators": _operators(plan),
+        "operators": [
+            {"operator": name, "ms": round(1e3 * seconds, 4), "source": source}
+            for name, seconds, source in operators
+        ],
         "speculation": None if plan.speculation is None else asdict(plan.speculation),
         "cost": None if plan.cost is None else asdict(plan.cost),
         "dollars_per_million_output_tokens": rounded(plan.dollars_per_million),
@@ -248,15 +240,8 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
     }
 
 
-def _slo_dict(asked: PlannedLoad | None) -> dict[str, Any] | None:
-    if asked is None or asked.slo is None:
-        return None
-    slo = asked.slo
-    return {"limits_ms": dict(slo.limits_ms), "share": slo.share, "by": slo.by}
-
-
 def _load_dict(plan: LoadPlan) -> dict[str, Any]:
-    """A device under load. `throughput_tokens_per_s` is of its output; TTFT counts from the arrival."""
+    """A device under load. `throughput_tokens_per_s` is output; TTFT counts from the arrival."""
     load, result, searched = plan.load, plan.result, plan.searched
     prompt, output = load.mean_lengths()
     latencies = {"ttft_ms": result.ttft, "tpot_ms": result.tpot, "e2e_ms": result.e2e}
@@ -283,9 +268,7 @@ def _load_dict(plan: LoadPlan) -> dict[str, Any]:
         "num_preemptions": result.preemptions,
         "most_running": result.most_running,
         "most_waiting": result.most_waiting,
-        "slo": None
-        if searched is None
-        else {"best": searched.best, "lowest_failed": searched.failed},
+        "slo": searched and {"best": searched.best, "lowest_failed": searched.failed},
     }
 
 
@@ -304,18 +287,9 @@ def _loaded_dict(loaded: SteadyState | None, band: ErrorBand | None) -> dict[str
     }
 
 
-def _operators(plan: DevicePlan) -> list[dict[str, Any]]:
-    """Operators of the decode step, and where the time of each is from."""
-    parts = plan.decode.operators if plan.decode else ()
-    return [
-        {"operator": name, "ms": round(1e3 * seconds, 4), "source": source}
-        for name, seconds, source in parts
-    ]
-
-
-def rounded(value: float | None) -> float | None:
-    """A price or a share to a millionth."""
-    return None if value is None else round(value, 6)
+def rounded(value: float | None, digits: int = 6) -> float | None:
+    """The value with `digits` decimals: a price or a share to a millionth by default."""
+    return None if value is None else round(value, digits)
 
 
 def _milliseconds(time: StepTime | None) -> float | None:
@@ -332,12 +306,11 @@ class WrittenPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
         return self.values["weight_bytes"]
 
     @property
     def held_weight_bytes(self) -> int:
-        """Bytes of weights in the engine's memory; of a plan before they were told apart, as stored."""
+        """Bytes of weights in the engine's memory; as stored, if the plan file does not tell them apart."""
         if self.values["tp"] * self.values["pp"] > 1:
             return self.weight_bytes
         return self.values.get("weight_bytes_per_rank", self.weight_bytes)
@@ -375,7 +348,7 @@ class WrittenPlan:
         measured = None
         if values.get("speed_from", "measured") == "measured":
             measured = Efficiency(**values["efficiency"])
-        # llmopt runs; with its cache in the plan it was planned, be it beside another engine.
+        # llmopt runs. A plan with its cache was made for it, even next to another engine.
         engine = "llmopt" if values["engine_cache"] else values["engine"]
         setup = Setup(engine=engine, measured=measured)
         expected = Expectation.of(deployment, device, values["model"], setup)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
-from pathlib import Path
 
 from ...base.errors import BadInput
 from ...base.processor import computes_in_bf16
@@ -36,8 +35,7 @@ from .weights import RECIPES, UNQUANTIZED_BYTES, WeightRecipe, chosen_group, rec
 def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> DeploymentPlan:
     """Make the requested plan.
 
-    Args:
-        recipe: of the weights, in place of the request's.
+    `recipe` replaces the request's weights.
 
     Raises:
         BadInput: an invalid option value, or one that contradicts the model.
@@ -50,7 +48,13 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     block_size = ask.block_size
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
-    engine, beside = _engines(ask, on_cpu)
+    engine, beside = ask.engine, None
+    if engine in (
+        None,
+        "all",
+    ):  # without a choice vLLM and llmopt; llmopt alone for what only it has
+        only_llmopt = on_cpu or ask.measured is not None or ask.kv_budget is not None
+        engine, beside = ("llmopt", None) if only_llmopt else ("vllm", "llmopt")
     load = _load(ask)
     workload = PlannedWorkload(
         _context(ask, model, load),
@@ -105,18 +109,8 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     return replace(plan, warnings=(*plan.warnings, *lost))
 
 
-def _engines(ask: PlanRequest, on_cpu: bool) -> tuple[str, str | None]:
-    """The engine that is planned, and the one beside it: without a choice, on GPUs vLLM and llmopt; llmopt
-    alone on a CPU, by a measured run of it, and for what only it has."""
-    if ask.engine is not None and ask.engine != "all":
-        return ask.engine, None
-    if on_cpu or ask.measured is not None or ask.kv_budget is not None:
-        return "llmopt", None
-    return "vllm", "llmopt"
-
-
 def _context(ask: PlanRequest, model: PlannedModel, load: PlannedLoad | None) -> int:
-    """Tokens per sequence: as given, else of the longest request, else the model's context."""
+    """Tokens per sequence: as given, else those of the longest request, else the model's context."""
     longest = None if load is None else load.load.longest
     if ask.context is None:
         return model.shape.max_context if longest is None else longest
@@ -127,7 +121,7 @@ def _context(ask: PlanRequest, model: PlannedModel, load: PlannedLoad | None) ->
 
 
 def _load(ask: PlanRequest) -> PlannedLoad | None:
-    """The load with lengths of its own; None without."""
+    """The load, if lengths are given."""
     if ask.dataset is not None and (ask.input_len is not None or ask.output_tokens is not None):
         raise BadInput("--dataset has lengths of its own: leave out --input-len and --output-len")
     if ask.dataset is not None:
@@ -149,14 +143,12 @@ def _load(ask: PlanRequest) -> PlannedLoad | None:
 def _asked(ask: PlanRequest, lengths: tuple[Lengths, ...]) -> PlannedLoad:
     rate = ask.request_rate
     load = Load(lengths, ask.sequences if rate is None else None, rate, ask.prefix_hit_rate)
-    slo = None
-    if ask.slo is not None:
-        slo = Slo(required_slo(ask.slo), ask.slo_by, ask.slo_share)
+    slo = None if ask.slo is None else Slo(required_slo(ask.slo), ask.slo_by, ask.slo_share)
     return PlannedLoad(load, slo, ask.dataset)
 
 
 def _devices(ask: PlanRequest, runs: Sequence[MeasuredRun]) -> list[Device]:
-    """The devices; of those without a data sheet, with the ceilings that the runs measured."""
+    """The devices; those without a data sheet get the ceilings that the runs measured."""
     memory = None if ask.gpu_memory is None else parse_bytes(ask.gpu_memory)
     if not runs:
         return choose_devices(ask.gpus, memory)
@@ -181,18 +173,15 @@ def _devices(ask: PlanRequest, runs: Sequence[MeasuredRun]) -> list[Device]:
 
 
 def _runs(ask: PlanRequest, model: PlannedModel, recipe: WeightRecipe) -> tuple[MeasuredRun, ...]:
-    if ask.measured is None:
-        record = _record_of(ask)
-        return () if record is None else read_runs(record, (model.name, recipe.label), on_cpu=False)
-    on_cpu = ask.gpu_memory is None and all(name.lower() == "cpu" for name in ask.gpus)
-    return read_runs(ask.measured, (model.name, recipe.label), on_cpu=on_cpu)
-
-
-def _record_of(ask: PlanRequest) -> Path | None:
-    """The record of a GPU that a plan of our engine on one GPU rests on, where one was sent in."""
+    deployed = model.name, recipe.label
+    if ask.measured is not None:
+        on_cpu = ask.gpu_memory is None and all(name.lower() == "cpu" for name in ask.gpus)
+        return read_runs(ask.measured, deployed, on_cpu=on_cpu)
+    # A plan of our engine on one GPU rests on that GPU's record, if one was sent in.
     if ask.engine != "llmopt" or len(ask.gpus) != 1 or ask.gpus[0].lower() in ("all", "cpu"):
-        return None
-    return sent_in(find_device(ask.gpus[0]))
+        return ()
+    record = sent_in(find_device(ask.gpus[0]))
+    return () if record is None else read_runs(record, deployed, on_cpu=False)
 
 
 def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:
@@ -210,13 +199,11 @@ def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:
 
 
 def _prices(ask: PlanRequest) -> Prices | None:
-    if ask.gpu_hour_price is None:
-        if ask.api_price_in is not None or ask.api_price_out is not None:
-            raise BadInput(
-                "--api-price-in and --api-price-out need --gpu-hour-price to compare with"
-            )
-        if ask.duty_cycle == 1:
-            return None
+    has_api = ask.api_price_in is not None or ask.api_price_out is not None
+    if ask.gpu_hour_price is None and has_api:
+        raise BadInput("--api-price-in and --api-price-out need --gpu-hour-price to compare with")
+    if ask.gpu_hour_price is None and ask.duty_cycle == 1:
+        return None
     return Prices(ask.gpu_hour_price, ask.api_price_in, ask.api_price_out, ask.duty_cycle)
 
 
@@ -260,17 +247,21 @@ def named_recipe(
                 f"--weights {name}: a GGUF type has its own groups; leave their options out"
             )
         return _mixed(ALIASES.get(mix, mix), shape)
-    found = _SPELLED.fullmatch(name.lower())
-    method = None if found is None else _method(found[1])
-    if found is None or method is None:
-        close = get_close_matches(name.lower(), _names(), n=3, cutoff=0.5)
+    spelled = _SPELLED.fullmatch(name.lower())
+    method = spelled and spelled[1]
+    if method not in METHODS:  # the format's name stands for the first method that writes it
+        writers = (m.name for m in METHODS.values() if m.default_format == method)
+        method = next(writers, None)
+    if spelled is None or method is None:
+        names = [*RECIPES, *METHODS, "exl3", *map(str.lower, GGUF_TYPES)]
+        close = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
         offered = f"; close: {', '.join(close)}" if close else ""
         known = ", ".join(RECIPES)
         raise BadInput(
             f"no weight format {name!r}{offered}; choose {known}, a GGUF type such as Q4_K_M, or a method of "
             "quantize, with its bits as in exl3:3"
         )
-    bits = None if found[2] is None else int(found[2])
+    bits = None if spelled[2] is None else int(spelled[2])
     if method in ("gptq", *_INT4) and METHODS[method].choose_bits(bits) in (4, 8):
         base = recipe_for(
             "gptq" if method == "gptq" else f"int{bits or 4}",
@@ -298,22 +289,6 @@ def named_recipe(
     elements = sum(t.num_elements * t.count for t in linears)
     width = Fraction(bits_held / elements).limit_denominator(1 << 20)
     return WeightRecipe(scheme.label, width, scale_bits=0, plain_bytes=plain_bytes)
-
-
-def _names() -> list[str]:
-    from ...quant.gguf.mix import GGUF_TYPES
-    from ...quant.methods.registry import METHODS
-
-    return [*RECIPES, *METHODS, "exl3", *map(str.lower, GGUF_TYPES)]
-
-
-def _method(name: str) -> str | None:
-    """The method of that name, or the first that writes the format of that name."""
-    from ...quant.methods.registry import METHODS
-
-    if name in METHODS:
-        return name
-    return next((one.name for one in METHODS.values() if one.default_format == name), None)
 
 
 def _mixed(mix: str, shape: ModelShape) -> WeightRecipe:
@@ -351,8 +326,8 @@ def _mixed(mix: str, shape: ModelShape) -> WeightRecipe:
 
 
 def _modules(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int], Fraction]]:
-    """The linears of each layer under the names of a Llama's, with their sizes and their mean number; those
-    of an architecture of its own count as attention outputs, which have the type of most weights."""
+    """The linears of each layer under a Llama's names, with their sizes and their mean number; linears that
+    only this architecture has count as attention outputs, which have the type of most weights."""
     counts: Counter[tuple[str, int, int, str]] = Counter()
     for t in shape.tensors():
         if t.role in ("linear", "expert"):
@@ -369,7 +344,7 @@ def _modules(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int], Fraction
 def _parts(
     shape: ModelShape, role: str, size: tuple[int, int], shard: str, per_layer: Fraction
 ) -> list[str]:
-    """The names that linears of one size have in a layer."""
+    """Names of the linears of one size in a layer."""
     hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
     if role == "linear" and shard == "kv_heads":
         return ["self_attn.k_proj", "self_attn.v_proj"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil
@@ -24,7 +24,7 @@ class ElementBytes(Fraction):
     by_width: Mapping[int, Fraction | int]
 
     def __new__(cls, mean: Fraction, by_width: Mapping[int, Fraction]) -> Self:
-        """The mean is the number's value."""
+        # The number itself is the mean.
         number = super().__new__(cls, mean.numerator, mean.denominator)
         # Whole numbers are added many times faster as such.
         number.by_width = {
@@ -35,7 +35,6 @@ class ElementBytes(Fraction):
 
 
 def vector_bytes(bytes_per_element: float | Fraction, width: int) -> Fraction | int:
-    """Bytes of a vector of `width` elements."""
     if isinstance(bytes_per_element, ElementBytes):
         return bytes_per_element.by_width[width]
     return width * Fraction(bytes_per_element)
@@ -45,12 +44,12 @@ def vector_bytes(bytes_per_element: float | Fraction, width: int) -> Fraction | 
 class ProbedShape(ModelShape):
     """A shape whose parameters and cache come from `facts`.
 
-    `ranks` are those that the cache is split over, `stage` the layers whose cache it is (None: all), and
-    `frees_windows` is False where a window keeps every token. State and positions have dtypes of their own;
-    a KV dtype narrows the growing tensors alone.
+    `ranks` is the number of ranks that the cache is split over, `stage` the layers whose cache it is (None:
+    all), and `frees_windows` is False where a window keeps every token. State and positions have dtypes of
+    their own; a KV dtype narrows the growing tensors alone.
 
     Attributes:
-        layer_tensors: the cached tensors of this stage on one rank: heads are split, at least one on each. A
+        layer_tensors: cached tensors of this stage on one rank: heads are split, at least one on each. A
             stage whose layers share the keys and values of an earlier stage holds a copy of them.
         growing: cached keys, values and latents, which grow with the sequence.
     """
@@ -64,9 +63,18 @@ class ProbedShape(ModelShape):
 
     def __post_init__(self) -> None:
         ModelShape.__post_init__(self)
-        held = self._held_tensors()
-        growing = tuple(t for t in held if t.law == "growing" and t.is_float)
-        object.__setattr__(self, "layer_tensors", held)
+        cached = self.measured.cache
+        if self.stage is not None:
+            layers = {*self.stage}
+            if self.stage.stop > self.num_layers - self.measured.num_shared_layers:
+                # The KV-sharing layers read, for each window, the last layer that caches its own.
+                last = {t.window: t.layer for t in cached if t.law == "growing"}
+                layers.update(last.values())
+            cached = tuple(t for t in cached if t.layer in layers)
+        if self.ranks > 1:  # whole heads, at least one; a state is split evenly, to whole elements
+            cached = tuple(replace(t, heads=ceil(t.heads / self.ranks)) for t in cached)
+        growing = tuple(t for t in cached if t.law == "growing" and t.is_float)
+        object.__setattr__(self, "layer_tensors", cached)
         object.__setattr__(self, "growing", growing)
 
     @classmethod
@@ -92,7 +100,6 @@ class ProbedShape(ModelShape):
 
     @property
     def measured(self) -> ProbedModel:
-        """The facts that the probe measured."""
         assert self.facts is not None
         return self.facts
 
@@ -118,23 +125,6 @@ class ProbedShape(ModelShape):
             elif self.tied and last and p.role == "embedding" and p.out_features == self.vocab_size:
                 yield replace(tensor, role="head")
 
-    def _held_tensors(self) -> tuple[CachedTensor, ...]:
-        here = self.measured.cache
-        if self.stage is not None:
-            held = {*self.stage, *self._layers_shared_with(self.stage)}
-            here = tuple(t for t in here if t.layer in held)
-        if self.ranks == 1:
-            return here
-        return tuple(replace(t, **_share(t, self.ranks)) for t in here)
-
-    def _layers_shared_with(self, stage: range) -> set[int]:
-        """Layers whose keys and values the KV-sharing layers of a stage read: of each window the last that
-        caches its own."""
-        first_shared = self.num_layers - self.measured.num_shared_layers
-        if stage.stop <= first_shared:
-            return set()
-        return set({t.window: t.layer for t in self.measured.cache if t.law == "growing"}.values())
-
     @property
     def positions(self) -> tuple[CachedTensor, ...]:
         """Cached positions (Qwen4): transformers alone keeps them, engines know a token's position."""
@@ -151,7 +141,7 @@ class ProbedShape(ModelShape):
 
     @staticmethod
     def state_elements(tensor: CachedTensor) -> int:
-        """Elements of a state; of the buffer of a compressed cache, before its entry is complete."""
+        """Elements of a state, or of the buffer of a compressed cache, before its entry is complete."""
         entries = tensor.stride - 1 if tensor.law == "remainder" else 1
         return entries * tensor.heads * tensor.width
 
@@ -163,41 +153,36 @@ class ProbedShape(ModelShape):
 
     def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
         """KV-cache bytes per token in all layers, while the sequence is within every window."""
-        return ceil(
-            sum(entry_bytes(t, bytes_per_element) / Fraction(t.stride) for t in self.growing)
-        )
+        return self._token_bytes(self.growing, bytes_per_element)
 
     def kv_bytes_per_extra_token(self, bytes_per_element: float | Fraction) -> int:
         """KV-cache bytes per additional token, once the sequence is longer than every window."""
         unlimited = [t for t in self.growing if not (t.window and self.frees_windows)]
-        return ceil(sum(entry_bytes(t, bytes_per_element) / Fraction(t.stride) for t in unlimited))
+        return self._token_bytes(unlimited, bytes_per_element)
+
+    @staticmethod
+    def _token_bytes(tensors: Iterable[CachedTensor], element: float | Fraction) -> int:
+        return ceil(sum(entry_bytes(t, element) / Fraction(t.stride) for t in tensors))
 
     def kv_bytes(
         self, num_tokens: int, bytes_per_element: float | Fraction, block_size: int = 1
     ) -> int:
         """Cache bytes of one sequence, its constant state included; each layer in whole blocks."""
-        held = sum(
-            ceil(self.entries(t, num_tokens) / block_size)
-            * block_size
-            * entry_bytes(t, bytes_per_element)
-            for t in self.growing
-        )
-        return ceil(held) + self.state_bytes
+        blocks = ((ceil(self.entries(t, num_tokens) / block_size), t) for t in self.growing)
+        size = sum(count * block_size * entry_bytes(t, bytes_per_element) for count, t in blocks)
+        return ceil(size) + self.state_bytes
 
     def entries(self, tensor: CachedTensor, num_tokens: int) -> int:
-        """Entries that a growing tensor has to hold: of a window of W its module keeps the W - 1 before the
-        present token."""
+        """Entries that a growing tensor has to hold: a window of W keeps W - 1 before the present token."""
         entries = num_tokens // tensor.stride
         return min(entries, tensor.window + 1) if tensor.window and self.frees_windows else entries
 
     @property
     def looked_up_elements(self) -> int:
         """Elements of embeddings that are looked up, and of vision towers, which a decode step skips."""
-        skipped = sum(
-            p.num_elements
-            for p in self.measured.parameters
-            if p.role in ("embedding", "vision", "projector")
-        )
+        """Elements of embeddings that are looked up, and of vision towers, which a decode step skips."""
+        roles = ("embedding", "vision", "projector")
+        skipped = sum(p.num_elements for p in self.measured.parameters if p.role in roles)
         return skipped - (self.vocab_size * self.hidden_size if self.tied else 0)
 
     def visible_elements(self, context: float) -> float:
@@ -210,7 +195,6 @@ class ProbedShape(ModelShape):
         return sum(ceil(t.heads * t.width / t.stride) for t in self.growing if is_indexer(t))
 
     def without_windows(self) -> Self:
-        """The shape with full attention in every layer."""
         return replace(self, frees_windows=False)
 
     def cache_on_rank(self, ranks: int) -> Self:
@@ -238,8 +222,7 @@ def cache_line(shape: ProbedShape) -> str:
     return " + ".join(parts) or "nothing"
 
 
-# A model without positions names no longest context.
-_UNLIMITED = 1_048_576
+_UNLIMITED = 1_048_576  # the longest context of a model without positions, which names none
 
 
 def is_indexer(tensor: CachedTensor) -> bool:
@@ -252,19 +235,12 @@ def entry_bytes(tensor: CachedTensor, bytes_per_element: float | Fraction) -> Fr
     return tensor.heads * vector_bytes(bytes_per_element, tensor.width)
 
 
-def _share(tensor: CachedTensor, ranks: int) -> Mapping[str, int]:
-    """Heads of a tensor on one of `ranks`; a state is split evenly, to whole elements."""
-    if tensor.law == "constant":
-        return {"heads": ceil(tensor.heads / ranks)}
-    return {"heads": max(1, ceil(tensor.heads / ranks))}
-
-
 def _windows(facts: ProbedModel) -> tuple[int | None, ...]:
     """Window of each layer's attention in tokens; 0 for a layer without attention."""
     kept: dict[int, int] = {}
     for tensor in facts.cache:
         if tensor.law == "growing" and not is_indexer(tensor):
-            # A compressed cache beside a window reaches back to the first token.
+            # A compressed cache next to a window reaches back to the first token.
             reach = 0 if tensor.stride > 1 else tensor.window
             kept[tensor.layer] = min(kept.get(tensor.layer, reach), reach)
     shared = range(facts.num_layers - facts.num_shared_layers, facts.num_layers)

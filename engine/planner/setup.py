@@ -59,7 +59,7 @@ class Speculation:
         return (1 - self.acceptance ** (self.draft_tokens + 1)) / (1 - self.acceptance)
 
     def token_seconds(self, decode: float, verification: float) -> float:
-        """Seconds per token, of those of a plain step and of one that verifies the draft tokens."""
+        """Seconds per token, from the seconds of a plain step and of one that verifies the draft tokens."""
         return (verification + self.draft_tokens * self.draft_cost * decode) / self.expected_tokens
 
     def speedup(self, verification: float = 1.0) -> float:
@@ -202,7 +202,6 @@ class PlannedWorkload:
 
     @property
     def answer_tokens(self) -> int:
-        """Output tokens of a sequence."""
         return self.output_tokens or max(1, int(self.context * OUTPUT_FRACTION))
 
     @property
@@ -214,7 +213,6 @@ class PlannedWorkload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of a sequence."""
         return max(1, self.context - self.answer_tokens)
 
     @property
@@ -227,7 +225,7 @@ class PlannedWorkload:
 class Setup:
     """Options of the engine and the devices; None leaves one to the solver or its default.
 
-    `cpu_plain_bytes` are those of the dtype of llmopt's engine on a CPU; None: every weight is as stored.
+    `cpu_plain_bytes` is the element size of llmopt's engine on a CPU; None: every weight is as stored.
     `keeps_float32`: an explicit `--dtype float32`, without which engines hold such weights in 16 bits.
     """
 
@@ -255,7 +253,6 @@ class Setup:
 
     @property
     def has_free_sizes(self) -> bool:
-        """Whether the parallel sizes are left to the plan."""
         return self.tp is None and self.pp is None and self.ep == self.attention_dp == 1
 
     def run_recipe(self, recipe: WeightRecipe, shape: ModelShape, kind: str) -> WeightRecipe:
@@ -281,7 +278,7 @@ class Setup:
         return 1.0 if self.prices is None else self.prices.duty_cycle
 
     def price_of(self, device: Device) -> HourPrice | None:
-        """Price of a device for an hour: as given, else as published; None: neither is known."""
+        """Price of a device for an hour: as given, else as published, if known."""
         if self.prices is None or self.prices.gpu_hour is None:
             return device.price
         return HourPrice(self.prices.gpu_hour, "--gpu-hour-price")

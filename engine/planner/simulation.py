@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import NamedTuple, Protocol
@@ -25,7 +24,7 @@ from .step_model import StepWork
 
 TOKEN = 0
 CELL_TOKENS = 64
-"""Mean context between two times that the step model is asked for; between them they are interpolated."""
+"""Mean context between two times that the step model gives; between them times are interpolated."""
 COUNTED = 1000
 
 
@@ -37,14 +36,14 @@ class TimesSteps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedServer:
-    """Limits and KV cache of a server; of one of its `ranks` attention-data-parallel ranks.
+    """Limits and KV cache of a server, or of one of its `ranks` attention-data-parallel ranks.
 
     Attributes:
-        limits: of the scheduler.
-        num_blocks: of the KV cache, the null block included.
-        ranks: equal ones, which step together: the step model is asked for the work of all.
-        stages: of a pipeline, through which as many batches pass at a time, sharing the blocks evenly.
-        overlapped: async scheduling, a step is scheduled while the one before is computed.
+        limits: limits of the scheduler.
+        num_blocks: blocks of the KV cache, the null block included.
+        ranks: number of equal ranks, which step together: the step model is asked for the work of all.
+        stages: stages of a pipeline, each with a batch of its own; the batches share the blocks evenly.
+        overlapped: True with async scheduling: a step is scheduled while the one before is computed.
     """
 
     limits: SchedulerConfig
@@ -61,7 +60,7 @@ class SimulatedServer:
 
 
 class StepClock:
-    """Seconds of steps; those of decode steps are interpolated in their context."""
+    """Seconds of steps; decode steps are interpolated in their context."""
 
     def __init__(self, model: TimesSteps, ranks: int = 1) -> None:
         self._model, self._ranks = model, ranks
@@ -94,7 +93,6 @@ class StepClock:
 
 
 def _decoded(rows: DecodeRows) -> tuple[int, int]:
-    """Sequences and context tokens of a decode step."""
     count = len(rows)
     return count, sum(rows.batch.starts) + count * (rows.step + 1)
 
@@ -116,7 +114,7 @@ def work_of(rows: Iterable[ScheduledRow], ranks: int = 1) -> StepWork:
 
 
 class _Ended(NamedTuple):
-    """A request that ended: its place in the order of arrival, its timing, and when it ended."""
+    """An ended request: its position in the order of arrival, its timing, and its end."""
 
     order: int
     timing: RequestTiming
@@ -124,7 +122,7 @@ class _Ended(NamedTuple):
 
 
 class _Scheduler(Scheduler):
-    """The engine's, with its ended requests, and jumps over decode steps."""
+    """The engine's scheduler, with its ended requests, and jumps over decode steps."""
 
     def __init__(self, server: SimulatedServer) -> None:
         pool, limits = BlockPool(server.num_blocks), server.limits
@@ -141,7 +139,7 @@ class _Scheduler(Scheduler):
         self.ended.append(_Ended(request.order, timing, last))
 
     def can_jump(self, plan: StepPlan) -> bool:
-        """Whether decode steps can follow this last plan: the first one of its batch is processed."""
+        """Whether decode steps can follow this last plan: the first step of its batch is processed."""
         rows = plan.rows
         return self._decode is not None and self._decode.has(rows) and rows.step > 0
 
@@ -166,7 +164,7 @@ class _Tokens(dict[str, tuple[int]]):
 
 
 def prompt_tokens(order: int, length: int, prefix_share: float) -> list[int]:
-    """Tokens of a request's prompt: of all, the shared prefix is equal, and what follows is not."""
+    """Tokens of a request's prompt: all prompts share the prefix, and nothing after it."""
     tokens = [TOKEN] * length
     tokens[min(length - 1, round(prefix_share * length))] = order + 1
     return tokens
@@ -196,7 +194,7 @@ class Simulation:
         self._num_arrived = self.num_steps = self.most_running = self.most_waiting = 0
 
     def run(self, counted: range | None = None) -> None:
-        """Step until every request has ended, or each of those at the `counted` places of the order."""
+        """Step until every request has ended, or each of the `counted` ones in order of arrival."""
         scheduler, num_ended = self.scheduler, 0
         left = inf if counted is None else len(counted)
         while left and (self._due or scheduler.has_unfinished()):
@@ -204,10 +202,12 @@ class Simulation:
                 self._jump()
                 self._arrive()
             self._step()
-            if new := scheduler.ended[num_ended:]:
-                num_ended += len(new)
-                self._replace(len(new))
-                left -= sum(counted is not None and ended.order in counted for ended in new)
+            new = scheduler.ended[num_ended:]
+            num_ended += len(new)
+            # A client's next request comes when its last one ends.
+            for _ in range(min(len(new), len(self._lengths) - len(self._due))):
+                self._due.append(self._now)
+            left -= sum(counted is not None and ended.order in counted for ended in new)
 
     def _step(self) -> None:
         """Schedule a step; process it, or with async scheduling the one before."""
@@ -224,13 +224,10 @@ class Simulation:
     def _launch(self, plan: StepPlan) -> _Launched:
         self._last = plan
         self._computed = max(self._now, self._computed) + self._clock.seconds(plan)
-        self._note_step()
-        return _Launched(plan, self._computed)
-
-    def _note_step(self) -> None:
         self.num_steps += 1
         self.most_running = max(self.most_running, len(self.scheduler.running))
         self.most_waiting = max(self.most_waiting, self.scheduler.num_waiting)
+        return _Launched(plan, self._computed)
 
     def _jump(self) -> None:
         """Take the decode steps up to the next arrival, or to one that the scheduler has to look at."""
@@ -256,16 +253,11 @@ class Simulation:
             self._in_flight = _Launched(plan, self._computed)
 
     def _arrive(self) -> bool:
-        """Queue the requests that are due; whether there are any."""
+        """Queue the requests that are due; return whether there are any."""
         before = self._num_arrived
         while self._due and self._due[0] <= self._now and self._lengths:
             self._add(self._due.popleft(), *self._lengths.popleft())
         return self._num_arrived > before
-
-    def _replace(self, count: int) -> None:
-        """A client's next request comes when its last one ends."""
-        for _ in range(min(count, len(self._lengths) - len(self._due))):
-            self._due.append(self._now)
 
     def _add(self, arrival: float, prompt: int, output: int) -> None:
         order = self._num_arrived
@@ -285,19 +277,6 @@ class Simulation:
         self.scheduler.add(request)
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Pause the collector of cycles: a simulation makes no cycles, and rows by the hundred thousand, which
-    it would look at again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
 def simulate(
     server: SimulatedServer, model: TimesSteps, load: Load, counted: int = COUNTED
 ) -> LoadResult:
@@ -314,20 +293,25 @@ def simulate(
     places = range(around, around + max(1, ceil(counted / server.batches)))
     total = places.stop + around
     run = Simulation(server, model, share.requests(total), share.arrivals(total), load.prefix_share)
-    with _without_collector():
+    # A simulation makes no cycles, but rows by the hundred thousand, which the collector would look at.
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
         run.run(places)
-    ended = sorted(one for one in run.scheduler.ended if one.order in places)
-    requests = tuple(one.timing for one in ended)
+    finally:
+        if was_on:
+            gc.enable()
+    ended = sorted(request for request in run.scheduler.ended if request.order in places)
+    requests = tuple(request.timing for request in ended)
     tokens = sum(request.output_tokens for request in requests)
     if share.concurrency is None:
-        duration = max(one.end for one in ended)
-        each = len(ended) / duration
+        rate = len(ended) / max(request.end for request in ended)
     else:  # Little's law: so many requests are in flight, each for so long
-        each = share.concurrency * len(ended) / sum(request.e2e for request in requests)
+        rate = share.concurrency * len(ended) / sum(request.e2e for request in requests)
     return LoadResult(
         requests,
-        output_tokens_per_second=server.batches * each * tokens / len(requests),
-        requests_per_second=server.batches * each,
+        output_tokens_per_second=server.batches * rate * tokens / len(requests),
+        requests_per_second=server.batches * rate,
         steps=run.num_steps,
         preemptions=run.scheduler.num_preemptions,
         most_running=run.most_running,

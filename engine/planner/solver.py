@@ -15,7 +15,7 @@ from .devices import Device
 from .engine_rules import engine_rule
 from .memory import Deployment, EvictedCache, Reserve
 from .setup import PlannedWorkload, Setup
-from .weights import WeightRecipe, recipe_for
+from .weights import WeightRecipe, lighter_recipes
 
 RANKS = (1, 2, 4, 8)  # tensor parallelism, within one machine
 STAGES = (2, 4, 8)  # pipeline parallelism, across machines
@@ -52,6 +52,7 @@ class Solver:
     ) -> None:
         self._shape, self._recipe, self._setup = shape, recipe, setup
         self.workload = workload
+        self._lighter_recipes = lighter_recipes(recipe, shape, recipe.plain_bytes)
         self._deployments: dict[tuple[str, str, int, int], Deployment | None] = {}
 
     def deployment(
@@ -68,7 +69,6 @@ class Solver:
         return self._deployments[key]
 
     def _build(self, tp: int, pp: int, recipe: WeightRecipe, kv: str) -> Deployment:
-        sizes = self._setup.ep, self._setup.attention_dp
         return Deployment(
             self._shape,
             recipe,
@@ -77,7 +77,8 @@ class Solver:
             tp,
             pp,
             engine_rule(self._setup.engine),
-            *sizes,
+            self._setup.ep,
+            self._setup.attention_dp,
         )
 
     @cached_property
@@ -91,17 +92,17 @@ class Solver:
         return [*single, *several]
 
     def machine_arrangements(self) -> Iterator[Deployment]:
-        """The deployments on up to a machine's devices, fewest first: tensor parallelism, and of a mixture of
-        experts also with whole experts on each device, and with attention data parallelism beside them."""
+        """The deployments on up to a machine's devices, fewest first: tensor parallelism; a mixture of
+        experts also with whole experts on each device, and with attention data parallelism too."""
         for ranks in RANKS:
             sizes = [(ranks, 1, 1)]
             if self._shape.experts is not None and ranks > 1:
                 sizes += [(ranks, ranks, 1), (1, ranks, ranks)]
             for tp, ep, attention_dp in sizes:
-                found = self.deployment(tp, 1)
+                deployment = self.deployment(tp, 1)
                 with suppress(BadInput):  # experts that do not divide
-                    if found is not None:
-                        yield replace(found, ep=ep, attention_dp=attention_dp)
+                    if deployment is not None:
+                        yield replace(deployment, ep=ep, attention_dp=attention_dp)
 
     def choose(self, device: Device) -> tuple[Deployment, int | None]:
         """The deployment on this device, and the least number of devices that fits the workload (None: more
@@ -189,19 +190,13 @@ class Solver:
         self, deployment: Deployment, device: Device
     ) -> Iterator[tuple[str, Deployment, Reserve]]:
         reserve = self.reserve(deployment, device)
+        limit = None
         if self.constraint(deployment, device) == "max_num_seqs":
-            doubled = 2 * reserve.max_num_seqs
-            yield (
-                f"--max-num-seqs {doubled}",
-                deployment,
-                replace(reserve, max_num_seqs=doubled),
-            )
+            limit = 2 * reserve.max_num_seqs
         elif reserve.max_num_seqs > max(FEWER_SEQUENCES, self.workload.sequences):
-            yield (
-                f"--max-num-seqs {FEWER_SEQUENCES}",
-                deployment,
-                replace(reserve, max_num_seqs=FEWER_SEQUENCES),
-            )
+            limit = FEWER_SEQUENCES
+        if limit is not None:
+            yield f"--max-num-seqs {limit}", deployment, replace(reserve, max_num_seqs=limit)
         tp, pp = deployment.tp, deployment.pp
         for recipe, kv in self._ladder():
             other = self.deployment(tp, pp, recipe, kv)
@@ -239,20 +234,7 @@ class Solver:
         """Dtype pairs from least to most reduced: every KV dtype before the next weight dtype."""
         kv = self.workload.kv_dtype
         caches = [kv, "fp8"] if kv in ("bf16", "float32") else [kv]
-        for recipe in (self._recipe, *self._lighter):
+        for recipe in (self._recipe, *self._lighter_recipes):
             for cache in caches:
                 if include_current or (recipe, cache) != (self._recipe, kv):
                     yield recipe, cache
-
-    @cached_property
-    def _lighter(self) -> list[WeightRecipe]:
-        """Recipes with fewer bits than the current one, if they divide the model's widths."""
-        recipes = []
-        for name in ("fp8", "int4"):
-            try:
-                recipe = recipe_for(name, self._shape, plain_bytes=self._recipe.plain_bytes)
-            except BadInput:
-                continue
-            if recipe.bits < self._recipe.bits:
-                recipes.append(recipe)
-        return recipes

@@ -14,6 +14,7 @@ from typing import Literal
 from ...quant.families.shapes import ModelShape
 from .devices import Device
 from .memory import Deployment, Reserve
+from .step_model import ACTIVATION_BYTES
 from .weights import UNQUANTIZED_BYTES, weight_bytes
 
 Bound = Literal["bandwidth", "compute"]
@@ -83,8 +84,9 @@ def decode_step_flops(shape: ModelShape, batch: int, context: float) -> float:
         per_key = shape.num_heads * (2 * shape.latent.kv_rank + shape.latent.rope_dim)
     else:
         per_key = 2 * shape.num_heads * shape.head_dim
-    attention = 2 * batch * _visible(shape, context) * per_key
-    return batch * 2 * (_matmul_parameters(shape) + _head_parameters(shape)) + attention
+    keys = sum(context if window is None else min(context, window) for window in shape.windows)
+    parameters = _matmul_parameters(shape) + shape.vocab_size * shape.hidden_size
+    return batch * 2 * parameters + 2 * batch * keys * per_key
 
 
 def prefill_flops(shape: ModelShape, num_tokens: int, num_cached: int = 0) -> float:
@@ -94,9 +96,8 @@ def prefill_flops(shape: ModelShape, num_tokens: int, num_cached: int = 0) -> fl
     per_pair = 2 * shape.num_heads * (shape.head_dim + value_dim)
     end = num_cached + num_tokens
     pairs = sum(_pairs(end, w) - _pairs(num_cached, w) for w in shape.windows)
-    return (
-        2 * _matmul_parameters(shape) * num_tokens + per_pair * pairs + 2 * _head_parameters(shape)
-    )
+    head = shape.vocab_size * shape.hidden_size
+    return 2 * _matmul_parameters(shape) * num_tokens + per_pair * pairs + 2 * head
 
 
 def _pairs(num_tokens: int, window: int | None) -> int:
@@ -104,15 +105,6 @@ def _pairs(num_tokens: int, window: int | None) -> int:
     if window is None or num_tokens <= window:
         return num_tokens * (num_tokens + 1) // 2
     return window * (window + 1) // 2 + (num_tokens - window) * window
-
-
-def _visible(shape: ModelShape, context: float) -> float:
-    """Keys that one token attends to, summed over the layers."""
-    return sum(context if window is None else min(context, window) for window in shape.windows)
-
-
-def _head_parameters(shape: ModelShape) -> int:
-    return shape.vocab_size * shape.hidden_size
 
 
 def _matmul_parameters(shape: ModelShape) -> int:
@@ -169,21 +161,19 @@ def decode_time(
     With pipeline stages the batch is split into as many micro-batches, and a token passes all stages.
     `tokens_per_sequence` is above 1 for a step that verifies draft tokens.
     """
-    shape = plan.shape
     micro_batch = ceil(batch / plan.pp)
     # Each rank holds its shard of the KV heads, or a replica of one.
-    held = [stage.cache for stage in plan.stages]
-    cache = micro_batch * sum(
-        part.visible_elements(context) * plan.kv_bytes_per_element + part.state_bytes
-        for part in held
+    cached = (
+        stage.cache.visible_elements(context) * plan.kv_bytes_per_element + stage.cache.state_bytes
+        for stage in plan.stages
     )
     tokens = micro_batch * tokens_per_sequence
     return _step_time(
         plan,
         device,
         efficiency,
-        num_bytes=_streamed_on_rank(plan, tokens) + float(cache),
-        flops=tokens_per_sequence * decode_step_flops(shape, micro_batch, context),
+        num_bytes=_streamed_on_rank(plan, tokens) + float(micro_batch * sum(cached)),
+        flops=tokens_per_sequence * decode_step_flops(plan.shape, micro_batch, context),
         tokens=tokens,
         steps=1,
     )
@@ -232,7 +222,7 @@ def _step_time(
     moving = num_bytes / (device.bandwidth * efficiency.bandwidth)
     computing = flops / (plan.tp * peak * efficiency.compute)
     fixed = steps * plan.shape.num_layers * efficiency.seconds_per_layer
-    message = tokens * plan.shape.hidden_size * 2
+    message = tokens * plan.shape.hidden_size * ACTIVATION_BYTES
     communication = 0.0
     if plan.tp > 1:
         all_reduces = 2 * plan.shape.num_layers
@@ -241,10 +231,9 @@ def _step_time(
     communication += (plan.pp - 1) * (
         steps * efficiency.seconds_per_all_reduce + message / device.link_bytes_per_second
     )
-    bound: Bound = "bandwidth" if moving >= computing else "compute"
     return StepTime(
         max(moving, computing) + fixed + communication,
-        bound,
+        "bandwidth" if moving >= computing else "compute",
         moving,
         computing,
         fixed,

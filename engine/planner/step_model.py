@@ -57,8 +57,8 @@ class StepWork:
 class Loads(NamedTuple):
     """Bytes, FLOP, messages and launches of one step on one rank.
 
-    `expert_bytes` are of all its experts; under uniform routing e to the `expert_miss` of them stay idle.
-    `layers` and `mixture_layers` are its launches, in those of a dense bf16 layer and of its bf16 experts.
+    `expert_bytes` counts all its experts; under uniform routing e to the `expert_miss` of them stay idle.
+    `layers` and `mixture_layers` count launches, in units of a dense bf16 layer and of its bf16 experts.
     """
 
     linear_bytes: float
@@ -101,7 +101,6 @@ class Parallelism:
 
     @property
     def gpus(self) -> int:
-        """Devices of one replica."""
         return self.tp * self.pp * self.attention_dp
 
 
@@ -152,7 +151,7 @@ class Roofs(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Weight bytes and parameters on a rank, of what each token passes and of one expert."""
+    """Weight bytes and parameters on a rank: of the parts that each token passes, and of the experts."""
 
     linear_bytes: float
     linear_elements: float
@@ -222,39 +221,36 @@ class StepModel:
         return sum(seconds for _, seconds, _ in self.operators(work))
 
     def operators(self, work: StepWork) -> tuple[tuple[str, float, str], ...]:
-        """Each operator of the step that takes time: its name, its seconds, and their source. What is known
-        of the model beyond its operators scales each."""
-        factor, source = self._factor(work), self.parameters.source
+        """Each operator of the step that takes time: its name, its seconds, and their source. The model's
+        correction scales each: the TPOT's for decode tokens and the TTFT's for prompt tokens, by their
+        number."""
+        tokens = work.decode_sequences + work.prefill_tokens
+        share = work.prefill_tokens / tokens if tokens else 0.0
+        decode, prefill = self.parameters.tpot_factor, self.parameters.ttft_factor()
+        factor, source = decode + share * (prefill - decode), self.parameters.source
         parts = self._parts(work).items()
         return tuple((name, factor * part, source) for name, part in parts if part > 0)
 
     def plain_seconds(self, work: StepWork) -> float:
-        """Seconds of one step before what is known of the model scales it."""
+        """Seconds of one step, without the model's correction."""
         return sum(self._parts(work).values())
 
     def _parts(self, work: StepWork) -> dict[str, float]:
         return operator_seconds(self.loads(work), self.roofs, self.parameters.values)
 
-    def _factor(self, work: StepWork) -> float:
-        """The TPOT's factor for decode tokens and the TTFT's for prompt tokens, by their number."""
-        tokens = work.decode_sequences + work.prefill_tokens
-        share = work.prefill_tokens / tokens if tokens else 0.0
-        decode, prefill = self.parameters.tpot_factor, self.parameters.ttft_factor()
-        return decode + share * (prefill - decode)
-
     def resident_sequences(self, prompt: int, output: int) -> float:
-        """Sequences whose KV cache fits at once, when each holds its prompt and half of its answer: of a
-        memory share and a reserve that servers commonly leave."""
+        """Sequences whose KV cache fits at once, when each holds its prompt and half of its answer, with the
+        memory share and reserve that servers commonly leave."""
         weights, ranks = self._weights, self.parallel.attention_dp
-        held = weights.linear_bytes + 2 * weights.head_bytes + weights.expert_bytes
-        free = self.device.memory_bytes * MEMORY_SHARE - RESERVED_BYTES - held
+        loaded = weights.linear_bytes + 2 * weights.head_bytes + weights.expert_bytes
+        free = self.device.memory_bytes * MEMORY_SHARE - RESERVED_BYTES - loaded
         context = prompt + output / 2
         cached = sum(min(context, window) * elements for window, elements in self._cache)
-        each = cached * self.kv_bytes_per_element + self.shape.state_bytes / self.parallel.tp
-        return max(1.0, free / each) * ranks if each else float("inf")
+        size = cached * self.kv_bytes_per_element + self.shape.state_bytes / self.parallel.tp
+        return max(1.0, free / size) * ranks if size else float("inf")
 
     def loads(self, work: StepWork) -> Loads:
-        """Loads of the step on one rank; with pipeline stages, summed along a token's way."""
+        """Loads of the step on one rank, summed over the pipeline stages."""
         shape, parallel, weights = self.shape, self.parallel, self._weights
         tokens = work.decode_sequences + work.prefill_tokens
         per_rank = tokens / parallel.attention_dp
@@ -301,9 +297,9 @@ class StepModel:
         inputs of a matrix multiplication are a kernel of their own."""
         shape, recipe = self.shape, self.recipe
         quantizing = 2 * (weight_dtype(recipe) in ("fp8", "fp4"))
-        each = ATTENTION_LAUNCHES[attention_kind(shape)] + shape.qk_norm
+        attention = ATTENTION_LAUNCHES[attention_kind(shape)] + shape.qk_norm
         dense = shape.num_layers - mixture_layers
-        launches = shape.num_layers * each + dense * MLP_LAUNCHES
+        launches = shape.num_layers * attention + dense * MLP_LAUNCHES
         if "linear" in recipe.roles:
             launches += quantizing * (shape.num_layers + dense)
         return launches, mixture_layers * (EXPERT_LAUNCHES + quantizing)

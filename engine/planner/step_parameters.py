@@ -1,11 +1,11 @@
 """Parameters of the step model, as fitted to measured deployments (`step_parameters.json`).
 
 A parameter is a value times the factor of each tag of a deployment: its engine, GPU generation, weight dtype,
-attention, parallelism. What was not measured has no factor and takes the shared physics. A correction is what
-remains of a model in an engine and a weight format (and of a version), shrunk by how few rows it rests on.
+attention, parallelism. An unmeasured tag has no factor. A correction is the rest of a model in an engine and
+a weight format (and of a version), shrunk by how few rows it rests on.
 
-Rows of the machine that a plan is for move the level, shrunk by one row of no error, and narrow the band: of
-its variance half counts for the deployment, which all its loads share, half for the load, until rows tell.
+Rows of the planned machine move the level, shrunk by one row of no error, and narrow the band. Half of its
+variance counts for the deployment, which all its loads share, half for the load, until rows tell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from statistics import NormalDist, fmean
 from typing import Any
 
 TYPICAL_LOAD = {"prompt": 2048, "answer": 1024, "clients": 32}
-"""Tokens and clients at which the slopes of the TTFT's corrections are nought."""
+"""Tokens and clients at which the slopes of the TTFT's corrections are zero."""
+FITTED = "step_parameters.json"
 Table = Mapping[str, Mapping[str, Any]]
 
 
@@ -36,7 +37,6 @@ class StepParameters:
 
     @property
     def tpot_factor(self) -> float:
-        """Factor of decode steps."""
         return exp(self.tpot_log)
 
     def ttft_factor(self, load: Mapping[str, float] = TYPICAL_LOAD) -> float:
@@ -50,14 +50,10 @@ def load_doublings(load: Mapping[str, float]) -> dict[str, float]:
     return {name: log2(load[name] / typical) for name, typical in TYPICAL_LOAD.items()}
 
 
-FITTED = "step_parameters.json"
-
-
 @cache
 def parameter_file() -> Mapping[str, Any]:
     """The file: `parameters` with units and standard errors, `corrections`, and what they were fitted to."""
-    path = Path(__file__).with_name(FITTED)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(Path(__file__).with_name(FITTED).read_text(encoding="utf-8"))
 
 
 def shared_value(name: str) -> float:
@@ -100,19 +96,18 @@ class Deployed:
 
 
 def fitted_parameters(deployed: Deployed) -> StepParameters:
-    """The fitted parameters of a deployment, with the corrections that are known of it."""
+    """The fitted parameters of a deployment, with its corrections."""
     file = parameter_file()
-    tpot, ttft = (_known(file["corrections"][measure]) for measure in ("tpot", "ttft"))
+    tpot, ttft = (
+        {key: entry["value"] for key, entry in file["corrections"][measure].items()}
+        for measure in ("tpot", "ttft")
+    )
     return StepParameters(
         resolve(file["parameters"], deployed.tags),
         sum(tpot.get(key, 0.0) for key in deployed.keys),
         sum(ttft.get(key, 0.0) for key in deployed.keys),
         {name: ttft.get(deployed.slope_key(name), 0.0) for name in TYPICAL_LOAD},
     )
-
-
-def _known(corrections: Table) -> dict[str, float]:
-    return {key: entry["value"] for key, entry in corrections.items()}
 
 
 def measured_parameters(
@@ -130,7 +125,7 @@ def measured_parameters(
 
 
 PRIOR_ROWS = 1
-"""Rows of no error that a level is shrunk by: what equal shares of the variance mean."""
+"""Rows of no error that a level is shrunk by: the deployment and the load have equal variance."""
 _QUANTILE = NormalDist().inv_cdf(0.95)
 
 Factors = tuple[float, float]
@@ -143,13 +138,13 @@ def level(logs: tuple[float, ...]) -> float:
 
 
 def narrowed(prior: Factors, logs: tuple[float, ...], applied: float) -> Factors:
-    """Factors on a prediction that was corrected by `applied`, with rows of measured / predicted before that
-    in logarithms. Without a row it is the prior."""
+    """Factors on a prediction that was corrected by `applied`. `logs` are logarithms of measured / predicted
+    before that; without any the factors are the prior's."""
     low, high = map(log, prior)
     variance = ((high - low) / (2 * _QUANTILE)) ** 2
     centre = ((low + high) / 2 + sum(logs)) / (PRIOR_ROWS + len(logs)) - applied
     mean = fmean(logs) if logs else 0.0
-    spread = sum((one - mean) ** 2 for one in logs)
+    spread = sum((value - mean) ** 2 for value in logs)
     own = (variance / 2 + spread) / max(1, len(logs))
     half = _QUANTILE * sqrt(own * (1 + 1 / (PRIOR_ROWS + len(logs))))
     return exp(centre - half), exp(centre + half)
@@ -157,9 +152,9 @@ def narrowed(prior: Factors, logs: tuple[float, ...], applied: float) -> Factors
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """Rows of one machine in logarithms of measured / predicted, of throughput of what the other two, once
-    corrected, predict. They count for plans of that GPU and engine. `of_model`: they are of the planned
-    model; else a row is another model."""
+    """Rows of one machine in logarithms of measured / predicted; throughput is predicted by the corrected
+    TTFT and TPOT. They count for plans of that GPU and engine. `of_model` is True if they are rows of the
+    planned model; else each row is another model."""
 
     gpu: str
     engine: str
@@ -170,12 +165,10 @@ class OwnRows:
 
     @property
     def text(self) -> str:
-        """Their number in words."""
         count = len(self.tpot)
         rows = "1 row" if count == 1 else f"{count} rows"
         return f"{rows} of this machine{'' if self.of_model else ', of other models'}"
 
     def band(self, measure: str, prior: Factors) -> Factors:
-        """The prior band of a measure, narrowed."""
         logs = getattr(self, measure)
         return narrowed(prior, logs, 0.0 if measure == "throughput" else level(logs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil
@@ -22,8 +23,13 @@ from ...quant.kinds.ggml.scheme import GgufScheme
 
 UNQUANTIZED_BYTES = 2
 WIDENED: tuple[Role, ...] = (
-    *("norm", "bias", "expert_bias", "router", "position"),
-    *("vision", "projector"),
+    "norm",
+    "bias",
+    "expert_bias",
+    "router",
+    "position",
+    "vision",
+    "projector",
 )
 """Roles that a decoder in float32 widens: neither linears of its own nor its embedding."""
 GROUP_SIZES = (128, 64, 32, 16)  # as `llmopt quantize` tries them
@@ -105,11 +111,9 @@ class WeightRecipe:
     @property
     def embedding_bytes(self) -> float:
         """Bytes of an element of the embedding."""
-        bits = self.embedding_bits
-        return self.plain_bytes if bits >= 16 else float(bits) / 8
+        return self.plain_bytes if self.embedding_bits >= 16 else float(self.embedding_bits) / 8
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of all these tensors."""
         return sum(self.tensor_bytes(tensor) * tensor.count for tensor in tensors)
 
 
@@ -136,8 +140,8 @@ RECIPES = {
     )
 }
 _FREE_GROUPS = ("int4", "int8", "gptq")
-_USUAL_SHAPE = (4096, 4096)
-_SHAPE_RECORD_BYTES = 16  # compressed-tensors: two int64 beside each packed weight
+_USUAL_SHAPE = (4096, 4096)  # whose bits per weight stand for those of every shape
+_SHAPE_RECORD_BYTES = 16  # compressed-tensors: two int64 next to each packed weight
 
 
 def recipe_for(
@@ -165,15 +169,14 @@ def recipe_for(
     if recipe.bits < 16:
         recipe = replace(recipe, plain_bytes=plain_bytes)
     if name not in _FREE_GROUPS:
-        for value, option in (
-            (group_size, "--group-size"),
-            (symmetric, "--symmetric/--asymmetric"),
-            (file_format, "--format"),
-        ):
-            if value is not None:
-                raise BadInput(
-                    f"{option} has no meaning for {name}: only {', '.join(_FREE_GROUPS)}"
-                )
+        given = {
+            "--group-size": group_size,
+            "--symmetric/--asymmetric": symmetric,
+            "--format": file_format,
+        }
+        if meaningless := [option for option, value in given.items() if value is not None]:
+            only = ", ".join(_FREE_GROUPS)
+            raise BadInput(f"{meaningless[0]} has no meaning for {name}: only {only}")
         return recipe
     if name != "gptq":
         recipe = _with_layout(recipe, symmetric, file_format)
@@ -184,14 +187,25 @@ def recipe_for(
     return replace(recipe, group_size=chosen_group(recipe, shape, group_size))
 
 
+def lighter_recipes(
+    recipe: WeightRecipe, shape: ModelShape, plain_bytes: int
+) -> list[WeightRecipe]:
+    """fp8 and int4, if they have fewer bits than `recipe` and suit the model's widths."""
+    lighter = []
+    for name in ("fp8", "int4"):
+        with suppress(BadInput):
+            lighter.append(recipe_for(name, shape, plain_bytes=plain_bytes))
+    return [other for other in lighter if other.bits < recipe.bits]
+
+
 def _with_layout(
     recipe: WeightRecipe, symmetric: bool | None, file_format: str | None
 ) -> WeightRecipe:
     """The recipe with the metadata of the `awq` or `compressed-tensors` layout."""
-    if file_format not in (None, *FORMATS):
-        raise BadInput(f"no format {file_format!r}: choose {', '.join(FORMATS)}")
     if file_format is None:
         file_format = FORMATS[recipe.bits == 8 or bool(symmetric)]
+    if file_format not in FORMATS:
+        raise BadInput(f"no format {file_format!r}: choose {', '.join(FORMATS)}")
     if symmetric is None:
         symmetric = file_format != "awq"
     if file_format == "awq":
@@ -287,18 +301,14 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
     ignored = " ".join(map(str, stored.get("ignore") or ()))
     experts_alone = "self_attn" in ignored and "mlp" in ignored  # Kimi-K2.5
     roles: tuple[Role, ...] = ("expert",) if experts_alone else ("linear", "expert")
+    group = scheme.get("group_size") or -1
     return WeightRecipe(
-        name,
-        bits,
-        scheme.get("group_size") or -1,
-        zero_bits=zero_bits,
-        bytes_per_tensor=record,
-        roles=roles,
+        name, bits, group, zero_bits=zero_bits, bytes_per_tensor=record, roles=roles
     )
 
 
 def _gguf(stored: Mapping[str, Any]) -> WeightRecipe:
-    """The blocks that most tensors are in."""
+    """The blocks of most tensors."""
     types = list((stored.get("types") or {}).values())
     if not types:
         raise BadInput("the checkpoint's quantization_config has no types: give --weights")
@@ -309,7 +319,7 @@ def _gguf(stored: Mapping[str, Any]) -> WeightRecipe:
 
 
 def _exl3(stored: Mapping[str, Any]) -> WeightRecipe:
-    """The linears' mean width, by their stored tensors where the config lists them, and the head's."""
+    """Mean bits of the linears, by their stored tensors where the config lists them, and the head's."""
     weights = words = 0
     for module, entry in (stored.get("tensor_storage") or {}).items():
         tensor = (entry.get("stored_tensors") or {}).get(f"{module}.trellis")
@@ -342,7 +352,7 @@ def _modelopt(stored: Mapping[str, Any]) -> WeightRecipe:
 
 
 def _fp4(name: str, inputs: bool) -> WeightRecipe:
-    """NVFP4 or MXFP4; NVFP4's quantized inputs have a global scale beside the weight's."""
+    """NVFP4 or MXFP4; NVFP4's quantized inputs have a global scale next to the weight's."""
     recipe = RECIPES[name]
     return replace(recipe, bytes_per_tensor=recipe.bytes_per_tensor * (1 + inputs))
 
@@ -386,62 +396,56 @@ def checkpoint_file_bytes(shape: ModelShape, recipe: WeightRecipe) -> int | None
     a recipe that `llmopt quantize` does not support."""
     if shape.family not in _WRITTEN or recipe.name not in ("int4", "int8"):
         return None
-    writer = _Writer(shape, recipe)
-    files = [dict(writer.layer(index)) for index in range(shape.num_layers)]
-    return sum(map(file_bytes, (*files, dict(writer.others()))))
+    plain = "F32" if recipe.plain_bytes == 4 else "BF16"
+    matrix = (shape.vocab_size, shape.hidden_size)
+    others = {
+        "model.embed_tokens.weight": (plain, matrix),
+        "model.norm.weight": (plain, (shape.hidden_size,)),
+    }
+    if not shape.tied:
+        others["lm_head.weight"] = (plain, matrix)
+    layers = [dict(_layer_entries(shape, recipe, plain, n)) for n in range(shape.num_layers)]
+    return sum(map(file_bytes, (*layers, others)))
 
 
-class _Writer:
-    """Names, dtypes and shapes of the checkpoint's tensors."""
+def _layer_entries(
+    shape: ModelShape, recipe: WeightRecipe, plain: str, index: int
+) -> Iterator[Named]:
+    """Names, dtypes and shapes of the tensors of one layer."""
+    hidden, width = shape.hidden_size, shape.intermediate_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    prefix = f"model.layers.{index}"
+    for name, out_features, in_features, biased in (
+        ("self_attn.q_proj", queries, hidden, shape.qkv_bias),
+        ("self_attn.k_proj", keys, hidden, shape.qkv_bias),
+        ("self_attn.v_proj", keys, hidden, shape.qkv_bias),
+        ("self_attn.o_proj", hidden, queries, shape.output_bias),
+        ("mlp.gate_proj", width, hidden, shape.mlp_bias),
+        ("mlp.up_proj", width, hidden, shape.mlp_bias),
+        ("mlp.down_proj", hidden, width, shape.mlp_bias),
+    ):
+        yield from _linear_entries(recipe, plain, f"{prefix}.{name}", out_features, in_features)
+        if biased:
+            yield f"{prefix}.{name}.bias", (plain, (out_features,))
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{prefix}.{norm}.weight", (plain, (hidden,))
+    if shape.qk_norm:
+        for norm in ("q_norm", "k_norm"):
+            yield f"{prefix}.self_attn.{norm}.weight", (plain, (shape.head_dim,))
 
-    def __init__(self, shape: ModelShape, recipe: WeightRecipe) -> None:
-        self._shape, self._recipe = shape, recipe
-        self._plain = "F32" if recipe.plain_bytes == 4 else "BF16"
 
-    def others(self) -> Iterator[Named]:
-        """Tensors outside the layers: embedding, output head, final norm."""
-        shape = self._shape
-        matrix = (shape.vocab_size, shape.hidden_size)
-        yield "model.embed_tokens.weight", (self._plain, matrix)
-        if not shape.tied:
-            yield "lm_head.weight", (self._plain, matrix)
-        yield "model.norm.weight", (self._plain, (shape.hidden_size,))
-
-    def layer(self, index: int) -> Iterator[Named]:
-        """The tensors of one layer."""
-        shape, prefix = self._shape, f"model.layers.{index}"
-        hidden, width = shape.hidden_size, shape.intermediate_size
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        for name, out_features, in_features, biased in (
-            (f"{attention}.q_proj", queries, hidden, shape.qkv_bias),
-            (f"{attention}.k_proj", keys, hidden, shape.qkv_bias),
-            (f"{attention}.v_proj", keys, hidden, shape.qkv_bias),
-            (f"{attention}.o_proj", hidden, queries, shape.output_bias),
-            (f"{mlp}.gate_proj", width, hidden, shape.mlp_bias),
-            (f"{mlp}.up_proj", width, hidden, shape.mlp_bias),
-            (f"{mlp}.down_proj", hidden, width, shape.mlp_bias),
-        ):
-            yield from self._linear(name, out_features, in_features)
-            if biased:
-                yield f"{name}.bias", (self._plain, (out_features,))
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{norm}.weight", (self._plain, (hidden,))
-        if shape.qk_norm:
-            for norm in ("q_norm", "k_norm"):
-                yield f"{attention}.{norm}.weight", (self._plain, (shape.head_dim,))
-
-    def _linear(self, name: str, out_features: int, in_features: int) -> Iterator[Named]:
-        recipe = self._recipe
-        bits = recipe.bits
-        groups = 1 if recipe.group_size < 0 else in_features // recipe.group_size
-        if recipe.bytes_per_tensor == 0:  # AWQ stores no weight_shape
-            yield f"{name}.qweight", ("I32", (in_features, out_features * bits // 32))
-            yield f"{name}.qzeros", ("I32", (groups, out_features * bits // 32))
-            yield f"{name}.scales", ("F16", (groups, out_features))
-            return
-        yield f"{name}.weight_packed", ("I32", (out_features, in_features * bits // 32))
-        yield f"{name}.weight_scale", (self._plain, (out_features, groups))
-        yield f"{name}.weight_shape", ("I64", (2,))
-        if recipe.zero_bits:
-            yield f"{name}.weight_zero_point", ("I32", (out_features * bits // 32, groups))
+def _linear_entries(
+    recipe: WeightRecipe, plain: str, name: str, out_features: int, in_features: int
+) -> Iterator[Named]:
+    bits = recipe.bits
+    groups = 1 if recipe.group_size < 0 else in_features // recipe.group_size
+    if recipe.bytes_per_tensor == 0:  # AWQ stores no weight_shape
+        yield f"{name}.qweight", ("I32", (in_features, out_features * bits // 32))
+        yield f"{name}.qzeros", ("I32", (groups, out_features * bits // 32))
+        yield f"{name}.scales", ("F16", (groups, out_features))
+        return
+    yield f"{name}.weight_packed", ("I32", (out_features, in_features * bits // 32))
+    yield f"{name}.weight_scale", (plain, (out_features, groups))
+    yield f"{name}.weight_shape", ("I64", (2,))
+    if recipe.zero_bits:
+        yield f"{name}.weight_zero_point", ("I32", (out_features * bits // 32, groups))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.base.errors import BadInput
-from llmopt.engine.planner.facts import facts_of
+from llmopt.engine.planner.catalog import facts_of
 from llmopt.recipes import MODELS
 
 from ...support.gguf_support import STORIES, write_model
