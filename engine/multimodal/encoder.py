@@ -201,7 +201,6 @@ class EncoderCache:
         return held
 
     def reset(self) -> None:
-        """Drop what is kept, and the counters."""
         self._kept.clear()
         self.num_bytes, self.stats = 0, EncoderStats()
 

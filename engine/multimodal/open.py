@@ -167,12 +167,10 @@ class ImageSupport:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the tower's weights."""
         return 0 if self.encoders is None else self.encoders.encoder.bytes_held
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the embeddings that may be kept."""
         return 0 if self.encoders is None else self.encoders.max_bytes
 
     def profile_run(self, max_tokens: int) -> None:
@@ -209,7 +207,6 @@ class ImageSupport:
         )
 
     def refuse(self) -> NoReturn:
-        """Raise `BadInput` that says why there are no images."""
         raise BadInput(f"images are not taken: {self.reason}")
 
 

@@ -154,7 +154,6 @@ class ImageProcessor:
             )
 
     def _placed(self, token_ids: Sequence[int], processed: Sequence[_Pixels]) -> Images:
-        """The images with their spans, by counting the tokens that take embeddings."""
         positions = [p for p, token in enumerate(token_ids) if token == self.embedded_id]
         counts = [self._replacement_ids(each).count(self.embedded_id) for each in processed]
         if sum(counts) != len(positions) or not all(counts):

@@ -68,7 +68,6 @@ class RemoteMedia:
         raise BadInput(f"an image's URL has more than {MAX_REDIRECTS} redirects")
 
     def _checked(self, url: str) -> httpx.URL:
-        """The URL, if its host is allowed."""
         try:
             target = httpx.URL(url.strip())
         except (httpx.InvalidURL, ValueError) as error:
@@ -83,7 +82,6 @@ class RemoteMedia:
         return target
 
     def _get(self, url: httpx.URL, deadline: float) -> bytes | str:
-        """The body, or the location of a redirect."""
         backend = _CheckedBackend(self.domains, deadline)
         with (
             httpcore.ConnectionPool(network_backend=backend, max_connections=1) as pool,

@@ -64,7 +64,6 @@ class Parameters:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all of them."""
         return self.out_features * self.in_features * self.count
 
 
@@ -99,7 +98,6 @@ class ProbedModel:
         return sum(p.num_elements for p in self.parameters if part in (None, p.part))
 
     def cache_bytes(self, num_tokens: int) -> int:
-        """Bytes of the cache of one sequence, in the model's own dtypes."""
         return sum(tensor.num_bytes(num_tokens) for tensor in self.cache)
 
     def as_dict(self) -> dict[str, Any]:

@@ -219,7 +219,6 @@ def cache_shapes(cache: Any) -> Shapes:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of all tensors that a cache object holds."""
     return sum(prod(shape) * size for shape, size, _ in cache_shapes(cache).values())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 
 from ...base.errors import BadInput, first_line
 from ...quant.families.registry import type_of
-from ...quant.model.auto import auto_class, read_config
-from .facts import CachedTensor, ProbedModel
+from ...quant.model import auto
+from .facts import ProbedModel
 from .measure import measure_cache, measure_parameters
 
 
@@ -29,26 +28,17 @@ def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.M
     """
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(f"{type_of(config)} is an encoder-decoder: only decoders are planned")
-    config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    try:
-        auto = auto_class(config, trust_remote_code)
-        with torch.device("meta"):
-            model = auto.from_config(
-                config,
-                dtype=text_dtype(config),
-                attn_implementation="eager",
-                trust_remote_code=trust_remote_code,
-            )
-    except BadInput:
-        raise
-    except Exception as error:  # a module may raise anything about its config
-        raise BadInput(
-            f"transformers {transformers.__version__} does not build a {type_of(config)}: "
-            f"{first_line(error)}"
-        ) from error
-    _use_batched_experts(model)
+    model = auto.build_on_meta(
+        config,
+        dtype=text_dtype(config),
+        trust_remote_code=trust_remote_code,
+        attn_implementation="eager",
+    )
+    # Experts as one batched GEMM: the loop over hit experts depends on the routing's values.
+    for module in model.modules():
+        part = getattr(module, "config", None)
+        if part is not None and hasattr(part, "_experts_implementation"):
+            part._experts_implementation = "batched_mm"
     return model.eval()
 
 
@@ -62,42 +52,22 @@ def text_dtype(config: Any) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.bfloat16
 
 
-def _use_batched_experts(model: Any) -> None:
-    """Experts as one batched GEMM: the loop over hit experts depends on the routing's values."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and hasattr(config, "_experts_implementation"):
-            config._experts_implementation = "batched_mm"
-
-
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embedding_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", *_HEADS)
 _CONTEXT = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
 )
 _WIDTH = ("intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", "intermediate_dim")
 _EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", *_WIDTH)
 _EXPERTS = (
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
+    *("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    *("num_routed_experts",),
 )
 _PER_TOKEN = (
-    "num_experts_per_tok",
-    "num_experts_per_token",
-    "experts_per_token",
-    "moe_topk",
-    "moe_k",
-    "top_k_experts",
-    "moe_top_k",
+    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
+    *("top_k_experts", "moe_top_k"),
 )
 
 
@@ -111,7 +81,7 @@ def probe(
             no law that the planner knows.
     """
     with _quiet():
-        config = read_config(raw, folder, trust_remote_code=trust_remote_code)
+        config = auto.read_config(raw, folder, trust_remote_code=trust_remote_code)
         model = build_on_meta(config, trust_remote_code=trust_remote_code)
         try:
             return measure(model)
@@ -132,12 +102,15 @@ def measure(model: Any) -> ProbedModel:
     cache = measure_cache(model)
     parameters = measure_parameters(model, experts, per_token)
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    heads, kv_heads, head_dim = _heads(text, cache)
-    widths = [
-        p.in_features
-        for p in parameters
-        if p.part == "text" and p.role == "linear" and p.layer >= 0
-    ]
+    # Heads of the widest growing cache layer; 0 without attention.
+    heads = kv_heads = head_dim = 0
+    grown = [t for t in cache if t.law == "growing" and t.is_float and t.stride == 1]
+    if grown:
+        widest = max(grown, key=lambda t: t.heads * t.width)
+        kv_heads, head_dim = widest.heads, widest.width
+        heads = max(_number(text, _HEADS), kv_heads)
+    linears = [p for p in parameters if (p.part, p.role) == ("text", "linear") and p.layer >= 0]
+    widths = [p.in_features for p in linears]
     routed = [p for p in parameters if p.role == "expert"]
     hidden = table.weight.shape[1]
     return ProbedModel(
@@ -159,16 +132,6 @@ def measure(model: Any) -> ProbedModel:
         parameters=parameters,
         cache=cache,
     )
-
-
-def _heads(text: Any, cache: tuple[CachedTensor, ...]) -> tuple[int, int, int]:
-    """Query heads, KV heads and head dimension of the widest growing cache layer; 0 without attention."""
-    grown = [t for t in cache if t.law == "growing" and t.is_float and t.stride == 1]
-    if not grown:
-        return 0, 0, 0
-    widest = max(grown, key=lambda t: t.heads * t.width)
-    heads = max(_number(text, _HEADS), widest.heads)
-    return heads, widest.heads, widest.width
 
 
 def _number(config: Any, names: tuple[str, ...]) -> int:

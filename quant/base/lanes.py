@@ -146,7 +146,6 @@ class Share:
 
     @property
     def own(self) -> slice:
-        """The worker's samples."""
         return slice(self.lanes.start * self.size, min(self.samples, self.lanes.stop * self.size))
 
     def rows(self, lane: int) -> slice:

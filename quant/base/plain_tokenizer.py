@@ -49,7 +49,6 @@ class PlainTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Jinja source of the chat template."""
         return self._chat_template
 
     @chat_template.setter
@@ -74,17 +73,14 @@ class PlainTokenizer:
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids of all tokens, added ones included."""
         return self.backend_tokenizer.get_vocab()
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text."""
         return self._id("eos_token")
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that begins a text."""
         return self._id("bos_token")
 
     def _id(self, name: str) -> int | None:

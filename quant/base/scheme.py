@@ -100,7 +100,6 @@ class Scheme(ABC):
 
     @property
     def has_static_inputs(self) -> bool:
-        """Whether inputs are quantized with a calibrated scale."""
         return self.activations is not None and not self.activations.dynamic
 
     @property
@@ -133,7 +132,6 @@ class Scheme(ABC):
         return None
 
     def at_width(self, bits: int, group_size: int) -> Scheme:
-        """The scheme with other bits, and groups of another size where it has groups."""
         raise BadInput(f"{self.label} weights have no other widths")
 
     @classmethod

@@ -33,7 +33,6 @@ _ALONE: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def is_worker() -> bool:
-    """Whether torchrun started this process."""
     return _STARTED in os.environ
 
 
@@ -43,7 +42,6 @@ def together() -> bool:
 
 
 def count() -> int:
-    """Number of workers."""
     return dist.get_world_size() if together() else 1
 
 
@@ -184,7 +182,6 @@ def one_by_one(call: Callable[[], Answer]) -> Answer:
 
 
 def meet() -> None:
-    """Wait for all workers."""
     gathered(None)
 
 

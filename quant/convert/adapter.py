@@ -31,10 +31,8 @@ _KEEPS_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _SUFFIXES = (
-    ".lora_A.weight",
-    ".lora_B.weight",
-    ".lora_magnitude_vector",
-    ".lora_magnitude_vector.weight",
+    *(".lora_A.weight", ".lora_B.weight"),
+    *(".lora_magnitude_vector", ".lora_magnitude_vector.weight"),
 )
 
 
@@ -43,9 +41,9 @@ class LoraSettings:
     """Rank, scale and target modules of an adapter; the patterns override them for single modules.
 
     Attributes:
-        is_dora: whether a magnitude per output channel is learned beside the direction (DoRA, Liu et al.,
+        is_dora: True if a magnitude per output channel is learned next to the direction (DoRA, Liu et al.,
             arXiv:2402.09353).
-        is_transposed: whether the base stores these weights as [in, out] (`fan_in_fan_out`, Conv1D).
+        is_transposed: True if the base stores these weights as [in, out] (`fan_in_fan_out`, Conv1D).
 
     Source: `LoraConfig` of PEFT, and Kalajdzievski, "A Rank Stabilization Scaling Factor for
     Fine-Tuning with LoRA" (arXiv:2312.03732) for `rank_stabilized`.
@@ -82,7 +80,8 @@ class LoraSettings:
                 "adapter to a plain one with PEFT"
             )
         targets: Any = raw.get("target_modules")
-        if not isinstance(targets, str) and not _is_list_of(targets, str):
+        is_list = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+        if not isinstance(targets, str) and not (targets and is_list):
             raise BadInput(f"{path}: target_modules is {targets!r}: it needs names or a pattern")
         settings = cls(
             path,
@@ -110,7 +109,6 @@ class LoraSettings:
         return _find(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """The scale of `B·A`."""
         rank, alpha = self.rank_of(module), _find(self.alpha_pattern, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
@@ -133,19 +131,11 @@ def _pattern(path: Path, field: str, raw: Mapping[str, Any], kind: type) -> dict
         raise BadInput(f"{path}: {field} is {pattern!r}, not an object")
     for key, value in pattern.items():
         _number(path, f"{field}[{key!r}]", value, kind)
-        _compiled(path, field, key)
+        try:
+            re.compile(key)
+        except re.error as error:
+            raise BadInput(f"{path}: {field}: {key!r} is no pattern: {error}") from error
     return dict(pattern)
-
-
-def _compiled(path: Path, field: str, pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise BadInput(f"{path}: {field}: {pattern!r} is no pattern: {error}") from error
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(v, kind) for v in value)
 
 
 class LoraPair(NamedTuple):

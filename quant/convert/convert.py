@@ -6,6 +6,7 @@ A weight moves to the other format's grid exactly where that holds its numbers, 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,11 +100,8 @@ class _Job:
         allow_loss: bool,
         progress: Progress,
     ) -> None:
-        self._source = source
-        self._target = target
-        self._work = work
-        self._allow_loss = allow_loss
-        self._progress = progress
+        self._source, self._target, self._work = source, target, work
+        self._allow_loss, self._progress = allow_loss, progress
         self._modules = quantized_modules(source)
         manifest = source.folder / MANIFEST_NAME
         self._manifest = read_json(manifest) if manifest.is_file() else None
@@ -129,9 +127,8 @@ class _Job:
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
         if self._target.name == "gguf":
             self._assemble(config, output.name)
-        quantization = self._target.full_config(
-            self._schemes, ignore, *(kv_cache or (None, "tensor"))
-        )
+        stored = kv_cache or (None, "tensor")
+        quantization = self._target.full_config(self._schemes, ignore, *stored)
         quantization = completed_config(quantization, self._work)
         config["quantization_config"] = quantization
         for companion, content in self._source.companions().items():
@@ -165,38 +162,35 @@ class _Job:
         self._progress.start("converting", len(self._modules), "modules")
         for module in sorted(self._modules):
             tensor = read_quantized(self._source, module)
-            self._check_digests(module, tensor)
+            parts = tensor.parts()
+            for part, digest in self._digests.get(module, {}).items():
+                if part in parts and sha256_of(tensor_bytes(parts[part])) != digest:
+                    raise BadInput(
+                        f"{self._source.folder}: {part} of {module} are not those that were computed: "
+                        "see llmopt verify"
+                    )
             found = requantize(module, tensor, self._target)
             if found.reason and not self._allow_loss:
                 raise BadInput(
                     f"{module}: {found.reason}. --allow-loss requantizes it to "
                     f"{found.tensor.scheme.label}, which changes it by {found.error:.2e} of its square"
                 )
-            self._record(module, tensor, found)
+            self._schemes[module] = found.tensor.scheme
+            self._shapes[module] = found.tensor.shape
+            self._records.append(
+                {"module": module, "source_scheme": scheme_record(tensor.scheme)}
+                | tensor_record(found.tensor)
+                | {"error": found.error, "reason": found.reason}
+            )
             yield self._target.pack(module, found.tensor)
             self._progress.advance()
         self._progress.finish()
         for name in plain:
             self._plain.append(name)
-            yield {self._kv_name(name): self._source.tensor(name)}
-
-    def _check_digests(self, module: str, tensor: QuantizedTensor) -> None:
-        """Raises BadInput where a tensor's digest differs from the source's manifest."""
-        parts = tensor.parts()
-        for part, digest in self._digests.get(module, {}).items():
-            if part in parts and sha256_of(tensor_bytes(parts[part])) != digest:
-                raise BadInput(
-                    f"{self._source.folder}: {part} of {module} are not those that were computed: "
-                    "see llmopt verify"
-                )
-
-    def _record(self, module: str, before: QuantizedTensor, found: Requantized) -> None:
-        after = found.tensor
-        self._schemes[module] = after.scheme
-        self._shapes[module] = after.shape
-        source = {"module": module, "source_scheme": scheme_record(before.scheme)}
-        lost = {"error": found.error, "reason": found.reason}
-        self._records.append(source | tensor_record(after) | lost)
+            stored = name  # formats differ in the names of the KV cache's scales
+            if name.endswith(KV_SCALES) and self._target.holds_kv_scales:
+                stored = self._target.kv_scale_name(_OF_PROJECTION.sub("", name))
+            yield {stored: self._source.tensor(name)}
 
     def _kv_cache(self) -> tuple[str, str] | None:
         """Dtype and strategy of the KV cache's scales, if the target format can store them."""
@@ -212,12 +206,6 @@ class _Job:
                 "--allow-loss leaves them out"
             )
         return None
-
-    def _kv_name(self, name: str) -> str:
-        """The name of a plain tensor in the target: formats differ in those of the KV cache's scales."""
-        if not name.endswith(KV_SCALES) or not self._target.holds_kv_scales:
-            return name
-        return self._target.kv_scale_name(_OF_PROJECTION.sub("", name))
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
         """Assemble the shards into one GGUF file."""
@@ -247,9 +235,7 @@ class _Job:
                 "sha256": weight_digests(self._source),
             },
             "format": self._target.name,
-            "scheme": ", ".join(
-                sorted(set(labels), key=lambda label: (-labels.count(label), label))
-            ),
+            "scheme": ", ".join(label for label, _ in Counter(sorted(labels)).most_common()),
             "modules": self._records,
             "files": describe_files(self._work),
         }
@@ -260,9 +246,9 @@ class Requantized:
     """A weight on the target format's grid.
 
     Attributes:
-        tensor: on a grid that the format holds.
+        tensor: weight on a grid that the format holds.
         error: `|W - W'|² / |W|²`; 0 where the conversion is exact.
-        reason: why it was requantized; empty if it was not.
+        reason: reason for which it was requantized; empty if it was not.
     """
 
     tensor: QuantizedTensor
@@ -285,7 +271,10 @@ def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Re
     weight = tensor.dequantize()
     require_finite(weight, module)
     scheme = _nearest_scheme(module, tensor, target)
-    dtype = target.scale_dtype(_scale_dtype(tensor), scheme)
+    # The 16-bit dtype that the model most likely uses.
+    scales = tensor.parts().get("scales")
+    is_half = scales is not None and scales.dtype == torch.float16
+    dtype = target.scale_dtype(torch.float16 if is_half else torch.bfloat16, scheme)
     rounded = kind_of(scheme).round(weight, dtype, name=module)
     zeroed_rows(weight, rounded, module)
     energy = float(weight.double().square().sum())
@@ -301,11 +290,9 @@ def _exact(
     for form in tensor.forms():
         try:
             _check(module, form.scheme, form, target)
+            dtype = partial(target.scale_dtype, scheme=form.scheme)
             stored = form.stored_as(
-                None
-                if target.keeps_scale_dtypes
-                else partial(target.scale_dtype, scheme=form.scheme),
-                target.inverts_global_scales,
+                None if target.keeps_scale_dtypes else dtype, target.inverts_global_scales
             )
         except BadInput as error:
             reason = reason or str(error)
@@ -317,12 +304,6 @@ def _exact(
 def _check(module: str, scheme: Scheme, tensor: QuantizedTensor, target: WeightFormat) -> None:
     target.check_scheme(scheme)
     target.check(module, *tensor.shape, scheme)
-
-
-def _scale_dtype(tensor: QuantizedTensor) -> torch.dtype:
-    """The 16-bit dtype that the model most likely uses."""
-    scales = tensor.parts().get("scales")
-    return torch.float16 if scales is not None and scales.dtype == torch.float16 else torch.bfloat16
 
 
 def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Scheme:

@@ -52,27 +52,27 @@ def write_shards(
     """Write tensors as they come in shards of 1 GiB, of which one is in memory, and their index.
 
     Args:
-        release: called after each shard, to let go of what was read for it.
+        release: function that is called after each shard, to let go of what was read for it.
     """
     weight_map: dict[str, str] = {}
-    held: dict[str, torch.Tensor] = {}
+    shard: dict[str, torch.Tensor] = {}
     total = size = 0
 
     def write() -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
-        write_tensors(folder / name, held, layout_of(held))
-        weight_map.update(dict.fromkeys(held, name))
-        held.clear()
+        write_tensors(folder / name, shard, layout_of(shard))
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
         release()
 
     for tensors in parts:
-        held |= tensors
+        shard |= tensors
         added = sum(tensor.nbytes for tensor in tensors.values())
         size, total = size + added, total + added
         if size >= SHARD_BYTES:
             write()
             size = 0
-    if held:
+    if shard:
         write()
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_atomically(folder / INDEX_NAME, to_json(index))
@@ -94,8 +94,8 @@ def plain_tensors(
     """Every tensor of a checkpoint, plain: linears that are quantized or edited, then the others.
 
     Args:
-        dtype: of every float; None: as stored, and for dequantized ones that of the config.
-        edited: linears that go through `edit` beside the quantized ones.
+        dtype: dtype of every float; None: as stored, and for dequantized ones that of the config.
+        edited: linears that go through `edit` as the quantized ones do.
         what: the description of the progress.
     """
     quantized = quantized_modules(source)
@@ -288,10 +288,8 @@ class _Merge:
     def __init__(
         self, base: Checkpoint, adapters: Sequence[_Adapter], dtype: str, progress: Progress
     ) -> None:
-        self._base = base
-        self._adapters = adapters
+        self._base, self._adapters, self._progress = base, adapters, progress
         self._dtype = DTYPES.get(dtype)
-        self._progress = progress
         self._quantized = quantized_modules(base)
         self.changes: dict[str, float] = {}
         self.kept = 1.0
@@ -315,7 +313,8 @@ class _Merge:
             if len(shape) != 2:
                 raise BadInput(f"{self._base.folder}: {module}.weight is {shape}, not a matrix")
             for adapter, name in changes:
-                adapter.weights.pair(name, *_upright(shape, adapter))
+                outputs_first = reversed(shape) if adapter.settings.is_transposed else shape
+                adapter.weights.pair(name, *outputs_first)
 
     @cached_property
     def _targets(self) -> dict[str, list[tuple[_Adapter, str]]]:
@@ -359,10 +358,9 @@ class _Merge:
     def _merged(self, module: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         change = torch.zeros_like(weight)
         for adapter, name in self._targets.get(module, ()):
-            if adapter.settings.is_transposed:
-                change += adapter.change(name, weight.T).T
-            else:
-                change += adapter.change(name, weight)
+            is_transposed = adapter.settings.is_transposed
+            added = adapter.change(name, weight.T if is_transposed else weight)
+            change += added.T if is_transposed else added
         merged = (weight + change).to(dtype)
         if module in self._targets:
             norm = float(change.norm())
@@ -390,13 +388,3 @@ class _Merge:
             ],
             "changes": self.changes,
         }
-
-
-def _upright(shape: Sequence[int], adapter: _Adapter) -> tuple[int, int]:
-    """(outputs, inputs) of a weight of this shape."""
-    out_features, in_features = shape
-    return (
-        (in_features, out_features)
-        if adapter.settings.is_transposed
-        else (out_features, in_features)
-    )

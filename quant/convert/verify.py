@@ -48,7 +48,7 @@ class VerifyReport:
         passed: checks that passed, one line each.
         failures: checks that failed, naming the module or the file.
         unchecked: checks that could not be made, with the reason.
-        bits_per_weight: of the quantized linears with scales and zeros, as stored.
+        bits_per_weight: stored bits of the quantized linears, with scales and zeros, over their weights.
         ratio: bytes of the same linears in 16 bits over bytes as stored.
     """
 
@@ -65,7 +65,6 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
         return not self.failures
 
 
@@ -83,7 +82,11 @@ def verify(
     folder = Path(folder)
     check_local(folder)
     report = VerifyReport(folder)
-    manifest = _manifest(folder)
+    home = folder if folder.is_dir() else folder.parent
+    path = home / MANIFEST_NAME
+    manifest = read_json(path) if path.is_file() else None
+    if manifest is not None and home != folder and folder.name not in manifest.get("files", {}):
+        manifest = None  # of other files in that folder
     if manifest is not None:
         _check_files(report, manifest)
     try:
@@ -96,11 +99,8 @@ def verify(
             report.status = FAILED
             return report
         raise
-    report.quant_method, report.scheme, report.num_modules = (
-        weight_format.name,
-        ", ".join(dict.fromkeys(scheme.label for scheme in schemes.values())),
-        len(modules),
-    )
+    report.quant_method, report.num_modules = weight_format.name, len(modules)
+    report.scheme = ", ".join(dict.fromkeys(scheme.label for scheme in schemes.values()))
     config = checkpoint.quantization_config or {}
     _check_coverage(report, checkpoint, modules, manifest)
     paths = sorted({checkpoint.folder / name for name in checkpoint.shard_of.values()})
@@ -122,11 +122,9 @@ def verify(
         except ValueError as error:
             report.failures.append(f"{module} cannot be read: {error}")
         else:
-            _check_module(report, module, raw)
             weights += math.prod(raw.shape)
             stored += sum(entries[name].nbytes for name in tensor_names(checkpoint, module))
-            if recorded is not None and module in recorded:
-                _check_digests(report, module, raw, recorded[module]["sha256"])
+            _check_module(report, module, raw, (recorded or {}).get(module))
         progress.advance()
     progress.finish()
     _check_size(report, stored, weights)
@@ -145,20 +143,15 @@ def verify(
     return report
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
-    """The manifest beside the weights; for a single file, only if it lists that file."""
-    if path.is_dir():
-        found = path / MANIFEST_NAME
-        return read_json(found) if found.is_file() else None
-    found = path.parent / MANIFEST_NAME
-    manifest = read_json(found) if found.is_file() else None
-    return manifest if manifest is not None and path.name in manifest.get("files", {}) else None
-
-
 def _check_files(report: VerifyReport, manifest: dict[str, Any]) -> None:
     """Compare sizes and SHA-256 of all files. A shard of the wrong size is truncated: BadInput."""
     before = len(report.failures)
-    for name, facts in _part(report, manifest, "files", dict).items():
+    for key, kind in (("files", dict), ("modules", list)):
+        if not isinstance(manifest.get(key), kind):
+            raise BadInput(
+                f"{report.folder / MANIFEST_NAME} has no {key}: it is no manifest of llmopt"
+            )
+    for name, facts in manifest["files"].items():
         path = (report.folder if report.folder.is_dir() else report.folder.parent) / name
         if not path.is_file():
             raise BadInput(f"{path} is missing: the checkpoint is incomplete")
@@ -167,21 +160,8 @@ def _check_files(report: VerifyReport, manifest: dict[str, Any]) -> None:
             raise BadInput(f"{path} is cut off: {size} bytes of {facts['bytes']}")
         if sha256_of_file(path) != facts["sha256"]:
             report.failures.append(f"{name} is not the file that was written: its bytes differ")
-    _part(report, manifest, "modules", list)
     if len(report.failures) == before:
         report.passed.append(f"{len(manifest['files'])} files have the digests of the manifest")
-
-
-def _part(report: VerifyReport, manifest: dict[str, Any], key: str, kind: type) -> Any:
-    if not isinstance(manifest.get(key), kind):
-        raise BadInput(f"{report.folder / MANIFEST_NAME} has no {key}: it is no manifest of llmopt")
-    return manifest[key]
-
-
-def _rounded_with_the_file(checkpoint: Checkpoint) -> set[str]:
-    """The output head of a GGUF file, which gets llama.cpp's type when the file is put together."""
-    config = checkpoint.quantization_config or {}
-    return {"lm_head"} if config.get("quant_method") == "gguf" else set()
 
 
 def _check_coverage(
@@ -191,14 +171,18 @@ def _check_coverage(
     manifest: dict[str, Any] | None,
 ) -> None:
     """Exactly the modules that should be quantized are quantized, and every parameter is there."""
+    config = checkpoint.quantization_config or {}
+    is_gguf = config.get("quant_method") == "gguf"
     if manifest is not None:
         intended = {module["module"] for module in manifest["modules"]}
+        # The output head of a GGUF file gets llama.cpp's type when the file is put together.
+        rounded = {"lm_head"} if is_gguf else set()
         report.failures += [
             f"{name} was quantized, but has no codes" for name in intended - {*modules}
         ]
         report.failures += [
             f"{name} has codes, but is not in the manifest"
-            for name in {*modules} - intended - _rounded_with_the_file(checkpoint)
+            for name in {*modules} - intended - rounded
         ]
         report.failures.sort()
     parameters = model_parameters(checkpoint)
@@ -209,16 +193,18 @@ def _check_coverage(
     else:
         report.unchecked.append(f"the parameters of the model: {parameters}")
     if manifest is None and isinstance(parameters, str):
-        skipped = skipped_by(checkpoint.quantization_config or {})
-        plain = [
-            name.removesuffix(".weight")
+        skipped = skipped_by(config)
+        plain = {
+            module
             for name in checkpoint.names
-            if name.endswith(".weight") and _DECODER_LINEAR.search(name.removesuffix(".weight"))
-        ]
+            if _DECODER_LINEAR.search(module := name.removesuffix(".weight")) and module != name
+        }
+        if is_gguf:  # rows that are no multiple of ggml's block stay as they are
+            plain = {name for name in plain if checkpoint.shape(f"{name}.weight")[-1] % 32 == 0}
         report.failures += [
             f"{name} is not quantized, and the config does not say that it should not be"
-            for name in sorted({*plain} - {*modules})
-            if not skipped(name) and not _unfit(checkpoint, name)
+            for name in sorted(plain - {*modules})
+            if not skipped(name)
         ]
         report.failures += _lacking(checkpoint)
     if not report.failures:
@@ -227,17 +213,17 @@ def _check_coverage(
 
 def _lacking(checkpoint: Checkpoint) -> list[str]:
     """Missing layers, and layers that lack an attention linear which all others have."""
-    held: dict[str, set[int]] = {}
+    layers_of: dict[str, set[int]] = {}
     for name in checkpoint.names:
-        if found := _ATTENTION_LINEAR.search(name):
-            held.setdefault(found[2], set()).add(int(found[1]))
-    layers = set().union(*held.values())
+        if match := _ATTENTION_LINEAR.search(name):
+            layers_of.setdefault(match[2], set()).add(int(match[1]))
+    layers = set().union(*layers_of.values())
     num_layers = checkpoint.config.get("num_hidden_layers", len(layers))
     if len(layers) not in (0, num_layers):
         return [f"{len(layers)} decoder layers are there, but config.json says {num_layers}"]
     return [
         f"layer {(layers - having).pop()} has no {linear}, which all other layers have"
-        for linear, having in sorted(held.items())
+        for linear, having in sorted(layers_of.items())
         if len(having) == len(layers) - 1 > 1
     ]
 
@@ -259,27 +245,18 @@ def _check_cache_scales(report: VerifyReport, entries: Entries, config: dict[str
                 report.failures.append(f"{name} is no usable scale of the cache")
 
 
-def _unfit(checkpoint: Checkpoint, module: str) -> bool:
-    """Whether the row length is no multiple of ggml's block, so that GGUF cannot quantize it."""
-    config = checkpoint.quantization_config or {}
-    return config["quant_method"] == "gguf" and checkpoint.shape(f"{module}.weight")[-1] % 32 != 0
-
-
-def _check_module(report: VerifyReport, module: str, raw: Raw) -> None:
-    """Checks of any module; its reader has checked the shapes."""
+def _check_module(
+    report: VerifyReport, module: str, raw: Raw, record: Mapping[str, Any] | None
+) -> None:
+    """Check the numbers of a module, and compare their digests with its record in the manifest."""
     report.failures += [f"{module} {problem}" for problem in raw.problems]
     for part, numbers in raw.numbers.items():
         if not np.isfinite(numbers).all():
             report.failures.append(f"{module} has {part} that are NaN or infinite")
         elif part == "scales" and (numbers == 0).any():
             report.failures.append(f"{module} has scales that are zero")
-
-
-def _check_digests(report: VerifyReport, module: str, raw: Raw, digests: dict[str, str]) -> None:
-    """Compare the digests of what was read with those in the manifest.
-
-    Integer weights stored as ggml blocks have other scales there; only the codes are compared.
-    """
+    digests = {} if record is None else record["sha256"]
+    # Integer weights stored as ggml blocks have other scales there; only the codes are compared.
     shared = digests.keys() & raw.parts.keys() if "data" in raw.parts else digests.keys()
     for part in sorted(shared):
         if part not in raw.parts:
@@ -291,11 +268,9 @@ def _check_digests(report: VerifyReport, module: str, raw: Raw, digests: dict[st
 
 
 def _check_size(report: VerifyReport, stored: int, weights: int) -> None:
-    """The quantized linears must be smaller than in 16 bits."""
     if not stored or not weights:
         return
-    report.bits_per_weight = stored * 8 / weights
-    report.ratio = weights * 2 / stored
+    report.bits_per_weight, report.ratio = stored * 8 / weights, weights * 2 / stored
     if report.ratio <= 1:
         report.failures.append(
             f"the quantized linears take {stored:,} bytes, more than the {weights * 2:,} of 16 bits"
@@ -327,6 +302,11 @@ def model_failures(
     if not _lists_what_is_plain(config):
         return failures
     skipped = skipped_by(config)
+    # Where there is no list, transformers adds the output projection to the plain modules.
+    method = config["quant_method"]
+    lists = {"bitsandbytes": "llm_int8_skip_modules", "fp8": "modules_to_not_convert"}
+    unlisted = method in lists and config.get(lists[method]) is None
+    leaves_the_head = unlisted or method in _HEAD_IS_PLAIN
     disk_names: dict[str, str] = {}
     for disk, loaded in parameters.loaded_from(names).items():
         disk_names |= dict.fromkeys(loaded.parameters, disk.removesuffix(".weight"))
@@ -336,7 +316,7 @@ def model_failures(
         if f"{name}.weight" not in missing
         and not skipped(name)
         and not skipped(disk_names.get(f"{name}.weight", name))
-        and not (name == HEAD and _leaves_the_head(config))
+        and not (name == HEAD and leaves_the_head)
     ]
     failures += [
         f"{kind} is not quantized, and the config does not say that it should not be"
@@ -346,16 +326,6 @@ def model_failures(
         f"{kind} is quantized, but the config tells loaders to skip it"
         for kind in by_kind(module for module in sorted(modules) if skipped(module))
     ]
-
-
-def _leaves_the_head(config: Mapping[str, Any]) -> bool:
-    """True where loaders leave the output projection alone, though the config does not list it.
-
-    transformers adds it to the plain modules of bitsandbytes and fp8 where there is no list.
-    """
-    method = config["quant_method"]
-    lists = {"bitsandbytes": "llm_int8_skip_modules", "fp8": "modules_to_not_convert"}
-    return method in _HEAD_IS_PLAIN or (method in lists and config.get(lists[method]) is None)
 
 
 def _lists_what_is_plain(config: Mapping[str, Any]) -> bool:
@@ -385,8 +355,11 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
     if "tensor_storage" in config:
         return lambda name: name not in config["tensor_storage"]
     if method == "gptq":
-        rules = list(config.get("dynamic") or {})
-        return lambda name: next((rule[:2] == "-:" for rule in rules if _rules(rule, name)), False)
+        # A pattern of GPTQModel has a sign, or none for "+:".
+        rules = [
+            (rule[:2] == "-:", re.sub(r"^[-+]:", "", rule)) for rule in config.get("dynamic") or {}
+        ]
+        return lambda name: next((skips for skips, rule in rules if matches(rule, name)), False)
     if method == "compressed-tensors":
         ignored = config.get("ignore") or ()
         return lambda name: any(
@@ -402,11 +375,6 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
     if method == "awq":
         return lambda name: any(entry in name for entry in entries)
     return lambda name: any(_lists(entry, name) for entry in entries)
-
-
-def _rules(rule: str, name: str) -> bool:
-    """True where a pattern of GPTQModel's `dynamic`, with or without its sign, is for a module."""
-    return matches(rule[2:] if rule[:2] in ("-:", "+:") else rule, name)
 
 
 def _lists(entry: str, name: str) -> bool:

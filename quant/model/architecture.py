@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...base.errors import BadInput
 from ..families.layer_map import LayerMap
@@ -27,10 +27,10 @@ class Architecture:
     Attributes:
         family: the model type in `config.json`.
         prefix: common prefix of the layers' tensor names, such as `model.layers`.
-        layers: the family of each layer.
-        unquantized: full names on disk of the linears that no layer's family has: routers, vision towers and
+        layers: the map of each layer.
+        unquantized: full names on disk of the linears that no layer's map has: routers, vision towers and
             projectors, MTP layers, and matrices that are converted on loading. Without `lm_head`.
-        notes: for the user, one line each.
+        notes: notes for the user, one line each.
         meta_model: the model that its layers belong to.
     """
 
@@ -42,7 +42,6 @@ class Architecture:
     meta_model: MetaModel = field(compare=False, repr=False)
 
     def layer_prefix(self, index: int) -> str:
-        """Name of a layer in the checkpoint."""
         return self.meta_model.disk_paths[index]
 
 
@@ -65,7 +64,10 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
     layers = _layers(model, name)
     notes = []
     if any(_FUSED.search(tensor) for tensor in checkpoint.names):
-        notes.append(_FUSED_NOTE)
+        notes.append(
+            "note: the experts of this checkpoint are fused 3-D tensors, which no format here holds: "
+            "they stay as they are, and only the other linears are quantized"
+        )
     elif any(weight.dim() == 3 for layer in model.layers for weight in layer.parameters()):
         notes.append("note: its 3-D tensors (fused experts or convolutions) stay as they are")
     quantized = {
@@ -74,9 +76,9 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
         for linear in layer.linears
     }
     unquantized = _unquantized(checkpoint, model, quantized)
-    start = f"{model.disk_prefix}."
     converted = sum(
-        module.startswith(start) and not model.weight_map.is_direct(f"{module}.weight")
+        module.startswith(f"{model.disk_prefix}.")
+        and not model.weight_map.is_direct(f"{module}.weight")
         for module in unquantized
     )
     if converted:
@@ -84,20 +86,7 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
             f"note: transformers merges or splits {converted} matrices of the layers on loading: they stay "
             "as they are"
         )
-    return Architecture(
-        family=name,
-        prefix=model.disk_prefix,
-        layers=layers,
-        unquantized=unquantized,
-        notes=tuple(notes),
-        meta_model=model,
-    )
-
-
-_FUSED_NOTE = (
-    "note: the experts of this checkpoint are fused 3-D tensors, which no format here holds: "
-    "they stay as they are, and only the other linears are quantized"
-)
+    return Architecture(name, model.disk_prefix, layers, unquantized, tuple(notes), model)
 
 
 def _layers(model: MetaModel, name: str) -> tuple[LayerMap, ...]:
@@ -133,6 +122,8 @@ def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) 
 
     Of a tensor that no module has (MTP layers), the shape and the name tell.
     """
+    from torch import nn
+
     modules = {f"{path}.weight": module for path, module in model.model.named_modules()}
     names = []
     for name in checkpoint.names:
@@ -140,13 +131,11 @@ def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) 
         if module in quantized or module in (name, HEAD) or len(checkpoint.shape(name)) != 2:
             continue
         owner = modules.get(model.weight_map.targets[name])
-        if not _EMBEDDING.search(module) if owner is None else _is_linear(owner):
+        if owner is None:
+            computes = not _EMBEDDING.search(module)
+        else:  # a linear, or a router that transformers writes as a module of its own
+            is_torchs = type(owner).__module__.startswith("torch.nn")
+            computes = isinstance(owner, nn.Linear) or not is_torchs
+        if computes:
             names.append(module)
     return tuple(names)
-
-
-def _is_linear(module: Any) -> bool:
-    """A linear, or a router that transformers writes as a module of its own."""
-    from torch import nn
-
-    return isinstance(module, nn.Linear) or not type(module).__module__.startswith("torch.nn")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...base.errors import BadInput, first_line
 
-_GROUPS = {
-    "bamba": "mamba_n_groups",
-    "granitemoehybrid": "mamba_n_groups",
-    "mamba2": "n_groups",
-}
+_GROUPS = {"bamba": "mamba_n_groups", "granitemoehybrid": "mamba_n_groups", "mamba2": "n_groups"}
 """Field with the number of groups of the gated Mamba norm, by model type."""
 _GROUPED_NORM = Version("5.23")
 """First release of transformers whose modules of these types normalize each group by itself."""
@@ -34,10 +31,12 @@ def read_config(
     """
     model_type = str(raw.get("model_type"))
     if model_type not in CONFIG_MAPPING:
+        version = raw.get("transformers_version")
+        written_by = f" (the config was written by {version})" if version else ""
         if not raw.get("auto_map"):
             raise BadInput(
                 f"model type {model_type!r} is not known to the installed transformers "
-                f"{transformers.__version__}{_written_by(raw)}: upgrade it (pip install -U transformers)"
+                f"{transformers.__version__}{written_by}: upgrade it (pip install -U transformers)"
             )
         if not trust_remote_code:
             raise BadInput(
@@ -57,6 +56,31 @@ def read_config(
     except Exception as error:  # a config class may raise anything about its fields
         raise BadInput(
             f"transformers refuses the {model_type} config: {first_line(error)}"
+        ) from error
+
+
+def build_on_meta(
+    config: Any, *, dtype: Any = None, trust_remote_code: bool = False, **options: Any
+) -> Any:
+    """The model of a config with its language head, plain and without memory (default: float32).
+
+    Raises:
+        BadInput: neither a causal nor an image-text model, or one that cannot be built.
+    """
+    import torch
+
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    auto = auto_class(config, trust_remote_code)
+    options |= {"dtype": dtype or torch.float32, "trust_remote_code": trust_remote_code}
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config, **options)
+    except Exception as error:  # a module may raise anything about its config
+        raise BadInput(
+            f"transformers {transformers.__version__} does not build a {config.model_type}: "
+            f"{first_line(error)}"
         ) from error
 
 
@@ -81,13 +105,9 @@ def auto_class(config: Any, trust_remote_code: bool = False) -> Any:
 
 
 def check_grouped_norm(config: Any, where: str) -> None:
-    """Refuse to run transformers' modules where the installed release computes another norm than the model's.
+    """Raises BadInput for a Mamba norm of several groups that the installed transformers computes as one.
 
-    Args:
-        where: folder of the checkpoint, with which the message begins.
-
-    Raises:
-        BadInput: a Mamba norm of several groups, which the installed transformers computes as one.
+    The message begins with `where`, the folder of the checkpoint.
     """
     text = config.get_text_config(decoder=True)
     groups = getattr(text, _GROUPS.get(text.model_type, ""), 1)
@@ -106,8 +126,3 @@ def _with_floats(value: Any) -> Any:
             return float(value["__float__"])
         return {key: _with_floats(part) for key, part in value.items()}
     return [_with_floats(part) for part in value] if isinstance(value, list) else value
-
-
-def _written_by(raw: Mapping[str, Any]) -> str:
-    version = raw.get("transformers_version")
-    return f" (the config was written by {version})" if version else ""

@@ -22,18 +22,9 @@ SINGLE_NAME = "model.safetensors"
 MAPPED_SHARDS = 2  # mapped at a time: pages that were read stay resident until a shard is unmapped
 # Tokenizer, processor, generation config, licence: files that a copy needs beside its config and weights.
 _COMPANIONS = (
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "LICENSE*",
-    "NOTICE*",
+    *("generation_config.json", "preprocessor_config.json", "processor_config.json"),
+    *("video_preprocessor_config.json", "tokenizer*", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "LICENSE*", "NOTICE*"),
 )
 GGUF_SUFFIX, GGUF_MAGIC = ".gguf", b"GGUF"
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -74,12 +65,12 @@ def kind_fault(value: Any, kind: Any, at: str) -> str:
     the last one's.
     """
     if isinstance(kind, tuple):
-        faults = [kind_fault(value, one, at) for one in kind]
+        faults = [kind_fault(value, option, at) for option in kind]
         return "" if "" in faults else faults[-1]
     inner: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(kind, list):
         fits = isinstance(value, list)
-        inner = ((number, one, kind[0]) for number, one in enumerate(value)) if fits else ()
+        inner = ((number, item, kind[0]) for number, item in enumerate(value)) if fits else ()
     elif isinstance(kind, dict):
         fits = isinstance(value, dict)
         every = kind.get("*")
@@ -89,7 +80,7 @@ def kind_fault(value: Any, kind: Any, at: str) -> str:
         fits = value is None if kind is None else isinstance(value, kind)
     if not fits:
         return f"{at or 'the whole'} is {reprlib.repr(value)}"
-    faults = (kind_fault(one, its, f"{at}.{name}".lstrip(".")) for name, one, its in inner)
+    faults = (kind_fault(part, its, f"{at}.{name}".lstrip(".")) for name, part, its in inner)
     return next(filter(None, faults), "")
 
 
@@ -116,10 +107,10 @@ class Checkpoint:
     Opening reads every shard's header, so that a missing or truncated file is reported by name at once.
 
     Attributes:
-        path: as it was opened: the folder, or the file of a checkpoint that is one.
+        path: the folder, or the single file, that was opened.
         source_type: type of the GGUF file that the weights are dequantized from; None: they are as stored.
-        source_tokenizer: the keys of that file for its tokenizer, where no tokenizer.json is beside it.
-        notes: for the user, where its tensors are not read as they are on disk.
+        source_tokenizer: the keys of that file for its tokenizer, where no tokenizer.json lies next to it.
+        notes: notes for the user, where its tensors are not read as they are on disk.
 
     Args:
         trust_remote_code: whether code that the checkpoint brings may be run, to build its model.
@@ -140,7 +131,17 @@ class Checkpoint:
         self.folder = self.path = Path(folder)
         self.trust_remote_code = trust_remote_code
         self.config = read_json(self.folder / "config.json")
-        self.shard_of: dict[str, str] = self._locate()
+        if (self.folder / SINGLE_NAME).is_file():
+            from safetensors import safe_open
+
+            with safe_open(self._checked(SINGLE_NAME), framework="np") as handle:
+                self.shard_of: dict[str, str] = dict.fromkeys(handle.keys(), SINGLE_NAME)
+        elif weight_map := indexed_shards(self.folder):
+            self.shard_of = weight_map
+        else:
+            raise BadInput(
+                f"{self.folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there"
+            )
         self._handles: dict[str, Any] = {}
         for shard in sorted(set(self.shard_of.values())):
             held = set(self._open(shard).keys())
@@ -149,21 +150,6 @@ class Checkpoint:
                 raise BadInput(
                     f"{self.folder / shard} lacks {lacking[0]!r}, which the index places there"
                 )
-
-    def _locate(self) -> dict[str, str]:
-        if (self.folder / SINGLE_NAME).is_file():
-            return dict.fromkeys(self._headers_of(SINGLE_NAME), SINGLE_NAME)
-        if weight_map := indexed_shards(self.folder):
-            return weight_map
-        raise BadInput(
-            f"{self.folder} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME} is there"
-        )
-
-    def _headers_of(self, shard: str) -> list[str]:
-        from safetensors import safe_open
-
-        with safe_open(self._checked(shard), framework="np") as handle:
-            return list(handle.keys())
 
     def _checked(self, shard: str) -> str:
         """The path of a shard with a valid header; safetensors' own message names no file."""
@@ -205,7 +191,6 @@ class Checkpoint:
 
     @cached_property
     def names(self) -> list[str]:
-        """All tensor names, sorted."""
         return sorted(self.shard_of)
 
     @property
@@ -289,7 +274,14 @@ def gguf_file_of(path: Path) -> Path | None:
         BadInput: a folder with several of them.
     """
     if path.is_file():
-        return path if path.suffix == GGUF_SUFFIX or _begins_with_magic(path) else None
+        if path.suffix == GGUF_SUFFIX:
+            return path
+        try:
+            with path.open("rb") as file:
+                return path if file.read(len(GGUF_MAGIC)) == GGUF_MAGIC else None
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            raise BadInput(f"{path} cannot be read: {reason}") from error
     if (path / INDEX_NAME).is_file() or (path / SINGLE_NAME).is_file():
         return None
     found = sorted(path.glob(f"*{GGUF_SUFFIX}"))
@@ -297,13 +289,3 @@ def gguf_file_of(path: Path) -> Path | None:
         names = ", ".join(file.name for file in found)
         raise BadInput(f"{path} holds several GGUF files ({names}): give the path of one of them")
     return found[0] if found else None
-
-
-def _begins_with_magic(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
-    except OSError as error:
-        raise BadInput(
-            f"{path} cannot be read: {error.strerror or type(error).__name__}"
-        ) from error

@@ -1,4 +1,4 @@
-"""Mixtures of experts apart: fused experts on disk as linears, and modules of fused experts taken apart.
+"""Fused experts taken apart: those on disk as linears, and modules of transformers.
 
 `with_experts_apart` is a view of a checkpoint whose types keep all experts of a layer in two 3-D tensors, of
 which no format holds codes. Loaders that take each expert by itself read them under the names here, where the
@@ -10,7 +10,8 @@ vLLM 0.32 maps `experts.N.gate_proj` and its kin. gpt-oss is not among them: vLL
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +65,6 @@ class ExpertsApart(Checkpoint):
         return part.of(self._slices(name, part))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header alone."""
         part = self._parts.get(name)
         if part is None:
             return super().shape(name)
@@ -72,7 +72,6 @@ class ExpertsApart(Checkpoint):
         return part.rows.stop - part.rows.start, first if part.transposed else second
 
     def dtype_name(self, name: str) -> str:
-        """Dtype of a tensor as safetensors spells it, from the header alone."""
         part = self._parts.get(name)
         if part is None:
             return super().dtype_name(name)
@@ -118,11 +117,7 @@ def _parts(
     (count, first, second), (_, third, fourth) = into, out_of
     plain, transposed = (
         (first, second) == (2 * fourth, third),
-        (second, first)
-        == (
-            2 * third,
-            fourth,
-        ),
+        (second, first) == (2 * third, fourth),
     )
     if into[0] != out_of[0] or not (plain or transposed):
         raise BadInput(f"{gate_up} is {list(into)}, which does not fit {down}, {list(out_of)}")
@@ -141,18 +136,17 @@ def _parts(
 
 def experts_of(names: Iterable[str]) -> dict[str, int]:
     """The modules of experts that are apart, with the number of experts that have all three weights."""
-    held: dict[str, dict[str, int]] = {}
+    weights: dict[str, Counter[str]] = defaultdict(Counter)
     for name in names:
         if match := _APART.fullmatch(name):
-            leaves = held.setdefault(match[1], {})
-            leaves[match[2]] = leaves.get(match[2], 0) + 1
-    return {module: sum(n == 3 for n in counts.values()) for module, counts in held.items()}
+            weights[match[1]][match[2]] += 1
+    return {module: sum(n == 3 for n in counts.values()) for module, counts in weights.items()}
 
 
 def fused(module: Any, experts: Collection[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The parameters of transformers' fused `module` from its experts' weights, each [out, in]."""
-    gate_up = torch.stack([torch.cat((each[GATE], each[UP])) for each in experts])
-    down = torch.stack([each[DOWN] for each in experts])
+    gate_up = torch.stack([torch.cat((expert[GATE], expert[UP])) for expert in experts])
+    down = torch.stack([expert[DOWN] for expert in experts])
     if gate_up.shape != module.gate_up_proj.shape or down.shape != module.down_proj.shape:
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     return {"gate_up_proj": gate_up, "down_proj": down}
@@ -161,25 +155,20 @@ def fused(module: Any, experts: Collection[Mapping[str, torch.Tensor]]) -> dict[
 # Names of gate, up and down on disk.
 NAMES_ON_DISK = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
-_Gate = Callable[[torch.Tensor], torch.Tensor]
-
-
 _TOKENS = "routed_tokens"
 
 
 def routed_tokens(expert: nn.Module) -> torch.Tensor | None:
-    """For each row of an expert's present input the number of its token, int64, -1: of none; None: it is no
-    expert, or not taken apart here."""
+    """Token index of each row of an expert's input, int64, -1 for padding; None if it is no split expert."""
     return getattr(expert, _TOKENS, None)
 
 
 class _Expert(nn.Module):
     """One gated MLP; `combine` concatenates gate and up as the fused module expects."""
 
-    def __init__(self, hidden: int, width: int, leaves: tuple[str, str, str], combine: _Gate):
+    def __init__(self, hidden: int, width: int, leaves: tuple[str, str, str], combine: Any):
         super().__init__()
-        self._leaves = leaves
-        self._combine = combine
+        self._leaves, self._combine = leaves, combine
         gate, up, down = leaves
         self.add_module(gate, nn.Linear(hidden, width, bias=False))
         self.add_module(up, nn.Linear(hidden, width, bias=False))
@@ -187,7 +176,7 @@ class _Expert(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         gate, up, down = (self.get_submodule(leaf) for leaf in self._leaves)
-        return down(self._combine(torch.stack((gate(tokens), up(tokens)))))
+        return down(self._combine(gate(tokens), up(tokens)))
 
 
 class SplitExperts(nn.ModuleList):
@@ -205,10 +194,10 @@ class SplitExperts(nn.ModuleList):
         concatenated = getattr(fused, "is_concatenated", True)
         apply_gate = fused._apply_gate
 
-        def combine(gate_and_up: torch.Tensor) -> torch.Tensor:
+        def combine(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
             if concatenated:
-                return apply_gate(torch.cat((gate_and_up[0], gate_and_up[1]), dim=-1))
-            return apply_gate(gate_and_up.movedim(0, -1).flatten(-2))
+                return apply_gate(torch.cat((gate, up), dim=-1))
+            return apply_gate(torch.stack((gate, up), dim=-1).flatten(-2))
 
         super().__init__(_Expert(hidden, width, leaves, combine) for _ in range(num_experts))
         del fused.gate_up_proj, fused.down_proj
@@ -231,17 +220,16 @@ def split_experts(fused: Any, leaves: tuple[str, str, str], config: Any) -> nn.M
     """The experts of a fused module apart: transformers' own such module where it has one (Llama 4)."""
     if (kind := sequential_experts(fused)) is None:
         return SplitExperts(fused, leaves)
+
+    def note_routed_tokens(expert: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        sent = inputs[0].any(dim=-1)  # it gets all tokens, as zeros those not routed to it
+        numbers = torch.arange(len(sent), device=sent.device)
+        setattr(expert, _TOKENS, torch.where(sent, numbers, -1))
+
     experts = kind(config)
     for expert in experts:
-        expert.register_forward_pre_hook(_note_routed_tokens)
+        expert.register_forward_pre_hook(note_routed_tokens)
     return experts
-
-
-def _note_routed_tokens(expert: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-    """Keep the tokens of an expert that is given all; the rows of those not routed to it are zero."""
-    sent = inputs[0].any(dim=-1)
-    numbers = torch.arange(len(sent), device=sent.device)
-    setattr(expert, _TOKENS, torch.where(sent, numbers, -1))
 
 
 def patch_of(module: nn.Module) -> Any:
@@ -252,7 +240,6 @@ def patch_of(module: nn.Module) -> Any:
 
 
 def sequential_experts(module: nn.Module) -> Any:
-    """The class that transformers puts in the place of fused experts for quantized checkpoints; or None."""
     patch = patch_of(module)
     return None if patch is None else patch["module_name"]
 
@@ -260,8 +247,8 @@ def sequential_experts(module: nn.Module) -> Any:
 def fused_experts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every fused, gated experts module without biases in a layer."""
     for path, module in layer.named_modules():
-        shapes = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-        fused = all(isinstance(shape, nn.Parameter) and shape.dim() == 3 for shape in shapes)
+        weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+        fused = all(isinstance(weight, nn.Parameter) and weight.dim() == 3 for weight in weights)
         gated = hasattr(module, "_apply_gate") or sequential_experts(module) is not None
         if fused and gated and not getattr(module, "has_bias", False):
             yield path, module

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -59,12 +58,7 @@ class LazyWeights:
             if not isinstance(module, nn.Embedding) and any(_meta_tensors(module)):
                 self._handles.append(module.register_forward_pre_hook(self._fill))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
         for slots, name, tensor in self._restored:
@@ -113,24 +107,15 @@ class _TablesOnDisk(TorchFunctionMode):
         read: Callable[[str, torch.Tensor], torch.Tensor],
     ):
         super().__init__()
-        self._tables = tables
-        self._read = read
+        self._tables, self._read = tables, read
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (
             func == _DEVICE
-        ):  # what is on meta is there once it is needed: inputs are not moved to meta
+        ):  # meta tensors are there once they are needed: inputs are not moved to meta
             return torch.device("cpu")
-        if func is not functional.embedding:
-            return func(*args, **(kwargs or {}))
         given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
-        if id(given["weight"]) not in self._tables:
+        if func is not functional.embedding or id(given["weight"]) not in self._tables:
             return func(*args, **(kwargs or {}))
         ids, inverse = given["input"].unique(return_inverse=True)
         rows = self._read(*self._tables[id(given["weight"])])[ids].to(torch.float32)

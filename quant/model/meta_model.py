@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...base.errors import BadInput, first_line
-from .auto import check_grouped_norm, read_config
+from .auto import build_on_meta, check_grouped_norm, read_config
 from .checkpoint import Checkpoint
 from .experts import NAMES_ON_DISK, fused_experts, split_experts
 from .lazy_weights import LazyWeights
@@ -27,11 +27,15 @@ def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
     """Path and list of the decoder layers, in the nearest module that holds the token embedding too.
 
     Of several lists the outermost of `num_layers`, and the largest of those; else one with more (MTP layers
-    behind the others), or fewer (where a layer counts for several). A tower for images may be inside too.
+    after the others), or fewer (where a layer counts for several). A tower for images may be inside too.
 
     Raises:
         ValueError: there is none.
     """
+
+    def rank(entry: tuple[str, nn.ModuleList]) -> tuple[int, int]:
+        return entry[0].count("."), -sum(weight.numel() for weight in entry[1].parameters())
+
     embedding = model.get_input_embeddings()
     path = next(path for path, module in model.named_modules() if module is embedding)
     while path:
@@ -39,7 +43,13 @@ def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
         lists = [
             (f"{path}.{inner}".lstrip("."), module)
             for inner, module in model.get_submodule(path).named_modules()
-            if isinstance(module, nn.ModuleList) and _holds_matrices(module)
+            # Members are modules of modules with matrices: no list of linears or norms.
+            if isinstance(module, nn.ModuleList)
+            and any(
+                "." in name and parameter.dim() > 1
+                for layer in module
+                for name, parameter in layer.named_parameters()
+            )
         ]
         for usable in (
             [entry for entry in lists if len(entry[1]) == num_layers],
@@ -47,21 +57,8 @@ def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
             lists,
         ):
             if usable:
-                return min(usable, key=lambda entry: (entry[0].count("."), -_size(entry[1])))
+                return min(usable, key=rank)
     raise ValueError(f"{type(model).__name__} has no list of decoder layers")
-
-
-def _holds_matrices(layers: nn.ModuleList) -> bool:
-    """Whether its members are modules of modules with matrices: no list of linears or norms."""
-    return any(
-        "." in name and parameter.dim() > 1
-        for layer in layers
-        for name, parameter in layer.named_parameters()
-    )
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class WeightMap:
@@ -99,6 +96,13 @@ class WeightMap:
             for pattern, entry in self._converter_of.items()
             if pattern.endswith(".weight") and len(entry.target_patterns) > 1
         ]
+        prefix = model.base_model_prefix
+
+        def in_model(name: str) -> str:
+            """The name with the base model's prefix, which some checkpoints leave out."""
+            is_whole = not prefix or name.partition(".")[0] in model._modules
+            return name if is_whole else f"{prefix}.{name}"
+
         held = set(model.state_dict())
         self.targets: dict[str, str] = {}
         self._renamed: dict[str, str] = {}
@@ -106,20 +110,13 @@ class WeightMap:
         for disk in sorted(names, key=dot_natural_key):  # some renamings depend on earlier keys
             renamed, _ = rename_source_key(disk, renamings, [])
             target, pattern = rename_source_key(renamed, [], converters)
-            renamed, target = self._in_model(renamed), self._in_model(target)
-            if target not in held and self._in_model(disk) in held:
-                target, pattern = self._in_model(disk), None
-            self._renamed[disk] = renamed
+            target = in_model(target)
+            if target not in held and in_model(disk) in held:
+                target, pattern = in_model(disk), None
+            self._renamed[disk] = in_model(renamed)
             self.targets[disk] = target
             if pattern is not None:
                 self._patterns[disk] = pattern
-
-    def _in_model(self, name: str) -> str:
-        """A name with the base model's prefix, which some checkpoints leave out."""
-        prefix = self._model.base_model_prefix
-        if not prefix or name.partition(".")[0] in self._model._modules:
-            return name
-        return f"{prefix}.{name}"
 
     def renamed_name(self, disk: str) -> str:
         """The name of a tensor on disk, if keys were renamed and nothing converted."""
@@ -145,7 +142,7 @@ class WeightMap:
         return [target.replace(patterns[0], other) for other in patterns]
 
     def is_direct(self, disk: str) -> bool:
-        """Whether the tensor on disk is the module's, under whatever name."""
+        """True if the tensor on disk is the module's, under whatever name."""
         return disk not in self._patterns
 
     def merged_from(self, disk: str) -> tuple[str, ...]:
@@ -156,11 +153,7 @@ class WeightMap:
         return tuple(self._converter_of[pattern]._original_source_patterns)
 
     def converted(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Module tensors from tensors on disk.
-
-        Args:
-            tensors: by name on disk; all that a converter merges must be there.
-        """
+        """Module tensors from tensors by name on disk, among them all that a converter merges."""
         state: dict[str, torch.Tensor] = {}
         converters: dict[str, Any] = {}
         for disk in sorted(tensors, key=self._order):
@@ -186,13 +179,13 @@ class MetaModel:
     Attributes:
         model: the whole model, with a vision tower where it has one.
         layers: its decoder layers.
-        config: of the decoder.
-        text_path: of the module that holds the decoder layers.
+        config: config of the decoder.
+        text_path: path of the module that holds the decoder layers.
         disk_prefix: common prefix of the layers' tensor names, such as `model.layers`.
-        weight_map: from tensors on disk to the model's.
-        ends: modules whose call ends a pass: nothing behind them is needed.
+        weight_map: map from tensors on disk to the model's.
+        ends: modules whose call ends a pass: nothing after them is needed.
         replaced: tensors that are read in place of the checkpoint's, by name on disk.
-        around: a context in which the modules outside the layers load their weights as they are called.
+        around: context in which the modules outside the layers load their weights as they are called.
 
     Raises:
         BadInput: transformers rejects the config, or the checkpoint holds none of its layers.
@@ -201,17 +194,20 @@ class MetaModel:
     def __init__(self, checkpoint: Checkpoint):
         self.checkpoint = checkpoint
         try:
-            self.model: Any = _meta_model(checkpoint)
+            trusted = checkpoint.trust_remote_code
+            config = read_config(checkpoint.config, checkpoint.folder, trust_remote_code=trusted)
+            self.model: Any = build_on_meta(config, trust_remote_code=trusted)
+            _compute_buffers(self.model)
+            self.model.eval().requires_grad_(False)
             self.config: Any = self.model.config.get_text_config(decoder=True)
             num_layers = int(self.config.num_hidden_layers)
             self._prefix, stack = decoder_layers(self.model, num_layers)
-            self.layers: list[Any] = list(stack)[:num_layers]  # behind them: MTP layers
+            self.layers: list[Any] = list(stack)[:num_layers]  # after them: MTP layers
             self.weight_map = WeightMap(checkpoint.names, self.model)
         except Exception as error:  # a wrong config fails in many places in transformers
-            reason = first_line(error)
             path = checkpoint.path
             where = path / "config.json" if path.is_dir() else path
-            raise BadInput(f"{where} is not usable: {reason}") from error
+            raise BadInput(f"{where} is not usable: {first_line(error)}") from error
         patterns = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._ignored = [re.compile(pattern) for pattern in patterns]
         self.paths = [f"{self._prefix}.{index}" for index in range(len(self.layers))]
@@ -223,12 +219,20 @@ class MetaModel:
                 self.sources[name].append(disk)
         self._tied = _tied_names(self.model)
         self.text_path = self._prefix.rpartition(".")[0]
-        self.disk_prefix = self._disk_prefix()
+        prefixes = Counter(
+            disk[: disk.index(".0.")]
+            for name, disks in self.sources.items()
+            if name.startswith(f"{self._prefix}.0.")
+            for disk in disks
+            if ".0." in disk
+        )
+        if not prefixes:
+            raise BadInput(f"{self.checkpoint.path} holds no tensors of decoder layer 0")
+        self.disk_prefix = prefixes.most_common(1)[0][0]
         self.disk_paths = [f"{self.disk_prefix}.{index}" for index in range(len(self.layers))]
         self._finish()
 
     def check_forward(self) -> None:
-        """Raise BadInput for a model whose layers the installed transformers computes wrongly."""
         check_grouped_norm(self.config, str(self.checkpoint.path))
 
     def _finish(self) -> None:
@@ -251,18 +255,6 @@ class MetaModel:
                     self.weight_map.take_apart(f"{path}.{inner}")
                     break
 
-    def _disk_prefix(self) -> str:
-        prefixes = Counter(
-            disk[: disk.index(".0.")]
-            for name, disks in self.sources.items()
-            if name.startswith(f"{self._prefix}.0.")
-            for disk in disks
-            if ".0." in disk
-        )
-        if not prefixes:
-            raise BadInput(f"{self.checkpoint.path} holds no tensors of decoder layer 0")
-        return prefixes.most_common(1)[0][0]
-
     def _names_in_layer(self, index: int) -> dict[str, str]:
         start, disk_start = f"{self.paths[index]}.", f"{self.disk_paths[index]}."
         return {
@@ -274,8 +266,7 @@ class MetaModel:
         }
 
     def names_in_layer(self, index: int) -> dict[str, str]:
-        """Names of a layer's tensors relative to it: on disk to those of its module. Tensors that are
-        converted on loading have none."""
+        """Names in the module by names on disk of a layer's tensors, without those that are converted."""
         return self._by_layer[index]
 
     def is_tied(self, index: int, name: str) -> bool:
@@ -302,7 +293,10 @@ class MetaModel:
             if not disk.startswith(disk_start)
         }
         on_disk |= {disk: self.checkpoint.tensor(disk) for disk in elsewhere}
-        state = self._state(on_disk)
+        state = {
+            name: tensor.to(torch.float32) if tensor.is_floating_point() else tensor
+            for name, tensor in self.weight_map.converted(on_disk).items()
+        }
         mine = {}
         for name in held:
             alias = next((a for a in self._tied.get(start + name, ()) if a in state), None)
@@ -310,18 +304,21 @@ class MetaModel:
                 mine[name] = state[start + name]
             elif alias is not None:
                 mine[name] = state[alias]
-        for disk in on_disk:  # what the layer does not hold is named by `_load`
-            name = self.weight_map.targets.get(disk, disk).removeprefix(start)
+        for disk in on_disk:  # loading names a tensor that the layer does not hold
+            target = self.weight_map.targets.get(disk, disk)
+            name = target.removeprefix(start)
             ignored = any(pattern.search(disk) for pattern in self._ignored)
-            if disk.startswith(disk_start) and self._is_surplus(disk, start, held) and not ignored:
+            is_known = ignored or name in held or target in self._tied
+            if disk.startswith(disk_start) and not is_known:
                 mine[name.removeprefix(disk_start)] = on_disk[disk]
-        self._load(layer, mine, self.disk_paths[index])
+        try:
+            layer.load_state_dict(mine, strict=True, assign=True)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise BadInput(
+                f"{self.checkpoint.path}: {self.disk_paths[index]} does not fit its config: {reason}"
+            ) from error
         self._empty.setdefault(index, held)
-
-    def _is_surplus(self, disk: str, start: str, held: Mapping[str, Any]) -> bool:
-        name = self.weight_map.targets.get(disk, disk)
-        converted = not self.weight_map.is_direct(disk) and name.removeprefix(start) in held
-        return not converted and name.removeprefix(start) not in held and name not in self._tied
 
     def _sources_of(self, name: str) -> list[str]:
         """Tensors on disk that a module tensor, or what it is tied to, is made of."""
@@ -330,24 +327,7 @@ class MetaModel:
                 return self.sources[alias]
         return []
 
-    def _state(self, on_disk: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Module tensors, floats in float32."""
-        return {
-            name: tensor.to(torch.float32) if tensor.is_floating_point() else tensor
-            for name, tensor in self.weight_map.converted(on_disk).items()
-        }
-
-    def _load(self, module: nn.Module, state: dict[str, torch.Tensor], what: str) -> None:
-        try:
-            module.load_state_dict(state, strict=True, assign=True)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise BadInput(
-                f"{self.checkpoint.path}: {what} does not fit its config: {reason}"
-            ) from error
-
     def empty(self, index: int) -> None:
-        """Free the weights of a layer."""
         # Restore the original meta tensors: new ones would fragment the heap between the layer's weights and
         # keep it from shrinking.
         if index in self._empty:
@@ -395,23 +375,8 @@ class MetaModel:
         return self.replaced[disk] if disk in self.replaced else self.checkpoint.tensor(disk)
 
 
-def _meta_model(checkpoint: Checkpoint) -> Any:
-    """The meta-device model; buffers that no checkpoint holds, such as RoPE frequencies, are real."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    trusted = checkpoint.trust_remote_code
-    config = read_config(checkpoint.config, checkpoint.folder, trust_remote_code=trusted)
-    with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    auto: Any = AutoModelForImageTextToText if with_images else AutoModelForCausalLM
-    with torch.device("meta"):
-        model: Any = auto.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
-    _compute_buffers(model)
-    return model.eval().requires_grad_(False)
-
-
 def _compute_buffers(model: nn.Module) -> None:
-    """Real buffers in place of those on meta that no checkpoint holds, by transformers' initialisation.
+    """Compute buffers that no checkpoint holds, such as RoPE frequencies, by transformers' initialisation.
 
     Raises:
         ValueError: it leaves one out.
@@ -421,28 +386,24 @@ def _compute_buffers(model: nn.Module) -> None:
     computed: list[tuple[nn.Module, str]] = []
     initialized: list[tuple[Any, nn.Module]] = []  # children before their parents
     for path, module in model.named_modules():
-        names = [name for name in module._non_persistent_buffers_set if _is_meta(module, name)]
-        for name in names:
-            buffer = module._buffers[name]
-            assert buffer is not None
-            empty = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full_like(buffer, empty, device="cpu")
-            computed.append((module, name))
+        names = set()
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                empty = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full_like(buffer, empty, device="cpu")
+                names.add(name)
+        computed += [(module, name) for name in names]
         if names or isinstance(module, PreTrainedModel):
             parts = path.split(".") if path else []
             around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts), -1, -1))
-            owner = next(each for each in around if isinstance(each, PreTrainedModel))
+            owner = next(outer for outer in around if isinstance(outer, PreTrainedModel))
             initialized.insert(0, (owner, module))
     for owner, module in initialized:
         owner._init_weights(module)
     for module, name in computed:
         if bool(getattr(module, name).isnan().any()):
             raise ValueError(f"{type(module).__name__} does not say how to compute its {name}")
-
-
-def _is_meta(module: nn.Module, buffer_name: str) -> bool:
-    buffer = module._buffers.get(buffer_name)
-    return buffer is not None and buffer.is_meta
 
 
 def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ...base.errors import BadInput, first_line
-from ..families.registry import type_of
+from ...base.errors import BadInput
 from .architecture import HEAD
-from .auto import auto_class, read_config
+from .auto import build_on_meta, read_config
 from .checkpoint import Checkpoint
 from .experts import GATE, experts_of, patch_of
 from .meta_model import WeightMap
@@ -30,10 +29,10 @@ class Loaded(NamedTuple):
     """The parameters that a tensor on disk becomes.
 
     Attributes:
-        parameters: the names; empty where transformers does not load it.
-        converted: whether it is computed with, such as merged with others, and not just renamed.
-        as_weight: of a converted one: whether the conversion is of tensors named `weight`, to which the
-            quantizers of transformers add the names of codes and scales.
+        parameters: names; empty where transformers does not load it.
+        converted: True if it is computed with, such as merged with others, and not just renamed.
+        as_weight: True if the conversion is of tensors named `weight`, to which the quantizers of
+            transformers add the names of codes and scales.
     """
 
     parameters: tuple[str, ...]
@@ -49,8 +48,8 @@ class ModelParameters:
 
     Args:
         raw: the raw `config.json`; its `quantization_config` is not read.
-        folder: of the checkpoint, for one that brings its own code.
-        apart: whether its files hold each expert by itself, for which transformers exchanges some modules.
+        folder: folder of the checkpoint, for one that brings its own code.
+        apart: True if its files hold each expert by itself: transformers exchanges some modules then.
 
     Raises:
         BadInput: transformers does not know the model type, or does not build it.
@@ -66,40 +65,24 @@ class ModelParameters:
     ):
         plain = {key: value for key, value in raw.items() if key != "quantization_config"}
         config = read_config(plain, folder, trust_remote_code=trust_remote_code)
-        if hasattr(
-            config, "quantization_config"
-        ):  # read from the folder, with the checkpoint's code
-            del config.quantization_config
-        build: Any = auto_class(config, trust_remote_code).from_config
-        try:
-            with torch.device("meta"):
-                self._model: Any = build(
-                    config, dtype=torch.float32, trust_remote_code=trust_remote_code
-                )
-        except Exception as error:  # a module may raise anything about its config
-            raise BadInput(
-                f"transformers does not build a {type_of(config)}: {first_line(error)}"
-            ) from error
+        self._model: Any = build_on_meta(config, trust_remote_code=trust_remote_code)
+        text_config = self._model.config.get_text_config(decoder=True)
         self._apart: tuple[str, Collection[str]] | None = None
-        if apart:
-            self._take_experts_apart(config.get_text_config(decoder=True))
+        for path, module in list(self._model.named_modules()) if apart else ():
+            if (patch := patch_of(module)) is not None:
+                with torch.device("meta"):
+                    split = patch["module_name"](text_config)
+                self._model.set_submodule(path, split)
+                self._apart = self._apart or (path, tuple(patch["quantization_methods"]))
         self._state = self._model.state_dict()
         self.linears = tuple(
             path for path, module in self._model.named_modules() if isinstance(module, nn.Linear)
         )
 
-    def _take_experts_apart(self, config: Any) -> None:
-        """Exchange the fused experts that transformers exchanges while it loads codes."""
-        for path, module in list(self._model.named_modules()):
-            if (patch := patch_of(module)) is not None:
-                with torch.device("meta"):
-                    self._model.set_submodule(path, patch["module_name"](config))
-                self._apart = self._apart or (path, tuple(patch["quantization_methods"]))
-
     def experts_apart(self, names: Iterable[str]) -> dict[str, str]:
         """Fused experts of the model whose weights are on disk by expert, though transformers does not merge
         them: the path of each module, and the module on disk."""
-        found = {}
+        paths = {}
         for disk, count in experts_of(names).items():
             weight = f"{disk}.0.{GATE}.weight"
             renamed = WeightMap([weight], self._model).renamed_name(weight)
@@ -107,11 +90,10 @@ class ModelParameters:
             whole = self._state.get(f"{target}.gate_up_proj")
             merged = self.loaded_from([weight])[weight].parameters
             if not merged and whole is not None and len(whole) == count:
-                found[target] = disk
-        return found
+                paths[target] = disk
+        return paths
 
     def module(self, path: str) -> Any:
-        """A module of the model, on the meta device."""
         return self._model.get_submodule(path)
 
     def loaded_from(self, names: Iterable[str]) -> dict[str, Loaded]:
@@ -126,7 +108,7 @@ class ModelParameters:
             loaded[name] = Loaded(
                 tuple(weight_map.all_targets(name)),
                 converted=bool(sources),
-                as_weight=bool(sources) and all(one.endswith(".weight") for one in sources),
+                as_weight=bool(sources) and all(source.endswith(".weight") for source in sources),
             )
         return loaded
 
@@ -197,7 +179,6 @@ class ModelParameters:
         return None
 
 
-_EXPERTS = ".experts"
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _BUFFERS = (r"rotary_emb\.", r"\.attn\.(masked_)?bias$", r"(^|\.)mtp\.", r"position_ids$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -205,21 +186,17 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 def model_parameters(checkpoint: Checkpoint) -> ModelParameters | str:
     """The parameters of transformers' model of a checkpoint, or why transformers has none."""
+    # A plain weight's name for each module with a weight or codes.
+    weights = {f"{name.rpartition('.')[0]}.weight" for name in checkpoint.names}
     try:
         return ModelParameters(
             checkpoint.config,
             checkpoint.folder,
             trust_remote_code=checkpoint.trust_remote_code,
-            apart=bool(experts_of(_weights(checkpoint))),
+            apart=bool(experts_of(weights)),
         )
     except BadInput as error:
         return str(error)
-
-
-def _weights(checkpoint: Checkpoint) -> Iterator[str]:
-    """A plain weight's name for each module with a weight or codes."""
-    for module in {name.rpartition(".")[0] for name in checkpoint.names}:
-        yield f"{module}.weight"
 
 
 def unquantized_modules(
@@ -231,7 +208,13 @@ def unquantized_modules(
         checkpoint: the plain or the quantized one.
         quantized: names on disk.
     """
-    on_disk = dict.fromkeys(_on_disk(checkpoint, quantized))
+    on_disk: dict[str, None] = {}
+    for name in checkpoint.names:
+        module, _, leaf = name.rpartition(".")
+        dimensions = len(checkpoint.shape(name)) if module not in quantized else 0
+        fused_experts = dimensions == 3 and module.endswith(".experts")
+        if fused_experts or (leaf == "weight" and dimensions == 2):
+            on_disk[module] = None
     plain = () if isinstance(parameters, str) else plain_linears(parameters, quantized)
     names = [name for name in {**on_disk, **dict.fromkeys(plain)} if name not in quantized]
     head = [] if HEAD in quantized else [HEAD]
@@ -243,23 +226,11 @@ def plain_linears(parameters: ModelParameters, quantized: Collection[str]) -> li
     loaded = parameters.loaded_from(f"{module}.weight" for module in quantized)
     with_codes = {
         name.removesuffix(".weight")
-        for each in loaded.values()
-        if not each.converted
-        for name in each.parameters
+        for tensor in loaded.values()
+        if not tensor.converted
+        for name in tensor.parameters
     }
     return [name for name in parameters.linears if name not in with_codes]
-
-
-def _on_disk(checkpoint: Checkpoint, quantized: Collection[str]) -> Iterator[str]:
-    """Modules with a matrix as `weight`, and experts that are kept in 3-D tensors."""
-    for name in checkpoint.names:
-        module, _, leaf = name.rpartition(".")
-        if module in quantized:
-            continue
-        dimensions = len(checkpoint.shape(name))
-        fused_experts = dimensions == 3 and module.endswith(_EXPERTS)
-        if fused_experts or (leaf == "weight" and dimensions == 2):
-            yield module
 
 
 def by_kind(names: Iterable[str]) -> list[str]:

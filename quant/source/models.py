@@ -16,7 +16,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def bundled_models() -> list[str]:
-    """Names of the models that ship with the package."""
     return sorted(path.name for path in MODELS.iterdir() if (path / "config.json").is_file())
 
 

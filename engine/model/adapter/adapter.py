@@ -130,7 +130,6 @@ class TransformersModel:
         return self._forward(inputs, caches)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of some rows, as `forward` returned them, in float32."""
         return hidden.float()
 
     @torch.inference_mode()
@@ -176,7 +175,6 @@ class TransformersModel:
         return part
 
     def _add_loras(self, loras: Mapping[str, Path]) -> AdapterBank:
-        """Raises BadInput where an adapter does not fit."""
         if isinstance(self._forward, SequentialForward):
             self._forward.adapters = self._adapters
         sites = adapter_sites(self._decoder, self._model, self._dtype, self._adapters)
@@ -261,7 +259,6 @@ class TransformersModel:
         return actual, torch.cat([expected, expected[:2]])
 
     def _agrees(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether logits are the same but for rounding."""
         # Strict where rounding allows it: a state that is lost between steps may move the logits little.
         exact = self._dtype is torch.float32
         tolerance = 0.05 if not exact else 1e-5 if self._device.type == "cpu" else 1e-3

@@ -54,7 +54,6 @@ def copy_structure(value: Any, copy: Callable[[Any], Any] = lambda leaf: leaf) -
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """A clone of a tensor; anything else as it is."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -233,12 +232,10 @@ class CachedTensors:
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
-        """A layout for each paged tensor."""
         return tuple(tensor.layout for tensor in self.paged)
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
-        """A layout for each state."""
         return tuple(tensor.layout for tensor in self.states)
 
     def load(

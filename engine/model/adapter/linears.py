@@ -62,11 +62,9 @@ class ProjectedLinear(nn.Module):
 
     @property
     def projection(self) -> Projection:
-        """The kernels of the linear."""
         return self.site.projection
 
     def read(self) -> QuantizedTensor:
-        """Read its quantized weight from the checkpoint."""
         assert self._read is not None
         return self._read()
 
@@ -79,7 +77,6 @@ class ProjectedLinear(nn.Module):
 
 
 def _whole(linear: nn.Linear, projection: Projection) -> LinearSite:
-    """The site of a projection that is all of a linear."""
     width = linear.out_features
     return LinearSite(projection, slice(0, width), width, linear.in_features)
 

@@ -366,7 +366,6 @@ class _AbsorbedAttention:
 
 
 def _projection(module: Any) -> Any:
-    """The projection from the latent to all heads' keys and values."""
     return getattr(module, "kv_b_proj", None)
 
 

@@ -188,7 +188,6 @@ def _strides(config: str) -> dict[tuple[Any, ...], int]:
 
 
 def _name(place: Place) -> tuple[Any, ...]:
-    """A tensor's layer and name, as the probe names it."""
     first = next((at for at, key in enumerate(place) if isinstance(key.name, int)), 0)
     return tuple(key.name for key in place[first:])
 

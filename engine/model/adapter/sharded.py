@@ -176,7 +176,6 @@ class _Ranks:
         self.are_connected = False
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `part`."""
         return self._group.all_reduce(part) if self.are_connected else part
 
     def gather(self, width: int, part: torch.Tensor) -> torch.Tensor:

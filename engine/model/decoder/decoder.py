@@ -261,7 +261,6 @@ class Decoder:
     def _layer_kernels(
         self, layout: KvLayout, device: torch.device, dtype: torch.dtype
     ) -> LayerKernels:
-        """Kernels of the layers with one layout."""
         width = layout.key_dim if self.spec.layers else self.spec.rotary_width
         attend = attention_kernels(
             device, dtype, layout.key_dim, layout.value_dim, self._cache_dtype
@@ -284,13 +283,11 @@ class Decoder:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of weights in memory."""
         adapters = 0 if self.lora_bank is None else self.lora_bank.num_bytes
         return self.weights.bytes_held + adapters
 
     @property
     def bytes_per_step(self) -> int:
-        """Bytes of weights that a step may read."""
         return self.weights.bytes_per_step
 
     @property

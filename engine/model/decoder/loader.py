@@ -278,7 +278,6 @@ class LayerLoader:
         )
 
     def _shared_attention(self, layer: str, index: int, rotation: Rotation) -> SharedAttention:
-        """Load the attention of a layer that reads another layer's cache."""
         names, shape, source = self.spec.names, self.spec.shape, self.spec.layers[index].kv_source
         hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
         norm = self.norm(layer + names.query_norm, shape.head_dim) if shape.qk_norm else None
@@ -358,7 +357,6 @@ class LayerLoader:
     def _qk_norm(
         self, module: str, rotation: Rotation | None, *, of_keys: bool
     ) -> Norm | ShardedNorm | None:
-        """Load the QK-norm of queries or keys."""
         spec, shape, shard = self.spec, self.spec.shape, self.shard
         head_dim, heads = shape.head_dim, shape.num_kv_heads if of_keys else shape.num_heads
         if shape.qk_norm:
@@ -390,7 +388,6 @@ class LayerLoader:
         return mlp
 
     def _beside(self, layer: str, mixture: MixtureOfExperts) -> MlpBesideExperts:
-        """Load the MLP beside a mixture of experts."""
         shape, names = self.spec.shape, self.spec.names
         outputs = layer + names.post_mlp_norm
         inputs = f"{layer}pre_feedforward_layernorm"

@@ -113,20 +113,16 @@ class CheckpointReader:
         return self.tensor(name, *((1, size) if is_row else (size,)), dtype=dtype).view(size)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a tensor; None: the file has no such tensor."""
         return self._checkpoint.shape(name) if name in self else None
 
     def same(self, first: str, second: str) -> bool:
-        """Whether two tensors hold the same values."""
         return torch.equal(self._checkpoint.tensor(first), self._checkpoint.tensor(second))
 
     @property
     def device(self) -> torch.device:
-        """Where the weights go."""
         return self._device
 
     def release(self) -> None:
-        """Release the mapped pages of the checkpoint's files."""
         self._checkpoint.release()
 
     def rows(self, size: int) -> RowKernelQuery:
@@ -151,11 +147,9 @@ class CheckpointReader:
         return tensor.to(self._device, torch.int64)
 
     def has_weight(self, module: str) -> bool:
-        """Whether the checkpoint has a weight of that module, plain or quantized."""
         return f"{module}.weight" in self or self.is_quantized(module)
 
     def is_quantized(self, module: str) -> bool:
-        """Whether the weight of a module is quantized in the checkpoint."""
         return module in self._quantized
 
     def projection(
@@ -201,7 +195,6 @@ class CheckpointReader:
     def stacked(
         self, weights: Sequence[torch.Tensor | QuantizedTensor], bias: torch.Tensor | None
     ) -> Projection:
-        """A projection of loaded weights, stacked in order."""
         return Projection(weights, bias, self._dtype, self._input_bits)
 
     def experts(
@@ -362,7 +355,6 @@ _PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def supported_model_types() -> tuple[str, ...]:
-    """The model types that the native decoder runs."""
     return tuple(family.name for family in all_families() if family.choices is not None)
 
 

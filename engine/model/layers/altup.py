@@ -79,7 +79,6 @@ class AltUpStreams(Weights):
     out_of: Sequence[Projection]
 
     def split(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The streams of an embedding [tokens, hidden]."""
         streams = (_like(projection(hidden), hidden) for projection in self.into)
         return torch.stack([hidden, *streams])
 

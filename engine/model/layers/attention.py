@@ -188,7 +188,6 @@ class HeadAttention(Weights):
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """Quantization of its input that a preceding kernel may fuse."""
         return self.qkv.activation_quant
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
@@ -458,7 +457,6 @@ class SharedAttention(Weights):
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """Quantization of its input that a preceding kernel may fuse."""
         return self.query.activation_quant
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:

@@ -129,11 +129,9 @@ class EmbeddingTable:
         self.width, self.nbytes, self.device = table.shape[1], table.nbytes, table.device
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Vectors [tokens, width] of token ids, int64 [tokens]."""
         return embedding_rows(self._table, token_ids).to(self._dtype)
 
     def head(self, part: slice) -> Projection:
-        """The tied LM head of a part of the vocabulary."""
         return Projection([self._table[part]], None, self._dtype)
 
 

@@ -124,7 +124,6 @@ class AdapterBank:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Keys of the adapters that are held."""
         return frozenset(key for delta in self._deltas.values() for key in delta.parts)
 
     @property

@@ -50,7 +50,6 @@ class _Mixer(Weights):
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
-        """Quantization of its input that a preceding kernel may fuse."""
         return self.input.activation_quant
 
     def _convolved(

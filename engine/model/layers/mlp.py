@@ -186,7 +186,6 @@ class MixtureOfExperts(Weights):
         return out if shared is None else out + shared
 
     def _shared(self, x: torch.Tensor, adapters: AdapterRows) -> torch.Tensor | None:
-        """The shared expert's output, weighed by its gate."""
         if self.shared is None:
             return None
         shared = self.shared(x, adapters)

@@ -351,7 +351,6 @@ class Shard:
         return WeightSlice(rows=((queries,),)), WeightSlice(columns=_times(heads, latent.value_dim))
 
     def heads(self, shape: ModelShape) -> slice:
-        """Query heads of this rank."""
         return self._run(shape.num_heads)
 
     def experts(self, count: int) -> range:

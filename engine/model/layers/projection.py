@@ -69,7 +69,6 @@ class Weights:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step may read."""
         return sum(map(_weight_bytes, self._parts()))
 
     @property
@@ -230,7 +229,6 @@ class SlottedWeights:
         return (outputs.start, outputs.stop) in self._places and rank <= self._rank
 
     def clear(self, slot: int) -> None:
-        """Make a slot's adapter change nothing."""
         for weights in (*self._down, *self._up):
             weights[slot - 1].zero_()
 

@@ -74,7 +74,6 @@ class KvLayout:
 
     @property
     def num_elements(self) -> int:
-        """Elements per entry."""
         return sum(self.vectors)
 
     @property
@@ -178,13 +177,11 @@ class ModelSpec:
 
     @property
     def image_spec(self) -> ImageSpec:
-        """How it treats the tokens of images."""
         has_mrope = any(rope is not None and bool(rope.sections) for rope in self.ropes)
         return ImageSpec(has_mrope, any(self.bidirectional))
 
     @property
     def num_sink_tokens(self) -> int:
-        """Attention sinks: first tokens that stay visible whatever the window."""
         return 0 if self.stream is None else self.stream.sinks
 
     @property
@@ -229,7 +226,6 @@ class ModelSpec:
         )
 
     def parts_of(self, index: int) -> LayerParts:
-        """The parts of a layer."""
         return self.parts[index] if self.parts else LayerParts()
 
     def first_state(self, index: int) -> int:

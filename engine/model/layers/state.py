@@ -24,7 +24,6 @@ class StateLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one sequence."""
         return prod(self.shape) * self.dtype.itemsize
 
     def empty(self, num_slots: int, device: torch.device) -> torch.Tensor:
@@ -143,7 +142,6 @@ NO_STEP_STATES = StepStates((), (), None, torch.empty(0, dtype=torch.int64), tor
 
 
 def state_bytes_per_sequence(layouts: Sequence[StateLayout]) -> int:
-    """Bytes of the constant state of one sequence."""
     return sum(layout.num_bytes for layout in layouts)
 
 
