@@ -167,7 +167,7 @@ def check_output(path: Path, option: str, *, folder: bool | None = None) -> None
     Permission bits do not tell: root ignores them, and file systems may be read-only or full.
 
     Args:
-        folder: whether a folder is made at `path`, or a file; None: what is there decides.
+        folder: True if a folder is to be made at `path`; False: a file; None: what is there decides.
 
     Raises:
         BadInput: nothing can be written there, it is a URL, or a file is where a folder is wanted, or the
@@ -217,7 +217,7 @@ def atomic_folder(output: Path, suffix: str) -> Iterator[Path]:
     """Atomic creation of a folder: an unfinished one, fsynced and renamed on exit, removed on errors.
 
     Args:
-        suffix: of the unfinished folder; what an earlier run left there is removed.
+        suffix: ending of the unfinished folder's name; an older folder of that name is removed.
 
     Raises:
         BadInput: `output` exists or cannot be created, or the disk is full.

@@ -132,8 +132,8 @@ class ParallelStart:
     """The function, like `GOMP_parallel`, that runs a kernel on several threads.
 
     Attributes:
-        address: of the function; None: kernels run on the thread that calls them.
-        name: for people.
+        address: address of the function; None: kernels run on the calling thread.
+        name: name shown to people.
     """
 
     address: int | None

@@ -29,7 +29,7 @@ class Option:
     """Help, spelling, parser and limit of a field.
 
     Attributes:
-        help: for help screens; the field's documentation.
+        help: text on help screens; the field's documentation.
         flag: the command-line spellings, with spaces between; empty: `--` and the field's name. A switch that
             has no `/--no-` is only switched on.
         hidden_flags: accepted aliases that help screens omit: earlier ones, or vLLM's where it differs.
@@ -38,15 +38,15 @@ class Option:
         panel: heading on help screens; None: the config's `PANEL`.
         word: type of the value on a command line, if it is not the field's.
         text: the default as it is written on a command line, where `word` cannot hold the field's.
-        unset: whether a command line without the option leaves the default to its reader.
+        unset: True if a command line without the option leaves the default to its reader.
         parse: converts a value of type `word` to the field's; other values are passed through.
         limit: validates values other than None.
-        show_default: how a help screen describes a derived default.
+        show_default: description of a derived default on help screens.
         metavar, span: placeholder of the value, and the least and largest one, on help screens.
         envvar: environment variable that gives the option too.
-        writes: what is written at the path, which is checked before any work; caches are read if they exist.
-        secret: whether representations leave the value out.
-        common: whether people use it first: `--help` of a command with many options shows no others.
+        writes: kind of output at the path, checked before any work; an existing cache is read.
+        secret: True if representations leave the value out.
+        common: True for what people use first: `--help` of a command with many options shows no others.
         config: the field holds a nested config, whose options are on the command line too. Its constructor
             `asked` makes it from the options given there, or None; a config without makes itself.
     """
@@ -93,9 +93,9 @@ def option(
 def option_like(config: type, name: str, **changes: Any) -> Any:
     """Define a field with the default and the option of another config's field, but for some `changes`."""
     default = next(field.default for field in fields(config) if field.name == name)
-    one = options_of(config)[name]
-    panel = one.panel or getattr(config, "PANEL", None)
-    return field(default=default, metadata={_KEY: replace(one, **{"panel": panel, **changes})})
+    source = options_of(config)[name]
+    panel = source.panel or getattr(config, "PANEL", None)
+    return field(default=default, metadata={_KEY: replace(source, **{"panel": panel, **changes})})
 
 
 @cache
@@ -104,21 +104,21 @@ def options_of(config: type) -> Mapping[str, Option]:
     return {field.name: field.metadata[_KEY] for field in fields(config) if _KEY in field.metadata}
 
 
-def flag_of(name: str, one: Option) -> str:
+def flag_of(name: str, option: Option) -> str:
     """The first spelling of a field's option, without what switches it off."""
-    spelled = one.flag.split()[0] if one.flag else "--" + name.replace("_", "-")
+    spelled = option.flag.split()[0] if option.flag else "--" + name.replace("_", "-")
     return spelled.partition("/")[0]
 
 
-def word_name(name: str, one: Option) -> str:
-    return flag_of(name, one).removeprefix("--").replace("-", "_")
+def word_name(name: str, option: Option) -> str:
+    return flag_of(name, option).removeprefix("--").replace("-", "_")
 
 
-def spellings(name: str, one: Option) -> tuple[str, ...]:
+def spellings(name: str, option: Option) -> tuple[str, ...]:
     """The keys of a mapping that mean a field: the names of its flags, the field's own, and former ones."""
-    flags = [word_name(name, one), *one.flag.split(), *one.hidden_flags]
-    words = [flag.partition("/")[0].strip().removeprefix("--") for flag in flags]
-    known = [*(word.replace("-", "_") for word in words if word), name, *one.former_names]
+    flags = [word_name(name, option), *option.flag.split(), *option.hidden_flags]
+    names = [flag.partition("/")[0].strip().removeprefix("--") for flag in flags]
+    known = [*(word.replace("-", "_") for word in names if word), name, *option.former_names]
     return tuple(dict.fromkeys(known))
 
 
@@ -136,46 +136,50 @@ def keywords(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def keywords_of_words(config: type, words: Mapping[str, Any]) -> dict[str, Any]:
+def keywords_of_words(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords for a config, of the words of a command line; options that were not given are left out. Raises
     `BadInput`: a word that does not parse."""
-    found: dict[str, Any] = {}
-    for name, one in options_of(config).items():
-        if one.config is not None:
-            make = getattr(one.config, "asked", one.config)
-            found[name] = make(**keywords_of_words(one.config, words))
-        elif (word := words.get(word_name(name, one))) is not None:
-            found[name] = one.value(word)
-    return found
+    keywords: dict[str, Any] = {}
+    for name, option in options_of(config).items():
+        if option.config is not None:
+            make = getattr(option.config, "asked", option.config)
+            keywords[name] = make(**keywords_of_words(option.config, values))
+        elif (word := values.get(word_name(name, option))) is not None:
+            keywords[name] = option.value(word)
+    return keywords
 
 
 def words_of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
     """The words of a command line that give a config these values, by the names of their flags."""
-    words: dict[str, Any] = {}
-    for name, one in options_of(config).items():
+    written: dict[str, Any] = {}
+    for name, option in options_of(config).items():
         value = values.get(name)
-        if value is None or (value is False and one.flag and "/" not in one.flag):
+        if value is None or (value is False and option.flag and "/" not in option.flag):
             continue  # a switch without --no- is only switched on
-        if one.config is not None:
-            inner = {each: getattr(value, each) for each in options_of(one.config)}
-            words |= words_of(one.config, inner)
+        if option.config is not None:
+            inner = {
+                field_name: getattr(value, field_name) for field_name in options_of(option.config)
+            }
+            written |= words_of(option.config, inner)
         elif isinstance(value, Mapping):
-            words[word_name(name, one)] = [f"{key}={each}" for key, each in value.items()]
+            written[word_name(name, option)] = [
+                f"{key}={field_name}" for key, field_name in value.items()
+            ]
         elif isinstance(value, Collection) and not isinstance(value, str):
-            words[word_name(name, one)] = [str(each) for each in value]
+            written[word_name(name, option)] = [str(field_name) for field_name in value]
         else:
-            is_text = one.word is str or isinstance(value, Path)
-            words[word_name(name, one)] = str(value) if is_text else value
-    return words
+            is_text = option.word is str or isinstance(value, Path)
+            written[word_name(name, option)] = str(value) if is_text else value
+    return written
 
 
-def word_and_default(hint: Any, default: Any, one: Option) -> tuple[Any, Any]:
+def word_and_default(hint: Any, default: Any, option: Option) -> tuple[Any, Any]:
     """Type and default of a field's word on a command line: the field's, or None where the reader decides."""
-    kind = hint if one.word is None else one.word
-    if one.text is not None:
-        return kind, one.text
-    held = one.word is None or isinstance(default, get_origin(kind) or kind)
-    if default is MISSING or one.unset or not held:
+    kind = hint if option.word is None else option.word
+    if option.text is not None:
+        return kind, option.text
+    is_plain = option.word is None or isinstance(default, get_origin(kind) or kind)
+    if default is MISSING or option.unset or not is_plain:
         return kind | None, None
     return kind, default
 
@@ -183,13 +187,13 @@ def word_and_default(hint: Any, default: Any, one: Option) -> tuple[Any, Any]:
 def check_limits(config: Any, *, by_flag: bool = False) -> None:
     """Check every option of a config against its limit. Raises `BadInput`: naming the field, or its flag, and
     its limit."""
-    for name, one in options_of(type(config)).items():
+    for name, option in options_of(type(config)).items():
         value = getattr(config, name)
-        if one.limit is None or value is None or (problem := one.limit(value)) is None:
+        if option.limit is None or value is None or (problem := option.limit(value)) is None:
             continue
         shown = f"{name} {value!r}" if isinstance(value, str) else f"{name} = {value}"
         if by_flag:
-            shown = f"{flag_of(name, one)} {value if isinstance(value, str) else f'{value:g}'}"
+            shown = f"{flag_of(name, option)} {value if isinstance(value, str) else f'{value:g}'}"
         raise BadInput(f"{shown}: {problem}")
 
 
@@ -222,7 +226,8 @@ def within(
         if finite and not math.isfinite(value):
             return "Input should be a finite number"
         broken = next(
-            (f"{words} {bound:g}" for words, bound, holds in bounds if not holds(value)), None
+            (f"{comparison} {bound:g}" for comparison, bound, holds in bounds if not holds(value)),
+            None,
         )
         return None if broken is None else f"Input should be {broken}"
 
@@ -230,8 +235,8 @@ def within(
 
 
 def one_of(*choices: object) -> Limit:
-    words = (" or " if len(choices) == 2 else ", ").join(map(str, choices))
-    return lambda value: None if value in choices else f"choose {words}"
+    listing = (" or " if len(choices) == 2 else ", ").join(map(str, choices))
+    return lambda value: None if value in choices else f"choose {listing}"
 
 
 def share(value: float) -> str | None:
@@ -249,10 +254,10 @@ def offer(name: str, known: Collection[str]) -> str:
     return f"{start}choose one of {', '.join(known)}"
 
 
-def device_names(asked: str) -> tuple[str, ...]:
+def device_names(text: str) -> tuple[str, ...]:
     """The names in `--device`, which has commas between them. Raises `BadInput`: one of them is the name of
     no device."""
-    names = tuple(name.strip() for name in asked.split(","))
+    names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if not re.fullmatch(rf"({'|'.join(KINDS)})(:(0|[1-9][0-9]?))?", name):
             raise BadInput(f"--device {name}: choose cpu, cuda or cuda:N")

@@ -138,8 +138,8 @@ def arm_features() -> frozenset[str]:
 
 def features_of(hwcap: int, hwcap2: int) -> frozenset[str]:
     """The features of two words of the auxiliary vector."""
-    words = [(hwcap, HWCAP), (hwcap2, HWCAP2)]
-    return frozenset(name for word, bits in words for name, bit in bits.items() if word & bit)
+    registers = [(hwcap, HWCAP), (hwcap2, HWCAP2)]
+    return frozenset(name for word, bits in registers for name, bit in bits.items() if word & bit)
 
 
 def _sysctl(feature: str) -> bool:
@@ -169,7 +169,7 @@ class InstructionPath:
     """An instruction set to compile the kernels for.
 
     Attributes:
-        name: its value of `LLMOPT_NATIVE`.
+        name: value of `LLMOPT_NATIVE` that chooses it.
         needs: flags that the processor must have, by their names in /proc/cpuinfo.
         options: compiler options.
         extras: optional flags, each with its compiler option or macro; the last `-march` counts.

@@ -27,7 +27,7 @@ def render_chat(
     """Render a conversation, with the generation prompt unless the template's `options` say otherwise.
 
     Args:
-        template: in place of the model's.
+        template: replaces the model's.
 
     Raises:
         BadInput: the template refuses the conversation.

@@ -109,13 +109,15 @@ class PinnedStaging:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the GPU, in its own dtype; kernels that are launched next read what it holds."""
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        source, target = (each.reshape(-1).view(torch.uint8) for each in (tensor, out))
-        parts = (each.split(self.BUFFER_BYTES) for each in (source, target))
-        for part, place in zip(*parts, strict=True):
+        source, target = (
+            tensor_bytes.reshape(-1).view(torch.uint8) for tensor_bytes in (tensor, out)
+        )
+        parts = (tensor_bytes.split(self.BUFFER_BYTES) for tensor_bytes in (source, target))
+        for part, offset in zip(*parts, strict=True):
             buffer, sent = self._buffers[self._turn][: len(part)], self._sent[self._turn]
             if sent is not None:
                 sent.synchronize()
-            place.copy_(buffer.copy_(part), non_blocking=True)
+            offset.copy_(buffer.copy_(part), non_blocking=True)
             sent = self._sent[self._turn] = torch.cuda.Event()
             sent.record()
             self._turn = 1 - self._turn

@@ -33,7 +33,7 @@ class Topology:
     """The hardware threads that this process may use.
 
     Attributes:
-        cpus: by number.
+        cpus: hardware threads, sorted by number.
         quota: whole CPUs of time that the cgroup allows; None: no limit.
     """
 
@@ -70,7 +70,7 @@ class Placement:
     """Where a process computes.
 
     Attributes:
-        num_threads: of a step.
+        num_threads: threads of a step.
         cpus: hardware threads to bind the process to; empty: it may run where it may now.
         node: the NUMA node that they are of; None: all nodes, or there is one.
     """
@@ -84,7 +84,7 @@ def read_topology(root: Path = SYSFS, allowed: Collection[int] | None = None) ->
     """The topology of the CPUs that are online and allowed.
 
     Args:
-        root: where sysfs is mounted.
+        root: mount point of sysfs.
         allowed: CPUs that the process may run on; by default its affinity.
     """
     numbers = _online(root)
@@ -122,12 +122,12 @@ def affinity() -> frozenset[int]:
 
 def cgroup_quota(root: Path = SYSFS) -> int | None:
     """Whole CPUs of the cgroup's quota (version 2 or 1), at least 1; None without one."""
-    words = _text(root / "fs/cgroup/cpu.max").split()
-    if not words:
-        words = [_text(root / f"fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
-    if len(words) != 2 or not all(word.isdigit() for word in words) or int(words[1]) == 0:
+    fields = _text(root / "fs/cgroup/cpu.max").split()
+    if not fields:
+        fields = [_text(root / f"fs/cgroup/cpu/cpu.cfs_{name}_us") for name in ("quota", "period")]
+    if len(fields) != 2 or not all(word.isdigit() for word in fields) or int(fields[1]) == 0:
         return None  # "max", -1, or no cgroup
-    return max(1, int(words[0]) // int(words[1]))
+    return max(1, int(fields[0]) // int(fields[1]))
 
 
 def cgroup_memory_bytes(root: Path = SYSFS) -> int | None:
@@ -149,12 +149,12 @@ def cgroup_memory_bytes(root: Path = SYSFS) -> int | None:
 def cache_bytes(root: Path = SYSFS) -> dict[str, int]:
     """The data caches that one of the CPUs reads through, by level: `L1` to `L3`; empty where the system
     does not say."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for folder in sorted(root.glob("devices/system/cpu/cpu0/cache/index[0-9]")):
         size = _text(folder / "size")
         if _text(folder / "type") in ("Data", "Unified") and size.removesuffix("K").isdigit():
-            found[f"L{_text(folder / 'level')}"] = int(size.removesuffix("K")) * 1024
-    return found
+            sizes[f"L{_text(folder / 'level')}"] = int(size.removesuffix("K")) * 1024
+    return sizes
 
 
 def parse_cpus(text: str) -> list[int]:

@@ -23,12 +23,12 @@ class ImageInput:
     vision tower, except those where `is_embedded` is false: separators of rows and tiles, which are text.
 
     Attributes:
-        content_hash: of the pixels and of the processor that read them; equal hashes, equal embeddings.
+        content_hash: hash of the pixels and the processor; equal hashes mean equal embeddings.
         offset: position of the span's first token in the prompt.
-        num_tokens: of the span.
+        num_tokens: length of the span.
         tensors: arguments of `get_image_features` by name, on the CPU.
         grid: patches of the image in time, height and width, before patches are merged; None: no such grid.
-        is_embedded: by token of the span; (): all are.
+        is_embedded: flag of each token of the span; (): all take an embedding.
     """
 
     content_hash: bytes
@@ -103,16 +103,16 @@ def parse_max_images(text: str) -> int:
         BadInput: another form, or a count of another kind of media.
     """
     try:
-        asked: Any = json.loads(text)
+        limits: Any = json.loads(text)
     except ValueError:
-        asked = None
-    if type(asked) is int:
-        return asked
+        limits = None
+    if type(limits) is int:
+        return limits
     counts: dict[str, Any] = {}
-    if isinstance(asked, dict):
-        counts = {k: v.get("count") if isinstance(v, dict) else v for k, v in asked.items()}
+    if isinstance(limits, dict):
+        counts = {k: v.get("count") if isinstance(v, dict) else v for k, v in limits.items()}
     is_known = all(type(n) is int and (kind == "image" or not n) for kind, n in counts.items())
-    if not isinstance(asked, dict) or not is_known:
+    if not isinstance(limits, dict) or not is_known:
         raise BadInput(
             f"--limit-mm-per-prompt {text}: give JSON such as "
             "'{\"image\": 4}'; models here take images alone"

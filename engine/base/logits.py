@@ -112,14 +112,14 @@ def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> tor
 def packed_mask(mask: torch.Tensor, vocab_size: int) -> np.ndarray:
     """A token mask, packed or boolean, as int32 [ceil(vocab / 32)] on the host; raises as `dense_mask`."""
     _check_mask(mask, vocab_size)
-    words = np.zeros(-(-vocab_size // 32), dtype="<i4")
+    packed = np.zeros(-(-vocab_size // 32), dtype="<i4")
     values = mask.cpu().numpy()
     if mask.dtype is torch.int32:
-        words[: len(values)] = values
+        packed[: len(values)] = values
     else:
         octets = np.packbits(values, bitorder="little")
-        words.view(np.uint8)[: len(octets)] = octets
-    return words
+        packed.view(np.uint8)[: len(octets)] = octets
+    return packed
 
 
 def _check_mask(mask: torch.Tensor, vocab_size: int) -> None:
@@ -128,8 +128,8 @@ def _check_mask(mask: torch.Tensor, vocab_size: int) -> None:
             f"a token mask is {mask.dtype} with shape {list(mask.shape)}: need booleans [vocab] or int32 "
             "[vocab / 32]"
         )
-    words = -(-vocab_size // 32)
-    if mask.dtype is torch.int32 and len(mask) > words:
-        raise BadInput(f"a packed token mask has {len(mask)} words: the vocabulary has {words}")
+    num_words = -(-vocab_size // 32)
+    if mask.dtype is torch.int32 and len(mask) > num_words:
+        raise BadInput(f"a packed token mask has {len(mask)} words: the vocabulary has {num_words}")
     if mask.dtype is torch.bool and len(mask) > vocab_size:
         raise BadInput(f"a token mask has {len(mask)} tokens: the vocabulary has {vocab_size}")

@@ -88,7 +88,7 @@ _ALIASES = {"e2e": "e2el"}
 _MILLISECONDS = {"": 1.0, "us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e3}
 
 
-def parse_slo(words: Iterable[str], option: str = "--goodput") -> dict[str, float]:
+def parse_slo(entries: Iterable[str], option: str = "--goodput") -> dict[str, float]:
     """`["ttft:200", "tpot:20ms"]`, or one text with both, as {metric: milliseconds}.
 
     A number may have a unit (us, ms, s, min); without one it is in milliseconds. `e2e` is `e2el`.
@@ -97,12 +97,12 @@ def parse_slo(words: Iterable[str], option: str = "--goodput") -> dict[str, floa
         BadInput: a word that is not `metric:time` with a metric of `SLO_METRICS`.
     """
     limits: dict[str, float] = {}
-    for word in " ".join(words).replace(",", " ").split():
+    for word in " ".join(entries).replace(",", " ").split():
         name, _, value = word.partition(":")
         metric = _ALIASES.get(name, name)
-        found = re.fullmatch(r"([\d.]+(?:e-?\d+)?)([a-z]*)", value.lower())
+        match = re.fullmatch(r"([\d.]+(?:e-?\d+)?)([a-z]*)", value.lower())
         try:
-            limit = float(found[1]) * _MILLISECONDS[found[2]] if found else math.nan
+            limit = float(match[1]) * _MILLISECONDS[match[2]] if match else math.nan
         except (ValueError, KeyError):
             limit = math.nan
         if metric not in SLO_METRICS or not limit >= 0:

@@ -26,14 +26,14 @@ def servable_settings(folder: Path) -> LoraSettings:
     return settings
 
 
-def parse_adapters(words: Sequence[str]) -> dict[str, Path]:
+def parse_adapters(entries: Sequence[str]) -> dict[str, Path]:
     """Adapters by name, from words of the form NAME=FOLDER, or FOLDER, whose name it then is.
 
     Raises:
         BadInput: another form, or a duplicate name.
     """
     adapters: dict[str, Path] = {}
-    for word in words:
+    for word in entries:
         name, equals, folder = word.partition("=")
         if not equals:
             name, folder = Path(word).name, word
@@ -94,9 +94,9 @@ class LoadedAdapters:
         others = len(self._keys.keys() - {name})
         in_use = len(self._retired)
         if others + in_use >= self.max_loras:
-            held = f", {in_use} of them unloaded and still in use" if in_use else ""
+            note = f", {in_use} of them unloaded and still in use" if in_use else ""
             raise BadInput(
-                f"{others + in_use} adapters are loaded{held}: --max-loras {self.max_loras}"
+                f"{others + in_use} adapters are loaded{note}: --max-loras {self.max_loras}"
             )
         if name in self._keys:
             self.remove(name)

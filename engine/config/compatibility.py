@@ -18,7 +18,7 @@ class Feature:
     """A feature that can be enabled.
 
     Attributes:
-        name: as used in a sentence.
+        name: the name in a sentence.
         source: the option that enables it (`EngineConfig.features` says when), or its other origin.
     """
 
@@ -99,8 +99,8 @@ _REASONS: Mapping[str, Mapping[str, str]] = {
     ),
 }
 REFUSALS: Mapping[frozenset[str], str] = {
-    frozenset({one, other}): reason
-    for one, others in _REASONS.items()
+    frozenset({first, other}): reason
+    for first, others in _REASONS.items()
     for other, reason in others.items()
 }
 """Reasons why two features are incompatible."""

@@ -16,16 +16,16 @@ _MODEL, _SERVED, _HARDWARE, _MONEY = "Model", "What is served", "Hardware", "Spe
 _LOAD = "Load, which is simulated"
 
 
-def _names(words: list[str]) -> tuple[str, ...]:
+def _names(texts: list[str]) -> tuple[str, ...]:
     """The names in words that may have commas between names.
 
     Raises:
         BadInput: the words hold commas alone.
     """
-    names = tuple(name for word in words for part in word.split(",") if (name := part.strip()))
-    if words and not names:
+    names = tuple(name for word in texts for part in word.split(",") if (name := part.strip()))
+    if texts and not names:
         raise BadInput(
-            f"--gpu {' '.join(words)!r}: name a GPU of llmopt kv-plan --list, all or cpu"
+            f"--gpu {' '.join(texts)!r}: name a GPU of llmopt kv-plan --list, all or cpu"
         )
     return names
 

@@ -86,14 +86,14 @@ class LoadedModel:
     """The loaded weights, and what follows from the checkpoint and the device alone.
 
     Attributes:
-        folder: of the checkpoint, or its GGUF file.
+        folder: the checkpoint's folder or GGUF file.
         config: the checkpoint's `config.json`, or what a GGUF file has for it.
         model: the target model, or the first of its tensor-parallel shards.
         workers: hold the other shards, if there are any.
         draft: the weights of the draft-token proposer, if it has any.
         images: processor and vision encoder, if it takes images.
-        image_rules: of the target model.
-        activation_bits: of the inputs of quantized linears on a CPU; 16 for a plain checkpoint.
+        image_rules: rules of the target model.
+        activation_bits: bits of the inputs of quantized linears on a CPU; 16 for a plain checkpoint.
     """
 
     folder: Path
@@ -116,8 +116,8 @@ class CacheLayout:
     """How the KV cache is stored.
 
     Attributes:
-        layouts: of the target's layers and the draft's, whose caches have the same blocks.
-        num_host_blocks: of the swap space.
+        layouts: KV layouts of the target's layers and the draft's; their caches share block ids.
+        num_host_blocks: blocks of the swap space.
     """
 
     layouts: Sequence[KvLayout]

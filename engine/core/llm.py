@@ -54,13 +54,17 @@ class LLM:
                 that the model does not take; all prompts are aborted then.
         """
         batch = _as_batch(prompts)
-        each = _one_each(params or SamplingParams(), SamplingParams, len(batch), "sampling params")
+        params_of_prompts = _one_each(
+            params or SamplingParams(), SamplingParams, len(batch), "sampling params"
+        )
         adapters = _one_each(lora, str, len(batch), "adapters")
         results: dict[str, GenerationResult] = {}
         shown = as_progress(progress)
-        shown.start("generating", sum(one.n for one in each), "completions")
+        shown.start("generating", sum(own.n for own in params_of_prompts), "completions")
         try:
-            for prompt, prompt_params, adapter in zip(batch, each, adapters, strict=True):
+            for prompt, prompt_params, adapter in zip(
+                batch, params_of_prompts, adapters, strict=True
+            ):
                 result = self._add(prompt, prompt_params, adapter)
                 results[result.request_id] = result
             while self.engine.has_unfinished():
@@ -96,7 +100,7 @@ class LLM:
 
         Args:
             tools: descriptions of functions, for the template.
-            chat_template: in place of the model's; a model without one gets a line for each message.
+            chat_template: replaces the model's; a model without one gets a line for each message.
             chat_template_kwargs: variables of the template, such as `enable_thinking`.
 
         Raises:

@@ -100,13 +100,15 @@ class BlockPool:
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that every reference count is the number of `tables` with the block, and 0 if it is free."""
-        held = Counter(block_id for table in tables for block_id in table)
-        assert NULL_BLOCK not in held and NULL_BLOCK not in self._free, "the null block is in use"
+        num_owners = Counter(block_id for table in tables for block_id in table)
+        assert NULL_BLOCK not in num_owners and NULL_BLOCK not in self._free, (
+            "the null block is in use"
+        )
         for block in self._blocks[1:]:
-            assert block.ref_count == held[block.block_id], (
-                f"block {block.block_id}: {block.ref_count} holders, {held[block.block_id]} in tables"
+            assert block.ref_count == num_owners[block.block_id], (
+                f"block {block.block_id}: {block.ref_count} holders, {num_owners[block.block_id]} in tables"
             )
-        assert len(self._free) + len(held) == self.num_usable, "blocks are lost"
+        assert len(self._free) + len(num_owners) == self.num_usable, "blocks are lost"
 
 
 @dataclass(frozen=True, slots=True)

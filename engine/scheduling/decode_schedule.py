@@ -46,8 +46,8 @@ class DecodeSchedule:
         beginning = batch.beginning(index)
         if index > self._last or len(beginning) > self._pool.num_free:
             return None
-        for place in beginning:
-            self._requests[place].block_ids.extend(self._pool.allocate(1))
+        for row in beginning:
+            self._requests[row].block_ids.extend(self._pool.allocate(1))
         # Those of all sequences or of none, because at most the step before is in flight.
         has_placeholders = self._requests[0].num_output_placeholders > 0
         for request in self._requests:
@@ -67,8 +67,8 @@ class DecodeSchedule:
             beginning = batch.beginning(self._index + 1)
             if len(beginning) > pool.num_free or not goes_on():
                 break
-            for place in beginning:
-                self._requests[place].block_ids.extend(pool.allocate(1))
+            for row in beginning:
+                self._requests[row].block_ids.extend(pool.allocate(1))
             self._index += 1
         count = self._index - before
         for start, request in zip(batch.starts, self._requests, strict=True):
@@ -92,14 +92,14 @@ class DecodeSchedule:
     ) -> tuple[list[Token], list[Token]]:
         """Append the sampled tokens of a step; returns them, and those that may end their sequence."""
         index, batch = rows.step, self._batch
-        for place in batch.beginning(index + 1):  # whose last block this step filled
-            position = batch.starts[place] + index
-            self._cache.insert(self._requests[place], position, position + 1)
+        for row in batch.beginning(index + 1):  # whose last block this step filled
+            position = batch.starts[row] + index
+            self._cache.insert(self._requests[row], position, position + 1)
         if self._ends is None:
             self._ends = tuple(request.end_tokens(eos) for request in self._requests)
         tokens = [
-            Token(request, sampled[name][0], place, 0)
-            for place, (name, request) in enumerate(zip(batch.names, self._requests, strict=True))
+            Token(request, sampled[name][0], row, 0)
+            for row, (name, request) in enumerate(zip(batch.names, self._requests, strict=True))
         ]
         for request, token_id, _, _ in tokens:
             request.token_ids.append(token_id)

@@ -109,12 +109,12 @@ class SwapSpace(SchedulerExtension):
         if request.pooling is not None:
             return  # its hidden states are recomputed with its blocks
         used = -(-request.num_computed_tokens // self._block_size)
-        places = [place for place in range(used) if place not in request.evicted]
+        places = [index for index in range(used) if index not in request.evicted]
         if not places or len(places) > len(self._free):
             return
-        blocks = {place: self._free.pop() for place in places}
+        blocks = {index: self._free.pop() for index in places}
         self._swapped[request.sequence_id] = SwappedSequence(request.num_computed_tokens, blocks)
-        self._out |= {host: request.block_ids[place] for place, host in blocks.items()}
+        self._out |= {host: request.block_ids[index] for index, host in blocks.items()}
         self.num_swaps += 1
 
     def swapped(self, request: Request) -> SwappedSequence | None:
@@ -127,7 +127,7 @@ class SwapSpace(SchedulerExtension):
     def admit(self, request: Request, num_hits: int, new: Mapping[int, int]) -> None:
         """Have the next step copy the host blocks of a swapped-out sequence to its `new` blocks."""
         if (swapped := self.swapped(request)) is not None:
-            self._in |= {new[place]: host for place, host in swapped.blocks.items() if place in new}
+            self._in |= {new[index]: host for index, host in swapped.blocks.items() if index in new}
             self._release(request)
 
     def forget(self, request: Request) -> None:
@@ -158,8 +158,8 @@ class SwapSpace(SchedulerExtension):
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
         """Assert that every host block is free or belongs to one waiting sequence."""
-        held = [host for swapped in self._swapped.values() for host in swapped.blocks.values()]
-        assert sorted([*held, *self._free]) == list(range(self.num_blocks))
+        used = [host for swapped in self._swapped.values() for host in swapped.blocks.values()]
+        assert sorted([*used, *self._free]) == list(range(self.num_blocks))
         assert self._swapped.keys() <= {request.sequence_id for request in waiting}
 
     def _release(self, request: Request) -> None:

@@ -150,8 +150,8 @@ class Compactor(SchedulerExtension):
         self._pending.append(
             Compaction(request.sequence_id, table, num_slots, tuple(kept), self._rule.budget)
         )
-        held = set(kept)
-        self._pool.free([block_id for block_id in before if block_id not in held])
+        kept_slots = set(kept)
+        self._pool.free([block_id for block_id in before if block_id not in kept_slots])
         request.block_ids = kept
         request.num_evicted_tokens += num_slots - self._rule.budget
         self.num_kept_tokens += self._rule.budget

@@ -161,8 +161,8 @@ class CompletionText:
                 end, token_ids, is_last = self._added.popleft()
                 last = len(token_ids) - 1
                 shown = [
-                    self.feed(token_id, is_last=is_last and place == last)[0]
-                    for place, token_id in enumerate(token_ids)
+                    self.feed(token_id, is_last=is_last and index == last)[0]
+                    for index, token_id in enumerate(token_ids)
                 ]
                 self._deltas[end] = "".join(shown)
             return self._deltas.pop(num_tokens)
@@ -208,13 +208,13 @@ class RequestOutput:
     """The delta that one step adds to one completion of a request; not to be changed.
 
     Attributes:
-        text: its new text, or where that is detokenized when `new_text` is first read.
+        text: new text, or the place to detokenize it when `new_text` is first read.
         logprobs: one entry per new token, if the request asks for them.
-        prompt_logprobs: with the first output only; None for the first token, which nothing predicts.
+        prompt_logprobs: present in the first output only; None for the first token, which nothing predicts.
         finish_reason: "stop", "length" or "abort" with the last output, else None.
         stop_reason: the token id or string that stopped it; None for an end-of-sequence token.
         times: monotonic seconds (`time.perf_counter`).
-        pooled: of a pooled prompt its vector, float32.
+        pooled: vector of a pooled prompt, float32.
     """
 
     request_id: str
@@ -263,7 +263,7 @@ class Completion:
         """Append the delta of a step. The text is complete with the last one, and empty before."""
         self._unread.append(output)
         if output.finish_reason is not None:  # all at once: no step waits for it
-            self.text += "".join(each.new_text for each in self._unread)
+            self.text += "".join(part.new_text for part in self._unread)
             self._unread.clear()
         self.token_ids.extend(output.new_token_ids)
         if output.logprobs is not None:
@@ -308,10 +308,10 @@ class EngineStats:
         num_swaps: preemptions by swapping out, not recomputation.
         num_drafts, num_draft_tokens, num_accepted_tokens: drafts (one per sequence and step), their draft
             tokens, and the accepted ones.
-        num_kept_tokens, num_evicted_tokens: of sequences that were compacted to a KV-cache budget, summed
-            over compactions, those of recomputed sequences too.
+        num_kept_tokens, num_evicted_tokens: tokens kept and evicted by compactions to a KV-cache budget,
+            summed over all of them, also of sequences that were recomputed.
         kv_dtype, kv_bytes: data type and size of the KV cache.
-        kv_tokens_total: its capacity in tokens.
+        kv_tokens_total: capacity of the KV cache in tokens.
         kv_slots_used, kv_slots_unfilled: slots in the blocks in use, a shared block counted once, and those
             of them that hold no token's keys and values yet.
     """

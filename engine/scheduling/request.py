@@ -94,7 +94,7 @@ class RopePositions:
     the KV cache is found by a token's index, as ever.
 
     Attributes:
-        axes: of the prompt's tokens.
+        axes: positions of the prompt's tokens, a row per axis.
         delta: position less index of every token behind the prompt, on all three axes.
 
     Source: Wang et al., "Qwen2-VL" (arXiv:2409.12191), section 2.1.

@@ -361,13 +361,13 @@ class Scheduler:
         revived = sum(1 for block_id in hits if self.pool.ref_count(block_id) == 0)
         end = self.config.admitted_tokens(num_computed, num_tokens)
         places = range(num_hits, self.config.num_blocks(end))
-        needed = [place for place in places if place not in evicted]
+        needed = [index for index in places if index not in evicted]
         reserve = self._watermark_blocks if self.running else 0
         if len(needed) + revived + reserve > self.pool.num_free:
             return False
         self.pool.share(hits)
         new = dict(zip(needed, self.pool.allocate(len(needed)), strict=True))
-        request.block_ids = [*table, *(new.get(place, NULL_BLOCK) for place in places)]
+        request.block_ids = [*table, *(new.get(index, NULL_BLOCK) for index in places)]
         request.evicted = evicted
         for extension in self._extensions:
             extension.admit(request, num_hits, new)

@@ -74,8 +74,10 @@ class SchedulerConfig:
         """
         decoding = 0
         if pace is not None:
-            decoding = sum(one.num_computed_tokens >= one.num_prompt_tokens for one in running)
-        if pace is None or not decoding or any(one.bidirectional_images for one in running):
+            decoding = sum(
+                request.num_computed_tokens >= request.num_prompt_tokens for request in running
+            )
+        if pace is None or not decoding or any(request.bidirectional_images for request in running):
             return self.max_num_batched_tokens
         drafts = 0 if self.drafting is None else self.drafting.longest * self.drafting.width
         return min(self.max_num_batched_tokens, decoding * (1 + drafts) + pace.num_tokens)
@@ -152,7 +154,7 @@ def check_length(request: Request, config: SchedulerConfig, num_blocks: int) -> 
 
 
 TOKENS_PER_PLACE = 16
-"""Under shortest-prefill, prompt tokens that weigh as much as one place in the order of arrival."""
+"""Prompt tokens that weigh as much as one place in the order of arrival, under shortest-prefill."""
 
 
 def first_come(request: Request) -> Rank:
@@ -232,11 +234,11 @@ class WaitingQueue:
         return self._ranked[0][1] if self._ranked else None
 
     def push(self, request: Request) -> None:
-        held = self._held.get(request.request_id)
-        if held is None:
+        siblings = self._held.get(request.request_id)
+        if siblings is None:
             heapq.heappush(self._ranked, (request.rank, request))
         else:
-            held.append(request)
+            siblings.append(request)
 
     def pop(self) -> Request:
         """Take out the first."""
@@ -244,17 +246,17 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take out a sequence, wherever it is."""
-        held = self._held.get(request.request_id, [])
-        if request in held:
-            held.remove(request)
+        siblings = self._held.get(request.request_id, [])
+        if request in siblings:
+            siblings.remove(request)
             return
         self._keep(lambda waiting: waiting is not request)
 
     def hold(self, request_id: str) -> None:
         """Put the request's sequences aside, the running ones with the next step, and any that fork later."""
-        held = self._held.setdefault(request_id, [])
+        siblings = self._held.setdefault(request_id, [])
         self._is_new = True
-        held += [one for _, one in self._ranked if one.request_id == request_id]
+        siblings += [request for _, request in self._ranked if request.request_id == request_id]
         self._keep(lambda waiting: waiting.request_id != request_id)
 
     def _keep(self, is_kept: Callable[[Request], bool]) -> None:
@@ -263,11 +265,11 @@ class WaitingQueue:
 
     def newly_held(self, running: Sequence[Request]) -> list[Request]:
         """Those of the `running` sequences that are to wait."""
-        found = []
+        requests = []
         if self._is_new:
-            found = [request for request in running if request.request_id in self._held]
+            requests = [request for request in running if request.request_id in self._held]
         self._is_new = False
-        return found
+        return requests
 
     def resume(self, request_id: str) -> None:
         """Put them back in their places; no error for a request that is not held."""
@@ -288,7 +290,7 @@ class StepPace:
     for the next long one.
 
     Args:
-        max_seconds: of a step; None: `STEPS_PER_DECODE` times the median decode step.
+        max_seconds: limit of a step; None: `STEPS_PER_DECODE` times the median decode step.
         least: tokens, one block, which no limit withholds.
         most: tokens of a step.
     """

@@ -149,11 +149,11 @@ class StatePool(SchedulerExtension):
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Assert that every slot is free or has one owner, and every checkpoint one state or none."""
-        held = [request.state_slot for request in running]
+        used = [request.state_slot for request in running]
         if not self.num_slots:
-            assert not any(held) and not self._free, "a slot of a model without state"
+            assert not any(used) and not self._free, "a slot of a model without state"
             return
-        assert sorted([*held, *self._free]) == list(range(1, self.num_slots + 1))
+        assert sorted([*used, *self._free]) == list(range(1, self.num_slots + 1))
         saved = [checkpoint.slot for checkpoint in self._saved.values()]
         last = self.num_slots + self.num_checkpoints
         assert sorted([*saved, *self._saving, *self._unused]) == list(

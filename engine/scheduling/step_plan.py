@@ -17,25 +17,21 @@ class ScheduledRow(NamedTuple):
     """Scheduled tokens of one sequence. A tuple, because every step makes one per sequence.
 
     Attributes:
-        sequence_id: of the sequence.
         start, end: range of positions to compute, `end` exclusive; those before are in the KV cache.
-        tokens: of the sequence, known when it was scheduled; the last is an output placeholder if the
-            previous step samples it.
+        tokens: the sequence's tokens, known when it was scheduled; the last is an output placeholder if
+            the previous step samples it.
         block_ids: the sequence's block table, from position 0 up to `end` at least.
         num_samples: tokens to sample after the last one; 0 while known tokens remain to be computed.
-        num_prompt_tokens: how many of `tokens` are prompt.
-        params, seed: for sampling.
         lora: name of the adapter, if any.
         num_draft_tokens: slots reserved after `end` for draft tokens.
-        state_slot: of the sequence's constant state, which starts from nothing at position 0.
+        state_slot: slot of the sequence's constant state, which starts empty at position 0.
         checkpoint: state slot into which the state after `end` is copied; the null slot: none.
         pooling: how the hidden states are pooled, if they are; nothing is sampled then.
         num_evicted: tokens before `start` that were evicted to a KV-cache budget: the slot of a token is its
             position less these.
         num_scored: last tokens of the row whose attention weights count in the next compaction.
         compacts: the sequence is compacted before its next step.
-        images: of the sequence's prompt.
-        rope_positions, bidirectional_images: of the sequence.
+        images: images of the sequence's prompt.
     """
 
     sequence_id: str
@@ -160,7 +156,7 @@ class DecodeBatch:
     """The constant part of consecutive decode steps of the same sequences.
 
     Attributes:
-        rows: those of the first step.
+        rows: rows of the first step.
         tables: the sequences' block tables themselves, which only grow while the batch lasts.
         block_size: tokens per KV block.
     """
@@ -177,7 +173,7 @@ class DecodeBatch:
     @cached_property
     def places(self) -> Mapping[str, int]:
         """The row of each sequence."""
-        return {name: place for place, name in enumerate(self.names)}
+        return {name: row for row, name in enumerate(self.names)}
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -205,8 +201,8 @@ class DecodeBatch:
     @cached_property
     def _beginning(self) -> list[list[int]]:
         beginning: list[list[int]] = [[] for _ in range(self.block_size)]
-        for place, start in enumerate(self.starts):
-            beginning[-start % self.block_size].append(place)
+        for row, start in enumerate(self.starts):
+            beginning[-start % self.block_size].append(row)
         return beginning
 
 
@@ -261,20 +257,20 @@ class DecodeRows(Sequence[ScheduledRow]):
     @property
     def _all(self) -> tuple[ScheduledRow, ...]:
         if self._made is None:
-            self._made = tuple(self._row(place) for place in range(len(self)))
+            self._made = tuple(self._row(row) for row in range(len(self)))
         return self._made
 
-    def _row(self, place: int) -> ScheduledRow:
-        row = self.batch.rows[place]
+    def _row(self, index: int) -> ScheduledRow:
+        row = self.batch.rows[index]
         start, booked = row.start + self.step, row.tokens.booked
         if self._sampled is not None:
-            tokens = TokenView(booked, start, self._sampled[place])
+            tokens = TokenView(booked, start, self._sampled[index])
         elif self.has_placeholders:
             tokens = TokenView(booked, start, OUTPUT_PLACEHOLDER)
         else:
             tokens = TokenView(booked, start + 1)
-        held = start // self.batch.block_size + 1
-        block_ids = tuple(self.batch.tables[place][:held])
+        num_blocks = start // self.batch.block_size + 1
+        block_ids = tuple(self.batch.tables[index][:num_blocks])
         return row._replace(start=start, end=start + 1, tokens=tokens, block_ids=block_ids)
 
 
@@ -287,10 +283,10 @@ class BlockCopies:
     """Block copies before a step's forward pass, in this order.
 
     Attributes:
-        within: on the device, for sequences that forked (copy-on-write).
+        within: copies on the device, for sequences that forked (copy-on-write).
         to_host: swapped out, of preempted sequences.
         from_host: swapped in, of sequences admitted again.
-        states: of state slots, for sequences that forked or restore a checkpoint.
+        states: copies of state slots, for sequences that forked or restore a checkpoint.
     """
 
     within: Copies = ()

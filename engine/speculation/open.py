@@ -96,7 +96,7 @@ class DraftModel(CachedProposer):
             distributions = self._sampler.distributions(logits, sampling)
             for row, q in zip(rows, distributions, strict=True):
                 probabilities[row.sequence_id].append(q)
-            keys = [(each.seed, each.position) for each in sampling]
+            keys = [(sampled_row.seed, sampled_row.position) for sampled_row in sampling]
             return self._sampler.chosen(distributions, keys, DRAFT_STREAM)
 
         def follow(

@@ -26,7 +26,7 @@ class DraftTokens:
     """Draft tokens of one row.
 
     Attributes:
-        token_ids: in tree order: each after its parent.
+        token_ids: tokens in tree order, each after its parent.
         tree: the parent of each draft token.
         probabilities: the draft distributions q that they were sampled from, float32 [tokens, vocab]; None
             where the proposal is deterministic.
@@ -92,8 +92,8 @@ class Proposer(Protocol):
 
 
 DraftForward = Callable[[Sequence[Run], torch.Tensor | None, torch.Tensor | None], torch.Tensor]
-"""From runs, token ids that only the device knows in place of theirs, int64 [tokens] or None, and of a head
-the hidden states before the tokens, to final hidden states [tokens, hidden]."""
+"""Runs → final hidden states [tokens, hidden]. The second argument is token ids known only on the device, int64
+[tokens] or None; the third, for a head, the hidden states before the tokens."""
 
 
 class CachedProposer:
@@ -165,13 +165,13 @@ class NgramProposer:
 
 
 Choose = Callable[[Sequence[ScheduledRow], Sequence[list[int]], torch.Tensor], torch.Tensor]
-"""From rows, their draft tokens so far and float32 logits [rows, vocab] to the next tokens, int64 [rows]."""
+"""Rows, their draft tokens so far and float32 logits [rows, vocab] → the next tokens, int64 [rows]."""
 
 Follow = Callable[
     [Sequence[ScheduledRow], Sequence[list[int]], torch.Tensor, torch.Tensor | None], torch.Tensor
 ]
-"""From rows, their draft tokens, the last of these on the device, and which of the rows of the level before
-go on, int64 [rows] (None: all), to the logits after them."""
+"""Rows, their draft tokens, the last ones on the device, and the rows of the previous level that go on,
+int64 [rows] (None: all) → the logits after them."""
 
 
 def draft_chains(
@@ -193,8 +193,8 @@ def draft_chains(
         else:
             waits.append(wait)
         places = [
-            place
-            for place, (row, chain) in enumerate(zip(going, drafted, strict=True))
+            index
+            for index, (row, chain) in enumerate(zip(going, drafted, strict=True))
             if len(chain) < row.num_draft_tokens
         ]
         if not places:
@@ -203,7 +203,7 @@ def draft_chains(
         if len(places) < len(going):
             (kept,) = packed([places], tokens.device)
             tokens = tokens.index_select(0, kept)
-            going = [going[place] for place in places]
+            going = [going[index] for index in places]
         logits = follow(going, [chains[row.sequence_id] for row in going], tokens, kept)
     for wait in waits:
         wait()
@@ -218,8 +218,8 @@ def _append(chains: Sequence[list[int]], tokens: torch.Tensor) -> Callable[[], N
         chain.append(0)
 
     def wait() -> None:
-        for chain, place, token in zip(chains, places, on_host.wait().tolist(), strict=True):
-            chain[place] = token
+        for chain, index, token in zip(chains, places, on_host.wait().tolist(), strict=True):
+            chain[index] = token
 
     return wait
 
@@ -314,7 +314,7 @@ def expand_trees(
         preferences = sampler.preferences(logits(active), sampling)
         largest = preferences.topk(min(active[0].width, preferences.shape[-1]))
         # Both copies are on their way before the first is waited for.
-        values, tokens = [copy.wait().tolist() for copy in [HostCopy(each) for each in largest]]
+        values, tokens = [copy.wait().tolist() for copy in [HostCopy(tensor) for tensor in largest]]
         begin = 0
         for tree in active:
             end = begin + len(tree.frontier)
