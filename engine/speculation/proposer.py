@@ -92,8 +92,8 @@ class Proposer(Protocol):
 
 
 DraftForward = Callable[[Sequence[Run], torch.Tensor | None, torch.Tensor | None], torch.Tensor]
-"""Runs → final hidden states [tokens, hidden]. The second argument is token ids known only on the device, int64
-[tokens] or None; the third, for a head, the hidden states before the tokens."""
+"""Runs → final hidden states [tokens, hidden]. The second argument is token ids known only on the device,
+int64 [tokens] or None; the third, for a head, the hidden states before the tokens."""
 
 
 class CachedProposer:
