@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -171,6 +172,55 @@ def functions(modules: Iterable[Module]) -> Iterator[tuple[int, str]]:
                 yield (node.end_lineno or 0) - node.lineno + 1, f"{module.name}.{node.name}"
 
 
+def docstring_lines(module: Module) -> int:
+    """Lines of a module's docstrings and of the texts after its fields and constants."""
+    return sum(
+        (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def called_once(modules: Iterable[Module]) -> tuple[int, int]:
+    """Private functions and methods that their module names once, and all private ones."""
+    once = total = 0
+    for module in modules:
+        names = Counter(re.findall(r"\w+", module.path.read_text(encoding="utf-8")))
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and re.match(
+                r"_[a-z]", node.name
+            ):
+                total += 1
+                once += names[node.name] == 2  # its definition and one use
+    return once, total
+
+
+def counts_of(modules: Sequence[Module]) -> dict[str, str]:
+    """The size of the source and of its documents, by what is counted."""
+    lines = sum(module.num_lines for module in modules)
+    classes = sum(isinstance(n, ast.ClassDef) for m in modules for n in ast.walk(m.tree))
+    sizes = [size for size, _ in functions(modules)]
+    once, private = called_once(modules)
+    options = sum(
+        len(re.findall(r"\boption\(", m.path.read_text(encoding="utf-8"))) for m in modules
+    )
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    words = {page: len(page.read_text(encoding="utf-8").split()) for page in pages if page.exists()}
+    measured = sum(count for page, count in words.items() if page.parent.name == "measured")
+    return {
+        "lines": f"{lines}",
+        "files": f"{len(modules)}",
+        "classes": f"{classes}",
+        "functions": f"{len(sizes)}, median {statistics.median(sizes):.0f} lines",
+        "private functions with one use": f"{once} of {private}",
+        "lines of docstrings": f"{sum(map(docstring_lines, modules)) / lines:.1%}",
+        "definitions of options": f"{options}",
+        "words of documents": f"{sum(words.values()) - measured}, measured tables {measured}",
+    }
+
+
 def riddles(modules: Iterable[Module]) -> Iterator[str]:
     """Docstrings, and texts behind a constant or field, that open with a word of `RIDDLE`, by their place."""
     for module in modules:
@@ -227,6 +277,8 @@ def main() -> int:
         lines[module.name.split(".")[0]] += module.num_lines
     print(f"{sum(counts.values())} modules in {len(counts)} folders, {sum(lines.values())} lines")
     print("  " + ", ".join(f"{floor} {count}" for floor, count in lines.items()))
+    for title, count in counts_of(list(modules.values())).items():
+        print(f"  {title}: {count}")
     for folder, count in sorted(counts.items()):
         print(f"  {count:4} {folder.replace('.', '/')}/")
     print(f"import cycles of folders and modules: {len(circles)}")
