@@ -8,30 +8,27 @@ fsynced, so the journal never lists a layer that a kill lost.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
+from copy import copy
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from ...base.atomic_io import flush, make_folder, no_space_or, write_atomically
+from ...base.atomic_io import flush, make_folder
 from ...base.errors import BadInput
+from ...base.journal import LineJournal, line_of
 from ..base import workers
 from ..model.checkpoint import Checkpoint
 
 _JOURNAL = "journal.jsonl"
-_CHECKPOINT = "checkpoint"
 
 
 def sha256_of(data: bytes) -> str:
-    """Hex digest."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_of_file(path: Path) -> str:
-    """Hex digest of a file of any size."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -45,87 +42,50 @@ def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def work_folder(output: Path) -> Path:
-    """Path of the work folder for `output`."""
     return output.with_name(output.name + ".partial")
 
 
 class Journal:
-    """The open journal of one run; one process at a time holds it.
-
-    Attributes:
-        folder: the work folder.
-        signature: digest of everything that the bytes of the result depend on.
-        threads: the thread count of the first run; sums depend on it in the last bit.
-        layers: records of the finished layers, in order.
-    """
-
-    _file: BinaryIO | None = None
+    """The open journal of one run, with records of the finished layers; `signature` is a digest of everything
+    that the bytes of the result depend on, `threads` the thread count of the first run."""
 
     def __init__(self, folder: Path, signature: str, threads: int):
-        """Start the work in `folder`, or resume an earlier run's.
-
-        Raises:
-            BadInput: the folder belongs to other work, is damaged, or another process holds it.
-        """
+        """Start the work in `folder`, or resume an earlier run's; BadInput for other, damaged or held
+        work."""
         self.folder = folder
-        self.checkpoint = folder / _CHECKPOINT
+        self.checkpoint = folder / "checkpoint"
         path = folder / _JOURNAL
         if not path.exists():
             _require_ours(folder)
             make_folder(folder, "--output")
-            header = {"signature": signature, "threads": threads}
-            write_atomically(path, _line(header))
-        self._file = path.open("r+b")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self.close()
+            lines = LineJournal(path, {"signature": signature, "threads": threads})
+        except BlockingIOError as error:
             raise BadInput(f"another process is at work in {folder}: let it finish") from error
-        records = self._read(self._file)
-        if records[0].get("signature") != signature:
-            self.close()
+        except ValueError as error:
+            raise BadInput(f"{path} is damaged: --restart throws the work away") from error
+        if lines.header.get("signature") != signature:
+            lines.close()
             raise BadInput(
                 f"{folder} holds unfinished work of another run (other model, data, options or "
                 "version): --restart throws it away, --output chooses another place"
             )
         self.signature = signature
-        self.threads = int(records[0]["threads"])
-        self.layers = records[1:]
+        self.threads, self.layers = int(lines.header["threads"]), lines.records
+        self._lines: LineJournal | None = lines
 
     def followed(self) -> Journal:
         """A copy for a worker that does not keep the journal."""
-        copy = Journal.__new__(Journal)
-        copy.folder, copy.checkpoint, copy.signature = self.folder, self.checkpoint, self.signature
-        copy.threads, copy.layers = self.threads, self.layers
-        return copy
-
-    def _read(self, file: BinaryIO) -> list[dict[str, Any]]:
-        """The complete lines; a partial last line, left by a kill, is truncated."""
-        data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        file.truncate(len(whole))
-        file.seek(len(whole))
-        try:
-            records = [json.loads(line) for line in whole.splitlines()]
-        except ValueError:
-            records = []
-        if not records:
-            self.close()
-            raise BadInput(f"{self.folder / _JOURNAL} is damaged: --restart throws the work away")
-        return records
+        follower = copy(self)
+        follower._lines, follower.layers = None, list(self.layers)
+        return follower
 
     def append(self, record: dict[str, Any]) -> None:
-        """Record a finished layer (write and fsync)."""
-        line = _line(record)
-        try:
-            if self._file is not None:
-                self._file.write(line)
-                self._file.flush()
-                os.fsync(self._file.fileno())
-        except OSError as error:
-            raise no_space_or(error, self.folder / _JOURNAL) from error
-        # Re-read as a resumed run would, so that both continue from the same record to the same bytes.
-        self.layers.append(json.loads(line))
+        """Record a finished layer, on disk where this worker keeps the journal."""
+        if self._lines is not None:
+            self._lines.append(record)
+        else:
+            self.layers.append(json.loads(line_of(record)))
 
     def hidden_path(self, index: int) -> Path:
         """The file of the hidden states that enter layer `index`."""
@@ -134,16 +94,15 @@ class Journal:
     def forget_hidden(self, index: int) -> None:
         """Remove the hidden states that enter layer `index`."""
         path = self.hidden_path(index)
-        for file in self.folder.glob(f"{path.stem}*") if self._file is not None else ():
+        for file in self.folder.glob(f"{path.stem}*") if self._lines is not None else ():
             file.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Release the lock; the folder stays."""
-        if self._file is not None:
-            self._file.close()
+        if self._lines is not None:
+            self._lines.close()
 
     def discard(self) -> None:
-        """Remove the work folder."""
         remove_work(self.folder)
         self.close()
 
@@ -156,11 +115,8 @@ class Journal:
 
 
 def remove_work(folder: Path) -> None:
-    """Remove a work folder. The journal goes last, so that a partly removed folder is still recognised.
-
-    Raises:
-        BadInput: the folder is not a work folder.
-    """
+    """Remove a work folder, or raise BadInput where it is none. The journal goes last, so that a partly
+    removed folder is still recognised."""
     if not folder.exists():
         return
     journal = folder / _JOURNAL
@@ -181,7 +137,3 @@ def _require_ours(folder: Path) -> None:
         raise BadInput(
             f"{folder} is in the way and no work folder of llmopt: move it, or use --output"
         )
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, sort_keys=True).encode() + b"\n"

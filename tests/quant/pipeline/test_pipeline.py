@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,6 @@ from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline, prepare
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan import journal
 from llmopt.quant.plan.journal import work_folder
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.quant.plan.request import QuantizeRequest
@@ -266,7 +266,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
     for name in ("rename", "replace", "unlink", "rmdir", "mkdir"):
         monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
-    monkeypatch.setattr(journal.os, "fsync", counted(journal.os.fsync))
+    monkeypatch.setattr(os, "fsync", counted(os.fsync))
     return counter
 
 
