@@ -28,19 +28,15 @@ from ..kinds.integer.scheme import IntScheme
 from .base import LayerProblem, LayerResult, ModuleReport, each_linear, solving
 from .int_rounding import IntRounding
 from .rounding import linear_grid, round_weight
-from .sign_descent import TunableBlock, TunedRounding, tune
+from .sign_descent import TunedRounding, tune
 
 _DECAYS = (0.9, 0.95)
 _TINY = 1e-30
 
 
 class GridRounding(TunedRounding):
-    """The tuned parameters of a linear; the gradient passes through the rounding (straight-through).
-
-    Args:
-        weight: float32 `[out, in]`; it is read again in every step.
-        importance: float32 `[in]`, weight of each channel's squared error in the fit.
-    """
+    """Tuned parameters of a linear `[out, in]` on a grid, fitted with the weights `[in]` of squared
+    errors."""
 
     def __init__(self, weight: torch.Tensor, grid: Grid, importance: torch.Tensor | None):
         self._grid = grid
@@ -62,7 +58,6 @@ class GridRounding(TunedRounding):
         self._offset.sub_(sign, alpha=rate).clamp_(-0.5, 0.5)
 
     def tensor(self) -> QuantizedTensor:
-        """The quantized weight."""
         return self._grid.tensor(self._values(), self._parameters)
 
     def _values(self) -> torch.Tensor:
@@ -90,16 +85,11 @@ class TunedScales(TunedRounding):
         self._outputs.descend(by_output, rate)
 
     def tensor(self) -> TransformedTensor:
-        """The weight with its scales as they are stored."""
         return self._tensor.with_scales(self._inputs.values, self._outputs.values)
 
 
 class _Adam:
-    """A vector and its moments (Kingma and Ba, arXiv:1412.6980); zeros stay zero.
-
-    Args:
-        values: float32; their mean magnitude is the length of a step at rate 1.
-    """
+    """A vector and its moments (Kingma and Ba, arXiv:1412.6980); zeros stay zero."""
 
     def __init__(self, values: torch.Tensor):
         self.values = values
@@ -151,8 +141,16 @@ def _tuned(
     roundings = {name: _rounding(problem, name, plain[name]) for name in names}
     if not roundings:
         return {}, str(refusals.pop())
-    with solving(problem, roundings):
-        _descend(problem, problem.block, roundings)
+    options = problem.options
+    with solving(problem, roundings), temporaries_kept():
+        tune(
+            problem.block,
+            roundings,
+            {name: problem.weights[name].shape for name in roundings},
+            iters=options.iters,
+            rate=options.lr or 1 / options.iters,
+            batch_size=options.batch_size,
+        )
     tuned = {name: rounding.tensor() for name, rounding in roundings.items()}
     return tuned, str(refusals.pop()) if refusals else _NO_BLOCK
 
@@ -160,31 +158,12 @@ def _tuned(
 def _rounding(
     problem: LayerProblem, name: str, plain: QuantizedTensor
 ) -> IntRounding | GridRounding:
-    """Integers have tuned ranges too, which begin as those of rounding to nearest; the ranges of other grids
-    are fitted to the inputs' second moments."""
-    weight, scheme, dtype = (
-        problem.weights[name],
-        problem.schemes[name],
-        problem.scale_dtypes[name],
-    )
+    """Tuned rounding: of integers with tuned ranges, else with ranges fitted to the inputs' second
+    moments."""
+    weight, scheme = problem.weights[name], problem.schemes[name]
     if isinstance(scheme, IntScheme):
         assert isinstance(plain, IntTensor)
-        return IntRounding(weight, scheme, dtype, plain)
+        return IntRounding(weight, scheme, problem.scale_dtypes[name], plain)
     seen = problem.statistics.get(name)
     importance = seen.gram.diagonal() if seen is not None and seen.num_tokens else None
     return GridRounding(weight, linear_grid(problem, name, weight), importance)
-
-
-def _descend(
-    problem: LayerProblem, block: TunableBlock, roundings: dict[str, IntRounding | GridRounding]
-) -> None:
-    options = problem.options
-    with temporaries_kept():
-        tune(
-            block,
-            roundings,
-            {name: problem.weights[name].shape for name in roundings},
-            iters=options.iters,
-            rate=options.lr or 1 / options.iters,
-            batch_size=options.batch_size,
-        )

@@ -53,35 +53,23 @@ _ROWS = 256  # small enough to stay in a core's cache
 def scale_candidates(
     mean_abs: torch.Tensor, weights: Sequence[torch.Tensor], group_size: int
 ) -> Iterator[tuple[float, torch.Tensor]]:
-    """The grid of input scales: `s = x^a / (w^(1-a) + 1e-4)` for 20 exponents `a`, centred around 1.
-
-    Args:
-        mean_abs: mean magnitude of each input channel `[in]`.
-        weights: the linears that share the input, each `[out, in]`.
-        group_size: number of weights of a row that share a scale.
-
-    Yields:
-        The exponent, and positive finite scales `[in]`.
-    """
-    mean_weight = _mean_share(weights, group_size)
+    """Input scales `s = x^a / (w^(1-a) + 1e-4)`, centred around 1, for 20 exponents `a`: pairs of `a` and
+    positive finite scales `[in]`, for the mean magnitudes `x` `[in]` and the linears `[out, in]` that share
+    the input."""
+    # Mean ratio of an input channel's weights to their group's largest magnitude.
+    total = torch.zeros(weights[0].shape[1], dtype=torch.float64)
+    for rows in (rows for weight in weights for rows in weight.split(_ROWS)):
+        grouped = rows.abs().view(len(rows), -1, group_size)
+        largest = grouped.amax(dim=-1, keepdim=True)
+        grouped = grouped.div_(torch.where(largest > 0, largest, 1.0))
+        total += grouped.view(rows.shape).sum(dim=0)
+    mean_weight = (total / sum(len(weight) for weight in weights)).to(torch.float32)
     for step in range(GRID):
         ratio = step / GRID
         scales = mean_abs.pow(ratio) / (mean_weight.pow(1 - ratio) + 1e-4)
         scales = scales.clamp(min=1e-4)
         scales = scales / (scales.max() * scales.min()).sqrt()
         yield ratio, torch.where(torch.isfinite(scales) & (scales > 0), scales, 1.0)
-
-
-def _mean_share(weights: Sequence[torch.Tensor], group_size: int) -> torch.Tensor:
-    """Mean ratio of an input channel's weights to their group's largest magnitude, `[in]`."""
-    total = torch.zeros(weights[0].shape[1], dtype=torch.float64)
-    for weight in weights:
-        for rows in weight.split(_ROWS):
-            grouped = rows.abs().view(len(rows), -1, group_size)
-            largest = grouped.amax(dim=-1, keepdim=True)
-            grouped = grouped.div_(torch.where(largest > 0, largest, 1.0))
-            total += grouped.view(rows.shape).sum(dim=0)
-    return (total / sum(len(weight) for weight in weights)).to(torch.float32)
 
 
 _STEPS = 20
@@ -152,20 +140,15 @@ def _best_limit(
     return best[1], largest
 
 
-_SAMPLED_ROWS = (
-    512  # sampled output channels for ranking candidates, shared by the linears of a pair
-)
+_SAMPLED_ROWS = 512  # output channels for ranking candidates, shared by the linears of a pair
 _JUDGED = 4  # candidates of a pair with which the layer is run
 _SLACK = 1.02  # how much worse than RTN a linear may look on the sample
 
 
 @dataclass(slots=True)
 class _Linear:
-    """State of a linear during the search: `weight * columns / rows` is what gets rounded.
-
-    `columns` compensates the division of the input, `rows` divides the output for a following linear. The
-    errors are per output channel, in units of the unscaled layer.
-    """
+    """State of a linear during the search: `weight * columns / rows` is what gets rounded. `rows` divides the
+    output for a following linear. Errors are per output channel, in units of the unscaled layer."""
 
     columns: torch.Tensor
     rows: torch.Tensor
@@ -177,16 +160,12 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A fold, and its targets present in the layer: linears, and routers that stay floats."""
+    """A fold, and its targets in the layer: with routers the linears are experts, judged by their summed
+    error."""
 
     fold: Fold
     targets: list[str]
     routers: list[str]
-
-    @property
-    def together(self) -> bool:
-        """Whether the targets are judged by their summed error (experts)."""
-        return bool(self.routers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +183,6 @@ _Scaled = dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    """Search scales, fold them, and round every linear of a layer."""
     return _Work(problem).run()
 
 
@@ -245,12 +223,11 @@ class _Work:
         targets = [name for name in fold.targets if name in problem.weights]
         routers = [name for name in fold.targets if name in problem.routers]
         pair = _Pair(fold, targets, routers)
-        linears = [self.linears[name] for name in targets]
         candidates = [*self._candidates(pair)]
         promises = workers.shared_out(
             candidates, [1.0] * len(candidates), lambda scales: self._promise(pair, scales)
         )
-        ranked = [each for each in zip(promises, candidates, strict=True) if each[0] < 1]
+        ranked = [entry for entry in zip(promises, candidates, strict=True) if entry[0] < 1]
         accepted: list[tuple[_Scales, _Scaled]] = []
         for _, scales in sorted(ranked, key=lambda entry: entry[0]):
             if (scaled := self._accepted(pair, scales)) is not None:
@@ -265,8 +242,8 @@ class _Work:
         for name, (columns, rows, errors) in scaled.items():
             linear = self.linears[name]
             linear.columns, linear.rows, linear.errors = columns, rows, errors
-        for linear in linears:
-            linear.ratio = scales.ratio
+        for name in targets:
+            self.linears[name].ratio = scales.ratio
         for router in routers:
             self.routers[router] = problem.routers[router] * scales.columns
             self.router_columns[router] = scales.columns
@@ -283,8 +260,9 @@ class _Work:
             rows = row_scales(fold, len(source.rows), scales.rows)
             changed[fold.source] = source.columns, rows
         errors = {name: self._errors(name, *parts) for name, parts in changed.items()}
-        if not pair.together and any(self._worse(name, error) for name, error in errors.items()):
-            return None
+        for name, error in () if pair.routers else errors.items():
+            if not float(error.sum()) <= float(self.linears[name].plain_errors.sum()):
+                return None
         before = self._total(pair, [self.linears[name].errors for name in pair.targets])
         if not self._total(pair, [*errors.values()]) < before:
             return None
@@ -309,9 +287,11 @@ class _Work:
                 least, best = error, [(scales, scaled)]
         return best
 
-    def _effective(self, name: str, columns: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """A weight as it is rounded under the scales, in units of the unscaled layer."""
-        weight, divisors = self.problem.weights[name], rows[:, None]
+    def _effective(
+        self, name: str, columns: torch.Tensor, rows: torch.Tensor, sample: slice = slice(None)
+    ) -> torch.Tensor:
+        """Rows of a weight as it is rounded under the scales, in units of the unscaled layer."""
+        weight, divisors = self.problem.weights[name][sample], rows[sample, None]
         codes = self._rounded(name, weight * columns / divisors, columns)
         return codes.dequantize().mul_(divisors).div_(columns)
 
@@ -338,41 +318,29 @@ class _Work:
             sample = slice(None, None, math.ceil(len(linear.rows) / step_budget))
             errors = self._errors(name, scales.columns, linear.rows, sample)
             plain = _SLACK * float(linear.plain_errors[sample].sum())
-            if not pair.together and not float(errors.sum()) <= plain:
+            if not pair.routers and not float(errors.sum()) <= plain:
                 return math.inf
             before.append(linear.errors[sample])
             after.append(errors)
         present = self._total(pair, before)
         return self._total(pair, after) / present if present else math.inf
 
-    def _worse(self, name: str, errors: torch.Tensor) -> bool:
-        """Whether RTN has a smaller error on a linear."""
-        return not float(errors.sum()) <= float(self.linears[name].plain_errors.sum())
-
     def _errors(
         self, name: str, columns: torch.Tensor, rows: torch.Tensor, sample: slice = slice(None)
     ) -> torch.Tensor:
-        """Squared output error per output channel under the given scales.
-
-        Infinite where the stored dtype cannot hold the scales of the grid.
-        """
-        problem = self.problem
-        weight, divisors = problem.weights[name][sample], rows[sample, None]
+        """Squared output error per output channel; infinite where the stored dtype cannot hold the scales."""
+        weight = self.problem.weights[name][sample]
         try:
-            codes = self._rounded(name, weight * columns / divisors, columns)
+            delta = self._effective(name, columns, rows, sample).sub_(weight)
         except BadInput:
             return torch.full((len(weight),), torch.inf, dtype=torch.float64)
-        delta = codes.dequantize().mul_(divisors).div_(columns).sub_(weight)
-        return problem.statistics[name].row_errors(delta)
+        return self.problem.statistics[name].row_errors(delta)
 
     def _total(self, pair: _Pair, errors: list[torch.Tensor]) -> float:
-        """Summed errors of the targets: relative, or squared where they are judged together.
-
-        Squared errors weight an expert by its contribution to the layer's output, so one with few tokens
-        counts little.
-        """
+        """Summed errors of the targets: relative, or of experts squared, so that one with few tokens counts
+        little."""
         sums = [float(error.sum()) for error in errors[: len(pair.targets)]]
-        if pair.together:
+        if pair.routers:
             return sum(sums)
         energies = [self.problem.energy(name) for name in pair.targets]
         return sum(map(relative, sums, energies))
@@ -455,12 +423,8 @@ class _Work:
 def _mixed(rows: torch.Tensor, first: QuantizedTensor, second: QuantizedTensor) -> IntTensor:
     """`first` in the rows of the mask `[out]`, `second` in the others."""
     assert isinstance(first, IntTensor) and isinstance(second, IntTensor)
-    mask = rows[:, None]
-    return IntTensor(
-        codes=torch.where(mask, first.codes, second.codes),
-        scales=torch.where(mask, first.scales, second.scales),
-        zeros=torch.where(mask, first.zeros, second.zeros),
-        scheme=first.scheme,
-        group_index=first.group_index,
-        input_scale=first.input_scale,
-    )
+    parts = {
+        part: torch.where(rows[:, None], getattr(first, part), getattr(second, part))
+        for part in ("codes", "scales", "zeros")
+    }
+    return replace(first, **parts)

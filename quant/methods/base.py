@@ -96,34 +96,31 @@ class InputStatistics:
         """The statistics on a device; themselves where they are there."""
         if self.gram.device == device:
             return self
-        record = InputStatistics(0)
-        for name in ("gram", "abs_sum", "abs_max"):
-            setattr(record, name, getattr(self, name).to(device))
-        record.num_tokens = self.num_tokens
-        record.cross = None if self.cross is None else self.cross.to(device)
-        return record
+        return self._changed(lambda part: part.to(device), lambda part: part.to(device))
 
     def divided(self, columns: torch.Tensor) -> InputStatistics:
         """The statistics of inputs whose channels are divided by `columns` `[in]`."""
+        return self._changed(
+            lambda matrix: matrix / columns / columns[:, None], lambda vector: vector / columns
+        )
+
+    def _changed(
+        self,
+        matrix: Callable[[torch.Tensor], torch.Tensor],
+        vector: Callable[[torch.Tensor], torch.Tensor],
+    ) -> InputStatistics:
         record = InputStatistics(0)
-        record.gram = self.gram / columns / columns[:, None]
-        record.abs_sum, record.abs_max = self.abs_sum / columns, self.abs_max / columns
-        record.num_tokens = self.num_tokens
-        if self.cross is not None:
-            record.cross = self.cross / columns / columns[:, None]
+        record.gram, record.num_tokens = matrix(self.gram), self.num_tokens
+        record.abs_sum, record.abs_max = vector(self.abs_sum), vector(self.abs_max)
+        record.cross = None if self.cross is None else matrix(self.cross)
         return record
 
     def row_errors(self, delta: torch.Tensor) -> torch.Tensor:
         """Squared output error of each output channel, float64 `[out]`, for a weight change `[out, in]`."""
         return quadratic_form(delta, self.gram)
 
-    def relative_error(self, weight: torch.Tensor, effective: torch.Tensor) -> float:
-        """`|X(W - W')ᵀ|² / |XWᵀ|²` of the weight `effective` used in place of `weight`, both `[out, in]`."""
-        energy = float(self.row_errors(weight).sum())
-        return relative(float(self.row_errors(weight - effective).sum()), energy)
-
     def sampled_errors(self, weight: torch.Tensor, *effective: torch.Tensor) -> list[float]:
-        """`relative_error` of each `effective` on up to 512 output channels, evenly spaced.
+        """Relative output errors of each `effective`, on up to 512 evenly spaced output channels.
 
         On wide layers the exact errors would cost more than the quantization itself.
         """
@@ -138,11 +135,7 @@ def in_lanes(
     records: Collection[InputStatistics],
     share: Share | None,
 ) -> Iterator[tuple[slice, Batch]]:
-    """Pass batches on whose inputs are added to records, which hold the sums over all workers' in the end.
-
-    Args:
-        share: the samples of this worker; None: it is alone.
-    """
+    """Pass batches on whose inputs are added to records, which in the end hold the sums of all workers."""
     for rows, batch in batches:
         yield rows, batch
         if share is not None and (lane := share.ended(rows.stop)) is not None:
@@ -188,7 +181,7 @@ def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """
     errors = torch.zeros(delta.shape[0], dtype=torch.float64, device=delta.device)
     for first in range(0, delta.shape[0], _ERROR_ROWS):
-        part, total = (one[first : first + _ERROR_ROWS] for one in (delta, errors))
+        part, total = (rows[first : first + _ERROR_ROWS] for rows in (delta, errors))
         for start in range(0, delta.shape[1], _ERROR_COLUMNS):
             columns = slice(start, start + _ERROR_COLUMNS)
             stop = start + _ERROR_COLUMNS
@@ -212,7 +205,7 @@ class ModuleReport:
         error: relative output error on the calibration inputs, squared norm over squared norm; for a linear
             with more than 512 output channels, on at least 256 evenly spaced ones, unless the method
             computed it on all of them. None: not measured.
-        rtn_error: the same for RTN to the same scheme.
+        rtn_error: error of RTN to the same scheme.
         held_out_error, rtn_held_out_error: both on held-out tokens; None: there are none.
         num_tokens: calibration tokens that reached the linear (routed to it, for experts).
         ratio: exponent of the activation magnitude in the chosen input scales; None: inputs unscaled.
@@ -244,13 +237,11 @@ class LayerProblem:
 
     Attributes:
         prefix: such as `model.layers.3`.
-        schemes: target scheme of each linear.
-        scale_dtypes: in which each linear's scales are stored.
+        scale_dtypes: dtypes in which each linear's scales are stored.
         weights: float32 `[out, in]` of each linear to quantize.
-        statistics: of each of these linears' inputs. With a sequential method and `remeasure`, initially
+        statistics: statistics of these linears' inputs. With a sequential method and `remeasure`, initially
             empty: the method fills it stage by stage.
-        norms: norm weights in the dtype of the checkpoint.
-        norm_biases: biases of those norms that have one, likewise.
+        norms, norm_biases: weights and biases of norms, in the dtype of the checkpoint.
         with_bias: the linears that have a bias.
         routers: float32 weights that stay floats but read an input that may be scaled.
         held_out: statistics of held-out inputs, for the report only; may be empty.
@@ -258,10 +249,10 @@ class LayerProblem:
             linears; None with cached statistics.
         block: the layer itself, to be run with gradients; only for blockwise methods, and None for the output
             projection.
-        devices: several share the linears, where they are independent; the tensors are on the first.
+        devices: devices that share independent linears; the tensors are on the first.
         layer_error: squared error of the layer's output with these weights; None: not asked for.
         importance: given mean squares of inputs `[in]`, in place of the statistics' for ggml's blocks.
-        measures_errors: whether reports are to have errors; an expert's, on which its codes depend, have.
+        measures_errors: True to have errors in the reports; an expert, whose codes depend on them, has them.
     """
 
     prefix: str
@@ -312,11 +303,6 @@ class LayerProblem:
             self._energies[linear] = float(errors.sum())
         return self._energies[linear]
 
-    def error(self, linear: str, effective: torch.Tensor) -> float:
-        """Relative output error on the calibration data of `effective` replacing the weight."""
-        errors = self.statistics[linear].row_errors(self.weights[linear] - effective)
-        return relative(float(errors.sum()), self.energy(linear))
-
     def report(
         self,
         linear: str,
@@ -325,21 +311,13 @@ class LayerProblem:
         *,
         error: float | None = None,
         rtn_error: float | None = None,
-        ratio: float | None = None,
-        clipped: float = 0.0,
-        damp: float | None = None,
-        fallback: str | None = None,
+        **others: Any,
     ) -> ModuleReport:
-        """The report of one linear.
-
-        Args:
-            effective: the dequantized weight, in units of the unscaled layer.
-            rounded: the weight under RTN.
-            error, rtn_error: relative errors of the two, where already computed.
-        """
+        """The report of one linear, from the dequantized weight in units of the unscaled layer, the weight
+        under RTN, and the relative errors of the two where they are known; `others` are further fields."""
         module = f"{self.prefix}.{linear}"
         if linear not in self.statistics:
-            return ModuleReport(module, None, None, fallback=fallback)
+            return ModuleReport(module, None, None, fallback=others.get("fallback"))
         both = (effective,) if rounded is effective else (effective, rounded)
         weight = self.weights[linear]
         if error is None or rtn_error is None:
@@ -355,10 +333,7 @@ class LayerProblem:
             held_out_error=unseen[0],
             rtn_held_out_error=unseen[-1],
             num_tokens=self.statistics[linear].num_tokens,
-            ratio=ratio,
-            clipped=clipped,
-            damp=damp,
-            fallback=fallback,
+            **others,
         )
 
 
@@ -378,11 +353,7 @@ class Unsolved(RuntimeError):
 
 @contextmanager
 def solving(problem: LayerProblem, linears: Collection[str]) -> Iterator[None]:
-    """A context in which these linears are solved together.
-
-    Raises:
-        Unsolved: anything but bad input and the end of another worker was raised in it.
-    """
+    """A context for these linears: all errors become `Unsolved`, but bad input and a lost worker."""
     try:
         yield
     except (BadInput, Unsolved):
@@ -395,11 +366,7 @@ def solving(problem: LayerProblem, linears: Collection[str]) -> Iterator[None]:
 
 
 def each_linear(problem: LayerProblem, solve: Callable[[str], Answer]) -> dict[str, Answer]:
-    """Solve every linear of a layer, shared out among the workers.
-
-    Raises:
-        Unsolved: anything but bad input was raised in it.
-    """
+    """Solve every linear of a layer, shared out among the workers; raises as `solving`."""
 
     def solved(name: str) -> Answer:
         with solving(problem, [name]):
@@ -412,14 +379,8 @@ def each_linear(problem: LayerProblem, solve: Callable[[str], Answer]) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """A quantized layer.
-
-    Attributes:
-        weights: the quantized linears.
-        norms, norm_biases: those that changed, in the checkpoint's dtype.
-        reports: one for each of `weights`, in the same order.
-        routers: routers that changed, float32.
-    """
+    """A quantized layer: its linears with a report of each, and the norms and routers (float32) that
+    changed."""
 
     weights: dict[str, QuantizedTensor]
     norms: dict[str, torch.Tensor]
@@ -430,5 +391,5 @@ class LayerResult:
     @classmethod
     def of(cls, solved: Mapping[str, tuple[QuantizedTensor, ModuleReport]]) -> LayerResult:
         """Join linears that were solved one by one."""
-        codes = {name: one for name, (one, _) in solved.items()}
-        return cls(codes, {}, [report for _, report in solved.values()])
+        weights = {name: codes for name, (codes, _) in solved.items()}
+        return cls(weights, {}, [report for _, report in solved.values()])

@@ -111,10 +111,7 @@ def _decreasing(values: torch.Tensor) -> torch.Tensor:
 
 
 def asymmetric_shift(
-    weight: torch.Tensor,
-    cross: torch.Tensor,
-    feedback: Feedback,
-    gram: torch.Tensor | None = None,
+    weight: torch.Tensor, cross: torch.Tensor, feedback: Feedback, gram: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Shift to add to a weight `[out, in]` whose output shall be that of the float model's inputs.
 
@@ -242,29 +239,23 @@ class _Solver:
         return Solved(self._values(), parameters)
 
     def _fit_all(self, weight: torch.Tensor, num_groups: int) -> None:
-        """Fit all groups to the original weight, whose channels are the grid's in order."""
+        """Fit all groups to the original weight `[out, in]`."""
         importance = None
         if self.importance is not None:
             importance = torch.empty_like(self.importance)
             importance[self.slots] = self.importance
             importance = importance.view(num_groups, -1)
-        parameters = self.grid.fit(
-            self._in_slots(weight).unflatten(1, (num_groups, -1)), importance
-        )
+        if not torch.equal(self.slots, self.feedback.channels):
+            order = torch.empty_like(self.slots)
+            order[self.slots] = self.feedback.channels
+            weight = weight.index_select(1, order)
+        parameters = self.grid.fit(weight.unflatten(1, (num_groups, -1)), importance)
         if num_groups == 1:
             self.fitted, self.columns[0] = [parameters], self.grid.columns(parameters)
             return
         self.fitted = [group_of(parameters, index) for index in range(num_groups)]
         for index, part in enumerate(self.fitted):
             self.columns[index] = self.grid.columns(part)
-
-    def _in_slots(self, weight: torch.Tensor) -> torch.Tensor:
-        """A weight `[out, in]` with its columns in the grid's order."""
-        if torch.equal(self.slots, self.feedback.channels):
-            return weight
-        order = torch.empty_like(self.slots)
-        order[self.slots] = self.feedback.channels
-        return weight.index_select(1, order)
 
     def _fit_group(self, start: int, stop: int, corrected: torch.Tensor) -> None:
         """Fit the grid of the group at these positions to its corrected weights."""

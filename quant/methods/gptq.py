@@ -92,14 +92,8 @@ class _Measurement(NamedTuple):
 
 
 class StageWork:
-    """State of a layer during quantization.
-
-    Several workers measure the errors of what is solved where they would wait for each other.
-
-    Attributes:
-        codes, reports: of the finished linears.
-        damps: damping of those that are solved and not yet reported.
-    """
+    """State of a layer: codes and reports of finished linears, and dampings of those that are solved and not
+    yet reported. Several workers measure errors where they would wait for each other."""
 
     def __init__(self, problem: LayerProblem):
         self.problem = problem
@@ -117,11 +111,8 @@ class StageWork:
         self.problem.statistics.update(self.problem.remeasure(done, linears | routers))
 
     def quantize_all(self, groups: list[tuple[str, ...]]) -> None:
-        """Quantize independent groups of linears, over the devices where there are several.
-
-        Workers, whatever their number, solve the linears of a stage's only group apart: each with a
-        factorisation of its own.
-        """
+        """Quantize independent groups of linears, over the devices where there are several. Workers, whatever
+        their number, solve the linears of a stage's only group apart, each with its own factorisation."""
         devices = self.problem.devices
         if workers.together() and len(groups) == 1:
             groups = [(name,) for name in groups[0]]
@@ -151,7 +142,7 @@ class StageWork:
         return [float(columns**2 * min(rows, REPORTED_ROWS)) for rows, columns in shapes]
 
     def _measure_errors(self, owners: Sequence[int | None]) -> None:
-        """Make this worker's of the measurements that wait; those without an owner wait on."""
+        """Do the queued measurements that this rank owns; those without an owner stay in the queue."""
         waiting, self._waiting = self._waiting, []
         for each, owner in zip(waiting, owners, strict=True):
             if owner is None:
@@ -211,7 +202,11 @@ class StageWork:
             return
         gram = gram_of(problem, linears[0])
         factors: dict[tuple[str, int, int], Feedback | None] = {}
-        for names in self._alike(linears):
+        alike: dict[tuple[Scheme, torch.dtype], list[str]] = {}  # can be solved together
+        for name in linears:
+            scheme = problem.schemes[name], problem.scale_dtypes[name]
+            alike.setdefault(scheme, []).append(name)
+        for names in alike.values():
             if refusal := kind_of(problem.schemes[names[0]]).refuses_solver:
                 self._round(names, refusal, weighted=True)
                 continue
@@ -227,14 +222,6 @@ class StageWork:
                 continue
             for together in [names] if grid.rows_alone else [[name] for name in names]:
                 self._solve(together, factor)
-
-    def _alike(self, linears: tuple[str, ...]) -> list[list[str]]:
-        """Linears grouped by scheme and scale dtype, which can be solved together."""
-        kinds: dict[tuple[Scheme, torch.dtype], list[str]] = {}
-        for name in linears:
-            kind = self.problem.schemes[name], self.problem.scale_dtypes[name]
-            kinds.setdefault(kind, []).append(name)
-        return list(kinds.values())
 
     def _solve(self, names: list[str], factor: Feedback) -> None:
         problem, options = self.problem, self.problem.options
@@ -262,8 +249,14 @@ class StageWork:
             self._round(names, "the corrections grew beyond what its scales can hold")
             return
         whole = grid.tensor(solved.values, solved.parameters)
-        if permuted:
-            whole = _permuted(whole, factor.channels.flip(0))
+        if permuted:  # columns in rounding order become the weight's, with a group index
+            assert isinstance(whole, IntTensor)
+            channels = factor.channels.flip(0)
+            position = torch.empty_like(channels)
+            position[channels] = torch.arange(len(channels))
+            index = (position // (len(channels) // whole.num_groups)).to(torch.int32)
+            codes = whole.codes.index_select(1, position)
+            whole = replace(whole, codes=codes, group_index=index)
         first = 0
         for name, weight in zip(names, weights, strict=True):
             codes = whole.rows(slice(first, first + weight.shape[0])) if len(names) > 1 else whole
@@ -296,17 +289,6 @@ class StageWork:
                 self.codes[name] = round_weight(problem, name, problem.weights[name])
                 effective = self.codes[name].dequantize()
             self.reports[name] = problem.report(name, effective, rounded, fallback=reason)
-
-
-def _permuted(tensor: QuantizedTensor, channels: torch.Tensor) -> IntTensor:
-    """Codes whose columns are the channels `[in]` in that order, as the weight with a group index."""
-    assert isinstance(tensor, IntTensor)
-    position = torch.empty_like(channels)
-    position[channels] = torch.arange(len(channels))
-    size = len(channels) // tensor.num_groups
-    index = (position // size).to(torch.int32)
-    codes = tensor.codes.index_select(1, position)
-    return replace(tensor, codes=codes, group_index=index)
 
 
 def unusable(problem: LayerProblem, linear: str) -> str | None:

@@ -25,8 +25,6 @@ _ROWS = 256  # rows per chunk: the steps below hold about ten copies of them
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    """Fit the grids of every linear of a layer."""
-
     def fitted(linear: str) -> tuple[QuantizedTensor, ModuleReport]:
         weight, scheme = problem.weights[linear], problem.schemes[linear]
         assert isinstance(scheme, IntScheme)
@@ -42,12 +40,8 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
 def fit_grid(
     weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
 ) -> IntTensor:
-    """Quantize a weight `[out, in]`: codes, scales in `scale_dtype` and integer zeros.
-
-    Raises:
-        BadInput: NaN or infinite weights, a scale overflows `scale_dtype`, or the group size does not
-            divide the row.
-    """
+    """Codes, scales in `scale_dtype` and integer zeros of a weight `[out, in]`; BadInput where it is not
+    finite, a scale overflows, or the group size does not divide the row."""
     plain = round_to_nearest(weight, scheme, scale_dtype, name=name)
     scales, zeros, codes = plain.scales.clone(), plain.zeros.clone(), plain.codes.clone()
     grouped = weight.view(*scales.shape, -1)
@@ -70,7 +64,6 @@ def _codes(
 def _squared_error(
     grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
 ) -> torch.Tensor:
-    """Squared error of each group, float32 `[out, groups]`."""
     codes = _codes(grouped, scales, zeros, scheme)
     return ((codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1) - grouped).square().sum(dim=-1)
 

@@ -39,8 +39,7 @@ native_rounding = beside(__file__, "int_rounding.c")
 
 
 class _Grid(NamedTuple):
-    """Scale in the stored dtype, and scale and zero code in float32, of each group `[groups]`; `exact`: the
-    zero code before it was rounded, None where it is fixed."""
+    """Scales and zero codes of the groups `[groups]`; `exact`: before rounding, None where it is fixed."""
 
     stored: torch.Tensor
     scale: torch.Tensor
@@ -49,14 +48,8 @@ class _Grid(NamedTuple):
 
 
 class IntRounding(TunedRounding):
-    """The tuned parameters of a linear.
-
-    Args:
-        weight: float32 `[out, in]`; it is read again in every step.
-        scale_dtype: in which the format stores scales.
-        start: the weight rounded to nearest, in whose ranges the descent begins, as far as they are within
-            those of the weights; None: it begins with those of the weights.
-    """
+    """The tuned parameters of a linear `[out, in]`, whose float32 weight is read again in every step. The
+    descent begins in the ranges of `start`, as far as they are within those of the weights."""
 
     def __init__(
         self,
@@ -101,12 +94,8 @@ class IntRounding(TunedRounding):
             target[rows] = codes.sub_(grid.zero[rows, None]).mul_(grid.scale[rows, None])
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """One step of sign gradient descent.
-
-        Args:
-            gradient: of the loss, for the rounded weight `[out, in]`.
-            rate: length of the step: in steps of the grid, and in shares of the range.
-        """
+        """One step for the gradient of the rounded weight `[out, in]`; `rate`: in steps and shares of the
+        range."""
         grid = self._grid()
         if (library := self._library(gradient)) is not None:
             slopes = torch.empty(len(self._groups), 3)
@@ -119,7 +108,6 @@ class IntRounding(TunedRounding):
         self._move_ranges(slopes, rate)
 
     def tensor(self) -> IntTensor:
-        """The quantized weight."""
         grid = self._grid()
         codes = torch.empty(self._groups.shape, dtype=torch.uint8)
         for rows in self._chunks():

@@ -42,10 +42,8 @@ def _whole_bits(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """Hyperparameters of single methods; each method reads only its own, see `options.refuse_knobs`.
-
-    `asymmetric` None is what is best for the method, see `request.with_defaults`.
-    """
+    """Hyperparameters of single methods; a method reads only its own. `asymmetric` None: the method's
+    best."""
 
     PANEL: ClassVar = "Method"
 
@@ -171,10 +169,7 @@ def check_group_size(asked: int | None) -> None:
 
 
 def refuse_options(method: str, options: SchemeOptions, *known: str) -> None:
-    """Raises BadInput naming an option that the method does not use.
-
-    `--symmetric` is accepted by grids without zero points; only `--asymmetric` is refused there.
-    """
+    """Raises BadInput for an option that the method does not use; grids without zero points are symmetric."""
     blank = SchemeOptions()
     for field in fields(options):
         name, value = field.name, getattr(options, field.name)
@@ -253,11 +248,9 @@ def smoothquant(options: SchemeOptions) -> Scheme:
 
 
 def fp8(options: SchemeOptions) -> Scheme:
-    """e4m3 weights with a scale per output channel, per tensor, or per block.
-
-    Activations are quantized too by default: per token, with block scales per group of 128 channels of a
-    token, or per tensor with a static calibrated scale.
-    """
+    """e4m3 weights with a scale per output channel, tensor or block. Activations are quantized too by
+    default: per token, with block scales per group of 128 channels, or per tensor with a static calibrated
+    scale."""
     from ..kinds.fp8.scheme import FloatScheme
 
     granularity = options.granularity or "channel"
@@ -318,7 +311,6 @@ class BlockFloat:
 
 
 def squeezellm(options: SchemeOptions) -> Scheme:
-    """Tables per output channel, and sparse float weights."""
     from ..kinds.lookup.scheme import LookupScheme
 
     fraction = options.sparse_fraction
@@ -326,14 +318,12 @@ def squeezellm(options: SchemeOptions) -> Scheme:
 
 
 def trellis(options: SchemeOptions) -> Scheme:
-    """Trellis codes between transforms."""
     from ..kinds.trellis.scheme import TrellisScheme
 
     return TrellisScheme(options.width)
 
 
 def quip(options: SchemeOptions) -> Scheme:
-    """Codes of the E8 lattice between transforms."""
     from ..kinds.e8p.scheme import E8pScheme
 
     return E8pScheme(options.width)

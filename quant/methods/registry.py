@@ -33,35 +33,34 @@ class Method:
     """A quantization method.
 
     Attributes:
-        name: as in `--method`.
-        default_format: where `--format` is not given and the scheme fits.
-        scheme_of: the scheme of options whose bits are decided.
-        takes: the scheme options that it reads; others are refused.
-        bits, widths: the width without `--bits`, and what `--bits` takes.
-        module: in this folder; its `quantize_layer` solves a layer. It is imported when it is called.
-        codes: how they are chosen. "rounded": to nearest, so that GPTQ may choose them instead; "smoothed":
+        default_format: format where `--format` is not given and the scheme fits.
+        scheme_of: makes the scheme of options whose bits are decided.
+        takes: scheme options that it reads; others are refused.
+        bits, widths: width without `--bits`, and widths that `--bits` takes.
+        module: module in this folder, imported when it is called; its `quantize_layer` solves a layer.
+        codes: choice of the codes. "rounded": to nearest, so that GPTQ may choose them instead; "smoothed":
             scales are folded first, then either solver rounds; "own": by the method's own solver.
-        best_solver: where `--solver` is auto. AWQ's scales and GPTQ's feedback add up: each lowers the error
-            that the other leaves. Without calibration there is no feedback, so methods that need none stay
-            with the nearest.
+        best_solver: solver where `--solver` is auto. AWQ's scales and GPTQ's feedback add up: each lowers the
+            error that the other leaves. Without calibration there is no feedback, so methods that need none
+            stay with the nearest.
         num_samples: calibration samples by default.
-        needs_statistics: whether it needs calibration data.
-        grouped: whether its scheme has groups of input channels that must divide the width.
-        sequential: whether it quantizes a layer's linears in execution order, each measured behind the
+        needs_statistics: True if it needs calibration data.
+        grouped: True if its scheme has groups of input channels that must divide the width.
+        sequential: True if it quantizes a layer's linears in execution order, each measured after the
             quantized ones before it, unless `MethodOptions.true_sequential` is off.
-        blockwise: whether it runs the layer itself, as `LayerProblem.block`.
-        transformed: whether its codes lie between transforms: they have GPTQ's error feedback built in, and
+        blockwise: True if it runs the layer itself, as `LayerProblem.block`.
+        transformed: True if its codes lie between transforms: they have GPTQ's error feedback built in, and
             scales to be tuned.
-        is_solver: whether records name it as the solver of the codes.
-        searches_scales: whether it tries scales, and measures a layer again behind its first linears.
-        ranged: whether the ranges of its groups may be the plain minimum and maximum.
-        fits_zeros: whether its zero points are fitted, so that no format's preference changes them.
-        to_blocks: whether it goes to any grid, ggml's blocks included.
-        in_towers: whether it goes to vision towers, whose layers are no decoder layers.
-        by_target: whether its widths may be searched under a target.
-        knobs: fields of `MethodOptions` that it reads beside those of all methods.
+        is_solver: True if records name it as the solver of the codes.
+        searches_scales: True if it tries scales, and measures a layer again after its first linears.
+        ranged: True if the ranges of its groups may be the plain minimum and maximum.
+        fits_zeros: True if its zero points are fitted, so that no format's preference changes them.
+        to_blocks: True if it goes to any grid, ggml's blocks included.
+        in_towers: True if it goes to vision towers, whose layers are no decoder layers.
+        by_target: True if its widths may be searched under a target.
+        knobs: fields of `MethodOptions` that it reads in addition to those of all methods.
         copies: float copies of the largest linear at its peak, besides the weights; measured.
-        code_bytes: kept for each weight while it works.
+        code_bytes: bytes kept for each weight while it works.
     """
 
     name: str
@@ -91,11 +90,7 @@ class Method:
     code_bytes: int = 1
 
     def choose_bits(self, asked: int | None) -> int:
-        """The requested bit width, or the method's default.
-
-        Raises:
-            BadInput: a width that the method does not support.
-        """
+        """The requested bit width, or the method's default; BadInput for a width that it does not support."""
         bits = self.bits if asked is None else asked
         if bits not in self.widths:
             known = ", ".join(str(width) for width in self.widths)
@@ -103,20 +98,11 @@ class Method:
         return bits
 
     def scheme(self, options: SchemeOptions) -> Scheme:
-        """The scheme for the requested options.
-
-        Raises:
-            BadInput: a bit width or an option that the method does not support.
-        """
+        """The scheme for the requested options; BadInput for one that is not supported."""
         refuse_options(self.name, options, *self.takes)
         return self.scheme_of(replace(options, bits=self.choose_bits(options.bits)))
 
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
-        """Quantize every linear of a layer.
-
-        Raises:
-            BadInput: a weight that cannot be quantized, such as one that holds NaN.
-        """
         return import_module(f".{self.module}", __package__).quantize_layer(problem)
 
     def solver(self, asked: str) -> Solver:
@@ -126,28 +112,19 @@ class Method:
         return "gptq" if asked == "gptq" else "nearest"
 
     def solver_name(self, solver: str) -> str:
-        """Name the solver of the codes: `nearest`, `gptq` or `autoround`."""
         return self.name if self.is_solver else solver
 
     def refuse_solver(self, solver: str) -> None:
         """Raises BadInput where the method chooses its codes itself, and not by `solver`."""
         if solver != "nearest" and self.codes == "own" and self.name != solver:
-            known = [
-                one.name
-                for codes in ("rounded", "smoothed")
-                for one in METHODS.values()
-                if one.codes == codes
-            ]
+            others = [method for method in METHODS.values() if method.codes != "own"]
+            known = [method.name for method in sorted(others, key=lambda method: method.codes)]
             raise BadInput(
                 f"--solver {solver}: method {self.name} chooses its codes itself; use {', '.join(known)}"
             )
 
     def with_solver(self, solver: str) -> Method:
-        """The method with its codes chosen by `solver`: `nearest`, or GPTQ's error feedback on its grid.
-
-        Raises:
-            BadInput: see `refuse_solver`.
-        """
+        """The method with its codes chosen by `solver`: `nearest` or `gptq`; raises as `refuse_solver`."""
         self.refuse_solver(solver)
         if solver == "nearest" or self.codes == "own":
             return self
@@ -169,13 +146,13 @@ class Method:
         usual = MethodOptions()
         if options.ranges == "mse" and self.name != "gptq":
             raise BadInput(f"--ranges mse belongs to method gptq, not to {self.name}")
-        readers = [self, *(one for one in (METHODS.get(options.solver),) if one is not None)]
-        if options.ranges != usual.ranges and not any(one.ranged for one in readers):
+        readers = [self, METHODS.get(options.solver, self)]
+        if options.ranges != usual.ranges and not any(method.ranged for method in readers):
             raise BadInput(f"--ranges {options.ranges}: method {self.name} has ranges of its own")
-        for knob in dict.fromkeys(name for one in METHODS.values() for name in one.knobs):
-            is_read = any(knob in one.knobs for one in readers)
+        for knob in dict.fromkeys(name for method in METHODS.values() for name in method.knobs):
+            is_read = any(knob in method.knobs for method in readers)
             if not is_read and getattr(options, knob) not in (None, getattr(usual, knob)):
-                owner = next(one.name for one in METHODS.values() if knob in one.knobs)
+                owner = next(method.name for method in METHODS.values() if knob in method.knobs)
                 raise BadInput(f"{_flag(knob)} belongs to method {owner}, not to {self.name}")
         if self.transformed and not options.finetune_steps:
             for knob in ("lr", "batch_size"):
@@ -340,15 +317,14 @@ def check_method(name: str) -> None:
     if name in METHODS or name == AUTO:
         return
     if name in format_names():
-        writes = [method for method, one in METHODS.items() if one.default_format == name]
+        writes = [known for known, method in METHODS.items() if method.default_format == name]
         method = f"--method {writes[0]} " if writes else ""
         raise BadInput(f"unknown method {name!r}: {name} is a format: {method}--format {name}")
     raise BadInput(f"unknown method {name!r}: {offer(name, sorted((*METHODS, AUTO)))}")
 
 
 def check_format(name: str, others: Sequence[str] = ()) -> None:
-    """Raises BadInput for a name of no format, nor of `others`; a method is answered with its option, and
-    a format whose package is missing with the extra that has it."""
+    """Raises BadInput for a name of no format, nor of `others`, and for a format without its package."""
     if name in (known := [*format_names(), *others]):
         if name == "gguf":
             require("the format gguf", "gguf", "gguf")
@@ -359,11 +335,7 @@ def check_format(name: str, others: Sequence[str] = ()) -> None:
 
 
 def formats_asked(asked: str | None) -> tuple[str, ...]:
-    """The formats that `--format` names with commas; none where it is not given.
-
-    Raises:
-        BadInput: an unknown one, or one that is named twice.
-    """
+    """The formats that `--format` names with commas; BadInput for an unknown or repeated one."""
     if asked is None:
         return ()
     names = tuple(name.strip() for name in asked.split(","))

@@ -31,7 +31,7 @@ def routers_of(family: LayerMap, linears: Collection[str]) -> set[str]:
     return {
         router
         for router in family.routers
-        if any(linear.startswith(_block(router)) for linear in linears)
+        if any(linear.startswith(router.rpartition(".")[0] + ".") for linear in linears)
     }
 
 
@@ -43,11 +43,6 @@ def router_of(problem: LayerProblem, linear: str) -> InputStatistics | None:
             if seen.num_tokens > problem.statistics[linear].num_tokens:
                 return seen
     return None
-
-
-def _block(router: str) -> str:
-    """The beginning of the names of everything beside a router, its experts among them."""
-    return router.rpartition(".")[0] + "."
 
 
 def too_few(problem: LayerProblem, linear: str) -> bool:
@@ -103,19 +98,10 @@ _LEAST_IMPORTANCE = 1e-4  # of the mean
 
 
 def round_weight(
-    problem: LayerProblem,
-    linear: str,
-    weight: torch.Tensor,
-    columns: torch.Tensor | None = None,
+    problem: LayerProblem, linear: str, weight: torch.Tensor, columns: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """Round `weight` `[out, in]` to nearest in the ranges that are asked for.
-
-    Args:
-        columns: the scales `[in]` that its columns were multiplied with; None: 1.
-
-    Raises:
-        BadInput: NaN or infinite weights, or scales beyond their dtype.
-    """
+    """Round `weight` `[out, in]`, whose columns were multiplied with `columns`, to nearest in the ranges that
+    are asked for; BadInput where it or its scales are not finite in their dtype."""
     weights = None
     if problem.options.ranges == "weighted" and problem.schemes[linear].searches_ranges:
         weights = importance(problem, linear, columns)
@@ -156,11 +142,7 @@ def importance(
 
 
 def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> QuantizedTensor:
-    """Round `weight` `[out, in]` to nearest without data: RTN, with which every method is compared.
-
-    Raises:
-        BadInput: NaN or infinite weights, or scales beyond their dtype.
-    """
+    """Round `weight` `[out, in]` to nearest without data: RTN, the yardstick; BadInput as `round_weight`."""
     module = module_name(problem, linear)
     require_finite(weight, module)
     return kind_of(problem.schemes[linear]).round(
@@ -189,15 +171,9 @@ def module_name(problem: LayerProblem, linear: str) -> str:
 
 
 def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
-    """The scale of a linear's static activations, float32 `[1]`; None where its scheme has none.
-
-    For NVFP4 inputs it is their global scale, a divisor. It covers the largest calibration input; an input
-    that is always zero gets 1. An expert that no token was routed to takes the largest input of the same
-    projection in the other experts.
-
-    Raises:
-        BadInput: no calibration token reached the linear or the same one of another expert.
-    """
+    """The scale of a linear's static activations, float32 `[1]` (of NVFP4 a divisor), for the largest
+    calibration input, 1 for zeros; None where its scheme has none. An expert without tokens takes that of the
+    same projection in the others; BadInput where no token reached any."""
     scheme: Scheme = problem.schemes[linear]
     activations = scheme.activations
     if activations is None or activations.dynamic:
@@ -237,7 +213,6 @@ def fused_largest(problem: LayerProblem, linear: str, weight: torch.Tensor) -> t
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    """Round every linear of a layer to its scheme."""
     return LayerResult.of(each_linear(problem, lambda linear: _rounded(problem, linear)))
 
 

@@ -19,15 +19,9 @@ _STATUS_SECONDS = 1.0
 
 
 class TunableBlock(Protocol):
-    """A decoder layer, its inputs behind the quantized layers before it, and what it should return.
-
-    The target is the output of the float model, whose layers before it are not quantized either.
-
-    Attributes:
-        num_samples: calibration samples.
-        seed: of random choices in this layer.
-        compute: dtype of the GEMMs, in which tuned weights are given.
-    """
+    """A decoder layer after quantized layers; its target is the output of the float model, whose layers
+    before it are not quantized either. `compute` is the dtype of the GEMMs, in which tuned weights are
+    given."""
 
     num_samples: int
     seed: int
@@ -38,10 +32,8 @@ class TunableBlock(Protocol):
         ...
 
     def batches(self, samples: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Places among these samples and their numbers, in as many at a time as the layer is run on.
-
-        Of several workers each has its own samples, one at a time.
-        """
+        """Places among these samples and their numbers, as many at a time as the layer runs on; own samples
+        of a worker, one at a time."""
         ...
 
     def losses(self, samples: torch.Tensor) -> torch.Tensor:
@@ -54,17 +46,12 @@ class TunableBlock(Protocol):
 
 
 class TunedRounding(ABC):
-    """Tuned parameters of one linear; see `IntRounding`, `GridRounding` and `TunedScales`.
-
-    Args:
-        tuned: tensors that `descend` changes in place.
-    """
+    """Parameters of one linear, which `descend` changes in place."""
 
     def __init__(self, *tuned: torch.Tensor):
         self._tuned, self._kept = tuned, [value.clone() for value in tuned]
 
     def keep(self) -> None:
-        """Remember the present parameters."""
         for kept, value in zip(self._kept, self._tuned, strict=True):
             kept.copy_(value)
 
@@ -112,7 +99,7 @@ def tune(
     }
     _write(roundings, weights)
     generator = torch.Generator(HOST).manual_seed(block.seed)
-    best, said, began = 1.0, time.monotonic(), time.monotonic()
+    best, shown, began = 1.0, time.monotonic(), time.monotonic()
     with _deterministic(), block.tuned(weights):
         plain = _plain_losses(block)
         for iteration, samples in zip(
@@ -123,11 +110,16 @@ def tune(
                 best = loss
                 for rounding in roundings.values():
                     rounding.keep()
-            if iteration + 1 < iters:
-                _step(roundings, weights, rate * (1 - iteration / iters))
-            if time.monotonic() - said > _STATUS_SECONDS:
-                said = time.monotonic()
-                speed = (iteration + 1) / (said - began)
+            # An expert that no token of the batch reached has no gradient and stays as it is.
+            reached = [name for name in roundings if weights[name].grad is not None]
+            for name in reached if iteration + 1 < iters else ():
+                with torch.no_grad():
+                    roundings[name].descend(weights[name].grad, rate * (1 - iteration / iters))
+                    roundings[name].write(weights[name].data)
+                weights[name].grad = None
+            if time.monotonic() - shown > _STATUS_SECONDS:
+                shown = time.monotonic()
+                speed = (iteration + 1) / (shown - began)
                 block.status(
                     f"iteration {iteration + 1}/{iters}, {speed:.1f}/s, loss {loss:.3f} of the start's"
                 )
@@ -139,10 +131,7 @@ def tune(
 def _batches(
     num_samples: int, batch_size: int, generator: torch.Generator
 ) -> Iterator[torch.Tensor]:
-    """Batches of sample numbers without end; each sample is drawn once before any is drawn again.
-
-    They are on the host, as the states are that they choose from, whatever device computes.
-    """
+    """Batches of sample numbers on the host, without end; each is drawn once before any is drawn again."""
     size = min(batch_size, num_samples)
     left = torch.empty(0, dtype=torch.int64, device=HOST)
     while True:
@@ -161,10 +150,7 @@ def _plain_losses(block: TunableBlock) -> torch.Tensor:
 
 
 def _backward(
-    block: TunableBlock,
-    samples: torch.Tensor,
-    plain: float,
-    weights: Mapping[str, nn.Parameter],
+    block: TunableBlock, samples: torch.Tensor, plain: float, weights: Mapping[str, nn.Parameter]
 ) -> float:
     """Gradients of a batch's loss, over that of the beginning, which is returned."""
     losses: list[float] = []
@@ -183,19 +169,6 @@ def _backward(
         for weight, gradient in zip(weights.values(), found, strict=True):
             weight.grad = gradient
     return sum((each for worker in workers.gathered(losses) for each in worker), 0.0)
-
-
-@torch.no_grad()
-def _step(
-    roundings: Mapping[str, TunedRounding], weights: Mapping[str, nn.Parameter], rate: float
-) -> None:
-    """Descend where there is a gradient: an expert that no token of the batch reached stays as it is."""
-    for name, rounding in roundings.items():
-        weight = weights[name]
-        if weight.grad is not None:
-            rounding.descend(weight.grad, rate)
-            rounding.write(weight.data)
-            weight.grad = None
 
 
 @torch.no_grad()

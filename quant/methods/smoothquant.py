@@ -28,39 +28,38 @@ from .base import (
     relative,
     solving,
 )
-from .folding import can_fold, column_scales, divided_bias, fold_into_norm, tied_scales
+from .folding import (
+    can_fold,
+    column_scales,
+    divided_bias,
+    fold_into_norm,
+    scaled_problem,
+    tied_scales,
+)
 from .rounding import module_name, round_weight
 
 _INT8_STEPS = 127.5
 
 
 @dataclass(frozen=True, slots=True)
-class _Errors:
-    """Relative output errors of one linear, on calibration and on held-out tokens."""
+class _Rounded:
+    """A linear after rounding, with its relative errors on calibration and on held-out tokens."""
 
+    codes: QuantizedTensor
+    columns: torch.Tensor
+    smoothed: bool
     seen: float
     held_out: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounded:
-    """A linear after rounding, and whether its inputs are smoothed."""
-
-    codes: QuantizedTensor
-    errors: _Errors
-    columns: torch.Tensor
-    smoothed: bool
-
-
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    """Smooth and round every linear of a layer, norm by norm."""
     chosen = each_linear(
         problem,
         lambda name: _round(
             problem, name, torch.ones(problem.weights[name].shape[1]), smoothed=False
         ),
     )
-    plain = {name: one.errors for name, one in chosen.items()}
+    plain = dict(chosen)
     norms: dict[str, torch.Tensor] = {}
     norm_biases: dict[str, torch.Tensor] = {}
     routers: dict[str, torch.Tensor] = {}
@@ -75,16 +74,33 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
             trial = {name: _round(problem, name, columns, smoothed=True) for name in targets}
         except BadInput:  # scaled weights overflow the dtype of their scales
             continue
-        if sum(trial[name].errors.seen for name in targets) < sum(plain[n].seen for n in targets):
+        if sum(trial[name].seen for name in targets) < sum(plain[name].seen for name in targets):
             chosen |= trial
             norms[fold.source] = norm
             norm_biases |= divided_bias(fold, problem, rows)
             readers = [name for name in fold.targets if name in problem.routers]
             routers |= {name: problem.routers[name] * columns for name in readers}
-    if problem.options.solver == "gptq":
-        chosen = _solved(problem, chosen)
-    weights: dict[str, QuantizedTensor] = {name: one.codes for name, one in chosen.items()}
-    reports = [_report(problem, name, chosen[name], plain[name]) for name in weights]
+    if problem.options.solver == "gptq":  # error feedback on the smoothed inputs
+        columns = {name: linear.columns for name, linear in chosen.items()}
+        smoothed = replace(scaled_problem(problem, columns, {}), held_out={}, remeasure=None)
+        codes = gptq.quantize_layer(smoothed).weights
+        chosen = {
+            name: _judged(problem, name, codes[name], linear.columns, smoothed=linear.smoothed)
+            for name, linear in chosen.items()
+        }
+    weights: dict[str, QuantizedTensor] = {n: linear.codes for n, linear in chosen.items()}
+    reports = [
+        ModuleReport(
+            module=module_name(problem, name),
+            error=linear.seen,
+            rtn_error=plain[name].seen,
+            held_out_error=linear.held_out,
+            rtn_held_out_error=plain[name].held_out,
+            num_tokens=problem.statistics[name].num_tokens,
+            ratio=problem.options.alpha if linear.smoothed else None,
+        )
+        for name, linear in chosen.items()
+    ]
     return LayerResult(weights, norms, reports, routers, norm_biases)
 
 
@@ -107,30 +123,6 @@ def _round(problem: LayerProblem, name: str, columns: torch.Tensor, *, smoothed:
     return _judged(problem, name, codes, columns, smoothed=smoothed)
 
 
-def _solved(problem: LayerProblem, chosen: dict[str, _Rounded]) -> dict[str, _Rounded]:
-    """The smoothed weights with codes from GPTQ's error feedback, on the smoothed inputs."""
-    divided: dict[tuple[int, int], InputStatistics] = {}
-    statistics = dict(problem.statistics)
-    for name, one in chosen.items():
-        if one.smoothed:  # linears with one input share its statistics and its scales
-            shared = id(problem.statistics[name]), id(one.columns)
-            if shared not in divided:
-                divided[shared] = problem.statistics[name].divided(one.columns)
-            statistics[name] = divided[shared]
-    smoothed = replace(
-        problem,
-        weights={name: problem.weights[name] * one.columns for name, one in chosen.items()},
-        statistics=statistics,
-        held_out={},
-        remeasure=None,
-    )
-    codes = gptq.quantize_layer(smoothed).weights
-    return {
-        name: _judged(problem, name, codes[name], one.columns, smoothed=one.smoothed)
-        for name, one in chosen.items()
-    }
-
-
 def _judged(
     problem: LayerProblem,
     name: str,
@@ -146,14 +138,11 @@ def _judged(
     if unseen is not None:
         energy = float(unseen.row_errors(weight).sum())
         held_out = relative(_lost(weight, codes, columns, unseen), energy)
-    return _Rounded(codes, _Errors(seen, held_out), columns, smoothed)
+    return _Rounded(codes, columns, smoothed, seen, held_out)
 
 
 def _lost(
-    weight: torch.Tensor,
-    codes: QuantizedTensor,
-    columns: torch.Tensor,
-    statistics: InputStatistics,
+    weight: torch.Tensor, codes: QuantizedTensor, columns: torch.Tensor, statistics: InputStatistics
 ) -> float:
     """Squared output error of quantizing a linear's weight and its inputs."""
     scaled = codes.dequantize()
@@ -175,15 +164,3 @@ def input_noise(statistics: InputStatistics, columns: torch.Tensor) -> float:
     together = float((statistics.gram.diagonal() / columns.square()).sum()) / tokens
     largest = float((statistics.abs_max / columns).max()) ** 2
     return tokens * min(together, largest) / _INT8_STEPS**2 / 12
-
-
-def _report(problem: LayerProblem, name: str, chosen: _Rounded, plain: _Errors) -> ModuleReport:
-    return ModuleReport(
-        module=module_name(problem, name),
-        error=chosen.errors.seen,
-        rtn_error=plain.seen,
-        held_out_error=chosen.errors.held_out,
-        rtn_held_out_error=plain.held_out,
-        num_tokens=problem.statistics[name].num_tokens,
-        ratio=problem.options.alpha if chosen.smoothed else None,
-    )

@@ -30,8 +30,6 @@ _PIECE = 2**18  # weights per chunk, because the prefix sums are float64
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    """Fit the tables of every linear of a layer."""
-
     def fitted(linear: str) -> tuple[QuantizedTensor, ModuleReport]:
         weight, scheme = problem.weights[linear], problem.schemes[linear]
         assert isinstance(scheme, LookupScheme)
@@ -46,14 +44,7 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
 def fit_lookup(
     weight: torch.Tensor, statistics: InputStatistics, scheme: LookupScheme, *, name: str = "weight"
 ) -> tuple[LookupTensor, LookupTensor]:
-    """Quantize a weight `[out, in]`.
-
-    Returns:
-        The result, and the baseline with uniform tables.
-
-    Raises:
-        BadInput: the weight does not fit into float16.
-    """
+    """A quantized weight `[out, in]`, and the baseline with uniform tables; BadInput beyond float16."""
     sensitivity = input_sensitivity(statistics)
     plain_kept = largest_weights(weight, scheme.sparse_fraction)
     uniform = uniform_tables(weight, plain_kept, scheme)

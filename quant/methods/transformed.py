@@ -35,7 +35,6 @@ _UNSOLVED = "error feedback failed under any damping"
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    """Quantize the linears of a layer in execution order, then tune their scales where that is asked for."""
     return _finetuned(problem, quantize_stages(problem, _Work(problem)))
 
 
@@ -45,25 +44,22 @@ class _Work(StageWork):
         reason = unusable(self.problem, linears[0])
         gram = None if reason else gram_of(self.problem, linears[0])
         for name in linears:
-            self._quantize(name, gram, reason)
-
-    def _quantize(self, name: str, gram: torch.Tensor | None, reason: str | None) -> None:
-        weight, module = self.problem.weights[name], module_name(self.problem, name)
-        require_finite(weight, module)
-        kind = kind_of(self.problem.schemes[name])
-        assert isinstance(kind, TransformedKind)
-        grid = kind.grid_of(weight, module)
-        solved = None if gram is None else self._solved(name, grid, gram)
-        tensor, damp = solved or (grid.nearest(weight), None)
-        require_scales(tensor, module)
-        self.codes[name] = tensor
-        self.reports[name] = self.problem.report(
-            name,
-            tensor.dequantize(),
-            grid.yardstick(weight),
-            damp=damp,
-            fallback=reason or (None if solved else _UNSOLVED),
-        )
+            weight, module = self.problem.weights[name], module_name(self.problem, name)
+            require_finite(weight, module)
+            kind = kind_of(self.problem.schemes[name])
+            assert isinstance(kind, TransformedKind)
+            grid = kind.grid_of(weight, module)
+            solved = None if gram is None else self._solved(name, grid, gram)
+            tensor, damp = solved or (grid.nearest(weight), None)
+            require_scales(tensor, module)
+            self.codes[name] = tensor
+            self.reports[name] = self.problem.report(
+                name,
+                tensor.dequantize(),
+                grid.yardstick(weight),
+                damp=damp,
+                fallback=reason or (None if solved else _UNSOLVED),
+            )
 
     def _solved(
         self, name: str, grid: TransformedGrid[Any, Any], gram: torch.Tensor

@@ -34,8 +34,8 @@ from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import Shares, States, write_states
 from ..stream.kv_scales import KvRanges
-from ..stream.layer_stream import LayerStream
-from .online_calibration import NoCalibration, head_statistics
+from ..stream.layer_stream import LayerStream, input_groups
+from .online_calibration import NoCalibration, head_statistics, run_parts
 from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
 
 _FACTS, _BEGUN = "statistics.json", "begun.json"
@@ -49,14 +49,8 @@ Replaced = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor
 
 
 class StatisticsFolder:
-    """A statistics cache folder, complete or to be filled.
-
-    Args:
-        signature: digest of the model and the calibration data.
-
-    Raises:
-        BadInput: the folder holds the statistics of another model or other data, or other files.
-    """
+    """A statistics cache folder, complete or to be filled, for a digest of model and data; BadInput where it
+    holds something else."""
 
     def __init__(self, folder: Path, signature: str):
         self.folder = folder
@@ -75,7 +69,6 @@ class StatisticsFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether every layer was measured."""
         return (self.folder / _FACTS).is_file()
 
     def measure(
@@ -88,13 +81,8 @@ class StatisticsFolder:
         kv: bool,
         replaced: Replaced | None = None,
     ) -> None:
-        """Measure all layers that are not in the cache yet.
-
-        Args:
-            head: whether the input of the output projection is measured too.
-            kv: whether the ranges of keys and values are measured too.
-            replaced: the weights behind which the next layer is measured; None: the float ones.
-        """
+        """Measure all layers that are not in the cache yet, with the output projection and ranges of keys and
+        values where asked for, after the weights that `replaced` gives, or the float ones."""
         make_folder(self.folder, "--stats")
         header = json.dumps({"signature": self._signature}).encode()
         if workers.is_first():
@@ -153,16 +141,7 @@ class StatisticsFolder:
         if replaced is not None:
             weights = stream.weights(index, stream.family(index).linears)
             stream.substitute(index, replaced(stream.prefix(index), weights))
-        ranges = KvRanges(stream.is_latent) if kv else None
-        cache: dict[str, Any] = {"past_key_values": ranges} if kv else {}
-        following = {
-            name: stream.run(index, part, in_place=True, **cache) for name, part in states.items()
-        }
-        if not all(workers.gathered(all(part.finite() for part in following.values()))):
-            raise BadInput(
-                f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
-            )
-        ranges = None if ranges is None else ranges.of_all_workers()
+        following, ranges = run_parts(stream, index, states, kv=kv)
         self._write(f"layer-{index:05d}", stream.family(index), records, ranges)
         stream.unload(index)
         return following
@@ -178,7 +157,7 @@ class StatisticsFolder:
             return
         tensors: dict[str, torch.Tensor] = {}
         for split, statistics in zip(_SPLITS, records, strict=True):
-            for group in _groups(family):
+            for group in input_groups(family):
                 if group[0] not in statistics:
                     continue
                 record = statistics[group[0]]
@@ -190,11 +169,7 @@ class StatisticsFolder:
         write_tensors(self.folder / f"{name}.safetensors", tensors, layout_of(tensors))
 
     def read(self, name: str, family: LayerMap, device: torch.device = HOST) -> LayerStatistics:
-        """The statistics of a layer or of the `head`, on a device.
-
-        Raises:
-            BadInput: they are missing.
-        """
+        """The statistics of a layer or of the `head`, on a device; BadInput where they are missing."""
         path = self.folder / f"{name}.safetensors"
         if not path.is_file():
             raise BadInput(f"{path} is missing: remove the folder to measure again")
@@ -202,7 +177,7 @@ class StatisticsFolder:
         splits: list[dict[str, InputStatistics]] = []
         for split in _SPLITS:
             statistics: dict[str, InputStatistics] = {}
-            for group in _groups(family):
+            for group in input_groups(family):
                 start = f"{split}.{group[0]}"
                 if f"{start}.gram" not in tensors:
                     continue
@@ -212,9 +187,7 @@ class StatisticsFolder:
                 record.num_tokens = int(tensors[f"{start}.num_tokens"])
                 statistics |= dict.fromkeys(group, record)
             splits.append(statistics)
-        ranges = None
-        if "kv_ranges" in tensors:
-            ranges = KvRanges(False, *tensors["kv_ranges"])
+        ranges = KvRanges(False, *tensors["kv_ranges"]) if "kv_ranges" in tensors else None
         return LayerStatistics(statistics=splits[0], held_out=splits[1], kv_ranges=ranges)
 
     def _hidden(self, index: int) -> Path:
@@ -222,11 +195,7 @@ class StatisticsFolder:
 
 
 class StoredNumbers:
-    """Numbers that took long to measure, in a JSON file, by digests of all that they depend on.
-
-    Args:
-        facts: of all numbers that are asked for here, for JSON.
-    """
+    """Numbers that took long to measure, in a JSON file, by digests of `facts` and a key of each."""
 
     def __init__(self, path: Path, facts: Any):
         self._path = path
@@ -243,29 +212,22 @@ class StoredNumbers:
         self._numbers[self._digest(key)] = number
 
     def write(self) -> None:
-        """Replace the file."""
         write_atomically(self._path, json.dumps(self._numbers, sort_keys=True))
 
     def _digest(self, key: Any) -> str:
         return sha256_of(f"{self._facts} {json.dumps(key, sort_keys=True)}".encode())
 
 
-def _groups(family: LayerMap) -> list[tuple[str, ...]]:
-    return [*family.shared_inputs, *((router,) for router in family.routers)]
-
-
 class CachedCalibration(NoCalibration):
     """A source that reads cached statistics and runs no layers; a later run reads the folder again."""
 
     def __init__(self, folder: StatisticsFolder, stream: LayerStream):
-        self._folder = folder
-        self._stream = stream
+        self._folder, self._stream = folder, stream
         self._ranges: KvRanges | None = None
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        stream = self._stream
-        name = f"layer-{index:05d}"
-        measured = self._folder.read(name, stream.family(index), stream.device)
+        family, device = self._stream.family(index), self._stream.device
+        measured = self._folder.read(f"layer-{index:05d}", family, device)
         self._ranges = measured.kv_ranges
         return measured
 

@@ -31,13 +31,13 @@ from ..kinds.integer.scheme import IntScheme
 from ..kinds.registry import scheme_record
 from ..methods.options import SchemeOptions
 from ..methods.registry import METHODS
-from ..plan.plan import QuantizePlan
+from ..plan.plan import QuantizePlan, check_widths
 from ..plan.selection import HEAD, Shapes
 from .cached_calibration import StatisticsFolder, StoredNumbers
 from .divergence import Solved, round_layer, rounded_table, solve_layer, solver_facts
 from .preflight import module_sizes, unquantized_bytes
-from .quantized_layer import HEAD_FAMILY, LayerStatistics
-from .sensitivity import LayerSensitivity, Sensitivities
+from .quantized_layer import HEAD_FAMILY
+from .sensitivity import Sensitivities
 
 GROUP_SIZES = (128, 64, 32)
 _INTEGERS = {f"int{bits}": bits for bits in SUPPORTED_BITS}
@@ -46,11 +46,7 @@ _FLOATS = ("fp8", "nvfp4", "mxfp4")  # methods whose schemes go beside integers 
 
 
 def groups_of(plan: QuantizePlan, prefix: str, linears: Sequence[str]) -> list[tuple[str, ...]]:
-    """The full names of linears of a layer, those together that must have one scheme.
-
-    Args:
-        linears: that share an input, by their names in the layer.
-    """
+    """The full names of linears that share an input, by groups that must have one scheme."""
     architecture = gguf_architecture(plan.checkpoint.config) if is_gguf(plan) else ""
     groups: dict[str, list[str]] = {}
     for linear in linears:
@@ -68,20 +64,13 @@ def groups_of(plan: QuantizePlan, prefix: str, linears: Sequence[str]) -> list[t
 
 
 def is_gguf(plan: QuantizePlan) -> bool:
-    """Whether the weights have ggml's block types."""
     return any(isinstance(scheme, GgufScheme) for scheme in plan.schemes.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Candidates under a target, the smallest first; 16 bits are the last.
-
-    Attributes:
-        budget: bytes that the linears may take.
-        schemes, sizes: of every module under each candidate, and its bytes; a module without a scheme stays
-            as it is.
-        uniform: the largest candidate within the budget.
-    """
+    """Candidates under a budget of bytes, the smallest first and 16 bits last, by schemes and bytes of all
+    modules, where a module without a scheme stays; `uniform` is the largest within the budget."""
 
     plan: QuantizePlan
     budget: int
@@ -97,12 +86,10 @@ class Search:
 
     @property
     def num_weights(self) -> int:
-        """Weights of all linears."""
         return _num_weights(self.plan)
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of all other tensors of the checkpoint."""
         return _rest_bytes(self.plan)
 
     def bytes_of(self, schemes: Mapping[str, Scheme]) -> int:
@@ -131,14 +118,8 @@ def search_of(
     target_bytes: int | None,
     names: Sequence[str] = (),
 ) -> Search:
-    """The candidates under a target; without one, under the bytes of 16 bits everywhere.
-
-    Args:
-        names: of the kinds that linears may have, as `--candidates` takes them; none: see `_tiers`.
-
-    Raises:
-        BadInput: the target is too small for every one, or the formats do not hold a kind.
-    """
+    """The candidates under a target, without one under 16 bits everywhere, by `names` as `--candidates` takes
+    them (none: see `_tiers`); BadInput where the target is too small, or no format holds a kind."""
     if is_gguf(plan) and target_bpw is None:  # bits per weight are those of the linears
         names_left = [name for name in table_names(plan.checkpoint) if name not in plan.modules]
         plan = replace(plan, gguf_tables=dict.fromkeys(names_left, ""))
@@ -221,7 +202,7 @@ def _candidates(
 
 
 def _sizes(plan: QuantizePlan, kind: Schemes) -> dict[str, int]:
-    """Bytes of all modules; of those that a kind does not fit, in 16 bits."""
+    """Bytes of all modules; a module that a kind does not fit stays in 16 bits."""
     modules = {name: shape for name, shape in plan.modules.items() if name in kind}
     sizes = module_sizes(replace(plan, modules=modules, schemes=kind), plan.format)
     shapes = _shapes(plan)
@@ -234,18 +215,11 @@ def _sizes(plan: QuantizePlan, kind: Schemes) -> dict[str, int]:
 
 
 def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
-    """Those that all formats hold.
-
-    Raises:
-        BadInput: there is none; why they hold the last one not.
-    """
-    held, refusal = [], None
+    """The candidates that all formats hold; BadInput, with the last reason, where there is none."""
+    held, refusal, shapes = [], None, _shapes(plan)
     for kind in kinds:
         try:
-            for weight_format in plan.formats:
-                for name, scheme in kind.items():
-                    weight_format.check_scheme(scheme)
-                    weight_format.check(name, *_shapes(plan)[name], scheme)
+            check_widths(plan.formats, {name: shapes[name] for name in kind}, kind)
         except BadInput as error:
             refusal = error
             continue
@@ -257,11 +231,7 @@ def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
 
 
 def _named(plan: QuantizePlan, name: str) -> Iterator[Schemes]:
-    """The schemes of all modules that `--candidates` means by a name, such as `int4-asym` or `Q4_K`.
-
-    Raises:
-        BadInput: no such kind.
-    """
+    """The schemes that `--candidates` means by a name, such as `int4-asym` or `Q4_K`; BadInput for none."""
     if is_gguf(plan):
         if name.upper() not in GGUF_BLOCKS:
             raise BadInput(f"--candidates {name}: GGUF has {', '.join(GGUF_BLOCKS)}")
@@ -308,7 +278,6 @@ def _tiers(plan: QuantizePlan) -> Iterator[Iterator[Schemes]]:
 
 
 def _plain_bytes(plan: QuantizePlan, module: str) -> int:
-    """Bytes of a linear that stays as it is."""
     name = f"{module}.weight"
     return entry_bytes((plan.checkpoint.dtype_name(name), plan.checkpoint.shape(name)))
 
@@ -344,11 +313,8 @@ def _kinds(plan: QuantizePlan, widths: Sequence[int]) -> Iterator[Schemes]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Linears that share one scheme, with bytes and cost of each candidate.
-
-    Attributes:
-        costs: expected KL divergence of the model's output, in nats a token.
-    """
+    """Linears that share one scheme, with bytes and expected KL divergence (nats a token) of each
+    candidate."""
 
     modules: tuple[str, ...]
     bytes: tuple[int, ...]
@@ -373,12 +339,29 @@ def measure_choices(
     """
     plan, choices = search.plan, []
     progress.start("measuring candidates", plan.num_layers + plan.lm_head, "layers")
-    for index, family in enumerate(plan.architecture.layers):
-        layer = _Layer(search, index, f"{plan.architecture.layer_prefix(index)}.", family)
-        choices += layer.choices(sensitivities, folder)
+    layers: list[tuple[int | None, str, LayerMap]] = [
+        (index, f"{plan.architecture.layer_prefix(index)}.", family)
+        for index, family in enumerate(plan.architecture.layers)
+    ]
+    if plan.lm_head:  # it has no number and no start of names
+        layers.append((None, "", HEAD_FAMILY))
+    for index, start, family in layers:
+        groups = [
+            group for linears in family.shared_inputs for group in groups_of(plan, start, linears)
+        ]
+        costs = _costs(search, index, start, family, groups, sensitivities, folder)
+        choices += [
+            Choice(
+                group,
+                tuple(sum(sizes[module] for module in group) for sizes in search.sizes),
+                tuple(  # 16 bits cost nothing
+                    sum(costs[module, kind[module]] for module in group if module in kind)
+                    for kind in search.schemes
+                ),
+            )
+            for group in groups
+        ]
         progress.advance()
-    if plan.lm_head:
-        choices += _Layer(search, None, "", HEAD_FAMILY).choices(sensitivities, folder)
     choices += [_table_choice(search, name, sensitivities, folder) for name in plan.gguf_tables]
     progress.finish()
     return choices
@@ -408,74 +391,35 @@ def _table_choice(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer under the candidates, or the output projection, which has no number and no start of names."""
-
-    search: Search
-    index: int | None
-    start: str
-    family: LayerMap
-
-    def choices(self, sensitivities: Sensitivities, folder: StatisticsFolder) -> list[Choice]:
-        """Bytes and cost of each candidate for each group of linears; 16 bits cost nothing."""
-        groups = [
-            group
-            for linears in self.family.shared_inputs
-            for group in groups_of(self.search.plan, self.start, linears)
-        ]
-        costs = self._costs([module for group in groups for module in group], sensitivities, folder)
-        return [
-            Choice(
-                group,
-                tuple(sum(sizes[module] for module in group) for sizes in self.search.sizes),
-                tuple(
-                    sum(costs[module, kind[module]] for module in group if module in kind)
-                    for kind in self.search.schemes
-                ),
-            )
-            for group in groups
-        ]
-
-    def _costs(
-        self, modules: Sequence[str], sensitivities: Sensitivities, folder: StatisticsFolder
-    ) -> dict[Solved, float]:
-        """The costs that the folder has, and those that are measured now and kept there."""
-        wanted = dict.fromkeys(
-            (module, kind[module])
-            for kind in self.search.schemes
-            for module in modules
-            if module in kind
-        )
-        name = "head" if self.index is None else f"layer-{self.index:05d}"
-        store = StoredNumbers(
-            folder.folder / f"costs-{name}.json", solver_facts(self.search.plan, modules)
-        )
-        keys = {pair: [pair[0], scheme_record(pair[1])] for pair in wanted}
-        missing = [pair for pair in wanted if keys[pair] not in store]
-        if missing:
-            measured = folder.read(name, self.family, self.search.plan.device)
-            sensitivity = sensitivities.read(self.index, self.family)
-            for pair, cost in self._measured(missing, sensitivity, measured):
-                store[keys[pair]] = cost
-            store.write()
-            self.search.plan.checkpoint.release()
-        return {pair: store[keys[pair]] for pair in wanted}
-
-    def _measured(
-        self,
-        pairs: Sequence[Solved],
-        sensitivity: LayerSensitivity,
-        measured: LayerStatistics,
-    ) -> Iterator[tuple[Solved, float]]:
-        """Solve linears for schemes, and weigh what is left."""
-        plan, start = self.search.plan, self.start
+def _costs(
+    search: Search,
+    index: int | None,
+    start: str,
+    family: LayerMap,
+    groups: Sequence[tuple[str, ...]],
+    sensitivities: Sensitivities,
+    folder: StatisticsFolder,
+) -> dict[Solved, float]:
+    """Costs of the linears of a layer under the candidates, measured where the folder has none."""
+    plan, modules = search.plan, [module for group in groups for module in group]
+    wanted = dict.fromkeys(
+        (module, kind[module]) for kind in search.schemes for module in modules if module in kind
+    )
+    name = "head" if index is None else f"layer-{index:05d}"
+    store = StoredNumbers(folder.folder / f"costs-{name}.json", solver_facts(plan, modules))
+    keys = {pair: [pair[0], scheme_record(pair[1])] for pair in wanted}
+    if missing := [pair for pair in wanted if keys[pair] not in store]:
+        measured = folder.read(name, family, plan.device)
+        sensitivity = sensitivities.read(index, family)
         tensors = {
             name.removeprefix(start): tensor
             for name, tensor in plan.checkpoint.tensors(start or f"{HEAD}.")
         }
         prefix = start.removesuffix(".")
-        for pair, values in solve_layer(plan, self.family, prefix, tensors, pairs, measured):
+        for pair, values in solve_layer(plan, family, prefix, tensors, missing, measured):
             linear = pair[0].removeprefix(start)
             delta = tensors[f"{linear}.weight"].to(plan.device, torch.float32) - values
-            yield pair, sensitivity.expected(linear, delta, measured.statistics[linear])
+            store[keys[pair]] = sensitivity.expected(linear, delta, measured.statistics[linear])
+        store.write()
+        plan.checkpoint.release()
+    return {pair: store[keys[pair]] for pair in wanted}

@@ -47,8 +47,7 @@ def solver_facts(plan: QuantizePlan, modules: Iterable[str]) -> list[Any]:
 
 
 def rounded(plan: QuantizePlan, scheme: Scheme, module: str, weight: torch.Tensor) -> torch.Tensor:
-    """A float32 weight `[out, in]` after rounding to the nearest values of a scheme, or with the noise of
-    trellis codes, whose search takes too long to try widths."""
+    """A float32 weight `[out, in]` after rounding to nearest, or with the noise of trellis codes."""
     if (noisy := kind_of(scheme).noisy(weight, module)) is not None:
         return noisy
     problem = LayerProblem(
@@ -93,12 +92,7 @@ def solve_layer(
     wanted: Iterable[Solved],
     measured: LayerStatistics | None,
 ) -> Iterator[tuple[Solved, torch.Tensor]]:
-    """The float32 weights of a layer behind codes of several schemes, by the method's own solver.
-
-    Args:
-        tensors: of the layer in the checkpoint's dtype, by relative name.
-        measured: what the solver needs; None: rounding to nearest is all there is.
-    """
+    """The float32 weights of a layer after codes of several schemes, by the method's solver on `measured`."""
     modules: dict[Scheme, list[str]] = {}
     for module, scheme in dict.fromkeys(wanted):
         modules.setdefault(scheme, []).append(module)
@@ -115,14 +109,7 @@ def solve_layer(
             schemes=dict.fromkeys(names, scheme),
         )
         work = quantize_tensors(
-            part,
-            family,
-            prefix,
-            tensors,
-            None,
-            measured,
-            revert_worse=False,
-            measures_errors=False,
+            part, family, prefix, tensors, None, measured, revert_worse=False, measures_errors=False
         )
         for name, codes in work.result.weights.items():
             yield (full_name(prefix, name), scheme), codes.dequantize().to(plan.device)
@@ -137,21 +124,24 @@ def divergences(
     images: Images = (),
     folder: StatisticsFolder | None = None,
 ) -> list[float]:
-    """Mean KL divergence in nats a token of each candidate from the float model.
-
-    Args:
-        token_ids: samples `[samples, length]`.
-        candidates: schemes of the quantized linears, by full name; any others stay as they are.
-        images: of each sample; empty for text alone.
-        folder: the solver's statistics; None: codes are rounded to nearest.
-    """
+    """Mean KL divergence in nats a token of each candidate (schemes by full name) from the float model on
+    samples `[samples, length]`; without a folder of statistics codes are rounded to nearest."""
     progress.start("checking by KL", stream.num_layers, "layers")
     stream.prepare(token_ids, images)
     plain = stream.embed(token_ids, images)
-    tables = [_tables(plan, schemes) for schemes in candidates]
+    # The rounded embedding and output head of a GGUF file, by the names of their tensors.
+    tables = [
+        {
+            name: rounded_table(plan.checkpoint.tensor(name), str(schemes[module].ggml_type))
+            for module in plan.gguf_tables
+            for name in (f"{module}.weight",)
+            if module in schemes
+        }
+        for schemes in candidates
+    ]
     states = []
-    for each in tables:
-        stream.read_instead(each)
+    for tensors in tables:
+        stream.read_instead(tensors)
         states.append(stream.embed(token_ids, images))
     stream.read_instead({})
     for index in range(stream.num_layers):
@@ -160,9 +150,10 @@ def divergences(
         plain = stream.run(index, plain, in_place=True)
         before = stream.weights(index, family.linears)
         measured = folder and folder.read(f"layer-{index:05d}", family, stream.device)
-        solved = dict(
-            solve_layer(plan, family, prefix, tensors, _pairs(candidates, prefix), measured)
-        )
+        pairs = [
+            pair for kind in candidates for pair in kind.items() if pair[0].startswith(f"{prefix}.")
+        ]
+        solved = dict(solve_layer(plan, family, prefix, tensors, pairs, measured))
         for number, schemes in enumerate(candidates):
             weights = {
                 name: solved[module, schemes[module]] if module in schemes else weight
@@ -181,28 +172,12 @@ def divergences(
     tensors = {f"{HEAD}.weight": weight}
     solved = dict(solve_layer(plan, HEAD_FAMILY, "", tensors, pairs, measured))
     heads = [weight]
-    for schemes, each in zip(candidates, tables, strict=True):
-        stream.read_instead(each)
+    for schemes, replaced in zip(candidates, tables, strict=True):
+        stream.read_instead(replaced)
         own = solved.get((HEAD, schemes[HEAD])) if HEAD in schemes else None
         heads.append(stream.head()[0] if own is None else own)
     stream.read_instead({})
     return _mean_divergences(stream, [plain, *states], heads, bias)
-
-
-def _tables(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> dict[str, torch.Tensor]:
-    """The rounded embedding and output head of a GGUF file, by the names of their tensors."""
-    return {
-        name: rounded_table(plan.checkpoint.tensor(name), str(schemes[module].ggml_type))
-        for module in plan.gguf_tables
-        for name in (f"{module}.weight",)
-        if module in schemes
-    }
-
-
-def _pairs(candidates: Sequence[Mapping[str, Scheme]], prefix: str) -> Iterator[Solved]:
-    """Every linear of a layer with each of its schemes."""
-    for schemes in candidates:
-        yield from (pair for pair in schemes.items() if pair[0].startswith(f"{prefix}."))
 
 
 def _mean_divergences(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import add
 
 from ...base.atomic_io import entry_bytes
@@ -12,9 +12,9 @@ from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
 from ..methods.gptq import execution_stages
 from ..methods.registry import METHODS
-from ..model.checkpoint import expert_of
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, Shapes, matrix_shape
+from ..smoothing.patterns import expert_number
 from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
 from .online_calibration import TUNED_PER_BATCH
 from .quantized_layer import HEAD_FAMILY
@@ -38,27 +38,26 @@ class MemoryEstimate:
         libraries: code and buffers loaded by the first use of torch's operations.
         hidden: hidden states of all calibration tokens, float32; with AutoRound those of the float model too.
         layer: the layer as it is stored (mapped pages), and its float32 copy.
-        grams: Gram matrices Gram matrices of held-out inputs, and of calibration inputs so far.
-        codes: of the linears so far, one byte per weight.
+        grams: Gram matrices of held-out inputs, and of calibration inputs so far.
+        codes: codes of the linears so far, one byte per weight.
         work: the method's copies of weights and, with GPTQ, of Gram matrices; AutoRound's parameters.
-        activations: of one batch inside the layer, while it runs; freed afterwards.
+        activations: activations of one batch inside the layer, while it runs; freed afterwards.
         images: pixels of the calibration samples, and the vision tower in float32.
-        kept: what passes of one layer share (`FinalSubmodules`).
+        kept: outputs that passes of one layer share (`FinalSubmodules`).
     """
 
     libraries: int
-    hidden: int
-    layer: int
-    grams: int
-    codes: int
-    work: int
-    activations: int
+    hidden: int = 0
+    layer: int = 0
+    grams: int = 0
+    codes: int = 0
+    work: int = 0
+    activations: int = 0
     images: int = 0
     kept: int = 0
 
     @property
     def bytes(self) -> int:
-        """The sum."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -74,10 +73,9 @@ def estimate_memory(
     """Peak memory of a run, or of one of its workers: the maximum over layers and moments.
 
     Args:
-        tokens: of its calibration and held-out samples.
-        held_out: whether there are held-out samples.
-        measured_now: whether statistics are measured while layers are quantized, and not cached.
-        lanes: of the worker's calibration samples; None: one process, which sums over them in order.
+        tokens: tokens of the calibration and held-out samples.
+        measured_now: True if statistics are measured while layers are quantized, and not cached.
+        lanes: lanes of the worker's calibration samples; None: one process, which sums over them in order.
     """
     blockwise, sums = plan.blockwise, max(1, (lanes or 1).bit_length())
     # The float model's states are carried too where they are compared, and those behind the layer where it is
@@ -92,36 +90,39 @@ def estimate_memory(
     moments = [_publishing(plan, _LIBRARY_BYTES if tokens else 0)]
     for layer, moments_of in parts:
         cross = layer.cross if plan.options.asymmetric else 0
-        kept = _kept(plan, layer, hidden_size, tokens) if staged else 0
+        usual = MemoryEstimate(
+            libraries=_LIBRARY_BYTES,
+            hidden=hidden,
+            layer=layer.bytes,
+            kept=_kept(plan, layer, hidden_size, tokens) if staged else 0,
+        )
         activations = int(_HOLES * batch * (4 * hidden_size + 3 * layer.widest) * _FLOAT)
-        for grams, codes, work, running in moments_of(layer, plan, held_out, sums):
-            moments.append(
-                MemoryEstimate(
-                    libraries=_LIBRARY_BYTES,
-                    hidden=hidden,
-                    layer=layer.bytes,
-                    grams=grams,
-                    codes=codes,
-                    work=int(work) + cross,
-                    activations=activations if running else 0,
-                    kept=kept,
-                )
+        moments += [
+            replace(
+                usual,
+                grams=grams,
+                codes=codes,
+                work=int(work) + cross,
+                activations=activations if running else 0,
             )
+            for grams, codes, work, running in moments_of(layer, plan, held_out, sums)
+        ]
         if blockwise:
-            tuned = min(tokens, TUNED_PER_BATCH)
-            graph = tuned * (_SAVED_HIDDEN * hidden_size + _SAVED_WIDEST * layer.widest) * _FLOAT
+            weights, width = layer.weights(layer.chosen), plan.compute.itemsize
+            # Bytes a weight: its offset and the best one (of trellis codes: the codes between transforms, and
+            # a product with them), the weight itself and its gradient; of a worker also the sums of gradients
+            # over the samples of a batch.
+            tuned = 2 * _FLOAT + 2 * width
+            tuned += 0 if lanes is None else plan.options.batch_size.bit_length() * width
+            values = _SAVED_HIDDEN * hidden_size + _SAVED_WIDEST * layer.widest
             moments.append(
-                MemoryEstimate(
+                replace(
+                    usual,
                     libraries=_LIBRARY_BYTES + _GRADIENT_LIBRARY_BYTES,
-                    hidden=hidden,
-                    layer=layer.bytes,
                     grams=layer.grams * (1 + held_out),
-                    codes=layer.weights(layer.chosen),
-                    work=layer.weights(layer.chosen) * _tuned_bytes(plan)
-                    + cross
-                    + (lanes is not None) * _gradient_bytes(plan, layer),
-                    activations=int(graph),
-                    kept=kept,
+                    codes=weights,
+                    work=weights * tuned + cross,
+                    activations=int(min(tokens, TUNED_PER_BATCH) * values * _FLOAT),
                 )
             )
     return max(moments, key=lambda moment: moment.bytes)
@@ -129,11 +130,7 @@ def estimate_memory(
 
 def _publishing(plan: QuantizePlan, libraries: int) -> MemoryEstimate:
     """The end of the run, at the largest tensor outside of the layers: mapped, or dequantized from a GGUF
-    file. For a GGUF file a part of its rows is rounded.
-
-    Args:
-        libraries: bytes that layers which ran have left; none where no text went through them.
-    """
+    file; for a GGUF file a part of its rows is rounded. Layers that ran have left `libraries` bytes."""
     checkpoint = plan.checkpoint
     entries = [
         (checkpoint.dtype_name(name), checkpoint.shape(name))
@@ -149,15 +146,8 @@ def _publishing(plan: QuantizePlan, libraries: int) -> MemoryEstimate:
         from ..gguf.assemble import ROWS_AT_ONCE
 
         rows = min(ROWS_AT_ONCE, largest[1][0])
-    return MemoryEstimate(
-        libraries=libraries,
-        hidden=0,
-        layer=stored,
-        grams=0,
-        codes=0,
-        work=_ROUNDING_COPIES * rows * largest[1][-1] * _FLOAT,
-        activations=0,
-    )
+    work = _ROUNDING_COPIES * rows * largest[1][-1] * _FLOAT
+    return MemoryEstimate(libraries=libraries, layer=stored, work=work)
 
 
 def _kept(plan: QuantizePlan, layer: _Layer, hidden_size: int, tokens: int) -> int:
@@ -174,30 +164,10 @@ def _kept(plan: QuantizePlan, layer: _Layer, hidden_size: int, tokens: int) -> i
     return min(most, tokens * width * plan.compute.itemsize) * (1 + bool(plan.options.asymmetric))
 
 
-def _gradient_bytes(plan: QuantizePlan, layer: _Layer) -> int:
-    """Bytes of the gradients' sums over the samples of a batch that a worker holds."""
-    depth = plan.options.batch_size.bit_length()
-    return depth * layer.weights(layer.chosen) * plan.compute.itemsize
-
-
-def _tuned_bytes(plan: QuantizePlan) -> int:
-    """Bytes a weight of a tuned layer: its offset and the best one (of trellis codes: the codes between
-    transforms, and a product with them), the weight itself and its gradient."""
-    return 2 * _FLOAT + 2 * plan.compute.itemsize
-
-
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Sizes of one layer.
-
-    Attributes:
-        bytes: of all its tensors as stored, and of their float32 copies.
-        family: its linears by shared input, by relative name.
-        shapes: of all of them.
-        chosen: those that are quantized.
-        widest: widest activation of a token inside the layer, in values.
-        routers: bytes of the Gram matrices of their inputs.
-    """
+    """Sizes of one layer: bytes of all tensors as stored and in float32, shapes of its linears by relative
+    name, the `chosen` ones, values of the widest activation, and bytes of the routers' Gram matrices."""
 
     bytes: int
     family: LayerMap
@@ -211,7 +181,6 @@ class _Layer:
         return self.shapes[linear][1] ** 2 * _FLOAT
 
     def weights(self, linears: Iterable[str]) -> int:
-        """Total number of weights of these linears."""
         return sum(self.shapes[name][0] * self.shapes[name][1] for name in linears)
 
     @property
@@ -265,11 +234,7 @@ _Moment = tuple[int, int, float, bool]
 
 
 def _moments(layer: _Layer, plan: QuantizePlan, held_out: bool, sums: int) -> Iterator[_Moment]:
-    """Candidate peaks, where everything is measured before quantizing.
-
-    Args:
-        sums: of lanes that a worker holds while it measures.
-    """
+    """Candidate peaks, where everything is measured before quantizing; a worker holds `sums` of lanes."""
     grams = layer.grams * (1 + held_out)
     yield layer.grams * (sums + held_out), 0, 0, True
     method, solver = plan.method, plan.options.solver
@@ -317,20 +282,16 @@ def _solving(layer: _Layer, group: tuple[str, ...]) -> float:
 
 def _distinct_layers(plan: QuantizePlan) -> list[int]:
     """One layer of each shape."""
-    seen: dict[tuple[tuple[str, tuple[int, int]], ...], int] = {}
-    for index in range(plan.num_layers):
-        start = plan.architecture.layer_prefix(index) + "."
-        linears = {
-            name.removeprefix(start): shape
-            for name, shape in plan.modules.items()
-            if name.startswith(start)
-        }
-        seen.setdefault(tuple(linears.items()), index)
+    seen: dict[tuple[tuple[str, tuple[int, int] | None], ...], int] = {}
+    for index, family in enumerate(plan.architecture.layers):
+        start = plan.architecture.layer_prefix(index)
+        shapes = tuple((name, plan.modules.get(f"{start}.{name}")) for name in family.linears)
+        seen.setdefault(shapes, index)
     return list(seen.values())
 
 
 def solvers_of(plan: QuantizePlan, index: int, workers: int) -> int:
-    """Workers that solve linears of a layer at a time: groups with one input, or the only one's linears."""
+    """Workers that solve linears of a layer at a time: groups with one input, or the only group's linears."""
     chosen = _chosen(plan, index)
     if not plan.feeds_back:
         return min(workers, max(1, len(chosen)))
@@ -340,31 +301,24 @@ def solvers_of(plan: QuantizePlan, index: int, workers: int) -> int:
 
 
 def _chosen(plan: QuantizePlan, index: int) -> list[str]:
-    """The linears of a layer that are quantized."""
     start, family = plan.architecture.layer_prefix(index), plan.architecture.layers[index]
     return [name for name in family.linears if f"{start}.{name}" in plan.modules]
 
 
-def _routed_share(plan: QuantizePlan, linears: Iterable[str]) -> float:
-    """Share of the tokens that each expert of a layer is given."""
-    experts = {expert_of(name) for name in linears} - {None}
-    each = plan.checkpoint.text_config.get("num_experts_per_tok")
-    return min(1.0, each / len(experts)) if isinstance(each, int) and experts else 1.0
-
-
 def estimate_operations(plan: QuantizePlan, tokens: int, workers: int = 1) -> float:
-    """Multiplications and additions of a run, or of its busiest worker, at the rate of large GEMMs.
-
-    Args:
-        tokens: that the worker passes through the layers.
-    """
+    """Operations of a run, or of its busiest worker with so many tokens, at the rate of large GEMMs."""
     solvers: dict[str, int] = {}
     routed: dict[str, float] = {}
     for index in range(plan.num_layers):
         chosen, start = _chosen(plan, index), plan.architecture.layer_prefix(index)
-        number, share = solvers_of(plan, index, workers), _routed_share(plan, chosen)
+        experts = {expert_number(name) for name in chosen} - {-1}
+        routed_to = plan.checkpoint.text_config.get("num_experts_per_tok")
+        share = 1.0  # of the tokens that each expert is given
+        if isinstance(routed_to, int) and experts:
+            share = min(1.0, routed_to / len(experts))
+        number = solvers_of(plan, index, workers)
         solvers |= {f"{start}.{name}": number for name in chosen}
-        routed |= {f"{start}.{name}": share for name in chosen if expert_of(name) is not None}
+        routed |= {f"{start}.{name}": share for name in chosen if expert_number(name) >= 0}
     # Stages behind quantized linears share what is final; GPTAQ runs the float model's layers beside them.
     passes = 2.0 + bool(plan.options.asymmetric)
     passed = solved = searches = 0.0

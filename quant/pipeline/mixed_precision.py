@@ -20,7 +20,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -68,30 +67,16 @@ def with_schemes(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> QuantizeP
     )
 
 
-def _holds(plan: QuantizePlan, schemes: Mapping[str, Scheme]) -> bool:
-    """Whether the formats hold these schemes in one file; without any there is nothing to hold."""
-    if not schemes:
-        return True
-    mixed = with_schemes(plan, schemes)
-    try:
-        for (
-            weight_format
-        ) in plan.formats:  # a check of the plan reads the tokenizer for each mixture
-            mixed.config_in(weight_format)
-    except BadInput:
-        return False
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class Lane:
     """The candidates of one file format with their costs, of which any mixture is made under any bound.
 
     Attributes:
-        search: its candidates; `budget` is the largest bound.
-        folder: of the solver's statistics.
-        samples: on which mixtures are measured, with their images.
-        excess: by how much more the errors of each choice are felt where all cost `level`; see `scaled`.
+        search: candidates; `budget` is the largest bound.
+        folder: folder of the solver's statistics.
+        samples: token ids and images on which mixtures are measured.
+        excess: factor, less one, by which the errors of each choice are felt more where all cost `level`; see
+            `scaled`.
     """
 
     search: Search
@@ -103,12 +88,8 @@ class Lane:
     level: float = 0.0
 
     def allocate(self, bytes_bound: int) -> Allocation:
-        """The mixture of least expected KL divergence; of a format that holds one scheme, the best of one.
-
-        Args:
-            bytes_bound: that the linears may take; the others take `search.rest_bytes`.
-        """
-        return min(self.proposals(bytes_bound), key=lambda one: one.cost)
+        """The mixture of least expected KL divergence where the linears take so many bytes."""
+        return min(self.proposals(bytes_bound), key=lambda allocation: allocation.cost)
 
     def proposals(self, bytes_bound: int) -> list[Allocation]:
         """The mixtures of least expected KL divergence by plain costs and by scaled ones, if they differ."""
@@ -120,15 +101,20 @@ class Lane:
                 for choice, scale in zip(self.choices, scales, strict=True)
             ]
             found.append(self._allocated(felt, bytes_bound))
-        by_choice = {one.chosen: replace(one, cost=self.expected(one.chosen)) for one in found}
+        by_choice = {each.chosen: replace(each, cost=self.expected(each.chosen)) for each in found}
         return [*by_choice.values()]
 
     def _allocated(self, choices: Sequence[Choice], bytes_bound: int) -> Allocation:
-        """The least sum of costs that the format holds."""
+        """The least sum of costs that the formats hold in one file."""
         best = allocate(choices, bytes_bound)
-        if _holds(self.search.plan, self.schemes_of(best)):
-            return best
-        return allocate(choices, bytes_bound, exclusive=True)
+        if schemes := self.schemes_of(best):
+            mixed = with_schemes(self.search.plan, schemes)
+            try:  # a check of the plan would read the tokenizer for each mixture
+                for weight_format in mixed.formats:
+                    mixed.config_in(weight_format)
+            except BadInput:
+                return allocate(choices, bytes_bound, exclusive=True)
+        return best
 
     def front(self, points: int) -> list[Allocation]:
         """Mixtures from the fewest bytes to the most that lower the cost; see `front`."""
@@ -149,7 +135,7 @@ class Lane:
 
     def expected(self, chosen: Sequence[int]) -> float:
         """Expected KL divergence of the model's output under a candidate for each choice, in nats a token."""
-        costs = [each.costs[at] for each, at in zip(self.choices, chosen, strict=True)]
+        costs = [c.costs[number] for c, number in zip(self.choices, chosen, strict=True)]
         pairs = zip(costs, self._scales(sum(costs)), strict=True)
         return sum(cost * (1 + scale) / 2 for cost, scale in pairs)  # together half of what is last
 
@@ -157,7 +143,7 @@ class Lane:
         """How much more the errors of each choice are felt, where all together cost so much."""
         share = cost / self.level if self.level else 0.0
         excess = self.excess or [0.0] * len(self.choices)
-        return [min(max(1 + share * each, 1 / _LARGEST), _LARGEST) for each in excess]
+        return [min(max(1 + share * more, 1 / _LARGEST), _LARGEST) for more in excess]
 
     def scaled(self, progress: Progress) -> Lane:
         """Measure how much more the errors of each block of layers are felt behind and before others.
@@ -183,9 +169,9 @@ class Lane:
         few = max(1, SCALE_TOKENS // token_ids.shape[1])
         part = replace(self, samples=(token_ids[:few], images[:few]))
         whole, *less = part.divergences([kind, *without.values()], progress)
-        spared = dict(zip(without, (whole - one for one in less), strict=True))
         excess = {
-            block: spared[block] / cost - 1 if cost else 0.0 for block, cost in expected.items()
+            block: (whole - rest) / expected[block] - 1 if expected[block] else 0.0
+            for block, rest in zip(without, less, strict=True)
         }
         return replace(
             self, excess=tuple(excess[block] for block in blocks), level=sum(expected.values())
@@ -199,34 +185,32 @@ class Lane:
         tokens = sha256_of(self.samples[0].numpy().tobytes())
         facts = [*solver_facts(plan, plan.modules), tokens]
         store = StoredNumbers(self.folder.folder / "divergences.json", facts)
-        keys = [{name: scheme_record(one) for name, one in each.items()} for each in mixtures]
-        missing = [at for at, key in enumerate(keys) if key not in store]
-        if missing:
-            wanted = [mixtures[at] for at in missing]
+        keys = [{name: scheme_record(s) for name, s in schemes.items()} for schemes in mixtures]
+        if missing := [number for number, key in enumerate(keys) if key not in store]:
+            wanted = [mixtures[number] for number in missing]
             token_ids, images = self.samples
-            found = divergences(plan, self.stream, token_ids, wanted, progress, images, self.folder)
-            for at, loss in zip(missing, found, strict=True):
-                store[keys[at]] = loss
+            losses = divergences(
+                plan, self.stream, token_ids, wanted, progress, images, self.folder
+            )
+            for number, loss in zip(missing, losses, strict=True):
+                store[keys[number]] = loss
             store.write()
         return [store[key] for key in keys]
 
 
 def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
-    """The plan with the schemes of least expected KL divergence under the target, by plain costs or by scaled
-    ones, whose KL divergence on the samples, with their images, is less; the uniform plan where its is least.
-
-    Where a format holds one scheme a file, all linears have the same.
-    """
+    """The plan with the schemes of least expected KL divergence under the target, by plain or scaled costs,
+    whichever has less KL divergence on the samples; the uniform plan where its is least."""
     search = lane.search
     plan, num_tokens = search.plan, lane.samples[0].numel()
     proposals = lane.proposals(search.budget)
-    mixtures = [lane.schemes_of(one) for one in proposals]
-    for each in mixtures:
-        check_plan(with_schemes(plan, each))
+    mixtures = [lane.schemes_of(allocation) for allocation in proposals]
+    for schemes in mixtures:
+        check_plan(with_schemes(plan, schemes))
     uniform = search.schemes[search.uniform]
     *found, of_uniform = lane.divergences([*mixtures, uniform], progress)
-    at = found.index(min(found))
-    best, mixed, losses = proposals[at], mixtures[at], (found[at], of_uniform)
+    least = found.index(min(found))
+    best, mixed, losses = proposals[least], mixtures[least], (found[least], of_uniform)
     is_mixed = losses[0] < losses[1]
     schemes = mixed if is_mixed else uniform
     sizes = [search.bytes_of(kind) * 8 / search.num_weights for kind in (mixed, uniform)]
@@ -248,17 +232,12 @@ def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
         "uniform": {"scheme": label, "bits_per_weight": sizes[1], "kl": losses[1]},
         "taken": "mixed" if is_mixed else "uniform",
         "gap": best.gap,
-        "front": _record(search, lane.front(_POINTS)),
+        "front": [
+            {"bits_per_weight": a.bytes * 8 / search.num_weights, "expected_kl": a.cost}
+            for a in lane.front(_POINTS)
+        ],
     }
     return replace(with_schemes(plan, schemes), notes=(*plan.notes, *notes), search=record)
-
-
-def _record(search: Search, allocations: list[Allocation]) -> list[dict[str, Any]]:
-    """The front for the manifest."""
-    return [
-        {"bits_per_weight": each.bytes * 8 / search.num_weights, "expected_kl": each.cost}
-        for each in allocations
-    ]
 
 
 _SECONDS = 60.0  # a hundred layers of twenty candidates take less than one
@@ -268,13 +247,8 @@ _TRIES = 8  # with bounds that the solver's tolerances do not break
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A candidate for each choice.
-
-    Attributes:
-        bytes, cost: of all together.
-        gap: how much less the least cost may be at most, as a share of the cost.
-        bound: on the bytes, under which it was found.
-    """
+    """A candidate for each choice, found under a bound on the bytes; `gap` is the largest share of the cost
+    by which the least cost may be less."""
 
     chosen: tuple[int, ...]
     bytes: int
@@ -284,16 +258,13 @@ class Allocation:
 
 
 def allocate(choices: Sequence[Choice], budget: int, *, exclusive: bool = False) -> Allocation:
-    """The candidates of least total cost within `budget` bytes.
-
-    Args:
-        exclusive: all choices take the same candidate, for formats that hold one scheme.
-
-    Raises:
-        BadInput: the candidates of the fewest bytes take more.
-    """
+    """The candidates of least total cost within `budget` bytes, all the same if `exclusive`; BadInput where
+    the fewest bytes are more."""
     if exclusive:
-        found = allocate([_joined(choices)], budget)
+        modules = tuple(module for choice in choices for module in choice.modules)
+        sizes = tuple(map(sum, zip(*(choice.bytes for choice in choices), strict=True)))
+        costs = tuple(map(sum, zip(*(choice.costs for choice in choices), strict=True)))
+        found = allocate([Choice(modules, sizes, costs)], budget)
         return replace(found, chosen=found.chosen * len(choices))
     least = sum(min(choice.bytes) for choice in choices)
     if least > budget:
@@ -309,15 +280,9 @@ def allocate(choices: Sequence[Choice], budget: int, *, exclusive: bool = False)
 
 
 def front(
-    choices: Sequence[Choice],
-    points: int,
-    solve: Callable[[int], Allocation] | None = None,
+    choices: Sequence[Choice], points: int, solve: Callable[[int], Allocation] | None = None
 ) -> list[Allocation]:
-    """Allocations from the fewest bytes to the most that lower the cost, by evenly spaced bounds.
-
-    Args:
-        solve: finds the best under a bound; None: `allocate`.
-    """
+    """Allocations from the fewest bytes to the most that lower the cost, under evenly spaced bounds."""
     low = sum(min(choice.bytes) for choice in choices)
     high = sum(choice.bytes[choice.efficient[-1]] for choice in choices)
     found: dict[int, Allocation] = {}
@@ -325,14 +290,6 @@ def front(
         allocation = solve(int(bound)) if solve else allocate(choices, int(bound))
         found[allocation.bytes] = allocation
     return [found[size] for size in sorted(found)]
-
-
-def _joined(choices: Sequence[Choice]) -> Choice:
-    """All choices as one."""
-    modules = tuple(module for choice in choices for module in choice.modules)
-    parts = ([getattr(choice, part) for choice in choices] for part in ("bytes", "costs"))
-    sizes, costs = (tuple(map(sum, zip(*rows, strict=True))) for rows in parts)
-    return Choice(modules, sizes, costs)
 
 
 def _solved(choices: Sequence[Choice], budget: int) -> tuple[tuple[int, ...], float]:

@@ -6,10 +6,10 @@ that later layers are calibrated on their real inputs; the quantized layer's out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 from ...base.errors import BadInput
 from ..base import workers
 from ..base.lanes import Share
-from ..methods.base import InputStatistics, LayerResult, in_lanes
+from ..methods.base import InputStatistics, in_lanes
 from ..methods.sign_descent import TunableBlock
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
@@ -33,47 +33,27 @@ _JUDGED_SAMPLES = 16  # with which `awq --judge layer` runs a layer
 _LAYERS = 2**16  # more than any model has: seeds of layers do not meet
 
 
-class CalibrationSource(Protocol):
-    """A source of calibration statistics, layer by layer."""
+class NoCalibration:
+    """A source of calibration statistics, layer by layer; this one has no statistics and no hidden states."""
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
         """Input statistics of layer `index`; `tensors` are its weights."""
-        ...
+        return LayerStatistics({})
 
-    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor] | None:
+    def weights(self, index: int, linears: Collection[str]) -> dict[str, torch.Tensor] | None:
         """The float32 weights of the layer that was measured, if they are in memory."""
-        ...
+        return None
 
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
         """Advance past the quantized layer; returns its key and value ranges, if known."""
-        ...
+        return None
 
     def measure_head(self) -> LayerStatistics:
         """Input statistics of the output projection."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write the state that a resumed run needs for bit-identical results."""
-        ...
-
-
-class NoCalibration:
-    """A `CalibrationSource` without statistics and without hidden states."""
-
-    def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        return LayerStatistics({})
-
-    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor] | None:
-        return None
-
-    def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
-        return None
-
-    def measure_head(self) -> LayerStatistics:
         return LayerStatistics({})
 
     def save(self, path: Path) -> None:
-        """No-op: there is no state."""
+        """Write the state that a resumed run needs for bit-identical results, if there is any."""
 
 
 class Tuning(NamedTuple):
@@ -83,7 +63,7 @@ class Tuning(NamedTuple):
     status: Callable[[str], None]
 
 
-class OnlineCalibration:
+class OnlineCalibration(NoCalibration):
     """Statistics from the hidden states after the quantized layers, measured on demand."""
 
     def __init__(
@@ -97,15 +77,9 @@ class OnlineCalibration:
         asymmetric: bool = False,
         tuning: Tuning | None = None,
     ):
-        """Start at the embedding, or after the layers finished when `saved` was written.
-
-        Args:
-            sequential: whether the method requests each linear's statistics itself (true-sequential).
-            kv: whether to measure the ranges of keys and values.
-            asymmetric: whether the states of the float model are carried along (GPTAQ).
-            tuning: for a method that is given each layer as a `Block`: the states of the float model are
-                carried along, as its targets.
-        """
+        """Start at the embedding, or after the layers finished when `saved` was written. A `sequential`
+        method asks for each linear's statistics itself; an `asymmetric` one (GPTAQ) and one with `tuning`
+        take the states of the float model along."""
         self._tuning, self._asymmetric = tuning, asymmetric
         carries_floats = asymmetric or tuning is not None
         self._sequential, self._kv = sequential, kv
@@ -126,6 +100,7 @@ class OnlineCalibration:
         stream, states = self._stream, self._states
         # Those of a tuning alone are its targets, and behind the layer by the time that it is measured.
         floats = self._floats if self._asymmetric else None
+        samples = len(states) if self._share is None else self._share.samples  # of all workers
         stream.load(index, tensors)
         return LayerStatistics(
             statistics={} if self._sequential else stream.measure(index, states, share=self._share),
@@ -136,15 +111,8 @@ class OnlineCalibration:
                 index, states, replaced, only, floats, self._kept(index), self._share
             ),
             block=self._block(index),
-            layer_error=self._layer_error(index)
-            if self._num_samples and stream.called(index)
-            else None,
+            layer_error=self._layer_error(index) if samples and stream.called(index) else None,
         )
-
-    @property
-    def _num_samples(self) -> int:
-        """Calibration samples of all workers."""
-        return len(self._states) if self._share is None else self._share.samples
 
     def _layer_error(self, index: int) -> Callable[[Mapping[str, torch.Tensor]], float]:
         """Squared error of the loaded layer's output on some samples with some weights replaced."""
@@ -186,8 +154,8 @@ class OnlineCalibration:
         return self._finals
 
     def _block(self, index: int) -> TunableBlock | None:
-        """The layer to be tuned, with the float model's states behind it as targets; None where the method
-        does not ask for it, or no text reaches the layer."""
+        """The layer to be tuned, towards the float model's states after it; None: it is not tuned or
+        reached."""
         if self._tuning is None or not self._stream.called(index):
             return None
         assert self._floats is not None
@@ -200,7 +168,7 @@ class OnlineCalibration:
             self._stream, index, self._states, targets, seed, self._tuning.status, self._share
         )
 
-    def weights(self, index: int, linears: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def weights(self, index: int, linears: Collection[str]) -> dict[str, torch.Tensor]:
         return self._stream.weights(index, linears)
 
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
@@ -213,38 +181,20 @@ class OnlineCalibration:
             self._stream.substitute(index, {name: quantized.dequantize()})
         self._stream.substitute(index, work.result.norms | work.result.routers)
         self._stream.substitute(index, work.result.norm_biases, "bias")
-        ranges = KvRanges(self._stream.is_latent) if self._kv else None
-        cache: dict[str, Any] = {"past_key_values": ranges} if self._kv else {}
-        try:
-            behind = None if self._kv else self._still(index, finals.behind, work.result)
-            self._states = self._stream.run(
-                index, self._states, in_place=True, finals=behind, **cache
-            )
-            self._held_out = self._stream.run(index, self._held_out, in_place=True, **cache)
-        except AttributeError as error:  # a layer that asks more of a cache than to be updated
-            if not self._kv:
-                raise
-            raise BadInput(
-                f"--kv-cache: {work.prefix} keeps another kind of cache: {error}"
-            ) from error
+        # What was kept of the layer holds if it was of the weights that the method ended with.
+        behind = finals.behind
+        changed = work.result.norms or work.result.routers or work.result.norm_biases
+        if behind is not None and (
+            self._kv
+            or changed
+            or not behind.holds_for(self._stream.weights(index, work.result.weights))
+        ):
+            behind = None
+        states = {_CALIBRATION: self._states, _HELD_OUT: self._held_out}
+        following, ranges = run_parts(self._stream, index, states, kv=self._kv, finals=behind)
+        self._states, self._held_out = following.values()
         self._stream.unload(index)
-        if ranges is not None:
-            ranges = ranges.of_all_workers()
-        if not all(workers.gathered(self._states.finite() and self._held_out.finite())):
-            raise BadInput(
-                f"{work.prefix} gives NaN or infinite outputs: the checkpoint is damaged"
-            )
         return ranges
-
-    def _still(
-        self, index: int, finals: FinalSubmodules | None, result: LayerResult
-    ) -> FinalSubmodules | None:
-        """Submodules kept of the layer, if it was of the weights that the method ended with."""
-        changed = result.norms or result.routers or result.norm_biases
-        if finals is None or changed:
-            return None
-        weights = self._stream.weights(index, result.weights)
-        return finals if finals.holds_for(weights) else None
 
     def measure_head(self) -> LayerStatistics:
         held_out = {HEAD: head_statistics(self._stream, self._held_out, self._held_out_share)}
@@ -259,6 +209,37 @@ class OnlineCalibration:
         write_states(path, states, self._shares)
 
 
+def run_parts(
+    stream: LayerStream,
+    index: int,
+    parts: Mapping[str, States],
+    *,
+    kv: bool,
+    finals: FinalSubmodules | None = None,
+) -> tuple[dict[str, States], KvRanges | None]:
+    """The states of each part after a loaded layer, the first part's with submodules that were kept, and the
+    ranges of keys and values; BadInput where outputs are not finite."""
+    ranges = KvRanges(stream.is_latent) if kv else None
+    cache: dict[str, Any] = {"past_key_values": ranges} if kv else {}
+    following: dict[str, States] = {}
+    try:
+        for name, part in parts.items():
+            kept = None if following else finals
+            following[name] = stream.run(index, part, in_place=True, finals=kept, **cache)
+    except AttributeError as error:  # a layer that asks more of a cache than to be updated
+        if not kv:
+            raise
+        raise BadInput(
+            f"--kv-cache: {stream.prefix(index)} keeps another kind of cache: {error}"
+        ) from error
+    ranges = None if ranges is None else ranges.of_all_workers()
+    if not all(workers.gathered(all(part.finite() for part in following.values()))):
+        raise BadInput(
+            f"{stream.prefix(index)} gives NaN or infinite outputs: the checkpoint is damaged"
+        )
+    return following, ranges
+
+
 def head_statistics(stream: LayerStream, states: States, share: Share | None) -> InputStatistics:
     """Input statistics of the output projection, from the states behind the last layer."""
     record = InputStatistics(stream.hidden_size, stream.device)
@@ -269,13 +250,8 @@ def head_statistics(stream: LayerStream, states: States, share: Share | None) ->
 
 
 class StreamedBlock:
-    """A layer of the stream as a `TunableBlock`: inputs from behind quantized layers, float targets.
-
-    Args:
-        inputs: the states that enter the layer behind quantized layers.
-        targets: the states behind the float layer in the float model.
-        status: takes a line that says how far the tuning is.
-    """
+    """A layer of the stream as a `TunableBlock`, with the states that enter it and those after it in the
+    float model."""
 
     def __init__(
         self,

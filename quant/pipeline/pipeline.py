@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,6 @@ from ...base.errors import BadInput
 from ...base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..base import workers
 from ..base.device import PeakMemory, give_back
-from ..methods.base import InputStatistics
 from ..model.checkpoint import expert_of, read_json
 from ..plan.journal import Journal, remove_work, work_folder
 from ..plan.manifest import MANIFEST_NAME
@@ -32,12 +30,12 @@ from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
-from .online_calibration import CalibrationSource
+from .online_calibration import NoCalibration
 from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
 from .publish import write_final_files
 from .quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
-from .stages import Session, layer_folder, shard_folder, source_of, stage_of, stages_of
+from .stages import Session, Stage, layer_folder, shard_folder, source_of, stage_of, stages_of
 
 if TYPE_CHECKING:
     from ..gguf.imatrix import ImportanceMatrix
@@ -52,13 +50,11 @@ class QuantizeResult:
     """A finished checkpoint.
 
     Attributes:
-        output: its folder; with several formats, the parent of one folder each.
-        manifest: the content of its manifest (of the first format).
-        loads_in: the loaders that support it.
+        output: folder of the checkpoint; with several formats, the parent of one folder each.
+        manifest: content of the manifest (of the first format).
         notes: choices that were made for the user.
         resumed_layers: number of layers that an earlier run had finished.
         layer_seconds: quantization time of each layer.
-        preflight: the prediction.
         peak_bytes: peak memory of the run, beyond the start of the process.
     """
 
@@ -73,8 +69,7 @@ class QuantizeResult:
 
 
 def quantize(
-    request: QuantizeRequest,
-    progress: Progress | Callable[[ProgressUpdate], None] | None = None,
+    request: QuantizeRequest, progress: Progress | Callable[[ProgressUpdate], None] | None = None
 ) -> QuantizeResult:
     """Quantize a checkpoint, resuming an interrupted run of the same request.
 
@@ -87,11 +82,7 @@ def quantize(
 
 
 def predict(request: QuantizeRequest, progress: Progress, number: int | None = None) -> Preflight:
-    """Predict the run of a request, by so many workers or those of this process; writes nothing.
-
-    Raises:
-        BadInput: the request cannot be done as asked.
-    """
+    """Predict the run of a request, by so many workers; BadInput where it cannot be done. Writes nothing."""
     with workers.one_of_many():
         progress = progress if workers.is_first() else Silent()
         session = prepare(request, progress)
@@ -108,9 +99,11 @@ def _predicted(session: Session, progress: Progress, number: int | None = None) 
 def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
     output = request.output
     if output.exists() and not work_folder(output).exists():
-        raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
+        raise _in_the_way(output)
     session = prepare(request, progress)
     if request.imatrix is not None and not request.imatrix.exists():
+        from ..gguf.imatrix import write_imatrix
+
         path, stream, calibration = request.imatrix, session.stream, session.calibration
         matrix = workers.first_alone(lambda: measure_importance(stream, calibration, progress))
         if workers.is_first():
@@ -127,18 +120,24 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
     give_back()
     memory = PeakMemory()
     resumed, seconds = 0, ()
-    if output.exists():
-        _require_same_work(session)
+    if output.exists():  # a kill came between the final rename and the cleanup
+        path = shard_folder(output, session.plan, 0) / MANIFEST_NAME
+        if not path.is_file() or read_json(path).get("signature") != session.signature:
+            raise _in_the_way(output)
         if workers.is_first():
             remove_work(work_folder(output))
     else:
         journal = _journal(session)
-        resumed = len(journal.layers)
+        resumed, threads = len(journal.layers), torch.get_num_threads()
         try:
             if workers.is_first():
                 _check_space(session, journal)
-            with _threads(journal.threads):
+            # Sums depend on the thread count in the last bit: a resumed run uses that of the first run.
+            torch.set_num_threads(journal.threads)
+            try:
                 _quantize_layers(session, journal, progress, memory)
+            finally:
+                torch.set_num_threads(threads)
             seconds = tuple(record["seconds"] for record in journal.layers)
             if workers.is_first():
                 write_final_files(journal, session)
@@ -163,6 +162,10 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
         preflight=expected,
         peak_bytes=memory.bytes,
     )
+
+
+def _in_the_way(output: Path) -> BadInput:
+    return BadInput(f"{output} exists: remove it, or choose another folder with --output")
 
 
 def _journal(session: Session) -> Journal:
@@ -194,25 +197,6 @@ def _check_space(session: Session, journal: Journal) -> None:
         )
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Sums depend on the thread count in the last bit, so a resumed run uses that of the first run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _require_same_work(session: Session) -> None:
-    """Raises BadInput for an existing output, unless a kill came between the final rename and the cleanup."""
-    output = session.request.output
-    path = shard_folder(output, session.plan, 0) / MANIFEST_NAME
-    if not path.is_file() or read_json(path).get("signature") != session.signature:
-        raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
-
-
 def _quantize_layers(
     session: Session, journal: Journal, progress: Progress, memory: PeakMemory
 ) -> None:
@@ -223,6 +207,12 @@ def _quantize_layers(
         progress.note(f"going on after layer {min(first, last)} of {last}")
     if first == total:
         return
+    solve = partial(
+        quantize_tensors,
+        plan,
+        revert_worse=session.request.revert_worse,
+        allow_fallback=session.request.allow_fallback,
+    )
     for index in range(len(plan.formats)):
         shard_folder(journal.checkpoint, plan, index).mkdir(parents=True, exist_ok=True)
         layer_folder(journal, plan, index).mkdir(exist_ok=True)
@@ -236,53 +226,46 @@ def _quantize_layers(
             stage = stages[1]
             source = source_of(session, stage, journal, None, progress)
         if index < stage.end:
-            work = _quantize_layer(session, source, index)
+            work = _quantize_layer(plan, stage, source, index - stage.start, solve)
         else:
-            work = _quantize_head(session, source)
+            tensors = {
+                name: plan.checkpoint.tensor(name)
+                for name in (f"{HEAD}.weight", f"{HEAD}.bias")
+                if name in plan.checkpoint
+            }
+            work = solve(HEAD_FAMILY, "", tensors, None, source.measure_head())
         write = partial(_write_layer, plan, journal, index, work)
         record = workers.done_by(index % workers.count(), write)  # they take turns
         if index + 1 < total and (index + 1 != stage.end or stage is stages[-1]):
             source.save(journal.hidden_path(index + 1))
-        workers.meet()  # with all states behind the layer on disk
+        workers.meet()  # with all states after the layer on disk
         journal.append(record)
         journal.forget_hidden(index)
         del work, write  # their references would keep the layer's pages mapped
         plan.checkpoint.release()
         give_back()
-        error = _mean_error(journal)
-        known = "" if error is None else f"error {error:.2e}, "
-        progress.status(f"{known}{memory.bytes / 2**20:.0f} MiB")
+        shards = (next(iter(record["shards"].values())) for record in journal.layers)
+        errors = [module["error"] for shard in shards for module in shard["modules"]]
+        known = None not in errors
+        error = f"error {sum(errors) / max(1, len(errors)):.2e}, " if known else ""
+        progress.status(f"{error}{memory.bytes / 2**20:.0f} MiB")
         progress.advance()
     progress.finish()
 
 
-def _mean_error(journal: Journal) -> float | None:
-    """Mean relative output error of the linears so far; None where it is not measured."""
-    errors = [
-        module["error"]
-        for record in journal.layers
-        for module in next(iter(record["shards"].values()))["modules"]
-    ]
-    return None if None in errors else sum(errors) / max(1, len(errors))
-
-
-def _quantize_layer(session: Session, source: CalibrationSource, number: int) -> QuantizedLayer:
-    """Quantize the layer of a number that counts those of all stages."""
-    stage = stage_of(stages_of(session), number)
-    plan, stream, index = session.plan, stage.stream, number - stage.start
+def _quantize_layer(
+    plan: QuantizePlan,
+    stage: Stage,
+    source: NoCalibration,
+    index: int,
+    solve: Callable[..., QuantizedLayer],
+) -> QuantizedLayer:
+    """Quantize a layer of a stage, by its number there."""
+    stream = stage.stream
     family, prefix = stream.family(index), stream.prefix(index)
     tensors = stream.tensors(index)
     measured = source.measure(index, tensors)
-    work = quantize_tensors(
-        plan,
-        family,
-        prefix,
-        tensors,
-        source.weights(index, family.linears),
-        measured,
-        revert_worse=session.request.revert_worse,
-        allow_fallback=session.request.allow_fallback,
-    )
+    work = solve(family, prefix, tensors, source.weights(index, family.linears), measured)
     ranges = source.finish(index, work)
     if plan.kv_cache is not None and not stage.vision:
         measured_ranges = (ranges or KvRanges()).checked(prefix)
@@ -290,39 +273,13 @@ def _quantize_layer(session: Session, source: CalibrationSource, number: int) ->
     return work
 
 
-def _quantize_head(session: Session, source: CalibrationSource) -> QuantizedLayer:
-    checkpoint = session.plan.checkpoint
-    tensors = {
-        f"{HEAD}.{part}": checkpoint.tensor(f"{HEAD}.{part}")
-        for part in ("weight", "bias")
-        if f"{HEAD}.{part}" in checkpoint
-    }
-    measured = source.measure_head()
-    return quantize_tensors(
-        session.plan,
-        HEAD_FAMILY,
-        "",
-        tensors,
-        None,
-        measured,
-        revert_worse=session.request.revert_worse,
-        allow_fallback=session.request.allow_fallback,
-    )
-
-
-def _shard_name(plan: QuantizePlan, index: int, work: QuantizedLayer) -> str:
-    before = 0 if plan.vision is None else len(plan.vision.layers)
-    if not work.prefix:
-        return "model-head.safetensors"
-    kind, number = ("vision", index) if index < before else ("layer", index - before)
-    return f"model-{kind}-{number:05d}.safetensors"
-
-
 def _write_layer(
     plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer
 ) -> dict[str, Any]:
     """Write the shards of a layer, one for each format; the record for the journal."""
-    name = _shard_name(plan, index, work)
+    towers = 0 if plan.vision is None else len(plan.vision.layers)
+    kind, number = ("vision", index) if index < towers else ("layer", index - towers)
+    name = f"model-{kind}-{number:05d}.safetensors" if work.prefix else "model-head.safetensors"
     began = time.perf_counter()
     shards = {}
     for number, weight_format in enumerate(plan.formats):
@@ -336,15 +293,7 @@ def _write_layer(
             "tensors": {name: tensor.nbytes for name, tensor in sorted(stored.items())},
             "modules": modules,
         }
-    return {
-        "layer": index,
-        "seconds": work.seconds + time.perf_counter() - began,
-        "shards": shards,
-    }
-
-
-# Means and tokens of each tensor's matrices, by their number.
-_Seen = dict[str, dict[int, tuple[torch.Tensor, int]]]
+    return {"layer": index, "seconds": work.seconds + time.perf_counter() - began, "shards": shards}
 
 
 def measure_importance(
@@ -357,14 +306,21 @@ def measure_importance(
     ids = calibration.token_ids
     stream.prepare(ids)
     states = stream.embed(ids)
-    seen: _Seen = {}
+    # Mean squares and tokens of each tensor's matrices, by the number of the expert.
+    seen: dict[str, dict[int, tuple[torch.Tensor, int]]] = {}
     architecture = architecture_of(stream.checkpoint.config)
     progress.start("importance", stream.num_layers, "layers")
     for index in range(stream.num_layers):
         stream.load(index, stream.tensors(index))
         for name, statistics in stream.measure(index, states).items():
             module = f"{stream.prefix(index)}.{name}"
-            _add(seen, to_gguf(module, architecture), expert_of(module), statistics)
+            if (tensor := to_gguf(module, architecture)) is not None:
+                count = statistics.num_tokens
+                mean = statistics.gram.diagonal() / max(count, 1)
+                # An expert without tokens: equal importance, as in llama.cpp.
+                mean = mean.clone() if count else torch.ones_like(mean)
+                experts = seen.setdefault(f"{tensor}.weight", {})
+                experts[expert_of(module) or 0] = (mean, count)
         states = stream.run(index, states, in_place=True)
         stream.unload(index)
         stream.checkpoint.release()
@@ -381,14 +337,3 @@ def measure_importance(
         chunk_size=ids.shape[1],
         chunks=ids.shape[0],
     )
-
-
-def _add(seen: _Seen, tensor: str | None, expert: int | None, statistics: InputStatistics) -> None:
-    """Note a linear's mean squares under its tensor's name and its expert's number."""
-    if tensor is None:
-        return
-    count = statistics.num_tokens
-    mean = statistics.gram.diagonal() / max(count, 1)
-    # An expert without tokens: equal importance, as in llama.cpp.
-    mean = mean.clone() if count else torch.ones_like(mean)
-    seen.setdefault(f"{tensor}.weight", {})[expert or 0] = (mean, count)

@@ -28,7 +28,9 @@ from ..stream.layer_stream import TOKENS_PER_BATCH
 from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
 from .estimate import MemoryEstimate, estimate_memory, estimate_operations, solvers_of
 from .stages import Session, stages_of
-from .timed_layer import quick_tokens, time_layer, weights_of
+
+if TYPE_CHECKING:
+    from ..gguf.container import TensorToWrite
 
 if TYPE_CHECKING:
     from ..gguf.container import TensorToWrite
@@ -41,9 +43,9 @@ class ModuleKind:
     """All modules of one name and scheme, such as every `down_proj`.
 
     Attributes:
-        scheme: None: not quantized.
+        scheme: label of the scheme; None: not quantized.
+        bytes: bytes of the tensors in the first format.
         part: `text`, `vision` or `projector`.
-        bytes: of their tensors in the first format.
     """
 
     name: str
@@ -55,7 +57,6 @@ class ModuleKind:
 
     @property
     def bits_per_weight(self) -> float:
-        """Including scales and zero points."""
         return self.bytes * 8 / self.weights
 
 
@@ -65,15 +66,14 @@ class Preflight:
 
     Attributes:
         kinds: the target scheme of every linear.
-        tensor_bytes: of all tensors to be written, by format.
-        file_bytes: of all weight files, headers included.
-        source_bytes: of all source tensors.
+        tensor_bytes: bytes of all tensors to be written, by format.
+        file_bytes: bytes of all weight files by format, headers included.
+        source_bytes: bytes of all source tensors.
         memory: predicted resident memory beyond the start of the process.
-        seconds: by a timed layer; of a run that a measured GEMM rate says is short, by that rate.
-        quick_seconds: with `CPU_SAMPLES` samples of `CPU_SEQ_LEN` tokens; None: there are no more, or it is
-            not known.
-        loaders: which loaders support the result.
-        workers: among which it is shared out, as memory and time are of one of them; None: one process.
+        seconds: time by a timed layer; of a run that a measured GEMM rate says is short, by that rate.
+        quick_seconds: time with `CPU_SAMPLES` samples of `CPU_SEQ_LEN` tokens; None: there are no more, or
+            it is not known.
+        workers: processes that share the work, memory and time being those of one; None: one process.
     """
 
     kinds: tuple[ModuleKind, ...]
@@ -94,19 +94,16 @@ class Preflight:
 
     @property
     def loads_in(self) -> str:
-        """The loaders of the first format, with their requirements."""
         first = self.loaders[0].format
         return loads_in(loader for loader in self.loaders if loader.format == first)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self) | {
             "bits_per_weight": self.bits_per_weight,
             "memory": asdict(self.memory) | {"bytes": self.memory.bytes},
         }
 
     def line(self) -> str:
-        """One-line summary."""
         chosen = [kind for kind in self.kinds if kind.scheme]
         size = next(iter(self.file_bytes.values()))
         of_each = "" if self.workers is None else f" of each of {self.workers} workers"
@@ -141,11 +138,15 @@ def preflight(
     packed = [packed_entries(plan, weight_format) for weight_format in plan.formats]
     sizes = [_sizes(entries) for entries in packed]
     seconds, quick = estimate_operations(plan, tokens, number) / _operations_per_second(), None
-    if seconds > TIMED_FROM and (timed := time_layer(session, progress or Silent())) is not None:
-        weights, solvers = weights_of(plan), solvers_of(plan, 0, number)
-        seconds = timed.seconds(weights, tokens, solvers)
-        if calibration.num_tokens > quick_tokens():
-            quick = timed.seconds(weights, quick_tokens() / number, solvers)
+    if seconds > TIMED_FROM:
+        from .timed_layer import quick_tokens, time_layer, weights_of
+
+        if (timed := time_layer(session, progress or Silent())) is not None:
+            weights, solvers = weights_of(plan), solvers_of(plan, 0, number)
+            seconds = timed.seconds(weights, tokens, solvers)
+            if calibration.num_tokens > quick_tokens():
+                quick = timed.seconds(weights, quick_tokens() / number, solvers)
+    source = (name for name in plan.checkpoint.names if not name.endswith(_BUFFER))
     return Preflight(
         kinds=_kinds(plan, sizes[0]),
         tensor_bytes={
@@ -158,7 +159,7 @@ def preflight(
             weight_format.name: _file_bytes(session, weight_format, entries)
             for weight_format, entries in zip(plan.formats, packed, strict=True)
         },
-        source_bytes=_source_bytes(plan),
+        source_bytes=sum(entry_bytes(_entry(plan.checkpoint, name)) for name in source),
         memory=replace(
             estimate_memory(
                 plan,
@@ -199,18 +200,10 @@ def _image_bytes(plan: QuantizePlan, calibration: Calibration) -> int:
     if not calibration.num_images:
         return 0
     samples = (*calibration.images, *calibration.held_out_images)
-    pixels = sum(tensor.nbytes for each in samples for tensor in each.tensors.values())
-    checkpoint = plan.checkpoint
-    weights = sum(
-        prod(checkpoint.shape(name)) for name, part in parts_of(plan).items() if part != TEXT
-    )
+    pixels = sum(tensor.nbytes for images in samples for tensor in images.tensors.values())
+    others = (name for name, part in parts_of(plan).items() if part != TEXT)
+    weights = sum(prod(plan.checkpoint.shape(name)) for name in others)
     return pixels + weights * torch.float32.itemsize
-
-
-def _source_bytes(plan: QuantizePlan) -> int:
-    """Bytes of every tensor of the source."""
-    names = (name for name in plan.checkpoint.names if not name.endswith(_BUFFER))
-    return sum(entry_bytes(_entry(plan.checkpoint, name)) for name in names)
 
 
 def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
@@ -222,7 +215,7 @@ def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
             data_bytes(str(plan.schemes[module].ggml_type), shape)
             for module, shape in plan.modules.items()
         )
-        return sum(data_bytes(one.type, one.shape) for one in _gguf_tensors(plan)) - blocks
+        return sum(data_bytes(part.type, part.shape) for part in _gguf_tensors(plan)) - blocks
     return sum(entry_bytes(entry) for entry in _unquantized(plan).values())
 
 
@@ -259,9 +252,16 @@ def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEnt
         for module, entries in packed.items()
         for suffix, entry in entries.items()
     }
-    tensors |= _unquantized(plan) | _kv_scales(plan, weight_format)
+    tensors |= _unquantized(plan)
+    if plan.kv_cache is not None:
+        per_head = plan.kv_cache_strategy == "attn_head"
+        shape = (kv_heads(plan.checkpoint.text_config), 1, 1) if per_head else (1,)
+        for prefix in map(plan.architecture.layer_prefix, range(plan.num_layers)):
+            for part in "kv":
+                name = weight_format.kv_scale_name(f"{prefix}.self_attn.{part}_scale")
+                tensors[name] = "F32", shape
     streams = [stage.stream for stage in stages_of(session)]
-    starts = [f"{one.prefix(index)}." for one in streams for index in range(one.num_layers)]
+    starts = [f"{s.prefix(index)}." for s in streams for index in range(s.num_layers)]
     starts += [f"{HEAD}."] * plan.lm_head
     shards: dict[str, dict[str, Entry]] = defaultdict(dict)
     for name, entry in tensors.items():
@@ -269,19 +269,8 @@ def _file_bytes(session: Session, weight_format: WeightFormat, packed: PackedEnt
     return sum(file_bytes(shard) for shard in shards.values())
 
 
-def _kv_scales(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, Entry]:
-    """The scales of the KV cache, where they are stored."""
-    if plan.kv_cache is None:
-        return {}
-    per_head = plan.kv_cache_strategy == "attn_head"
-    shape = (kv_heads(plan.checkpoint.text_config), 1, 1) if per_head else (1,)
-    prefixes = map(plan.architecture.layer_prefix, range(plan.num_layers))
-    names = [f"{each}.self_attn.{part}_scale" for each in prefixes for part in "kv"]
-    return {weight_format.kv_scale_name(name): ("F32", shape) for name in names}
-
-
 PackedEntries = Mapping[str, Mapping[str, Entry]]
-"""The packed tensors of every module, by what their names have behind the module's."""
+"""The packed tensors of every module, by the rest of their name after the module's."""
 
 
 def packed_entries(plan: QuantizePlan, weight_format: WeightFormat) -> PackedEntries:
@@ -321,7 +310,7 @@ def _kinds(plan: QuantizePlan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
     for module in plan.unquantized:
         name = f"{module}.weight"
         if name in plan.checkpoint:
-            entry = plan.checkpoint.dtype_name(name), plan.checkpoint.shape(name)
+            entry = _entry(plan.checkpoint, name)
             key = module.rpartition(".")[2], None, parts[name]
             groups[key].append((prod(entry[1]), entry_bytes(entry)))
     return tuple(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,40 +22,34 @@ from ..base.lanes import LANES
 from ..base.scheme import INT8_CACHE
 from ..kinds.registry import scheme_record
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS
-from ..model.checkpoint import Checkpoint
 from ..plan.journal import sha256_of, sha256_of_file, weight_digests
 from ..plan.plan import QuantizePlan, make_plan
 from ..plan.request import QuantizeRequest, require_target, searches
-from ..plan.selection import Shapes
 from ..source.load_processor import has_processor, load_processor, load_tokenizer
 from ..stream.calibration import Calibration, Images, load_calibration, no_calibration
-from ..stream.image_samples import PICTURES, Pair, image_calibration, read_pairs
 from ..stream.layer_stream import LayerStream
 from ..stream.sources import (
     BUNDLED_SAMPLES,
     CPU_SAMPLES,
     MIXED,
-    Document,
+    PICTURES,
     bundled_text,
     is_bundled,
     read_documents,
 )
 from .cached_calibration import Replaced, StatisticsFolder
-from .sensitivity import Sensitivities
 from .stages import Session, of_images
 
 if TYPE_CHECKING:
     from .candidates import Search
     from .mixed_precision import Lane
 
+BUNDLED_EVALUATION = DATA / "evaluation.txt"
+
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A request that was checked, with its calibration data.
-
-    Attributes:
-        facts: of the model and the data, by which statistics are told apart.
-    """
+    """A request that was checked, with its calibration data, and facts by which statistics are told apart."""
 
     request: QuantizeRequest
     plan: QuantizePlan
@@ -69,12 +63,8 @@ class _Begun:
 
 
 def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:
-    """Check a request and read its calibration data. Nothing is written, except by method `auto`, which
-    measures the model's sensitivity.
-
-    Raises:
-        BadInput: the request cannot be done as asked.
-    """
+    """Check a request and read its calibration data; BadInput where it cannot be done as asked. Nothing is
+    written, except by method `auto`, which measures the model's sensitivity."""
     if searches(request):
         require_target(request)
     begun = _begin(request)
@@ -83,7 +73,13 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         plan = workers.one_by_one(lambda: _searched(begun, progress or Silent()))
     statistics = begun.statistics
     if request.method == AUTO:
-        plan, statistics = _solved_anew(plan, request), None
+        # AWQ's scales are folded, and the codes aim at the float model's outputs after the quantized layers,
+        # which are run: both lower every linear's error. The search, which compares kinds, does without.
+        options = replace(plan.options, solver=AUTO_METHOD)
+        if request.options.asymmetric is None:
+            options = replace(options, asymmetric=options.true_sequential and not request.vision)
+        method = METHODS["awq"].with_solver(AUTO_METHOD)
+        plan, statistics = replace(plan, method=method, options=options), None
     facts = begun.facts | {
         "errors": request.errors,
         "model_name": request.model_name,
@@ -118,10 +114,21 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
 
 def _begin(request: QuantizeRequest) -> _Begun:
     """Check a request and read its calibration data."""
-    plan = make_plan(_planned(request))
+    planned = request
+    if request.method == AUTO:  # bits and groups of a base request are varied
+        planned = replace(
+            request,
+            method=AUTO_METHOD,
+            format=request.format or "compressed-tensors",
+            target_bpw=None,
+            target_bytes=None,
+            candidates=(),
+        )
+    plan = make_plan(planned)
     workers.join(request.device)
-    if not request.errors:
-        _check_data_free(plan)
+    activations = [scheme.activations for scheme in plan.schemes.values()]
+    if not request.errors and any(a and not a.dynamic for a in activations):
+        raise BadInput("--no-errors: static activation scales are measured: leave one of them out")
     staged = plan.feeds_back and plan.options.true_sequential
     if plan.options.asymmetric and (request.stats is not None or not staged):
         raise BadInput(
@@ -151,7 +158,9 @@ def _begin(request: QuantizeRequest) -> _Begun:
     ids = calibration.token_ids
     if ids.numel() and int(ids.max()) >= stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
-    source_hashes = _source_hashes(plan.checkpoint)
+    config = plan.checkpoint.folder / "config.json"  # a GGUF file need not have one
+    source_hashes = {config.name: sha256_of_file(config)} if config.is_file() else {}
+    source_hashes |= weight_digests(plan.checkpoint)
     facts = {
         "source": source_hashes,
         "calibration": calibration.sha256,
@@ -172,7 +181,7 @@ def _begin(request: QuantizeRequest) -> _Begun:
 
 def _searched(begun: _Begun, progress: Progress) -> QuantizePlan:
     """The plan with the schemes that `auto` chooses, by `--stats` where they are given, or else by statistics
-    behind layers that are rounded already, which are kept beside the output until the run is done."""
+    after layers that are rounded already, which are kept next to the output until the run is done."""
     from .candidates import search_of
     from .mixed_precision import mixed_plan
 
@@ -189,45 +198,26 @@ def _searched(begun: _Begun, progress: Progress) -> QuantizePlan:
     return mixed_plan(_lane(begun, search, folder, progress), progress)
 
 
-def _solved_anew(plan: QuantizePlan, request: QuantizeRequest) -> QuantizePlan:
-    """The plan whose schemes were searched, made as AWQ makes its own: scales are folded, and the codes aim
-    at the float model's outputs behind the quantized layers, which are run. Both lower every linear's error;
-    the search, which compares kinds, does without."""
-    options = replace(plan.options, solver=AUTO_METHOD)
-    if request.options.asymmetric is None:
-        options = replace(options, asymmetric=options.true_sequential and not request.vision)
-    return replace(plan, method=METHODS["awq"].with_solver(AUTO_METHOD), options=options)
-
-
 def search_fronts(
     requests: Sequence[QuantizeRequest], progress: Progress | None = None
 ) -> list[Lane]:
-    """The candidates of several file formats with their costs, measured once for all of them.
-
-    Writes nothing but the folder of statistics. `quantize` with the same request and
-    `Lane.target_bytes` of a mixture writes that mixture.
-
-    Args:
-        requests: of method `auto`, or another that searches, with one `stats` folder; targets are not read.
-
-    Raises:
-        BadInput: a request cannot be done as asked.
-    """
+    """The candidates of several file formats with their costs, measured once for all requests, which have one
+    `stats` folder and no target. `quantize` with `Lane.target_bytes` of a mixture writes that mixture."""
     from .candidates import search_of
 
     progress = progress or Silent()
-    begun = [_begin(request) for request in requests]
-    kv = any(one.plan.kv_cache is not None for one in begun)
-    head = any(one.plan.lm_head for one in begun)
+    all_begun = [_begin(request) for request in requests]
+    kv = any(begun.plan.kv_cache is not None for begun in all_begun)
+    head = any(begun.plan.lm_head for begun in all_begun)
     lanes = []
-    for one in begun:
-        if one.statistics is None:
+    for begun in all_begun:
+        if begun.statistics is None:
             raise BadInput(
                 "a search over several bounds needs --stats, a folder for what it measures"
             )
-        search = search_of(one.plan, None, None, one.request.candidates)
-        _measure(one, one.statistics, progress, kv=kv, head=head)
-        lanes.append(_lane(one, search, one.statistics, progress))
+        search = search_of(begun.plan, None, None, begun.request.candidates)
+        _measure(begun, begun.statistics, progress, kv=kv, head=head)
+        lanes.append(_lane(begun, search, begun.statistics, progress))
     return lanes
 
 
@@ -240,7 +230,9 @@ def _measure(
     head: bool = False,
     replaced: Replaced | None = None,
 ) -> None:
-    """Fill a folder with statistics and sensitivities, where it has them not."""
+    """Fill a folder with statistics and sensitivities, where it has none."""
+    from .sensitivity import Sensitivities
+
     plan, calibration = begun.plan, begun.calibration
     if not folder.complete:
         kv, head = kv or plan.kv_cache is not None, head or plan.lm_head
@@ -254,6 +246,7 @@ def _lane(begun: _Begun, search: Search, folder: StatisticsFolder, progress: Pro
     """The candidates with their costs, scaled by layer."""
     from .candidates import measure_choices
     from .mixed_precision import Lane
+    from .sensitivity import Sensitivities
 
     choices = measure_choices(search, Sensitivities(folder.folder), folder, progress)
     samples = _checked(begun.calibration)
@@ -265,13 +258,6 @@ def _checked(calibration: Calibration) -> tuple[torch.Tensor, Images]:
     return calibration.held_out_samples if len(calibration.held_out) else calibration.samples
 
 
-def _check_data_free(plan: QuantizePlan) -> None:
-    """Raises BadInput for `--no-errors` where a scheme needs the calibration data; see `request.request`."""
-    activations = [scheme.activations for scheme in plan.schemes.values()]
-    if any(a and not a.dynamic for a in activations):
-        raise BadInput("--no-errors: static activation scales are measured: leave one of them out")
-
-
 def statistics_path(request: QuantizeRequest) -> Path | None:
     """The statistics folder: `request.stats`, or beside the output where widths are searched."""
     if request.stats is None and searches(request):
@@ -279,53 +265,8 @@ def statistics_path(request: QuantizeRequest) -> Path | None:
     return request.stats
 
 
-def _planned(request: QuantizeRequest) -> QuantizeRequest:
-    """The request itself; for `auto`, the base request whose bits and groups are varied."""
-    if request.method != AUTO:
-        return request
-    return replace(
-        request,
-        method=AUTO_METHOD,
-        format=request.format or "compressed-tensors",
-        target_bpw=None,
-        target_bytes=None,
-        candidates=(),
-    )
-
-
 def _digest(facts: dict[str, Any]) -> str:
     return sha256_of(json.dumps(facts, sort_keys=True).encode())
-
-
-def _source_hashes(checkpoint: Checkpoint) -> dict[str, str]:
-    """Digests of the config, which a GGUF file need not have beside it, and of every weight file."""
-    config = "config.json"
-    path = checkpoint.folder / config
-    digests = {config: sha256_of_file(path)} if path.is_file() else {}
-    return digests | weight_digests(checkpoint)
-
-
-BUNDLED_EVALUATION = DATA / "evaluation.txt"
-
-
-class _Cut(TypedDict):
-    """How samples are cut."""
-
-    num_samples: int
-    seq_len: int
-    seed: int
-    held_out: int
-    evaluation: Path
-
-
-@dataclass(frozen=True, slots=True)
-class _ImageData:
-    """Image-text pairs, texts beside them, and the processor that reads the images."""
-
-    name: str
-    pairs: list[Pair]
-    texts: list[Document]
-    processor: Any
 
 
 def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str]) -> Calibration:
@@ -338,13 +279,13 @@ def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str
     wanted = usual if request.num_samples is None else request.num_samples
     asked = wanted // 8 if request.held_out is None else request.held_out
     tokenizer = load_tokenizer(plan.checkpoint.path, trust_remote_code=request.trust_remote_code)
-    cut = _Cut(
-        num_samples=wanted,
-        seq_len=plan.seq_len,
-        seed=request.seed,
-        held_out=asked,
-        evaluation=Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
-    )
+    cut: dict[str, Any] = {
+        "num_samples": wanted,
+        "seq_len": plan.seq_len,
+        "seed": request.seed,
+        "held_out": asked,
+        "evaluation": Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
+    }
     calibration = _with_images(request, plan, tokenizer, cut, notes)
     if calibration is None:
         source = request.calibration or bundled_text(request.model)
@@ -362,74 +303,53 @@ def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str
         notes.append(
             f"note: {calibration.refused} conversations that the chat template refuses were dropped"
         )
-    if plan.method.needs_statistics:
-        notes += _few_tokens(plan.modules, calibration.token_ids.numel())
+    num_tokens = calibration.token_ids.numel()
+    short = {name: shape[1] for name, shape in plan.modules.items() if shape[1] > num_tokens}
+    if short and plan.method.needs_statistics:  # Gram matrices of the inputs are singular
+        widest = max(short, key=lambda name: short[name])
+        notes.append(
+            f"warning: {len(short)} linears such as {widest} ({short[widest]} inputs) have more inputs than "
+            f"there are calibration tokens ({num_tokens}): take more with --num-samples or another "
+            "--calibration"
+        )
     return calibration
 
 
 def _with_images(
-    request: QuantizeRequest, plan: QuantizePlan, tokenizer: Any, cut: _Cut, notes: list[str]
+    request: QuantizeRequest,
+    plan: QuantizePlan,
+    tokenizer: Any,
+    cut: dict[str, Any],
+    notes: list[str],
 ) -> Calibration | None:
-    """Samples with images; None where the data has none, or the model cannot use the bundled pictures.
+    """Samples with the images of the source, by default the bundled pictures for a model that reads images;
+    BadInput for images that cannot be used. None where the data has no images, or the model cannot use the
+    bundled pictures."""
+    source, folder = request.calibration, plan.checkpoint.folder
+    modules = plan.architecture.meta_model.model.modules()
+    reads_images = any(callable(getattr(m, "get_image_features", None)) for m in modules)
+    if source is None and not (reads_images and has_processor(folder)):
+        return None
+    from ..stream.image_samples import image_calibration, read_pairs
 
-    Raises:
-        BadInput: the images that were asked for cannot be used.
-    """
     try:
-        data = _pairs(request, plan, tokenizer)
-        if data is None:
+        if (read := read_pairs(source or PICTURES)) is None:
             return None
-        calibration = image_calibration(
-            data.name, data.pairs, data.texts, data.processor, tokenizer, **cut
-        )
+        if not reads_images:
+            raise BadInput(
+                f"calibration data {source} has images, and {folder} ({plan.architecture.family}) "
+                "reads text alone"
+            )
+        pairs, texts = read
+        if source is None:
+            texts = read_documents(MIXED)[1]
+        processor = load_processor(folder, tokenizer, trust_remote_code=request.trust_remote_code)
+        name = "bundled pictures" if source is None else Path(source).name
+        calibration = image_calibration(name, pairs, texts, processor, tokenizer, **cut)
     except BadInput as error:
-        if request.calibration is not None or request.vision:
+        if source is not None or request.vision:
             raise
         notes.append(f"warning: calibrated on text without images: {error}")
         return None
     notes.append(f"note: calibration samples hold {calibration.num_images} images")
     return calibration
-
-
-def _pairs(request: QuantizeRequest, plan: QuantizePlan, tokenizer: Any) -> _ImageData | None:
-    """The pairs of the source; by default the bundled pictures, for a model that reads images.
-
-    Raises:
-        BadInput: pairs for a model that reads none, or whose processor cannot be built.
-    """
-    read = None if request.calibration is None else read_pairs(request.calibration)
-    if request.calibration is not None and read is None:
-        return None
-    folder = plan.checkpoint.folder
-    if not reads_images(plan):
-        if read is None:
-            return None
-        raise BadInput(
-            f"calibration data {request.calibration} has images, and {folder} "
-            f"({plan.architecture.family}) reads text alone"
-        )
-    if read is None and not has_processor(folder):
-        return None
-    processor = load_processor(folder, tokenizer, trust_remote_code=request.trust_remote_code)
-    if read is None:
-        pairs, _ = read_pairs(PICTURES) or ([], [])
-        return _ImageData("bundled pictures", pairs, read_documents(MIXED)[1], processor)
-    return _ImageData(Path(str(request.calibration)).name, *read, processor)
-
-
-def reads_images(plan: QuantizePlan) -> bool:
-    """Whether the model has a part that computes image features."""
-    model = plan.architecture.meta_model.model
-    return any(callable(getattr(each, "get_image_features", None)) for each in model.modules())
-
-
-def _few_tokens(modules: Shapes, num_tokens: int) -> list[str]:
-    """A warning where the Gram matrix of a linear's inputs is singular for want of tokens."""
-    short = {name: shape[1] for name, shape in modules.items() if shape[1] > num_tokens}
-    if not short:
-        return []
-    widest = max(short, key=lambda name: short[name])
-    return [
-        f"warning: {len(short)} linears such as {widest} ({short[widest]} inputs) have more inputs than "
-        f"there are calibration tokens ({num_tokens}): take more with --num-samples or another --calibration"
-    ]

@@ -20,7 +20,6 @@ from ..plan.journal import Journal, sha256_of_file
 from ..plan.manifest import (
     CARD_NAME,
     MANIFEST_NAME,
-    Summary,
     describe_files,
     model_card,
     part_reports,
@@ -38,13 +37,8 @@ _ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens"
 
 
 def write_final_files(journal: Journal, session: Session) -> None:
-    """Write everything but the layer shards into the work folder's checkpoint.
-
-    Idempotent: a second run after a kill writes the same bytes.
-
-    Raises:
-        BadInput: a finished shard was changed since, or the disk is full.
-    """
+    """Write everything but the layer shards, to the same bytes again after a kill; BadInput for a shard that
+    was changed since."""
     for number in range(len(session.plan.formats)):
         _write_format(journal, session, number)
 
@@ -90,7 +84,7 @@ def _write_format(journal: Journal, session: Session, number: int) -> None:
         session,
         number,
         modules=modules,
-        parts=[asdict(part) for part in parts],
+        parts=parts,
         files=describe_files(folder),
         summary=summarise(
             plan,
@@ -119,14 +113,22 @@ def _manifest(
     modules: list[dict[str, Any]],
     parts: list[dict[str, Any]],
     files: dict[str, dict[str, Any]],
-    summary: Summary,
+    summary: dict[str, Any],
 ) -> dict[str, Any]:
-    """The manifest of format `number`.
-
-    It holds no time and no path, so that equal runs write identical bytes.
-    """
+    """The manifest of format `number`, without time and path, so that equal runs write identical bytes."""
     plan, calibration, request = session.plan, session.calibration, session.request
     samples, length = calibration.token_ids.shape
+    # X is what the method was calibrated on.
+    error = f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
+    if not request.errors:
+        error = "not measured"
+    elif request.stats is not None:
+        error = f"{_ERROR_FORMULA}, X from the float model"
+    elif plan.sequential:
+        error = (
+            f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it; "
+            "on held-out tokens from the float layer behind the quantized layers before it"
+        )
     source_type = plan.checkpoint.source_type
     return {
         "llmopt": VERSION,
@@ -161,8 +163,8 @@ def _manifest(
             "compute": str(plan.compute).removeprefix("torch."),
             "device": plan.device.type,
         },
-        "error": _error_formula(plan, request),
-        "summary": asdict(summary),
+        "error": error,
+        "summary": summary,
         **({"parts": parts} if parts else {}),
         "modules": modules,
         "files": files,
@@ -192,20 +194,6 @@ def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
         for name, value in asked.items()
         if (value != usual[name] if name in usual else value not in (None, False, []))
     }
-
-
-def _error_formula(plan: QuantizePlan, request: QuantizeRequest) -> str:
-    """How the errors are defined: X is what the method was calibrated on."""
-    if not request.errors:
-        return "not measured"
-    if request.stats is not None:
-        return f"{_ERROR_FORMULA}, X from the float model"
-    if plan.sequential:
-        return (
-            f"{_ERROR_FORMULA}, X from the layer behind the quantized linears and layers before it; "
-            "on held-out tokens from the float layer behind the quantized layers before it"
-        )
-    return f"{_ERROR_FORMULA}, X from the float layer behind the quantized layers before it"
 
 
 def _write_index(folder: Path, plan: QuantizePlan, shards: list[dict[str, Any]]) -> None:

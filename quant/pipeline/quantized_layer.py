@@ -18,14 +18,7 @@ from ..families.layer_map import LayerMap
 from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.tensor import QuantizedTensor, zeroed_rows
 from ..methods import rounding
-from ..methods.base import (
-    InputStatistics,
-    LayerProblem,
-    LayerResult,
-    Remeasure,
-    Unsolved,
-    solving,
-)
+from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure, Unsolved, solving
 from ..methods.sign_descent import TunableBlock
 from ..plan.manifest import is_worse, judged, module_record
 from ..plan.plan import QuantizePlan
@@ -40,14 +33,8 @@ WORSE = "worse than plain rounding"
 
 @dataclass(frozen=True, slots=True)
 class LayerStatistics:
-    """Calibration statistics of a layer's inputs.
-
-    Attributes:
-        statistics: of calibration tokens, for each linear and router.
-        held_out: of held-out tokens, for reports only; may be empty.
-        remeasure, block, layer_error: see `LayerProblem`.
-        kv_ranges: of keys and values, where they were measured.
-    """
+    """Statistics of calibration tokens for each linear and router, and of held-out tokens for reports only;
+    `remeasure`, `block` and `layer_error` as in `LayerProblem`."""
 
     statistics: dict[str, InputStatistics]
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
@@ -59,13 +46,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayer:
-    """A quantized layer.
-
-    Attributes:
-        result: of the method, after falling back to RTN where it was worse.
-        others: the remaining float tensors in their stored dtype, by the name relative to the layer.
-        seconds: time of quantization.
-    """
+    """A quantized layer, with the remaining tensors in their stored dtype by relative name."""
 
     prefix: str
     result: LayerResult
@@ -75,11 +56,8 @@ class QuantizedLayer:
     def packed(
         self, plan: QuantizePlan, weight_format: WeightFormat
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """The packed tensors in a format, by full name, and the module records for journal and manifest.
-
-        Raises:
-            BadInput: several formats are written, and this one's scale dtype cannot hold another's.
-        """
+        """The packed tensors in a format by full name, and the module records; BadInput for scales it
+        lacks."""
         stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
         if plan.kv_cache is not None and weight_format.holds_kv_scales:
             stored = {
@@ -134,16 +112,8 @@ def quantize_tensors(
     allow_fallback: bool = False,
     measures_errors: bool = True,
 ) -> QuantizedLayer:
-    """Quantize the linears of a layer.
-
-    Raises:
-        BadInput: the method failed on a linear, and `allow_fallback` is not given.
-
-    Args:
-        tensors: of the layer in the checkpoint's dtype, by relative name.
-        weights: its linears in float32, where they are in memory already.
-        measures_errors: whether the reports are to have errors.
-    """
+    """Quantize the linears of a layer, whose tensors are in the checkpoint's dtype by relative name, and
+    whose linears may be in memory in float32; BadInput where the method fails and may not fall back."""
     began = time.perf_counter()
     device = plan.device
     linears = [name for name in family.linears if full_name(prefix, name) in plan.modules]
@@ -173,7 +143,7 @@ def quantize_tensors(
         routers={
             name: tensors[f"{name}.weight"].to(device, torch.float32) for name in family.routers
         },
-        held_out={name: one for name, one in measured.held_out.items() if name in schemes},
+        held_out={name: seen for name, seen in measured.held_out.items() if name in schemes},
         remeasure=measured.remeasure,
         block=measured.block,
         devices=plan.devices,
@@ -190,11 +160,15 @@ def quantize_tensors(
         result = _solved(plan, problem, allow_fallback) if linears else LayerResult({}, {}, [])
         if revert_worse:
             result = reverted(problem, result)
-        result = _with_zeroed_rows(problem, result)
-    result = _on_host(result)
-    if not prefix:  # the output projection: the module's name is the linear's
-        reports = [replace(report, module=report.module.lstrip(".")) for report in result.reports]
-        result = replace(result, reports=reports)
+        reports = []
+        for report, (name, tensor) in zip(result.reports, result.weights.items(), strict=True):
+            module = full_name(prefix, name)
+            zeroed = zeroed_rows(problem.weights[name], tensor, module)
+            if zeroed:
+                _log.warning("%s: %d rows of tiny weights became zeros", module, zeroed)
+            # The output projection has no prefix: the module's name is the linear's.
+            reports.append(replace(report, zeroed_rows=zeroed, module=report.module.lstrip(".")))
+    result = _on_host(replace(result, reports=reports))
     others = dict(tensors)
     for name in linears:
         del others[f"{name}.weight"]
@@ -221,18 +195,6 @@ def _solved(plan: QuantizePlan, problem: LayerProblem, allow_fallback: bool) -> 
     return replace(rounded, reports=reports)
 
 
-def _with_zeroed_rows(problem: LayerProblem, result: LayerResult) -> LayerResult:
-    """The result whose reports count rows that became zeros; BadInput where such a row is not negligible."""
-    reports = []
-    for report, (name, tensor) in zip(result.reports, result.weights.items(), strict=True):
-        module = full_name(problem.prefix, name)
-        zeroed = zeroed_rows(problem.weights[name], tensor, module)
-        if zeroed:
-            _log.warning("%s: %d rows of tiny weights became zeros", module, zeroed)
-        reports.append(replace(report, zeroed_rows=zeroed))
-    return replace(result, reports=reports)
-
-
 def _on_host(result: LayerResult) -> LayerResult:
     """The result with its tensors on the host, where they are packed and written."""
     tensors = {
@@ -243,11 +205,8 @@ def _on_host(result: LayerResult) -> LayerResult:
 
 
 def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
-    """The result with a fallback to RTN wherever the method did worse.
-
-    Linears whose scales are folded into other linears or norms cannot fall back one by one: there the
-    whole layer falls back to RTN, if the sum of its errors is worse.
-    """
+    """The result with a fallback to RTN wherever the method did worse; of a layer with folded scales, whose
+    linears cannot fall back one by one, as a whole, if the sum of its errors is worse."""
     errors = [judged(report) for report in result.reports]
     folded = bool(result.norms or result.routers) or any(
         report.ratio is not None for report in result.reports
@@ -283,13 +242,7 @@ def reverted(problem: LayerProblem, result: LayerResult) -> LayerResult:
 
 
 class WrittenWeights(Mapping[str, torch.Tensor]):
-    """Tensors by their names in the plain checkpoint, read from shards as they are asked for.
-
-    Args:
-        folder: of the shards.
-        shards: their records in the journal.
-        config: the `quantization_config` that they are read by.
-    """
+    """Tensors by their names in the plain checkpoint, read from written shards as they are asked for."""
 
     def __init__(
         self,

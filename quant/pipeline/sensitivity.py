@@ -15,8 +15,9 @@ in nats a token, whatever layer they are in, and so add up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,8 @@ from .quantized_layer import HEAD_FAMILY
 
 _TOKENS = 8192
 _ROWS = 4096  # of an embedding or output head by which the errors of all are told
-_ENTERING, _BEHIND, _HEAD, _EMBEDDING = (
-    "entering",
-    "behind",
-    "sensitivity-head",
-    "sensitivity-embedding",
-)
+_ENTERING, _BEHIND = "entering", "behind"
+_HEAD, _EMBEDDING = "sensitivity-head", "sensitivity-embedding"
 _TABLE = "model.embed_tokens"
 Tensors = Mapping[str, torch.Tensor]
 
@@ -63,11 +60,8 @@ class LayerSensitivity:
     inputs: Tensors
 
     def expected(self, linear: str, delta: torch.Tensor, statistics: InputStatistics) -> float:
-        """Expected KL divergence in nats a token of a change `[out, in]` of a linear's weight.
-
-        Args:
-            statistics: of its inputs; where its outputs have no weights, all have the layer's mean.
-        """
+        """Expected KL divergence in nats a token of a change `[out, in]` of a linear's weight; where its
+        outputs have no weights, all have the layer's mean."""
         if linear in self.outputs:
             errors = quadratic_form(delta, self.inputs[linear].to(delta.device))
             weights = self.outputs[linear].to(errors)
@@ -105,8 +99,7 @@ class TableSensitivity:
     def expected(
         self, rows: torch.Tensor, delta: torch.Tensor, *, embedding: bool, head: bool
     ) -> float:
-        """Expected KL divergence in nats a token of a change `[rows, hidden]` of some rows; the others change
-        alike."""
+        """Expected KL divergence in nats a token of a change `[rows, hidden]`; other rows change alike."""
         cost = 0.0
         if embedding and self.tokens is not None and self.channels is not None:
             weights = self.tokens[rows] / self.tokens[rows].sum()
@@ -126,7 +119,6 @@ class Sensitivities:
 
     @property
     def complete(self) -> bool:
-        """Whether they were measured."""
         return self._path("sensitivity").is_file()
 
     def measure(
@@ -141,7 +133,11 @@ class Sensitivities:
         backward = _Backward(stream, samples[0])
         behind = [index for index in (*layers, len(layers)) if self._path(_BEHIND, index).is_file()]
         if behind:
-            backward.behind = self._batched(behind[0], stream.device)
+            batches: dict[int, dict[str, torch.Tensor]] = {}
+            for key, tensor in load_file(self._path(_BEHIND, behind[0])).items():
+                number, _, name = key.partition(".")
+                batches.setdefault(int(number), {})[name] = tensor.to(stream.device)
+            backward.behind = [batches[number] for number in sorted(batches)]
         else:
             self._forward(stream, samples, backward, progress)
         left = layers[: behind[0] if behind else None]
@@ -154,7 +150,9 @@ class Sensitivities:
             if not index:
                 self._write(_EMBEDDING, None, backward.stored_embedding(entering))
             self._keep(backward.behind, index)
-            _leave(stream, index, progress)
+            stream.unload(index)
+            stream.checkpoint.release()
+            progress.advance()
         progress.finish()
         write_atomically(self._path("sensitivity"), b"")
         for name in (_ENTERING, _BEHIND):
@@ -182,7 +180,9 @@ class Sensitivities:
             self._write(_ENTERING, index, states.stored(_ENTERING))
             stream.load(index, stream.tensors(index))
             states = stream.run(index, states, in_place=True)
-            _leave(stream, index, progress)
+            stream.unload(index)
+            stream.checkpoint.release()
+            progress.advance()
         backward.begin(states)
         self._write(_HEAD, None, backward.stored(HEAD_FAMILY))
         self._keep(backward.behind, len(layers))
@@ -190,48 +190,30 @@ class Sensitivities:
     def _keep(self, behind: Sequence[Tensors], index: int) -> None:
         """Keep the gradients of the states that enter a layer, in place of those that leave it."""
         named = {
-            f"{at}.{name}": each.to(HOST)
-            for at, one in enumerate(behind)
-            for name, each in one.items()
+            f"{number}.{name}": gradient.to(HOST)
+            for number, batch in enumerate(behind)
+            for name, gradient in batch.items()
         }
         self._write(_BEHIND, index, named)
         for path in (self._path(_ENTERING, index), self._path(_BEHIND, index + 1)):
             path.unlink(missing_ok=True)
 
-    def _batched(self, index: int, device: torch.device) -> list[dict[str, torch.Tensor]]:
-        """The gradients that were kept, batch by batch."""
-        batches: dict[int, dict[str, torch.Tensor]] = {}
-        for key, tensor in load_file(self._path(_BEHIND, index)).items():
-            at, _, name = key.partition(".")
-            batches.setdefault(int(at), {})[name] = tensor.to(device)
-        return [batches[at] for at in sorted(batches)]
-
     def read(self, index: int | None, family: LayerMap) -> LayerSensitivity:
         """The sensitivity of a layer, or of the output projection (None)."""
         tensors = load_file(self._path(_HEAD if index is None else "sensitivity", index))
-        return LayerSensitivity(
-            {
-                linear: tensors[f"outputs.{linear}"]
-                for linear in family.linears
-                if f"outputs.{linear}" in tensors
-            },
-            {
-                linear: tensors[f"inputs.{group[0]}"]
-                for group in family.shared_inputs
-                if f"inputs.{group[0]}" in tensors
-                for linear in group
-            },
-        )
+        outputs, inputs = {}, {}
+        for linear, first in ((name, group[0]) for group in family.shared_inputs for name in group):
+            if f"outputs.{linear}" in tensors:
+                outputs[linear] = tensors[f"outputs.{linear}"]
+            if f"inputs.{first}" in tensors:
+                inputs[linear] = tensors[f"inputs.{first}"]
+        return LayerSensitivity(outputs, inputs)
 
     def read_tables(self) -> TableSensitivity:
         """The sensitivity of the embedding and of the output projection."""
         embedding, head = (load_file(self._path(name)) for name in (_EMBEDDING, _HEAD))
-        return TableSensitivity(
-            embedding.get("tokens"),
-            embedding.get("channels"),
-            head[f"outputs.{HEAD}"],
-            head[f"inputs.{HEAD}"],
-        )
+        felt = embedding.get("tokens"), embedding.get("channels")
+        return TableSensitivity(*felt, head[f"outputs.{HEAD}"], head[f"inputs.{HEAD}"])
 
     def _write(self, name: str, index: int | None, tensors: Tensors) -> None:
         write_tensors(self._path(name, index), tensors, layout_of(tensors))
@@ -241,18 +223,9 @@ class Sensitivities:
         return self._folder / f"{name}{layer}.safetensors"
 
 
-def _leave(stream: LayerStream, index: int, progress: Progress) -> None:
-    stream.unload(index)
-    stream.checkpoint.release()
-    progress.advance()
-
-
 class _Backward:
-    """The backward pass, layer by layer, and what it saw of the last one.
-
-    Attributes:
-        behind: gradients of the states behind the layer that is next, batch by batch.
-    """
+    """The layer-wise backward pass, with the statistics of the last layer, and the gradients of the states
+    after the next layer, batch by batch (`behind`)."""
 
     def __init__(self, stream: LayerStream, token_ids: torch.Tensor):
         self._stream, self._token_ids = stream, token_ids
@@ -262,7 +235,6 @@ class _Backward:
         self.behind: list[dict[str, torch.Tensor]] = []
 
     def begin(self, states: States) -> None:
-        """Begin at the head, with the states behind the last layer."""
         self.behind = [self._from_head(batch) for batch in self._batches(states)]
 
     def through(self, index: int, states: States) -> None:
@@ -285,10 +257,8 @@ class _Backward:
         return tensors
 
     def stored_embedding(self, entering: Tensors) -> dict[str, torch.Tensor]:
-        """The sensitivity of the embedding, behind the first layer: of its rows by token, and its channels.
-
-        Tokens that were not seen share what those that were seen once leave open (Good and Turing).
-        """
+        """The sensitivity of the embedding by row and channel, once the first layer is done; unseen tokens
+        share what those seen once leave open (Good and Turing)."""
         table, states = f"{_TABLE}.weight", entering.get(f"{_ENTERING}.hidden")
         if states is None or table not in self._stream.checkpoint:
             return {}
@@ -340,8 +310,16 @@ class _Backward:
         stream = self._stream
         seen: dict[str, torch.Tensor] = {}
         entered: dict[str, torch.Tensor] = {}
+
+        def keep(
+            _: nn.Module, inputs: tuple[Any, ...], named: Any, output: torch.Tensor, name: str
+        ) -> None:
+            entered[name] = (inputs[0] if inputs else next(iter(named.values()))).detach()
+            # Gradients begin at an output that has none.
+            seen[name] = output if output.requires_grad else output.requires_grad_()
+
         keeping = (
-            module.register_forward_hook(_keeping(name, entered, seen), with_kwargs=True)
+            module.register_forward_hook(partial(keep, name=name), with_kwargs=True)
             for name, module in stream.linears(index).items()
         )
         with torch.enable_grad(), hooks(keeping):
@@ -369,18 +347,6 @@ class _Backward:
         record = self._inputs.setdefault(group[0], InputStatistics(tokens.shape[1], tokens.device))
         weights = torch.stack([each.sum(dim=1) for each in squares]).sum(dim=0)
         record.add(tokens * weights.sqrt()[:, None])
-
-
-def _keeping(
-    name: str, entered: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]
-) -> Callable[..., None]:
-    """A forward hook that keeps a module's input and output; gradients begin at an output that has none."""
-
-    def hook(_: nn.Module, inputs: tuple[Any, ...], named: Any, output: torch.Tensor) -> None:
-        entered[name] = (inputs[0] if inputs else next(iter(named.values()))).detach()
-        seen[name] = output if output.requires_grad else output.requires_grad_()
-
-    return hook
 
 
 def _gradients(outputs: Tensors, given: Tensors, sources: Tensors) -> dict[str, torch.Tensor]:

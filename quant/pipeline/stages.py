@@ -17,20 +17,15 @@ from ..plan.request import QuantizeRequest
 from ..stream.calibration import Calibration, with_images
 from ..stream.layer_stream import LayerStream
 from .cached_calibration import CachedCalibration, StatisticsFolder
-from .online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
+from .online_calibration import NoCalibration, OnlineCalibration, Tuning
 from .quantized_layer import WrittenWeights
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A prepared quantization request.
-
-    Attributes:
-        signature: digest of everything that the result's bytes depend on.
-        statistics: folder of cached statistics of the float model; None: online calibration.
-        vision: the layers of the vision tower and projector, where they are quantized too.
-        notes: choices made for the user, one line each.
-    """
+    """A prepared request; `signature` is a digest of everything that the result's bytes depend on,
+    `statistics` a folder of cached statistics of the float model, `vision` the layers of a tower that is
+    quantized too."""
 
     request: QuantizeRequest
     plan: QuantizePlan
@@ -57,12 +52,7 @@ def layer_folder(journal: Journal, plan: QuantizePlan, number: int) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers that follow each other in one stream.
-
-    Attributes:
-        start: how many layers earlier stages have.
-        vision: whether these are the layers of the vision side.
-    """
+    """Layers that follow each other in one stream; `start` is the number of layers in earlier stages."""
 
     stream: LayerStream
     start: int
@@ -70,7 +60,6 @@ class Stage:
 
     @property
     def end(self) -> int:
-        """Number of layers up to its last."""
         return self.start + self.stream.num_layers
 
 
@@ -89,20 +78,23 @@ def stage_of(stages: tuple[Stage, ...], number: int) -> Stage:
 
 def source_of(
     session: Session, stage: Stage, journal: Journal, saved: Path | None, progress: Progress
-) -> CalibrationSource:
-    """Cached statistics, measured now where they are missing, or online calibration.
-
-    Args:
-        saved: the states that enter the next layer of the stage; None: it begins.
-    """
+) -> NoCalibration:
+    """Cached statistics, measured where missing, or online calibration, from `saved` states where given."""
     folder, calibration, plan = session.statistics, session.calibration, session.plan
     kv = plan.kv_cache is not None and not stage.vision
     if not session.request.errors:
         return NoCalibration()
     if stage.vision:
         calibration = of_images(calibration)
-    elif stage.start:
-        stage.stream.read_instead(_written(session, stage.start, journal))
+    elif stage.start:  # the weights of the finished vision side, in the first format
+        done = journal.layers[: stage.start]
+        written = WrittenWeights(
+            layer_folder(journal, plan, 0),
+            [record["shards"][plan.format.name] for record in done],
+            plan.format,
+            plan.config_in(plan.format),
+        )
+        stage.stream.read_instead(written)
     if folder is None:
         return OnlineCalibration(
             stage.stream,
@@ -119,11 +111,7 @@ def source_of(
 
 
 def of_images(calibration: Calibration) -> Calibration:
-    """The samples with images alone, for the tower.
-
-    Raises:
-        BadInput: there are none.
-    """
+    """The samples with images alone, for the tower; BadInput where there are none."""
     token_ids, images = with_images(*calibration.samples)
     held_out, held_out_images = with_images(*calibration.held_out_samples)
     if not images:
@@ -137,15 +125,4 @@ def of_images(calibration: Calibration) -> Calibration:
         images=images,
         held_out=held_out,
         held_out_images=held_out_images,
-    )
-
-
-def _written(session: Session, layers: int, journal: Journal) -> WrittenWeights:
-    """The weights of the finished vision side, in the first format."""
-    plan = session.plan
-    return WrittenWeights(
-        layer_folder(journal, plan, 0),
-        [record["shards"][plan.format.name] for record in journal.layers[:layers]],
-        plan.format,
-        plan.config_in(plan.format),
     )

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
 from ...base.progress import Progress
 from ..plan.plan import QuantizePlan
-from ..stream.calibration import Calibration
 from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
-from .online_calibration import CalibrationSource, NoCalibration, OnlineCalibration, Tuning
-from .quantized_layer import LayerStatistics, quantize_tensors
+from .online_calibration import NoCalibration, OnlineCalibration, Tuning
+from .quantized_layer import quantize_tensors
 from .stages import Session
 
 Arguments = ParamSpec("Arguments")
@@ -28,13 +27,7 @@ _HELD_OUT = 8  # calibration samples for each held-out one, as by default
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Seconds that a layer took.
-
-    Attributes:
-        solving: choosing and packing codes.
-        passes: running the layer over `tokens`, those held out included.
-        weights: of its quantized linears.
-    """
+    """Seconds of a layer: choosing and packing codes, and passes over `tokens`, held-out ones included."""
 
     solving: float
     passes: float
@@ -42,11 +35,7 @@ class LayerTime:
     weights: int
 
     def seconds(self, weights: int, tokens: float, solvers: int = 1) -> float:
-        """The time of a run over linears with so many weights, calibrated on so many tokens a worker.
-
-        Args:
-            solvers: workers among which choosing the codes is shared out.
-        """
+        """The time of a run over so many weights, with so many tokens a worker, and choices by `solvers`."""
         per_layer = self.solving / solvers + self.passes * tokens / max(1, self.tokens)
         return per_layer * weights / self.weights
 
@@ -59,21 +48,28 @@ def weights_of(plan: QuantizePlan, prefix: str = "") -> int:
 
 
 def quick_tokens() -> int:
-    """Tokens of a quick run, those held out included."""
     return (CPU_SAMPLES + CPU_SAMPLES // _HELD_OUT) * CPU_SEQ_LEN
 
 
 def time_layer(session: Session, progress: Progress) -> LayerTime | None:
-    """Quantize the first decoder layer on little text; None where images would be cut, or nothing in it is
-    quantized."""
+    """Quantize the first layer on little text; None where images would be cut, or nothing is quantized."""
     plan, stream, calibration = session.plan, session.stream, session.calibration
     prefix = f"{stream.prefix(0)}."
     weights = weights_of(plan, prefix)
     if calibration.num_images or not weights:
         return None
     progress.start("timing one layer", 0, "")
-    text = _little(calibration, weights)
-    source: CalibrationSource = NoCalibration()
+    # A few samples, cut where one alone is too long.
+    most = int(min(_MOST_TOKENS, max(_LEAST_TOKENS, _WEIGHTS_TIMES_TOKENS / weights)))
+    samples, length = calibration.token_ids.shape
+    length = min(length, most)
+    count = min(samples, max(1, most // max(1, length)))
+    text = replace(
+        calibration,
+        token_ids=calibration.token_ids[:count, :length],
+        held_out=calibration.held_out[: -(-count // _HELD_OUT), :length],
+    )
+    source = NoCalibration()
     if session.request.errors:
         source = OnlineCalibration(
             stream,
@@ -84,62 +80,37 @@ def time_layer(session: Session, progress: Progress) -> LayerTime | None:
             asymmetric=bool(plan.options.asymmetric),
             tuning=Tuning(session.request.seed, progress.status) if plan.blockwise else None,
         )
-    watch = _Watch()
+    seconds = [0.0]  # within passes, those that the method makes itself included
+
+    def timed(call: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+        def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                seconds[0] += time.perf_counter() - began
+
+        return run
+
     began = time.perf_counter()
     tensors = stream.tensors(0)
-    measured = watch.timed(source.measure)(0, tensors)
+    measured = timed(source.measure)(0, tensors)
+    if measured.remeasure is not None:
+        measured = replace(measured, remeasure=timed(measured.remeasure))
     work = quantize_tensors(
         plan,
         stream.family(0),
         stream.prefix(0),
         tensors,
         source.weights(0, stream.family(0).linears),
-        watch.watched(measured),
+        measured,
         revert_worse=session.request.revert_worse,
         allow_fallback=session.request.allow_fallback,
     )
-    watch.timed(source.finish)(0, work)
+    timed(source.finish)(0, work)
     for weight_format in plan.formats:
         work.packed(plan, weight_format)
-    seconds = time.perf_counter() - began
+    whole = time.perf_counter() - began
     plan.checkpoint.release()
     progress.finish()
-    return LayerTime(seconds - watch.seconds, watch.seconds, text.num_tokens, weights)
-
-
-def _little(calibration: Calibration, weights: int) -> Calibration:
-    """A few samples, cut where one alone is too long."""
-    most = int(min(_MOST_TOKENS, max(_LEAST_TOKENS, _WEIGHTS_TIMES_TOKENS / weights)))
-    samples, length = calibration.token_ids.shape
-    length = min(length, most)
-    count = min(samples, max(1, most // max(1, length)))
-    held_out = -(-count // _HELD_OUT)
-    return replace(
-        calibration,
-        token_ids=calibration.token_ids[:count, :length],
-        held_out=calibration.held_out[:held_out, :length],
-    )
-
-
-@dataclass(slots=True)
-class _Watch:
-    """Seconds within calls, those that the method makes itself included."""
-
-    seconds: float = field(default=0.0)
-
-    def timed(self, call: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-        """The call, whose time is added."""
-
-        def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
-            began = time.perf_counter()
-            try:
-                return call(*arguments, **named)
-            finally:
-                self.seconds += time.perf_counter() - began
-
-        return run
-
-    def watched(self, measured: LayerStatistics) -> LayerStatistics:
-        """Statistics whose further measurements are timed."""
-        remeasure = measured.remeasure
-        return measured if remeasure is None else replace(measured, remeasure=self.timed(remeasure))
+    return LayerTime(whole - seconds[0], seconds[0], text.num_tokens, weights)

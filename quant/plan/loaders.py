@@ -37,9 +37,9 @@ class CheckpointContents:
     Attributes:
         shapes: `(out_features, in_features)` of the quantized linears by full name, by layer.
         plain: the unquantized linears.
-        names: of all tensors, `weight` for the codes of a quantized linear.
-        parameters: of transformers' model, or why transformers has none.
-        text_family: that of the language model where it is wrapped in another; else empty.
+        names: names of all tensors, `weight` for the codes of a quantized linear.
+        parameters: parameters of transformers' model, or why transformers has none.
+        text_family: family of the language model where it is wrapped in another; else empty.
     """
 
     family: str
@@ -84,16 +84,20 @@ class Loader:
 
 
 def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int = 1) -> list[Loader]:
-    """Compatibility of every loader of a format.
-
-    Args:
-        tensor_parallel: tensor-parallel ranks of vLLM.
-    """
+    """Compatibility of every loader of a format, vLLM with so many tensor-parallel ranks."""
     ranks = "" if tensor_parallel == 1 else f", {tensor_parallel} ranks"
+    families = [model_family(family) for family in (stored.family, stored.text_family)]
     return [
         Loader(name, format_name, loads, reason)
         for name, (loads, reason) in {
-            "llmopt": _llmopt(stored),
+            "llmopt": (
+                (True, "")
+                if any(family is not None and family.choices is not None for family in families)
+                else (
+                    False,
+                    f"its engine does not run {stored.family}; verify and convert do read it",
+                )
+            ),
             "transformers": transformers_loads(stored, format_name),
             f"vLLM{ranks}": vllm_loads(stored, format_name, tensor_parallel),
             "llama.cpp": (
@@ -109,13 +113,6 @@ def loads_in(table: Iterable[Loader]) -> str:
         f"{row.name} ({row.reason})" if row.reason else row.name for row in table if row.loads
     ]
     return "; ".join(readers) or "no loader that is known here"
-
-
-def _llmopt(stored: CheckpointContents) -> tuple[bool, str]:
-    families = map(model_family, (stored.family, stored.text_family))
-    if any(family is not None and family.choices is not None for family in families):
-        return True, ""
-    return False, f"its engine does not run {stored.family}; verify and convert do read it"
 
 
 _NOT_TRIED_IN_TRANSFORMERS = "not tried"
@@ -197,13 +194,8 @@ def _merged(stored: CheckpointContents, name: str, loaded: Mapping[str, Loaded])
 def _compressed_tensors(
     dense: set[Scheme], schemes: set[Scheme], unloadable: str | None
 ) -> tuple[bool, str]:
-    """The requirements of compressed-tensors: dequantized while it loads, or as they are.
-
-    Args:
-        dense: schemes of the weights that are not merged.
-        schemes: of all.
-        unloadable: why a model of its modules of codes cannot be initialised.
-    """
+    """The requirements of compressed-tensors: dequantized while it loads, or as they are. `dense` are the
+    schemes of weights that are not merged, `unloadable` is why a model of its modules of codes fails."""
     need = _NEEDS["compressed-tensors"]
     asymmetric = any(s.asymmetric and s.activations is None for s in schemes)
     if asymmetric or unloadable:
@@ -235,8 +227,11 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
     for group in stored.matrices():
         if len({stored.schemes.get(module) for module in group}) > 1:
             return False, f"{' and '.join(group[:2])} are one matrix there, and differ in scheme"
-    if name == "modelopt" and (reason := _excluded_too(stored)):
-        return False, reason
+    # ModelOpt's list of excluded linears is matched as parts of names.
+    names = "\n".join(stored.shapes) if name == "modelopt" else ""
+    if (part := next((plain for plain in stored.plain if plain in names), None)) is not None:
+        linear = next(linear for linear in stored.shapes if part in linear)
+        return False, f"it takes {linear} as excluded, because {part} is"
     kernels = set()
     for matrix in _matrices(stored, ranks):
         scheme = stored.schemes[matrix.module]
@@ -268,16 +263,6 @@ def vllm_refuses_on_cpu(stored: CheckpointContents, name: str) -> str | None:
         if not storage_of(scheme).rules.vllm_tried(scheme, name):
             return f"vLLM for CPU was not seen to load {scheme.label}"
     return None
-
-
-def _excluded_too(stored: CheckpointContents) -> str | None:
-    """Why a quantized linear is taken as excluded: ModelOpt's list is matched as parts of names."""
-    names = "\n".join(stored.shapes)
-    part = next((plain for plain in stored.plain if plain in names), None)
-    if part is None:
-        return None
-    linear = next(name for name in stored.shapes if part in name)
-    return f"it takes {linear} as excluded, because {part} is"
 
 
 def _matrices(stored: CheckpointContents, ranks: int) -> Iterator[RankMatrix]:

@@ -25,7 +25,6 @@ CARD_NAME = "README.md"
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    """The elements of a tensor in row-major order, as on disk."""
     flat = tensor.contiguous().view(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 
@@ -58,47 +57,26 @@ def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, An
     return asdict(report) | worse | tensor_record(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Summary figures of a checkpoint, over its modules.
-
-    Attributes:
-        num_worse: how many ended worse than RTN, on held-out tokens where there are any.
-        num_fallbacks: how many were rounded to nearest in place of the method.
-        error, rtn_error: means of the relative output errors over the quantized linears; None: not measured.
-        source_bytes, checkpoint_bytes: all weight files before and after.
-        bits_per_weight: of the quantized linears with their scales and zeros.
-    """
-
-    num_modules: int
-    num_worse: int
-    num_fallbacks: int
-    error: float | None
-    rtn_error: float | None
-    source_bytes: int
-    checkpoint_bytes: int
-    bits_per_weight: float
-
-
 def summarise(
     plan: QuantizePlan,
     modules: list[dict[str, Any]],
     *,
     checkpoint_bytes: int,
     quantized_bytes: int,
-) -> Summary:
-    """Figures over all `modules` records; `quantized_bytes` are those of the quantized linears alone."""
+) -> dict[str, Any]:
+    """Summary figures of a checkpoint over all `modules` records, against RTN on held-out tokens where there
+    are any; `quantized_bytes` are those of the quantized linears with their scales and zeros."""
     num_weights = sum(out * inner for out, inner in plan.modules.values())
-    return Summary(
-        num_modules=len(modules),
-        num_worse=sum(module["worse_than_rounding"] for module in modules),
-        num_fallbacks=sum(module["fallback"] is not None for module in modules),
-        error=_mean(modules, "error"),
-        rtn_error=_mean(modules, "rtn_error"),
-        source_bytes=plan.checkpoint.weight_bytes,
-        checkpoint_bytes=checkpoint_bytes,
-        bits_per_weight=quantized_bytes * 8 / num_weights,
-    )
+    return {
+        "num_modules": len(modules),
+        "num_worse": sum(module["worse_than_rounding"] for module in modules),
+        "num_fallbacks": sum(module["fallback"] is not None for module in modules),
+        "error": _mean(modules, "error"),
+        "rtn_error": _mean(modules, "rtn_error"),
+        "source_bytes": plan.checkpoint.weight_bytes,
+        "checkpoint_bytes": checkpoint_bytes,
+        "bits_per_weight": quantized_bytes * 8 / num_weights,
+    }
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
@@ -115,36 +93,25 @@ def to_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, indent=2, allow_nan=False).encode() + b"\n"
 
 
-def _error_lines(manifest: dict[str, Any]) -> list[str]:
-    """Mean and largest error of the linears, as rows of the card's table; none where not measured."""
-    summary = manifest["summary"]
-    if summary["error"] is None:
-        return []
-    worst = max(manifest["modules"], key=lambda module: module["error"])
-    return [
-        f"| mean relative output error | {summary['error']:.3e} "
-        f"(round-to-nearest: {summary['rtn_error']:.3e}) |",
-        f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
-    ]
-
-
-def _part_lines(manifest: dict[str, Any]) -> list[str]:
-    """A row for each part of a model that has more than text."""
+def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> bytes:
+    """The README model card, from the manifest alone."""
+    summary, calibration = manifest["summary"], manifest["calibration"]
+    origin = manifest.get("dequantized_from")
     rows = []
-    for part in manifest.get("parts", ()):
+    if summary["error"] is not None:
+        worst = max(manifest["modules"], key=lambda module: module["error"])
+        rows += [
+            f"| mean relative output error | {summary['error']:.3e} "
+            f"(round-to-nearest: {summary['rtn_error']:.3e}) |",
+            f"| largest | {worst['error']:.3e} in `{worst['module']}` |",
+        ]
+    for part in manifest.get("parts", ()):  # of a model that has more than text
         error = "" if part["error"] is None else f", mean error {part['error']:.3e}"
         bits = "" if part["bits_per_weight"] is None else f" at {part['bits_per_weight']:.2f} bits"
         rows.append(
             f"| {part['part']} | {part['quantized']} of {part['quantized'] + part['plain']} linears "
             f"quantized{bits}, {part['bytes']:,} bytes from {part['source_bytes']:,}{error} |"
         )
-    return rows
-
-
-def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> bytes:
-    """The README model card, from the manifest alone."""
-    summary, calibration = manifest["summary"], manifest["calibration"]
-    origin = manifest.get("dequantized_from")
     lines = [
         f"# {manifest['model']}, {plan.label}",
         "",
@@ -159,8 +126,7 @@ def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> byt
         f"| left as they were | {', '.join(by_kind(plan.unquantized)) or 'none'} (norms always) |",
         f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
         f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
-        *_error_lines(manifest),
-        *_part_lines(manifest),
+        *rows,
         f"| calibration | {calibration['samples']} × {calibration['tokens_per_sample']} tokens, "
         f"{calibration['source']} |",
         f"| loads in | {loads_in(loaders(stored(plan), plan.formats[number].name))} |",
@@ -174,12 +140,7 @@ def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> byt
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A converted checkpoint.
-
-    Attributes:
-        modules: records of all quantized linears: `error` 0 and `reason` empty where lossless.
-        loads_in: the loaders that support the result.
-    """
+    """A converted checkpoint; in its records `error` is 0 and `reason` empty where lossless."""
 
     output: Path
     source_format: str
@@ -219,27 +180,6 @@ def conversion_card(result: Conversion, manifest: dict[str, Any]) -> bytes:
     return "\n".join(lines).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class PartReport:
-    """One part of a model.
-
-    Attributes:
-        quantized, plain: how many linears have codes, and how many kept their floats.
-        bits_per_weight: of all these linears, with scales and zeros; None: there are none.
-        bytes, source_bytes: of all its tensors, after and before.
-        error, rtn_error: means over its quantized linears; None: none, or not measured.
-    """
-
-    part: str
-    quantized: int
-    plain: int
-    bits_per_weight: float | None
-    bytes: int
-    source_bytes: int
-    error: float | None
-    rtn_error: float | None
-
-
 def parts_of(plan: QuantizePlan) -> dict[str, str]:
     """The part of every tensor on disk: `text`, `vision` or `projector`."""
     model = plan.architecture.meta_model
@@ -262,24 +202,15 @@ def parts_of(plan: QuantizePlan) -> dict[str, str]:
 def with_parts(plan: QuantizePlan, modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Records of quantized linears, those of the vision side with their part."""
     parts = parts_of(plan)
-    return [
-        {
-            **module,
-            **({} if (part := parts[f"{module['module']}.weight"]) == TEXT else {"part": part}),
-        }
-        for module in modules
-    ]
+    with_part = [(module, parts[f"{module['module']}.weight"]) for module in modules]
+    return [{**module, **({} if part == TEXT else {"part": part})} for module, part in with_part]
 
 
 def part_reports(
     plan: QuantizePlan, modules: Sequence[Mapping[str, Any]], stored: Mapping[str, int]
-) -> list[PartReport]:
-    """A report for each part of a model with a vision side; none where there is text alone.
-
-    Args:
-        modules: records of the quantized linears.
-        stored: bytes of the tensors of the quantized layers, by name.
-    """
+) -> list[dict[str, Any]]:
+    """A report for each part of a model with a vision side, none where there is text alone, from records of
+    the linears and bytes of the stored tensors by name."""
     parts = parts_of(plan)
     if set(parts.values()) == {TEXT}:
         return []
@@ -289,8 +220,8 @@ def part_reports(
         name: prod(checkpoint.shape(name)) * BYTES_OF.get(checkpoint.dtype_name(name), 1)
         for name in checkpoint.names
     }
-    after = {name: size for name, size in sizes.items() if not _is_requantized(plan, name)}
-    after |= stored
+    codes = {f"{module}.weight" for module in plan.modules}
+    after = {name: size for name, size in sizes.items() if name not in codes} | dict(stored)
     records = {module["module"]: module for module in modules}
     reports = []
     for part in (TEXT, VISION, PROJECTOR):
@@ -302,36 +233,30 @@ def part_reports(
         plain = [name for name in plain if name not in plan.modules]
         plain += [name for name in plan.ignored if f"{name}.weight" in mine and name not in plain]
         weights = sum(prod(checkpoint.shape(f"{name}.weight")) for name in (*chosen, *plain))
-        held = {
+        written = {
             name: size
             for name, size in after.items()
             if parts.get(name, by_module.get(name.rpartition(".")[0], TEXT)) == part
         }
         linear_bytes = sum(
             size
-            for name, size in held.items()
+            for name, size in written.items()
             if name.rpartition(".")[0] in {*chosen, *plain} and not name.endswith(".bias")
         )
         errors = [records[name] for name in chosen if name in records]
         reports.append(
-            PartReport(
-                part=part,
-                quantized=len(chosen),
-                plain=len(plain),
-                bits_per_weight=linear_bytes * 8 / weights if weights else None,
-                bytes=sum(held.values()),
-                source_bytes=sum(sizes[name] for name in mine),
-                error=_mean(errors, "error"),
-                rtn_error=_mean(errors, "rtn_error"),
-            )
+            {
+                "part": part,
+                "quantized": len(chosen),
+                "plain": len(plain),
+                "bits_per_weight": linear_bytes * 8 / weights if weights else None,
+                "bytes": sum(written.values()),
+                "source_bytes": sum(sizes[name] for name in mine),
+                "error": _mean(errors, "error"),
+                "rtn_error": _mean(errors, "rtn_error"),
+            }
         )
     return reports
-
-
-def _is_requantized(plan: QuantizePlan, name: str) -> bool:
-    """Whether a tensor is replaced by codes."""
-    module, _, leaf = name.rpartition(".")
-    return leaf == "weight" and module in plan.modules
 
 
 def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -20,7 +20,7 @@ from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
 from ..model.experts import APART_FORMATS, with_experts_apart
-from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
+from ..model.parameters import ModelParameters, by_kind, model_parameters, unquantized_modules
 from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing
 from ..source.models import open_plain
@@ -36,7 +36,6 @@ from .selection import (
     find_head,
     find_ignored,
     find_linears,
-    misfit_notes,
     options_by_module,
     refuse_vision,
     split_fusions,
@@ -53,27 +52,25 @@ class QuantizePlan:
     """A request that was checked against the checkpoint.
 
     Attributes:
-        architecture: its decoder layers.
-        formats: every format to write.
+        architecture: decoder layers.
         modules: `(out_features, in_features)` of every linear to quantize, by full name.
-        schemes: target scheme of each of them.
+        schemes: target scheme of each module.
         ignored: linears excluded by `--ignore`.
         unquantized: these and all other modules without codes, as format configs list them.
-        parameters: of transformers' model, or why transformers has none.
-        options: hyperparameters of the method.
-        rotations: that the checkpoint is seen through.
+        parameters: parameters of transformers' model, or why transformers has none.
+        rotations: rotations that the checkpoint is seen through.
         seq_len: tokens in a calibration sample.
-        devices: where layers are run (on the first) and solved.
+        devices: devices on which layers are run (the first) and solved.
         compute: dtype of the GEMMs of the calibration passes.
         gguf_type: name of the mix in a GGUF file; empty where none is written.
-        gguf_tables: block types of embedding and output head by module, where they are no rule of the mix;
-            an empty one: the table stays as it is.
         kv_cache: dtype of the KV cache that scales are stored for; None: none are.
-        kv_cache_strategy: how many scales a layer has, see `QuantizeRequest`.
+        kv_cache_strategy: number of scales of a layer, see `QuantizeRequest`.
         notes: choices made for the user, one line each.
-        search: what method `auto` compared, for the manifest.
+        search: comparison by method `auto`, for the manifest.
         importance: mean squares of the inputs of linears, from an importance matrix's file.
-        vision: the layers of the vision tower and projector, where they are quantized too.
+        gguf_tables: block types of embedding and output head by module, where they are no rule of the mix;
+            empty: the table stays as it is.
+        vision: layers of the vision tower and projector, where they are quantized too.
     """
 
     checkpoint: Checkpoint
@@ -111,27 +108,22 @@ class QuantizePlan:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether codes are chosen by error feedback."""
         return self.method.sequential or self.options.solver == "gptq"
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.architecture.layers)
 
     @property
     def device(self) -> torch.device:
-        """The device that layers are run on."""
         return self.devices[0]
 
     @property
     def lm_head(self) -> bool:
-        """Whether the output projection is quantized."""
         return HEAD in self.modules
 
     @property
     def format(self) -> WeightFormat:
-        """The first format."""
         return self.formats[0]
 
     @property
@@ -149,7 +141,7 @@ class QuantizePlan:
     def scale_dtype(self, module: str) -> torch.dtype:
         """The dtype of a module's scales: one that every target format stores exactly."""
         stored = TORCH_DTYPES[self.checkpoint.dtype_name(f"{module}.weight")]
-        wanted = [one.scale_dtype(stored, self.schemes[module]) for one in self.formats]
+        wanted = [fmt.scale_dtype(stored, self.schemes[module]) for fmt in self.formats]
         return min(wanted, key=lambda dtype: -torch.finfo(dtype).eps)
 
     @property
@@ -178,12 +170,7 @@ class QuantizePlan:
 
 
 def make_plan(request: QuantizeRequest) -> QuantizePlan:
-    """Check a request against the headers of the checkpoint.
-
-    Raises:
-        BadInput: anything that would fail later; the message names the module, file or
-            option.
-    """
+    """Check a request against the checkpoint's headers; BadInput for anything that would fail later."""
     request = with_defaults(request)
     method = METHODS[request.method]
     solver = method.solver(request.options.solver)
@@ -194,8 +181,18 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
         method = METHODS["rtn"].on_grid(formats[0].rounds_to)
     if request.vision:
         refuse_vision(request, formats)
-    to_blocks = _blocks_asked(request, method, formats)
-    base = _check_blocks(request) if to_blocks else _check_grid(request, method, formats)
+    # ggml's block types, and not an integer grid that converts to them. The order of rounding is no grid's.
+    usual = SchemeOptions()
+    no_grid = replace(request.scheme_options, act_order=usual.act_order) == usual
+    alone = [weight_format.name for weight_format in formats] == ["gguf"]
+    to_blocks = alone and method.to_blocks and (request.gguf_type is not None or no_grid)
+    base = usual
+    if not to_blocks:
+        base = _check_grid(request, method, formats)
+    elif request.overrides or not no_grid:
+        raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
+    elif request.options.act_order == "dynamic":
+        raise BadInput("--act-order dynamic: ggml's blocks hold channels in their order")
     source = _source(request, formats)
     parameters = model_parameters(source.checkpoint)
     made = (
@@ -205,6 +202,8 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
     )
     modules = {name: source.modules[name] for name in made.schemes}
     left = tuple(name for name in source.modules if name not in made.schemes)
+    dtypes = [source.checkpoint.dtype_name(f"{module}.weight") for module in modules]
+    common = TORCH_DTYPES[max(dtypes, key=dtypes.count)]
     plan = QuantizePlan(
         checkpoint=source.checkpoint,
         architecture=source.architecture,
@@ -219,7 +218,7 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
         rotations=source.rotations,
         seq_len=_seq_len(request, source.checkpoint),
         devices=devices_of(own_device(request.device)),
-        compute=_compute(request, source.checkpoint, modules),
+        compute=compute_dtype(request.compute, common, devices_of(request.device)[0]),
         gguf_type=made.gguf_type,
         # Those of int8 are measured by the server.
         kv_cache=None if request.kv_cache == INT8_CACHE else request.kv_cache,
@@ -235,8 +234,7 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The checkpoint that is quantized, its layers, their linears, and the layers of the vision side where
-    they are quantized too."""
+    """The checkpoint that is quantized, with `tower`, the layers of its vision side, if these are too."""
 
     checkpoint: Checkpoint
     architecture: Architecture
@@ -256,42 +254,21 @@ class _Schemes:
     importance: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def _blocks_asked(
-    request: QuantizeRequest, method: Method, formats: Sequence[WeightFormat]
-) -> bool:
-    """Whether ggml's block types are requested, and not an integer grid that converts to them."""
-    alone = [weight_format.name for weight_format in formats] == ["gguf"]
-    asked = request.gguf_type is not None or _no_grid_asked(request)
-    return alone and asked and method.to_blocks
-
-
-def _no_grid_asked(request: QuantizeRequest) -> bool:
-    """Whether no option of the grid is given; the order of rounding is none."""
-    usual = SchemeOptions()
-    return replace(request.scheme_options, act_order=usual.act_order) == usual
-
-
-def _check_blocks(request: QuantizeRequest) -> SchemeOptions:
-    """The options of a GGUF file's types, which leave nothing to choose."""
-    if request.overrides or not _no_grid_asked(request):
-        raise BadInput("--gguf-type decides the bits of every weight: leave the other options out")
-    if request.options.act_order == "dynamic":
-        raise BadInput("--act-order dynamic: ggml's blocks hold channels in their order")
-    from ..gguf.mix import DEFAULT_GGUF_TYPE, mix_name
-
-    mix_name(request.gguf_type or DEFAULT_GGUF_TYPE)
-    return SchemeOptions()
-
-
 def _check_grid(
     request: QuantizeRequest, method: Method, formats: Sequence[WeightFormat]
 ) -> SchemeOptions:
-    """The scheme options of all modules, which every format can hold."""
+    """The scheme options of all modules, which every format can hold, symmetric as the formats prefer."""
     if request.imatrix is not None:
         raise BadInput(
             "--imatrix weighs the errors of ggml's blocks: give --format gguf and --gguf-type"
         )
-    base = _base_options(request, method, formats)
+    base = request.scheme_options
+    names = {weight_format.name for weight_format in formats}
+    if base.symmetric is None and not method.fits_zeros:
+        if "awq" in names:
+            base = replace(base, symmetric=False)
+        elif names & {"compressed-tensors", "gptq"}:
+            base = replace(base, symmetric=True)
     for weight_format in formats:
         weight_format.check_scheme(_probe(method, base))
     return base
@@ -313,7 +290,7 @@ def _grid_schemes(
     modules, vision = source.modules, vision_linears(source.checkpoint, source.tower).keys()
     if not request.overrides:
         text = {name: shape for name, shape in modules.items() if name not in vision}
-        _check_widths(formats, text, dict.fromkeys(text, _probe(method, base)))
+        check_widths(formats, text, dict.fromkeys(text, _probe(method, base)))
     overrides = [parse_override(text) for text in request.overrides]
     options, notes = options_by_module(
         modules, base, overrides, grouped=method.grouped, follows=vision
@@ -321,8 +298,16 @@ def _grid_schemes(
     schemes = {name: method.scheme(one) for name, one in options.items()}
     misfits = vision_misfits(formats, modules, schemes, vision)
     schemes = {name: scheme for name, scheme in schemes.items() if name not in misfits}
-    _check_widths(formats, {name: modules[name] for name in schemes}, schemes)
-    return _Schemes(schemes, notes + misfit_notes(misfits), _gguf_type(formats, schemes))
+    check_widths(formats, {name: modules[name] for name in schemes}, schemes)
+    if misfits:
+        notes.append(
+            f"note: {len(misfits)} linears of the vision side stay as they are, for the format does not hold "
+            f"their widths: {', '.join(by_kind(misfits))}"
+        )
+    gguf_type = ""
+    if any(weight_format.name == "gguf" for weight_format in formats):
+        gguf_type = max((scheme.ggml_type or "" for scheme in schemes.values()), default="")
+    return _Schemes(schemes, notes, gguf_type)
 
 
 def _block_schemes(request: QuantizeRequest, source: _Source) -> _Schemes:
@@ -358,7 +343,15 @@ def _source(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> _Sourc
     checkpoint, rotations = seen_rotated(checkpoint, request.rotations, request.seed)
     if not rotations and all(weight_format.name in APART_FORMATS for weight_format in formats):
         checkpoint = with_experts_apart(checkpoint)
-    architecture = _with_maps(request, checkpoint, architecture_of(checkpoint))
+    architecture, folds = architecture_of(checkpoint), METHODS[request.method].codes == "smoothed"
+    try:
+        mapped = with_smoothing(checkpoint, architecture)
+    except BadInput:  # no small model tells the linears by shared input and their pairs
+        if folds:
+            raise
+    else:
+        needs_pairs = folds or request.stats is not None
+        architecture = mapped if needs_pairs else replace(mapped, notes=architecture.notes)
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:
         linears[HEAD] = find_head(checkpoint)
@@ -369,29 +362,6 @@ def _source(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> _Sourc
     if not modules:
         raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
     return _Source(checkpoint, architecture, modules, ignored, tower, rotations)
-
-
-def _with_maps(
-    request: QuantizeRequest, checkpoint: Checkpoint, architecture: Architecture
-) -> Architecture:
-    """The layers with their linears by shared input, and their foldable pairs; as they are where no small
-    model tells them and the method folds nothing."""
-    folds = METHODS[request.method].codes == "smoothed"
-    try:
-        mapped = with_smoothing(checkpoint, architecture)
-    except BadInput:
-        if folds:
-            raise
-        return architecture
-    needs_pairs = folds or request.stats is not None
-    return mapped if needs_pairs else replace(mapped, notes=architecture.notes)
-
-
-def _gguf_type(formats: Sequence[WeightFormat], schemes: Mapping[str, Scheme]) -> str:
-    """The GGUF type name for integer weights."""
-    if all(weight_format.name != "gguf" for weight_format in formats):
-        return ""
-    return max((scheme.ggml_type or "" for scheme in schemes.values()), default="")
 
 
 def check_plan(plan: QuantizePlan) -> None:
@@ -447,21 +417,6 @@ def _formats(request: QuantizeRequest, method: Method) -> tuple[WeightFormat, ..
     return (own,)
 
 
-def _base_options(
-    request: QuantizeRequest, method: Method, formats: Sequence[WeightFormat]
-) -> SchemeOptions:
-    """The scheme options of all modules; `symmetric` defaults to the formats' preference."""
-    options = request.scheme_options
-    names = {weight_format.name for weight_format in formats}
-    if options.symmetric is not None or method.fits_zeros:
-        return options
-    if "awq" in names:
-        return replace(options, symmetric=False)
-    if names & {"compressed-tensors", "gptq"}:
-        return replace(options, symmetric=True)
-    return options
-
-
 def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
     default = DEFAULT_SEQ_LEN
     if is_bundled(checkpoint.folder):
@@ -480,15 +435,10 @@ def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
     return request.seq_len
 
 
-def _compute(request: QuantizeRequest, checkpoint: Checkpoint, modules: Shapes) -> torch.dtype:
-    stored = [checkpoint.dtype_name(f"{module}.weight") for module in modules]
-    common = TORCH_DTYPES[max(stored, key=stored.count)]
-    return compute_dtype(request.compute, common, devices_of(request.device)[0])
-
-
-def _check_widths(
+def check_widths(
     formats: Sequence[WeightFormat], modules: Shapes, schemes: Mapping[str, Scheme]
 ) -> None:
+    """Raises BadInput where a format cannot hold the scheme or the shape of a module."""
     for weight_format in formats:
         for scheme in dict.fromkeys(schemes.values()):
             weight_format.check_scheme(scheme)

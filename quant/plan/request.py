@@ -11,13 +11,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from ...base.errors import BadInput
-from ...base.option import (
-    device_names,
-    option,
-    option_like,
-    options_of,
-    within,
-)
+from ...base.option import device_names, option, option_like, options_of, within
 from ..base.scheme import INT8_CACHE, LARGEST, KvStrategy
 from ..kinds.registry import format_names
 from ..methods.options import MethodOptions, SchemeOptions, check_group_size
@@ -29,7 +23,6 @@ _GRID, _METHOD, _DATA, _RUN = "Grid", "Method", "Calibration data", "Run"
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Names with commas; `none` is no name."""
     return tuple(name for part in text.split(",") if (name := part.strip()) not in ("", "none"))
 
 
@@ -40,8 +33,8 @@ class QuantizeRequest:
     Attributes:
         model: folder of the source checkpoint.
         output: folder to create; with several formats, the parent of one folder each.
-        rotations: that are folded into the model before anything else; None: what is best for the method,
-            see `with_defaults`.
+        rotations: rotations that are folded into the model first; None: the best for the method, see
+            `with_defaults`.
         model_name: the model's name in records; empty: the name of its folder.
     """
 
@@ -113,10 +106,7 @@ class QuantizeRequest:
         MISSING, "Hyperparameters of the method.", factory=MethodOptions, config=MethodOptions
     )
     target_bpw: float | None = option(
-        None,
-        "auto, trellis: maximum bits per quantized weight.",
-        panel=_METHOD,
-        common=True,
+        None, "auto, trellis: maximum bits per quantized weight.", panel=_METHOD, common=True
     )
     target_bytes: int | None = option(
         None,
@@ -239,12 +229,9 @@ class QuantizeRequest:
 
     @classmethod
     def of(cls, model: str | Path, output: str | Path, **options: Any) -> QuantizeRequest:
-        """The request for a folder, a GGUF file, a bundled name or a hub id, with the defaults of
-        `llmopt quantize`: what is best for the method.
-
-        Raises:
-            BadInput: no such model, or options that no model could fulfil.
-        """
+        """The request for a folder, GGUF file, bundled name or hub id, with the defaults of `llmopt
+        quantize`: the best for the method. BadInput for no such model, or options that no model could
+        fulfil."""
         from ..model.checkpoint import GGUF_SUFFIX
         from ..source.models import resolve_model
 
@@ -261,17 +248,12 @@ class QuantizeRequest:
 
     @property
     def scheme_options(self) -> SchemeOptions:
-        """The scheme options of the request."""
         shared = {name: getattr(self, name) for name in options_of(SchemeOptions)}
         return SchemeOptions(**shared, act_order=self.options.act_order)
 
 
 def _by_gguf_type(request: QuantizeRequest) -> dict[str, str]:
-    """The fields that a GGUF type decides: the format, and where it is the method, round-to-nearest.
-
-    Raises:
-        BadInput: an unknown type, or two of them.
-    """
+    """The fields that a GGUF type decides; BadInput for an unknown type, or two."""
     method, type_name = request.method, request.gguf_type
     is_method = method.lower() in (*METHODS, AUTO, *format_names())
     if is_method and type_name is None:
@@ -284,11 +266,7 @@ def _by_gguf_type(request: QuantizeRequest) -> dict[str, str]:
         method, type_name = "rtn", method
     if type_name is None:
         return {}
-    return {
-        "method": method,
-        "format": request.format or "gguf",
-        "gguf_type": mix_name(type_name),
-    }
+    return {"method": method, "format": request.format or "gguf", "gguf_type": mix_name(type_name)}
 
 
 def check_request(request: QuantizeRequest) -> None:
@@ -298,8 +276,17 @@ def check_request(request: QuantizeRequest) -> None:
     device_names(request.device)
     if searches(request):
         _check_target(request)
-    _check_options(request)
-    _check_kv_cache(request)
+    method = METHODS[AUTO_METHOD if request.method == AUTO else request.method]
+    solver = method.solver(request.options.solver)
+    method.choose_bits(request.bits)
+    check_group_size(request.group_size)
+    method.refuse_solver(solver)
+    method.refuse_knobs(replace(request.options, solver=solver))
+    known = (*LARGEST, INT8_CACHE)
+    if request.kv_cache is not None and request.kv_cache not in known:
+        raise BadInput(f"--kv-cache {request.kv_cache}: choose {' or '.join(known)}")
+    if request.kv_cache_strategy != "tensor" and request.kv_cache not in LARGEST:
+        raise BadInput(f"--kv-cache-strategy {request.kv_cache_strategy} belongs to --kv-cache fp8")
     if request.calibration is not None:
         check_source(request.calibration)
     if request.gguf_type is not None and "gguf" not in formats:
@@ -323,7 +310,7 @@ def require_target(request: QuantizeRequest) -> None:
 
 
 def _check_target(request: QuantizeRequest) -> None:
-    known = [AUTO, *(one.name for one in METHODS.values() if one.by_target)]
+    known = [AUTO, *(method.name for method in METHODS.values() if method.by_target)]
     if request.method not in known:
         flags = "--candidates" if request.candidates else "--target-bpw and --target-size"
         raise BadInput(f"{flags} belong to --method {' and '.join(known)}")
@@ -334,15 +321,6 @@ def _check_target(request: QuantizeRequest) -> None:
             f"--method {request.method} chooses the bits of every linear under a target: leave --bits and "
             "--override out"
         )
-
-
-def _check_options(request: QuantizeRequest) -> None:
-    method = METHODS[AUTO_METHOD if request.method == AUTO else request.method]
-    solver = method.solver(request.options.solver)
-    method.choose_bits(request.bits)
-    check_group_size(request.group_size)
-    method.refuse_solver(solver)
-    method.refuse_knobs(replace(request.options, solver=solver))
 
 
 def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
@@ -368,14 +346,6 @@ def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
     if options.asymmetric is None:
         options = replace(options, asymmetric=(feeds_back or transformed) and runs)
     return replace(request, rotations=rotations, options=options)
-
-
-def _check_kv_cache(request: QuantizeRequest) -> None:
-    known = (*LARGEST, INT8_CACHE)
-    if request.kv_cache is not None and request.kv_cache not in known:
-        raise BadInput(f"--kv-cache {request.kv_cache}: choose {' or '.join(known)}")
-    if request.kv_cache_strategy != "tensor" and request.kv_cache not in LARGEST:
-        raise BadInput(f"--kv-cache-strategy {request.kv_cache_strategy} belongs to --kv-cache fp8")
 
 
 def _check_data_free(request: QuantizeRequest) -> None:
@@ -404,7 +374,6 @@ class Override:
     changes: Mapping[str, Any]
 
     def apply(self, options: SchemeOptions) -> SchemeOptions:
-        """The options with the override applied."""
         return replace(options, **self.changes)
 
 
@@ -412,11 +381,7 @@ _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, 
 
 
 def parse_override(text: str) -> Override:
-    """Read `REGEX=key:value,key:value`.
-
-    Raises:
-        BadInput: no regular expression, an unknown key, or a value that the key cannot have.
-    """
+    """Read `REGEX=key:value,key:value`; BadInput for what cannot be read, or an unknown key."""
     pattern, divider, rest = text.rpartition("=")
     if not divider or not pattern or not rest:
         raise BadInput(f"--override {text!r}: write REGEX=key:value, such as 'down_proj$=bits:8'")
@@ -427,7 +392,13 @@ def parse_override(text: str) -> Override:
         if key not in options_of(SchemeOptions):
             known = ", ".join(options_of(SchemeOptions))
             raise BadInput(f"--override {text!r}: unknown key {key!r}, choose of {known}")
-        changes[key] = _value(text, key, value)
+        kind = get_args(get_type_hints(SchemeOptions)[key])[0] if key != "double_quant" else bool
+        if not value:
+            raise BadInput(f"--override {text!r}: {key} has no value")
+        try:
+            changes[key] = _BOOLEANS[value.lower()] if kind is bool else kind(value)
+        except (ValueError, KeyError) as error:
+            raise BadInput(f"--override {text!r}: {value!r} is no value for {key}") from error
     return Override(compiled("--override", pattern), MappingProxyType(changes))
 
 
@@ -437,17 +408,3 @@ def compiled(option: str, pattern: str) -> re.Pattern[str]:
         return re.compile(pattern)
     except re.error as error:
         raise BadInput(f"{option} {pattern!r} is no regular expression: {error}") from error
-
-
-def _value(text: str, key: str, value: str) -> int | float | bool | str:
-    kind = get_args(get_type_hints(SchemeOptions)[key])[0] if key != "double_quant" else bool
-    try:
-        if kind is bool:
-            return _BOOLEANS[value.lower()]
-        if kind is not str:
-            return kind(value)
-    except (ValueError, KeyError) as error:
-        raise BadInput(f"--override {text!r}: {value!r} is no value for {key}") from error
-    if not value:
-        raise BadInput(f"--override {text!r}: {key} has no value")
-    return value

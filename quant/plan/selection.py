@@ -24,7 +24,6 @@ from ..methods.registry import METHODS
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.meta_model import MetaModel
-from ..model.parameters import by_kind
 from .request import Override, QuantizeRequest, compiled
 
 VISION, PROJECTOR, TEXT = "vision", "projector", "text"
@@ -35,11 +34,7 @@ _OTHER_MODALITY = re.compile(r"audio|speech|sound|video_tower")
 
 
 class VisionModel(MetaModel):
-    """The meta-device model whose layers are the blocks of its tower, then its projectors.
-
-    Attributes:
-        parts: `vision` or `projector`, of each layer.
-    """
+    """The meta-device model whose layers are the blocks of its tower, then its projectors (`parts`)."""
 
     def __init__(self, checkpoint: Checkpoint):
         super().__init__(checkpoint)
@@ -96,16 +91,12 @@ def vision_units(model: nn.Module, text: str) -> list[tuple[str, nn.Module]]:
             continue
         if any(path.startswith(f"{outer}.") for outer, _ in [*blocks, *projectors.items()]):
             continue
+        parent, _, number = path.rpartition(".")
         if _PROJECTOR.search(path) and not isinstance(module, nn.ModuleList):
             projectors[path] = module
-        elif _is_block(model, path):
+        elif number.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList):
             blocks.append((path, module))
     return [*blocks, *projectors.items()]
-
-
-def _is_block(model: nn.Module, path: str) -> bool:
-    parent, _, number = path.rpartition(".")
-    return number.isdigit() and isinstance(model.get_submodule(parent), nn.ModuleList)
 
 
 def part_of(path: str) -> str:
@@ -139,11 +130,7 @@ def refuse_vision(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> 
 
 
 def vision_layers(checkpoint: Checkpoint, family: str) -> Architecture:
-    """The layers of the vision side.
-
-    Raises:
-        BadInput: there is none.
-    """
+    """The layers of the vision side; BadInput where there is none."""
     layers = vision_architecture(checkpoint, family)
     if layers is None:
         raise BadInput(f"{_OPTION}: {checkpoint.folder} ({family}) has no vision tower")
@@ -152,16 +139,17 @@ def vision_layers(checkpoint: Checkpoint, family: str) -> Architecture:
 
 def vision_linears(checkpoint: Checkpoint, layers: Architecture | None) -> Shapes:
     """Shapes `(out, in)` of the linears of the vision tower and projector."""
-    return (
-        {}
-        if layers is None
-        else {
-            name: matrix_shape(checkpoint, name)
-            for index, family in enumerate(layers.layers)
-            for linear in family.linears
-            for name in [f"{layers.layer_prefix(index)}.{linear}"]
-        }
-    )
+    names = () if layers is None else _linears(layers)
+    return {name: matrix_shape(checkpoint, name) for name in names}
+
+
+def _linears(architecture: Architecture) -> list[str]:
+    """Full names of the linears of all layers."""
+    return [
+        f"{architecture.layer_prefix(index)}.{linear}"
+        for index, family in enumerate(architecture.layers)
+        for linear in family.linears
+    ]
 
 
 def vision_misfits(
@@ -170,12 +158,15 @@ def vision_misfits(
     schemes: Mapping[str, Scheme],
     vision: Collection[str],
 ) -> tuple[str, ...]:
-    """The vision linears that a format cannot hold, for their widths or beside the schemes of the text."""
-    misfits = [
-        name
-        for name in modules
-        if name in vision and not all(_fits(f, name, modules, schemes[name]) for f in formats)
-    ]
+    """The vision linears that a format cannot hold, for their widths or with the schemes of the text."""
+    misfits = []
+    for name in (name for name in modules if name in vision):
+        try:
+            for weight_format in formats:
+                weight_format.check_scheme(schemes[name])
+                weight_format.check(name, *modules[name], schemes[name])
+        except BadInput:
+            misfits.append(name)
     text = {name: scheme for name, scheme in schemes.items() if name not in vision}
     for weight_format in formats:
         for scheme in dict.fromkeys(schemes[name] for name in vision if name in schemes):
@@ -188,25 +179,6 @@ def vision_misfits(
                     if name in vision and schemes[name] == scheme and name not in misfits
                 ]
     return tuple(misfits)
-
-
-def _fits(weight_format: WeightFormat, name: str, modules: Shapes, scheme: Scheme) -> bool:
-    try:
-        weight_format.check_scheme(scheme)
-        weight_format.check(name, *modules[name], scheme)
-    except BadInput:
-        return False
-    return True
-
-
-def misfit_notes(misfits: Sequence[str]) -> list[str]:
-    """A note about the vision linears that stay."""
-    if not misfits:
-        return []
-    return [
-        f"note: {len(misfits)} linears of the vision side stay as they are, for the format does not hold "
-        f"their widths: {', '.join(by_kind(misfits))}"
-    ]
 
 
 DEFAULT_GROUP_SIZES = (128, 64, 32, 16)
@@ -232,13 +204,7 @@ def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
             f"{checkpoint.path} holds {len(held)} decoder layers, "
             f"but its config says {len(architecture.layers)}"
         )
-    return {
-        f"{architecture.layer_prefix(index)}.{linear}": matrix_shape(
-            checkpoint, f"{architecture.layer_prefix(index)}.{linear}"
-        )
-        for index, family in enumerate(architecture.layers)
-        for linear in family.linears
-    }
+    return {name: matrix_shape(checkpoint, name) for name in _linears(architecture)}
 
 
 def find_head(checkpoint: Checkpoint) -> tuple[int, int]:
@@ -284,15 +250,9 @@ def options_by_module(
     grouped: bool,
     follows: Collection[str] = (),
 ) -> tuple[dict[str, SchemeOptions], list[str]]:
-    """The options of every module with the group size resolved, and notes about the choice.
-
-    Args:
-        follows: modules that take the group size of the others, or where that does not divide their widths
-            one scale for each output channel.
-
-    Raises:
-        BadInput: an override without a match, or widths that no usual group size divides.
-    """
+    """The options of every module with the group size resolved, and notes about it; `follows` take the group
+    size of the others, or one scale per output channel. BadInput for an override without a match, or odd
+    widths."""
     options = dict.fromkeys(shapes, base)
     for override in overrides:
         found = [name for name in shapes if override.pattern.search(name)]
@@ -333,20 +293,13 @@ def _group_size(shapes: Shapes) -> tuple[int, list[str]]:
     )
 
 
-def fused_groups(architecture: Architecture) -> Iterable[tuple[str, ...]]:
-    """Full names of the linears that servers fuse into one matrix: q/k/v, and gate/up."""
-    for index, family in enumerate(architecture.layers):
-        for group in family.shared_inputs:
-            if len(group) > 1:
-                yield tuple(f"{architecture.layer_prefix(index)}.{linear}" for linear in group)
-
-
 def split_fusions(
     architecture: Architecture, schemes: Mapping[str, Scheme]
 ) -> list[tuple[str, ...]]:
-    """The fused groups whose members end up with different schemes, or only partly quantized."""
-    return [
-        group
-        for group in fused_groups(architecture)
-        if len({schemes.get(name) for name in group}) > 1
+    """The fused matrices of servers, by names of their linears, that do not share one scheme."""
+    groups = [
+        tuple(f"{architecture.layer_prefix(index)}.{linear}" for linear in group)
+        for index, family in enumerate(architecture.layers)
+        for group in family.shared_inputs
     ]
+    return [group for group in groups if len({schemes.get(name) for name in group}) > 1]

@@ -28,11 +28,7 @@ _ONE_ULP = 1.2e-7  # of float32, relative
 
 
 def discover(model: RandomModel) -> list[LayerPattern]:
-    """The map of each layer; layers of one kind share one that was proven in all of them at once.
-
-    Raises:
-        BadInput: the model does not run.
-    """
+    """The map of each layer, one for all layers of a kind, proven at once; BadInput where the model fails."""
     trials = Intervention(model)
     kinds: dict[object, LayerPattern] = {}
     patterns = []
@@ -56,11 +52,7 @@ def discover(model: RandomModel) -> list[LayerPattern]:
 
 
 def _discover_layer(trials: Intervention, index: int, *, whole: bool) -> LayerPattern:
-    """Try every source of a layer; of experts the first one that ran stands for all.
-
-    Args:
-        whole: see `Intervention.trial`.
-    """
+    """Try every source of a layer, the first expert for all; `whole` as in `Intervention.trial`."""
     names = trials.model.names[index]
     sources = {starred(path): path for path in reversed(trials.order[index])}
     readers = [path for path in sources.values() if path in trials.readers[index]]
@@ -175,13 +167,8 @@ def _shared_inputs(trials: Intervention, index: int) -> tuple[tuple[str, ...], .
 
 
 def fold_layer(family: LayerMap, tensors: dict[str, torch.Tensor], seed: int) -> int:
-    """Fold random scales into every pair of a float32 layer, in place; how many pairs there were.
-
-    The scales are powers of two, with which products round as they did before.
-
-    Args:
-        tensors: tensors of the layer, by relative name.
-    """
+    """Fold random scales into every pair of a float32 layer, by relative names, in place; how many pairs
+    there were. The scales are powers of two, with which products round as they did before."""
     generator = torch.Generator().manual_seed(seed)
     done = 0
     for fold in family.folds:
@@ -234,10 +221,8 @@ def largest_change(model: RandomModel, patterns: Sequence[LayerPattern]) -> floa
 
 
 def rounding_noise(model: RandomModel) -> float:
-    """Largest change of the logits, relative to the largest, by one rounding of every vector.
-
-    What a rounding costs depends on the model: some recurrent layers multiply it many times over.
-    """
+    """Largest relative change of the logits by one rounding of every vector; recurrent layers may multiply
+    it."""
     before = model.logits()
     vectors = [p for layer in model.layers for p in layer.parameters() if p.dim() == 1]
     former = [vector.clone() for vector in vectors]
@@ -255,8 +240,7 @@ def rounding_noise(model: RandomModel) -> float:
 def random_layers(
     model: RandomModel, patterns: Sequence[LayerPattern | None]
 ) -> list[tuple[LayerMap, dict[str, torch.Tensor]]]:
-    """The map of each layer, all of whose readers are linears, and copies of its weights and biases by their
-    names on disk."""
+    """The map of each layer, and copies of its weights and biases by their names on disk."""
     layers = []
     for index, pattern in enumerate(patterns):
         tensors = {name: p.detach().clone() for name, p in _parameters(model, index)}

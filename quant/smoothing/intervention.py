@@ -38,18 +38,9 @@ class _LayerDone(Exception):
 
 
 class Intervention:
-    """Trials on the decoder layers of a random model.
-
-    Attributes:
-        readers: for each layer, its modules with a matrix, by their path, in the order in which they run.
-        norms: for each layer, the paths of its modules with a vector as weight, in that order too.
-        inputs: for each layer, the inputs of every call of a reader.
-        order: for each layer, the paths of both in the order in which they run.
-        outputs: for each layer, the tensors that each of its calls returned.
-
-    Raises:
-        BadInput: the model does not run, or gives NaN.
-    """
+    """Trials on the decoder layers of a random model; BadInput where it does not run, or gives NaN. For each
+    layer: `readers` are its modules with a matrix by path, `norms` those with a vector, `order` the paths of
+    both as they run, `inputs` those of every call of a reader, and `outputs` those of its own calls."""
 
     def __init__(self, model: RandomModel):
         self.model = model
@@ -268,12 +259,8 @@ _SAME = 1e-4  # relative; a norm after a projection keeps this much of a uniform
 
 @dataclass(frozen=True, slots=True)
 class ScoreLinears:
-    """The linears of a layer that feed attention scores.
-
-    Attributes:
-        all: projections to queries and keys, however far from the scores.
-        normalized: those whose length does not matter, because a norm is between them and the scores.
-    """
+    """Linears of a layer that feed attention scores; of those `normalized` a norm before the scores takes the
+    length."""
 
     all: frozenset[str]
     normalized: frozenset[str]
@@ -306,11 +293,7 @@ class _SoftmaxInputs(TorchDispatchMode):
 
 
 def score_linears(model: RandomModel, index: int, linears: Collection[str]) -> ScoreLinears:
-    """The linears of a layer that feed scores of the attention that they belong to.
-
-    Args:
-        linears: their paths in the layer; a linear belongs to the module that holds it.
-    """
+    """The linears of a layer, by path, that feed scores of the attention module that holds them."""
     layer = model.layers[index]
     before = _scores(model, layer)
     every, normalized = set(), set()

@@ -38,13 +38,8 @@ class FoldPattern:
 
 @dataclass(frozen=True, slots=True)
 class LayerPattern:
-    """The smoothing map of a kind of layer.
-
-    Attributes:
-        shared_inputs: linears and routers by the tensor that they read, in execution order.
-        folds: foldable pairs in execution order of the sources.
-        unclipped: linears that feed attention scores.
-    """
+    """The smoothing map of a kind of layer: linears and routers by the tensor that they read, foldable pairs
+    (both in execution order), and linears that feed attention scores (`unclipped`)."""
 
     shared_inputs: tuple[tuple[str, ...], ...]
     folds: tuple[FoldPattern, ...]
@@ -66,12 +61,8 @@ def starred(name: str) -> str:
 
 
 def family_of_pattern(pattern: LayerPattern, base: LayerMap, shapes: Shapes) -> LayerMap:
-    """The map of one layer of a checkpoint.
-
-    Args:
-        base: the layer's linears, which stay the same; a linear that the pattern does not know stands alone.
-        shapes: shapes of the layer's weights, by the name of their module.
-    """
+    """The map of one layer of a checkpoint, from its linears, which stay the same, and the shapes of its
+    weights by module; a linear that the pattern does not know stands alone."""
     linears = set(base.linears)
     names: dict[str, list[str]] = {}  # by pattern, experts in the order of their numbers
     for name in sorted(shapes, key=lambda name: (expert_number(name), name)):

@@ -105,12 +105,7 @@ def _heads(
     text_config: Mapping[str, Any],
     values: frozenset[str],
 ) -> dict[str, Head]:
-    """The linears of a layer that R2 turns, by relative name.
-
-    Args:
-        shape: the shape of a tensor of the layer, by relative name.
-        values: sources of the pairs to turn, with `*` for an expert's number.
-    """
+    """Linears of a layer that R2 turns; `values`: sources of the pairs, with `*` for an expert's number."""
     count = int(text_config.get("num_attention_heads") or 1)
     usual = int(text_config.get("head_dim") or int(text_config.get("hidden_size") or 0) // count)
     heads: dict[str, Head] = {}
@@ -127,12 +122,7 @@ def _heads(
 
 
 class RotatedCheckpoint(Checkpoint):
-    """The rotated tensors in the dtypes of the original.
-
-    Args:
-        heads: the linears to turn, by full name.
-        seed: seed of the rotations.
-    """
+    """A checkpoint with the heads of some linears, by full name, rotated, in the dtypes of the original."""
 
     def __init__(self, plain: Checkpoint, heads: Mapping[str, Head], seed: int):
         self._plain = plain

@@ -45,11 +45,7 @@ _SEED = 11
 
 
 def small_config(raw: Mapping[str, Any], num_layers: int | None) -> Raw:
-    """A raw config with the structure of another.
-
-    Args:
-        num_layers: of the text model; None keeps them all.
-    """
+    """A raw config with the structure of another, and with so many text layers; None keeps all."""
     text = _text(raw)
     small = _small(raw, _factor(text), text is raw, num_layers)
     small.pop("quantization_config", None)
@@ -182,21 +178,13 @@ class RandomModel:
 
 
 def random_model(config: Any) -> RandomModel:
-    """The random model of a transformers config.
-
-    Its weights have unit gain and its norms are not 1, so that no channel equals another.
-
-    Raises:
-        BadInput: transformers cannot build it, or its decoder layers are not to be told.
-    """
+    """The random model of a transformers config; BadInput where it cannot be built. Its weights have unit
+    gain and its norms are not 1, so that no channel equals another."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             model = auto_class(config).from_config(
-                config,
-                dtype=torch.float32,
-                attn_implementation="eager",
-                trust_remote_code=False,
+                config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
             model.eval().requires_grad_(False)
             layers, names = _layers_and_names(model)

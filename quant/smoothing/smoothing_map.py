@@ -31,22 +31,14 @@ Kind = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class KindMap:
-    """The smoothing map of one layer of the small model.
-
-    Attributes:
-        kind: the names of its weights on disk, `*` for an expert's number.
-    """
+    """The map of a layer of the small model; `kind`: names of its weights, `*` for an expert's number."""
 
     kind: Kind
     pattern: LayerPattern
 
 
 def with_smoothing(checkpoint: Checkpoint, architecture: Architecture) -> Architecture:
-    """The layers of a checkpoint with their foldable pairs.
-
-    Raises:
-        BadInput: no small model of this config can be built and run.
-    """
+    """The layers of a checkpoint with their foldable pairs; BadInput where no small model of it runs."""
     shapes = _shapes(checkpoint, architecture)
     kinds = [frozenset(map(starred, names)) for names in shapes]
     patterns = by_layer(_discovered_once(checkpoint, kinds), kinds)
@@ -63,12 +55,8 @@ def with_smoothing(checkpoint: Checkpoint, architecture: Architecture) -> Archit
 def attempts_and_maps(
     checkpoint: Checkpoint, architecture: Architecture
 ) -> tuple[list[dict[str, Any]], list[KindMap]]:
-    """Raw configs of small models that may have the structure of a checkpoint, the smallest first, and the
-    maps of one that has it.
-
-    Raises:
-        BadInput: see `with_smoothing`.
-    """
+    """Configs of small models like a checkpoint's, smallest first, and the maps of one; see
+    `with_smoothing`."""
     kinds = [frozenset(map(starred, names)) for names in _shapes(checkpoint, architecture)]
     return _attempts(checkpoint, kinds), _discovered_once(checkpoint, kinds)
 
@@ -95,9 +83,13 @@ def by_layer(maps: Sequence[KindMap], kinds: Sequence[Kind]) -> list[LayerPatter
 
 
 def _discovered_once(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[KindMap]:
-    """The maps of a small model's layers, kept by config; of the attempts the first that runs and has all
-    kinds."""
-    path = cache_folder() / f"{_key(checkpoint.config, kinds)}-{version('transformers')}.json"
+    """The maps of the first small model that runs and has all kinds, kept by config."""
+    # A map depends on the config, and on how the layers lie on disk.
+    structure = {k: value for k, value in checkpoint.config.items() if k not in _NO_STRUCTURE}
+    layers = sorted({tuple(sorted(kind)) for kind in kinds})
+    text = json.dumps([FORMAT, structure, layers], sort_keys=True, default=str)
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    path = cache_folder() / f"{key}-{version('transformers')}.json"
     if (answer := _read(path)) is not None:
         return answer
     reason: BadInput | None = None
@@ -131,11 +123,7 @@ def _attempts(checkpoint: Checkpoint, kinds: Sequence[Kind]) -> list[dict[str, A
 
 
 def discovered_maps(raw: Mapping[str, Any]) -> list[KindMap]:
-    """The map of each layer of the random model of a raw config.
-
-    Raises:
-        BadInput: the model cannot be built or run.
-    """
+    """The map of each layer of the random model of a raw config; BadInput where it cannot be built or run."""
     from ..model.auto import read_config
     from .discover import discover
     from .small_model import random_model
@@ -150,14 +138,6 @@ def discovered_maps(raw: Mapping[str, Any]) -> list[KindMap]:
 def cache_folder() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "llmopt" / "smoothing"
-
-
-def _key(raw: Mapping[str, Any], kinds: Sequence[Kind]) -> str:
-    """SHA-256 of what a map depends on: the config, and how its layers lie on disk."""
-    structure = {key: value for key, value in raw.items() if key not in _NO_STRUCTURE}
-    layers = sorted({tuple(sorted(kind)) for kind in kinds})
-    text = json.dumps([FORMAT, structure, layers], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _read(path: Path) -> list[KindMap] | None:

@@ -26,12 +26,7 @@ LEAST_TOKENS = 8  # of a whole text: a word says nothing of the inputs of a mode
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs:
-    """The processor's tensors of one sample; empty for a sample of text alone.
-
-    Attributes:
-        tensors: arguments of the wrapped model's forward by name, such as `pixel_values`.
-        num_images: how many images they are of.
-    """
+    """The processor's tensors of one sample, by name such as `pixel_values`; empty for text alone."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_images: int = 0
@@ -67,13 +62,8 @@ def deduplicate(
 
 
 def check_leakage(name: str, texts: Sequence[str], against: str, evaluation: Sequence[str]) -> None:
-    """Raise BadInput where a calibration text shares an n-gram of words with an evaluation text.
-
-    Args:
-        name, against: names of the two sources in the message.
-        evaluation: texts of which no `SHARED_WORDS`-gram of words (or the whole text, if it is shorter)
-            may occur in `texts`.
-    """
+    """Raise BadInput where a calibration text has a `SHARED_WORDS`-gram of words of an evaluation text, or
+    all words of a shorter one."""
     where = {run: number for number, text in enumerate(evaluation, 1) for run in _runs(text)}
     for number, text in enumerate(texts, 1):
         for run in _runs(text):
@@ -109,13 +99,13 @@ class Calibration:
         token_ids: int64 `[samples, length]`.
         held_out: int64 `[samples, length]` of other documents, for measuring only; may be empty.
         source: name of the text source, for the manifest.
-        sha256: of shapes and ids, so that two runs can be told apart.
-        conversations: how many of the documents the model's chat template made.
+        sha256: digest of shapes and ids, so that two runs can be told apart.
+        conversations: number of documents that the model's chat template made.
         refused: conversations that the chat template refuses, such as a first turn of the assistant; dropped.
-        documents: how many were used; `duplicates` more were dropped from the whole source.
-        with_bos: how many of them begin with the BOS token.
+        documents: number of documents used; `duplicates` more were dropped from the whole source.
+        with_bos: number of documents that begin with the BOS token.
         lengths: histogram of tokens per document.
-        images, held_out_images: of each sample; empty for text alone.
+        images, held_out_images: images of each sample; empty for text alone.
     """
 
     token_ids: torch.Tensor
@@ -133,27 +123,22 @@ class Calibration:
 
     @property
     def samples(self) -> tuple[torch.Tensor, Images]:
-        """Token ids and images of the calibration samples."""
         return self.token_ids, self.images
 
     @property
     def held_out_samples(self) -> tuple[torch.Tensor, Images]:
-        """Token ids and images of the held-out samples."""
         return self.held_out, self.held_out_images
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all samples."""
         return self.token_ids.numel() + self.held_out.numel()
 
     @property
     def num_images(self) -> int:
-        """Images of the calibration and held-out samples."""
         return sum(each.num_images for each in (*self.images, *self.held_out_images))
 
     @property
     def chat_template(self) -> bool:
-        """Whether the model's chat template was applied to conversations."""
         return self.conversations > 0
 
 
@@ -234,12 +219,7 @@ def _digest(samples: torch.Tensor, others: torch.Tensor) -> str:
 
 
 class _Tokenized:
-    """Documents from the first on, tokenized until they hold `wanted` tokens, and others `held_out` tokens.
-
-    Attributes:
-        used, token_ids: the documents, and their ids.
-        conversations, refused: those that the chat template made, and those that it refused.
-    """
+    """Documents from the first on, tokenized up to `wanted` tokens, and others up to `held_out` tokens."""
 
     def __init__(self, documents: Sequence[Document], tokenizer: Any, wanted: int, held_out: int):
         self.used: list[Document] = []
@@ -275,7 +255,6 @@ class _Tokenized:
 
 
 def _cut(token_ids: list[int], num_samples: int, length: int) -> torch.Tensor:
-    """Whole samples of `length` ids, at most `num_samples`."""
     rows = min(num_samples, len(token_ids) // length)
     return torch.tensor(token_ids[: rows * length], dtype=torch.int64).view(rows, length)
 

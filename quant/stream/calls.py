@@ -28,12 +28,7 @@ Container = MutableMapping[Any, Any] | list[Any]
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in nested tuples, lists and dicts."""
     tensors: list[torch.Tensor] = []
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    with_tensors(value, keep)
+    with_tensors(value, lambda tensor: tensors.append(tensor) or tensor)
     return tensors
 
 
@@ -64,16 +59,7 @@ def containers_of(value: Any) -> list[Container]:
 
 
 def entries_of(container: Container) -> dict[Any, Any]:
-    """Items by key, or by index."""
     return dict(enumerate(container) if isinstance(container, list) else container)
-
-
-def set_entry(container: Container, key: Any, value: Any) -> None:
-    """Write an item, or append it where the index is the list's length."""
-    if isinstance(container, list) and key == len(container):
-        container.append(value)
-    else:
-        container[key] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +70,6 @@ class Call:
     named: dict[str, Any]
 
     def parts(self) -> tuple[Any, ...]:
-        """All of them, in one nested value."""
         return self.arguments, self.named
 
     def split(self) -> tuple[torch.Tensor, Call]:
@@ -125,11 +110,15 @@ def forward(
 
     # Before the hook that would load its weight.
     handles = [] if head is None else [head.register_forward_pre_hook(at_head, prepend=True)]
+
+    def end(*_: Any) -> Any:
+        raise Reached
+
     try:
         with (
             hooks(handles),
             _replaced(model.layers, stub),
-            _replaced(model.ends, _end),
+            _replaced(model.ends, end),
             model.around.lookup,
         ):
             model.model(input_ids=input_ids, use_cache=False, **images)
@@ -149,10 +138,6 @@ def _replaced(layers: Sequence[Any], stub: Stub) -> Iterator[None]:
             del layer.forward
 
 
-def _end(_: int, __: Call) -> Any:
-    raise Reached
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A result, and the writes: number of the container among the arguments', key, and value."""
@@ -161,11 +146,9 @@ class Outcome:
     writes: tuple[tuple[int, Any, Any], ...]
 
     def parts(self) -> tuple[Any, ...]:
-        """Both, as one nested value."""
         return self.result, tuple(value for _, _, value in self.writes)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All tensors, in a fixed order."""
         return tensors_of(self.parts())
 
     def emptied(self) -> Outcome:
@@ -191,13 +174,8 @@ def outcome_of(call: Call, run: Callable[[], Any]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor of an outcome.
-
-    Attributes:
-        shape: for one sample.
-        dim: the dimension of the samples; None: it has none.
-        value: of a tensor without samples.
-    """
+    """A tensor of an outcome: its shape for one sample, the dimension of the samples, or the value without
+    one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -237,16 +215,16 @@ class Template:
         result, values = with_tensors(self.outcome.parts(), lambda _: next(rest))
         containers = containers_of(call.parts())
         for (number, key, _), value in zip(self.outcome.writes, values, strict=True):
-            set_entry(containers[number], key, value)
+            container = containers[number]
+            if isinstance(container, list) and key == len(container):
+                container.append(value)
+            else:
+                container[key] = value
         return result
 
 
 def template_of(once: Outcome, twice: Outcome) -> Template:
-    """From the outcomes for one sample and for two.
-
-    Raises:
-        ValueError: they differ by more than the number of samples.
-    """
+    """The template of the outcomes for one sample and for two; ValueError where they differ otherwise."""
     pairs = zip(once.tensors(), twice.tensors(), strict=True)
     return Template(once.emptied(), tuple(_leaf(*pair) for pair in pairs))
 
@@ -272,7 +250,7 @@ class States:
         tensors: `hidden` of a plain chain; else by number of layer and tensor what earlier layers returned.
             The samples are the first dimension of each; of a vision tower's, their numbers come first in the
             names.
-        images: of each sample; empty where none has any.
+        images: images of each sample; empty where none has any.
     """
 
     token_ids: torch.Tensor
@@ -283,14 +261,13 @@ class States:
         return len(self.token_ids)
 
     def stored(self, name: str) -> dict[str, torch.Tensor]:
-        """The tensors under names that begin with `name`, for a file."""
         return {f"{name}.{key}": tensor for key, tensor in self.tensors.items()}
 
     @classmethod
     def restored(
         cls, name: str, samples: tuple[torch.Tensor, Images], stored: Mapping[str, torch.Tensor]
     ) -> States:
-        """Those that `stored` gave, of these token ids and images."""
+        """Inverse of `stored`, for the token ids and images of these samples."""
         start, (token_ids, images) = f"{name}.", samples
         held = {key: tensor.clone() for key, tensor in stored.items() if key.startswith(start)}
         tensors = {key.removeprefix(start): tensor for key, tensor in held.items()}
@@ -355,12 +332,8 @@ def _of_lane(path: Path, name: str, lane: int) -> Path:
 
 
 class InputRows(NamedTuple):
-    """Inputs of a linear from one batch.
-
-    Attributes:
-        rows: `[..., in]`.
-        tokens: int64, the number in the batch of each row's token, -1: of none; None: all tokens in order.
-    """
+    """Inputs `[..., in]` of a linear from one batch; `tokens`: int64, each row's token, -1 for none; None:
+    all."""
 
     rows: torch.Tensor
     tokens: torch.Tensor | None = None
@@ -369,11 +342,7 @@ class InputRows(NamedTuple):
 def paired(
     inputs: InputRows, wanted: InputRows, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The rows of both `[pairs, in]` that are of one token; None where it is not known of which they are.
-
-    Args:
-        num_tokens: of the batch.
-    """
+    """The rows of both `[pairs, in]` of common tokens of a batch; None where the tokens are not known."""
     ours, theirs = (part.rows.reshape(-1, part.rows.shape[-1]) for part in (inputs, wanted))
     if inputs.tokens is None or wanted.tokens is None:
         # Any other number of rows is a choice of tokens that nobody tells, which may differ.

@@ -3,8 +3,9 @@ all samples, which are recorded once."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -16,58 +17,55 @@ Rows = slice | torch.Tensor
 """Samples of a batch: a range, or their numbers."""
 
 
-class Walk(Protocol):
-    """How the layers of a model follow each other; all its calls are inside `MetaModel.around`.
+class Walk(ABC):
+    """How the layers of a model follow each other, `max_rows` samples at most in a batch. All calls are
+    inside `MetaModel.around`."""
 
-    Attributes:
-        max_rows: the most samples in a batch; None: any number.
-    """
+    max_rows: int | None = None
 
-    max_rows: int | None
-
+    @abstractmethod
     def enter(self, token_ids: torch.Tensor, rows: int) -> States:
         """The states that enter the first layer, `rows` samples at a time."""
-        ...
 
     def called(self, index: int) -> bool:
-        """Whether a text reaches this layer."""
-        ...
+        """True if a text reaches this layer."""
+        return True
 
+    @abstractmethod
     def call(self, index: int, states: States, rows: Rows) -> Call:
         """A layer's arguments for some samples."""
-        ...
 
+    @abstractmethod
     def following(self, index: int, states: States, *, in_place: bool) -> States:
-        """The states behind a layer, to be filled with what is `read`."""
-        ...
+        """The states after a layer, to be filled by `keep`."""
 
     def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
-        """Put what a layer returned for some samples into the states behind it."""
-        ...
+        """Put what a layer returned for some samples into the states after it."""
+        following.put(rows, self.read(index, outcome, len(following.token_ids[rows])))
 
+    @abstractmethod
     def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
         """The part of what a layer returned that is carried on, by its name in the states; samples first."""
-        ...
 
+    @abstractmethod
     def head_input(self, states: States, rows: slice) -> torch.Tensor:
-        """The input of the output projection, from the states behind the last layer."""
-        ...
+        """The input of the output projection, from the states after the last layer."""
 
 
-class Chain:
-    """The calls of the layers besides their hidden states.
-
-    Args:
-        calls, twice: of each layer, for one sample and for two.
-        as_tuple: whether a layer returns a tuple.
-    """
+class Chain(Walk):
+    """A plain chain, from the other arguments of each layer for one sample and for two."""
 
     def __init__(self, model: MetaModel, calls: list[Call], twice: list[Call], as_tuple: bool):
-        self._model = model
+        self._model, self._as_tuple = model, as_tuple
         self._calls, self._twice = calls, twice
-        self._as_tuple = as_tuple
+
+        def broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:
+            return once.dim() == twice.dim() and all(
+                before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
+            )
+
         # Where an argument depends on the batch size (ALiBi of some models), samples run one by one.
-        self.max_rows = None if _all(_broadcasts, calls, twice) else 1
+        self.max_rows = None if _all(broadcasts, calls, twice) else 1
 
     def enter(self, token_ids: torch.Tensor, rows: int) -> States:
         hidden = torch.empty(*token_ids.shape, self._model.config.hidden_size)
@@ -77,9 +75,6 @@ class Chain:
                 hidden = torch.empty(len(token_ids), *batch.shape[1:])
             hidden[start : start + rows] = batch
         return States(token_ids, {HIDDEN: hidden})
-
-    def called(self, index: int) -> bool:
-        return True
 
     def call(self, index: int, states: States, rows: Rows) -> Call:
         hidden = states.tensors[HIDDEN][rows]
@@ -91,9 +86,6 @@ class Chain:
     def following(self, index: int, states: States, *, in_place: bool) -> States:
         hidden = states.tensors[HIDDEN]
         return States(states.token_ids, {HIDDEN: hidden if in_place else torch.empty_like(hidden)})
-
-    def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
-        following.put(rows, self.read(index, outcome, len(following.token_ids[rows])))
 
     def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
         result = outcome.result
@@ -113,11 +105,7 @@ class Chain:
 
 
 def chain_of(model: MetaModel, token_ids: torch.Tensor) -> Chain | None:
-    """The layers as a plain chain, or None where they are none.
-
-    Args:
-        token_ids: one sample `[1, length]`.
-    """
+    """The layers as a plain chain, tried on one sample `[1, length]`; None where they are none."""
     for as_tuple in (False, True):
         try:
             calls, mirrored, twice = (
@@ -133,12 +121,8 @@ def chain_of(model: MetaModel, token_ids: torch.Tensor) -> Chain | None:
 def record(
     model: MetaModel, input_ids: torch.Tensor, as_tuple: bool
 ) -> tuple[torch.Tensor, list[Call]]:
-    """The hidden states that enter the first layer, and the other arguments of each.
-
-    Raises:
-        ValueError: the layers do not hand hidden states to each other as they are, or may write into their
-            other arguments.
-    """
+    """The hidden states that enter the first layer, and the other arguments of each; ValueError where the
+    layers do not hand hidden states to each other as they are, or may write into their other arguments."""
     entering: list[torch.Tensor] = []
     calls: list[Call] = []
 
@@ -156,13 +140,6 @@ def record(
     if len(calls) != len(model.layers):
         raise ValueError("no plain chain")
     return entering[0], calls
-
-
-def _broadcasts(once: torch.Tensor, twice: torch.Tensor) -> bool:
-    """Whether an argument for one sample broadcasts to several."""
-    return once.dim() == twice.dim() and all(
-        before in (1, after) for before, after in zip(once.shape, twice.shape, strict=True)
-    )
 
 
 def _expanded(once: Any, twice: Any, samples: int) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -46,15 +46,8 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Submodule:
-    """A child of the layer that returns one tensor `[samples, ...]`, alone or in a tuple.
-
-    Attributes:
-        linears: quantized linears inside, by name.
-        last: the one whose output is the child's; None: none is.
-        length, place: of the tuple, and of the tensor in it; None: the tensor is returned alone.
-        inputs: of `last`.
-        outputs: of the child.
-    """
+    """A child of the layer that returns one tensor `[samples, ...]`, alone or at `place` of a tuple; `last`
+    is the linear inside whose output is the child's."""
 
     module: nn.Module
     linears: frozenset[str]
@@ -77,11 +70,10 @@ class _Submodule:
 
 
 class FinalSubmodules:
-    """The submodules of one loaded layer, run on some states.
+    """The submodules of one loaded layer, run on the states of so many samples.
 
     Args:
         linears: modules of the layer's linears, by name.
-        num_samples: of the states.
         compute: dtype in which linears multiply their inputs, which are kept in it.
         most_bytes: what is kept takes no more; a submodule beyond it is run every time.
     """
@@ -169,11 +161,7 @@ class FinalSubmodules:
 
     @contextmanager
     def _pass_through(
-        self,
-        submodule: _Submodule,
-        rows: slice,
-        final: Collection[str],
-        measured: Collection[str],
+        self, submodule: _Submodule, rows: slice, final: Collection[str], measured: Collection[str]
     ) -> Iterator[None]:
         module, last = submodule.module, submodule.last
         handle = None
@@ -208,34 +196,31 @@ class FinalSubmodules:
                 handle.remove()
 
     def replaced(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Remember the weights in whose place others are final."""
+        """Remember the final weights."""
         for name, weight in weights.items():
             if name not in self._sums:
                 self._sums[name] = _sum(weight)
 
     def holds_for(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """Whether what is kept is of these weights."""
+        """True if the outputs that are kept were computed with these weights."""
         return all(_sum(weights[name]) == total for name, total in self._sums.items())
 
 
-@dataclass(frozen=True, slots=True)
-class Finals:
-    """Final submodules of a layer behind the quantized layers, and of the float model's; None: none kept."""
+class Finals(NamedTuple):
+    """Final submodules of a layer after the quantized layers, and of the float model's; None: none kept."""
 
     behind: FinalSubmodules | None = None
     floats: FinalSubmodules | None = None
 
-    def pass_behind(
-        self, rows: slice, final: Collection[str], measured: Collection[str] = ()
-    ) -> AbstractContextManager[None]:
-        """A context for one batch (`FinalSubmodules.passing`)."""
-        return self.behind.passing(rows, final, measured) if self.behind else nullcontext()
 
-    def pass_floats(
-        self, rows: slice, final: Collection[str], measured: Collection[str] = ()
-    ) -> AbstractContextManager[None]:
-        """A context for one batch (`FinalSubmodules.passing`)."""
-        return self.floats.passing(rows, final, measured) if self.floats else nullcontext()
+def passing(
+    finals: FinalSubmodules | None,
+    rows: slice,
+    final: Collection[str],
+    measured: Collection[str] = (),
+) -> AbstractContextManager[None]:
+    """`FinalSubmodules.passing`, where any are kept."""
+    return finals.passing(rows, final, measured) if finals else nullcontext()
 
 
 def _by_sample(part: Any) -> bool:

@@ -20,11 +20,9 @@ import torch
 
 from ...base.atomic_io import expanded
 from ...base.errors import BadInput, first_line
-from ...recipes import DATA
 from .calibration import (
     Calibration,
     ImageInputs,
-    Images,
     check_leakage,
     deduplicate,
     length_histogram,
@@ -36,31 +34,21 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-PICTURES = DATA / "pictures" / "pairs.jsonl"
 MARK = "<image>"  # where an image goes in a text; LLaVA's word for it
 _IDS, _MASK = "input_ids", "attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One row with images.
-
-    Attributes:
-        document: its text or conversation, with `<image>` for each image that is placed in it.
-        images: paths; those that the text does not place come before it.
-        where: file and line, for messages.
-    """
+    """One row with images: a text or conversation with `<image>` for each image that is placed in it; the
+    others come before it. `where` is file and line."""
 
     document: Document
     images: tuple[Path, ...]
     where: str
 
     def opened(self) -> list[Image]:
-        """The images in RGB.
-
-        Raises:
-            BadInput: one is missing, or no picture that Pillow reads.
-        """
+        """The images in RGB; BadInput where one is missing, or no picture that Pillow reads."""
         from PIL import Image
 
         pictures = []
@@ -94,11 +82,7 @@ class Pair:
 
 
 def read_pairs(source: str | Path) -> tuple[list[Pair], list[Document]] | None:
-    """The rows with images, and the texts of the others; None where no row has images.
-
-    Raises:
-        BadInput: a row that cannot be read.
-    """
+    """The rows with images, and the texts of the others; None where no row has images."""
     path = expanded(source)
     if path.suffix not in (".jsonl", ".json") or not path.is_file():
         return None
@@ -115,7 +99,17 @@ def read_pairs(source: str | Path) -> tuple[list[Pair], list[Document]] | None:
             continue
         if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
             raise BadInput(f"{where}: 'images' holds no list of paths")
-        pairs.append(Pair(document, tuple(_path(path, name, where) for name in images), where))
+        paths = []
+        for name in images:
+            if "://" in name or name.startswith("data:"):
+                raise BadInput(
+                    f"{where}: {name[:60]!r} is no path: save the picture next to the file"
+                )
+            try:
+                paths.append(path.parent / expanded(name))
+            except BadInput as error:
+                raise BadInput(f"{where}: {error}") from error
+        pairs.append(Pair(document, tuple(paths), where))
         if plain_text(document).count(MARK) > len(images):
             raise BadInput(f"{where} places more images with {MARK} than its {len(images)}")
     return pairs, texts
@@ -129,16 +123,6 @@ def _images(row: Any) -> Any:
     return row.get("images") or ([single] if isinstance(single, str) and single else single)
 
 
-def _path(file: Path, name: str, where: str) -> Path:
-    """A path of a row, relative to its file."""
-    if "://" in name or name.startswith("data:"):
-        raise BadInput(f"{where}: {name[:60]!r} is no path: save the picture beside the file")
-    try:
-        return file.parent / expanded(name)
-    except BadInput as error:
-        raise BadInput(f"{where}: {error}") from error
-
-
 def _without_parts(row: Any, where: str) -> Any:
     """The row with contents that are lists of parts, OpenAI's form, as text with marks."""
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
@@ -146,21 +130,17 @@ def _without_parts(row: Any, where: str) -> Any:
     turns = []
     for turn in row["messages"]:
         content = turn.get("content") if isinstance(turn, dict) else None
-        if isinstance(content, list):
-            turn = {**turn, "content": "".join(_part(part, where) for part in content)}
-        turns.append(turn)
+        text = ""
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "image" and not (kind == "text" and isinstance(part.get("text"), str)):
+                raise BadInput(
+                    f"{where} has a part that is neither {{'type': 'text', 'text': …}} nor "
+                    "{'type': 'image'}"
+                )
+            text += MARK if kind == "image" else part["text"]
+        turns.append({**turn, "content": text} if isinstance(content, list) else turn)
     return {**row, "messages": turns}
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    if kind == "image":
-        return MARK
-    raise BadInput(
-        f"{where} has a part that is neither {{'type': 'text', 'text': …}} nor {{'type': 'image'}}"
-    )
 
 
 @dataclass(slots=True)
@@ -192,11 +172,7 @@ class _Text:
 
 
 class PairEncoder:
-    """Token ids and pixel tensors of joined pairs, by the model's processor and chat template.
-
-    Args:
-        processor: transformers' processor of the checkpoint.
-    """
+    """Token ids and pixel tensors of joined pairs, by the model's processor and chat template."""
 
     def __init__(self, processor: Any, tokenizer: Any):
         self._processor, self._tokenizer = processor, tokenizer
@@ -207,15 +183,10 @@ class PairEncoder:
 
     @property
     def templated(self) -> bool:
-        """Whether conversations go through a chat template."""
         return self._template is not None
 
     def text(self, pair: Pair) -> str:
-        """A pair's text with the model's placeholder for each image.
-
-        Raises:
-            BadInput: the chat template refuses it, or writes another number of placeholders.
-        """
+        """A pair's text with the model's placeholder for each image; BadInput where the template fails."""
         messages = pair.messages()
         if not self.templated:
             return "\n".join(self._plain(message["content"]) for message in messages)
@@ -239,11 +210,7 @@ class PairEncoder:
         return "".join(part.get("text", self._image_token) for part in parts)
 
     def encode(self, pairs: Sequence[Pair]) -> _Sample:
-        """One sample of joined pairs.
-
-        Raises:
-            BadInput: the processor refuses an image.
-        """
+        """One sample of joined pairs; BadInput where the processor refuses an image."""
         pictures = [picture for pair in pairs for picture in pair.opened()]
         try:
             made = self._processor(
@@ -277,17 +244,9 @@ def image_calibration(
     held_out: int = 0,
     evaluation: Path | None = None,
 ) -> Calibration:
-    """Samples of joined pairs filled up with text, and samples of text behind them.
-
-    Args:
-        name: of the source, for the manifest.
-        texts: for the samples behind the last pair; samples with images are filled up with the bundled mixed
-            text where these do not reach.
-
-    Raises:
-        BadInput: a pair does not fit into a sample, an image or a row cannot be read, or the text overlaps
-            with `evaluation`.
-    """
+    """Samples of joined pairs filled up with text, from the bundled mixed text where `texts` do not reach,
+    and samples of text after them; BadInput where a pair does not fit, or the text overlaps with
+    `evaluation`."""
     rows = deduplicate(pairs, lambda pair: f"{plain_text(pair.document)} {pair.images}")
     documents = deduplicate(texts, plain_text)
     mixing = random.Random(seed)
@@ -296,7 +255,9 @@ def image_calibration(
     encoder = PairEncoder(processor, tokenizer)
     groups = _joined(rows, encoder, seq_len, num_samples + held_out)
     own = _Text(iter(documents), tokenizer)
-    fill = _Text(iter(_mixed(seed)), tokenizer)
+    mixed = read_documents(MIXED)[1]
+    random.Random(seed).shuffle(mixed)
+    fill = _Text(iter(mixed), tokenizer)
     samples = [_filled(group, own, fill, seq_len) for group in groups]
     behind = _Text(own.documents, tokenizer, own.ids)
     share = len(samples) * held_out // (num_samples + held_out)
@@ -308,29 +269,31 @@ def image_calibration(
     if evaluation is not None:
         against = [plain_text(document) for document in read_documents(evaluation)[1]]
         check_leakage(name, used, evaluation.name, against)
-    ids, images = _together(chosen, seq_len)
-    held_ids, held_images = _together(others, seq_len)
+    ids, held_out_ids = (
+        torch.tensor([s.token_ids for s in part], dtype=torch.int64).view(len(part), seq_len)
+        for part in (chosen, others)
+    )
+    digest = hashlib.sha256()
+    for sample in (*chosen, *others):
+        digest.update(repr(sample.token_ids).encode())
+        for key, tensor in sorted(sample.images.tensors.items()):
+            digest.update(f"{key}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     lengths = [len(group.token_ids) for group in groups]
     return Calibration(
         token_ids=ids,
-        held_out=held_ids,
+        held_out=held_out_ids,
         source=name,
-        sha256=_digest([*chosen, *others]),
+        sha256=digest.hexdigest(),
         conversations=len(rows) if encoder.templated else 0,
         refused=0,
         documents=len(rows) + len(own.lengths) + len(behind.lengths),
         duplicates=len(pairs) - len(rows) + len(texts) - len(documents),
         with_bos=sum(sample.token_ids[:1] == [tokenizer.bos_token_id] for sample in chosen),
         lengths=length_histogram([*lengths, *own.lengths, *behind.lengths]),
-        images=images,
-        held_out_images=held_images,
+        images=tuple(sample.images for sample in chosen),
+        held_out_images=tuple(sample.images for sample in others),
     )
-
-
-def _mixed(seed: int) -> list[Document]:
-    documents = read_documents(MIXED)[1]
-    random.Random(seed).shuffle(documents)
-    return documents
 
 
 def _joined(pairs: Sequence[Pair], encoder: PairEncoder, seq_len: int, most: int) -> list[_Sample]:
@@ -378,18 +341,3 @@ def _of_text(text: _Text, seq_len: int, count: int) -> list[_Sample]:
     while len(samples) < count and len(ids := text.take(seq_len)) == seq_len:
         samples.append(_Sample(ids, ImageInputs()))
     return samples
-
-
-def _together(samples: Sequence[_Sample], seq_len: int) -> tuple[torch.Tensor, Images]:
-    ids = torch.tensor([sample.token_ids for sample in samples], dtype=torch.int64)
-    return ids.view(len(samples), seq_len), tuple(sample.images for sample in samples)
-
-
-def _digest(samples: Sequence[_Sample]) -> str:
-    digest = hashlib.sha256()
-    for sample in samples:
-        digest.update(repr(sample.token_ids).encode())
-        for name, tensor in sorted(sample.images.tensors.items()):
-            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

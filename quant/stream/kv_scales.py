@@ -46,10 +46,7 @@ class KvRanges:
         return keys, values
 
     def scales(self, kind: str, strategy: KvStrategy = "tensor") -> dict[str, torch.Tensor]:
-        """`self_attn.k_scale` and `self_attn.v_scale`, float32: quantization steps of the cache.
-
-        `[1]` per tensor, `[kv_heads, 1, 1]` per head, as compressed-tensors stores them.
-        """
+        """Steps `self_attn.k_scale` and `.v_scale`, float32: `[1]`, or `[kv_heads, 1, 1]` per head."""
         steps = {}
         for letter, largest in (("k", self.key), ("v", self.value)):
             step = largest / LARGEST[kind]
@@ -67,11 +64,7 @@ class KvRanges:
         return KvRanges(self.latent, keys, values)
 
     def checked(self, prefix: str) -> KvRanges:
-        """The ranges themselves.
-
-        Raises:
-            BadInput: a layer's keys and values, or its latent, were not measured.
-        """
+        """The ranges themselves; BadInput where keys and values, or the latent, were not measured."""
         if not self.key.numel():
             raise BadInput(
                 f"--kv-cache: no keys and values of {prefix} were measured (statistics that were made "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from .calls import (
     with_tensors,
 )
 from .chain import Chain, Walk, chain_of
-from .final_submodules import Finals, FinalSubmodules
+from .final_submodules import Finals, FinalSubmodules, passing
 from .replay import Replay, SampleReplay, VisionReplay
 
 KEPT_BYTES = 2**30  # of final submodules' outputs, or as much as the hidden states
@@ -81,23 +82,15 @@ class LayerStream:
         self._prepared: Walk | None = None
 
     def prefix(self, index: int) -> str:
-        """Name of a layer in the checkpoint."""
         return self.architecture.layer_prefix(index)
 
     def family(self, index: int) -> LayerMap:
-        """Linears, routers and folds of a layer."""
         return self.architecture.layers[index]
 
     def prepare(self, token_ids: torch.Tensor, images: Images = ()) -> None:
-        """Find how the layers follow each other, for samples of this length.
-
-        Args:
-            token_ids: int64 `[samples, length]`; one sample is enough, since all have one length.
-            images: of each sample, where some have images; one that has is enough.
-
-        Raises:
-            BadInput: the layers cannot be run one by one, or the checkpoint lacks what is around them.
-        """
+        """Find how the layers follow each other, for samples of this length, by one that has images if any
+        has; BadInput where the layers cannot be run one by one, or the checkpoint lacks what is around
+        them."""
         self._meta_model.check_forward()
         sample, number = token_ids[:1], first_with_images(images)
         with self._around(), torch.no_grad():
@@ -184,17 +177,12 @@ class LayerStream:
         }
 
     def load(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Load a layer's weights; `unload` frees them.
-
-        Raises:
-            BadInput: the checkpoint's tensors are not those of this architecture.
-        """
+        """Load a layer's weights; BadInput where they are not of this architecture. `unload` frees them."""
         self._meta_model.fill(index, tensors)
         if self.device != HOST:
             self._layers[index].to(self.device)
 
     def unload(self, index: int) -> None:
-        """Free the weights of a layer."""
         self._meta_model.empty(index)
 
     def final_submodules(self, index: int, states: States) -> FinalSubmodules | None:
@@ -217,21 +205,15 @@ class LayerStream:
         finals: FinalSubmodules | None = None,
         **overrides: Any,
     ) -> States:
-        """The states behind a loaded layer.
-
-        Args:
-            in_place: `states` need not outlive the call, and its memory is used again.
-            finals: submodules that are not run again.
-            overrides: arguments that replace those of the model, such as `past_key_values`.
-        """
+        """The states after a loaded layer; `in_place`: those before need not outlive the call. `overrides`
+        replace arguments of the model, such as `past_key_values`."""
         walk, layer = self._walk, self._layers[index]
         if not walk.called(index):
             return states
         following = walk.following(index, states, in_place=in_place)
         with temporaries_kept(), torch.no_grad():
             for rows, call in self._calls(index, states):
-                kept = finals.passing(rows, ()) if finals else nullcontext()
-                with kept, self._precision():
+                with passing(finals, rows, ()), self._precision():
                     outcome = outcome_of(
                         call, lambda call=call: layer(*call.arguments, **(call.named | overrides))
                     )
@@ -252,7 +234,6 @@ class LayerStream:
         return self._walk.read(index, outcome, len(samples))
 
     def called(self, index: int) -> bool:
-        """Whether a text reaches this layer."""
         return self._walk.called(index)
 
     @contextmanager
@@ -275,7 +256,7 @@ class LayerStream:
                 yield rows, self._moved(self._walk.call(index, states, rows))
 
     def _moved(self, call: Call) -> Call:
-        """A call whose tensors are on the device; lists and dicts that the layer writes into are its own."""
+        """A copy of a call with its tensors on the device."""
         if self.device == HOST:
             return call
         arguments, named = with_tensors(call.parts(), lambda tensor: tensor.to(self.device))
@@ -296,26 +277,25 @@ class LayerStream:
 
         Args:
             only: names to collect for; None: all. All of a layer with many experts takes much memory.
-            kept: a context for the pass of each batch, by its rows.
-            share: of the samples, where the statistics are those of all workers.
+            kept: gives a context for the pass of each batch, by its rows.
+            share: this worker's share of the samples, where the statistics are those of all workers.
         """
-        family = self.family(index)
-        groups = [*family.shared_inputs, *((router,) for router in family.routers)]
         statistics: dict[str, InputStatistics] = {}
         handles = []
         unseen: set[InputStatistics] = set()
-        for group in groups:
-            members = [name for name in group if only is None or name in only]
-            if not members:
-                continue
+
+        def add(_: nn.Module, inputs: Any, named: dict[str, Any], record: InputStatistics) -> None:
+            record.add((inputs[0] if inputs else next(iter(named.values()))).to(self.compute))
+            unseen.discard(record)
+            if not unseen:
+                raise _EarlyExit
+
+        for members in input_groups(self.family(index), only):
             module = self._module(index, members[0])
             record = InputStatistics(module.weight.shape[1], self.device)
             statistics |= dict.fromkeys(members, record)
-            handles.append(
-                module.register_forward_pre_hook(
-                    _recording_inputs(record, unseen, self.compute), with_kwargs=True
-                )
-            )
+            hook = partial(add, record=record)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         records = dict.fromkeys(statistics.values())
         layer = self._layers[index]
         calls = self._calls(index, states) if self._walk.called(index) else ()
@@ -336,14 +316,9 @@ class LayerStream:
         finals: Finals,
         share: Share | None,
     ) -> dict[str, InputStatistics]:
-        """`remeasure` beside the float model, batch by batch: only one batch's inputs are held.
-
-        The cross term of an expert is that of the tokens which both models route to it.
-        """
+        """`remeasure` with the float model, one batch in memory; an expert's cross term has common tokens."""
         family, before = self.family(index), self.weights(index, replaced)
-        groups = [*family.shared_inputs, *((router,) for router in family.routers)]
-        chosen = [[name for name in group if only is None or name in only] for group in groups]
-        first = {members[0]: members for members in chosen if members}
+        first = {members[0]: members for members in input_groups(family, only)}
         records = {
             name: InputStatistics(self._module(index, name).weight.shape[1], self.device)
             for name in first
@@ -351,11 +326,11 @@ class LayerStream:
         batches = self.batches(states) if self._walk.called(index) else ()
         tokens = ((rows, states.token_ids[rows].numel()) for rows in batches)
         for rows, num_tokens in in_lanes(tokens, records.values(), share):
-            with finals.pass_floats(rows, family.linears, first):
+            with passing(finals.floats, rows, family.linears, first):
                 wanted = self._inputs(index, floats, rows, records)
             self.substitute(index, replaced)
             try:
-                with finals.pass_behind(rows, replaced, first):
+                with passing(finals.behind, rows, replaced, first):
                     seen = self._inputs(index, states, rows, records)
             finally:
                 self.substitute(index, before)
@@ -371,22 +346,27 @@ class LayerStream:
     ) -> dict[str, InputRows]:
         """Inputs that a batch gives the named linears of a loaded layer, in their GEMM's dtype."""
         seen: dict[str, InputRows] = {}
-        handles = [
-            self._module(index, name).register_forward_pre_hook(
-                _keeping_inputs(name, seen, len(only), self.compute, self._parent(index, name)),
-                with_kwargs=True,
-            )
-            for name in only
-        ]
+
+        def keep(_: nn.Module, inputs: Any, named: dict[str, Any], name: str, holder: Any) -> None:
+            rows = (inputs[0] if inputs else next(iter(named.values()))).to(self.compute)
+            seen[name] = InputRows(rows, routed_tokens(holder))
+            if len(seen) == len(only):
+                raise _EarlyExit
+
+        layer, handles = self._layers[index], []
+        for name in only:
+            holder = layer.get_submodule(self._path(index, name).rpartition(".")[0])
+            hook = partial(keep, name=name, holder=holder)  # the holder may be an expert
+            module = self._module(index, name)
+            handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         with self._around():
             call = self._moved(self._walk.call(index, states, rows))
         with hooks(handles), suppress(_EarlyExit), torch.no_grad(), self._precision():
-            self._layers[index](*call.arguments, **call.named)
+            layer(*call.arguments, **call.named)
         return seen
 
     def _precision(self) -> AbstractContextManager[Any]:
-        enabled = self.compute != torch.float32
-        if not enabled:
+        if self.compute == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self.compute, cache_enabled=False)
 
@@ -400,12 +380,8 @@ class LayerStream:
         finals: Finals = Finals(),
         share: Share | None = None,
     ) -> dict[str, InputStatistics]:
-        """`measure` with some weights `[out, in]` replaced, and restored afterwards.
-
-        Args:
-            floats: the states of the float model; the statistics get their cross term from them.
-            finals: what passes over the same states share, where `replaced` is final.
-        """
+        """`measure` with some weights `[out, in]` replaced, and a cross term from the states `floats` of the
+        float model; passes over the same states share `finals`, where `replaced` is final."""
         if finals.behind is not None:
             finals.behind.replaced(replaced)
         if floats is not None:
@@ -417,7 +393,7 @@ class LayerStream:
                 index,
                 states,
                 only,
-                lambda rows: finals.pass_behind(rows, replaced, only or ()),
+                lambda rows: passing(finals.behind, rows, replaced, only or ()),
                 share,
             )
         finally:
@@ -435,28 +411,25 @@ class LayerStream:
             getattr(self._module(index, name), leaf).data = tensor.to(self.device, torch.float32)
 
     def linears(self, index: int) -> dict[str, nn.Module]:
-        """The modules of a loaded layer's linears."""
         return {name: self._module(index, name) for name in self.family(index).linears}
 
     def _module(self, index: int, name: str) -> Any:
-        """The module of a linear, norm or router."""
         return self._layers[index].get_submodule(self._path(index, name))
-
-    def _parent(self, index: int, name: str) -> nn.Module:
-        """The module that holds a linear, such as an expert."""
-        return self._layers[index].get_submodule(self._path(index, name).rpartition(".")[0])
 
     def _path(self, index: int, name: str) -> str:
         return self._meta_model.names_in_layer(index)[f"{name}.weight"].removesuffix(".weight")
 
 
-def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) -> torch.dtype:
-    """The dtype of GEMMs: `auto` takes bfloat16 where the weights are stored in it and the device's bfloat16
-    GEMM is faster than float32.
+def input_groups(family: LayerMap, only: Collection[str] | None = None) -> list[list[str]]:
+    """Linears (of `only`) by the tensor that they read, and the routers."""
+    groups = [*family.shared_inputs, *((router,) for router in family.routers)]
+    chosen = ([name for name in group if only is None or name in only] for group in groups)
+    return [members for members in chosen if members]
 
-    Raises:
-        BadInput: a value other than `auto`, `float32` and `bfloat16`.
-    """
+
+def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) -> torch.dtype:
+    """The dtype of GEMMs: float32, bfloat16, or `auto`, which takes bfloat16 where the weights are stored in
+    it and the device's bfloat16 GEMM is faster than float32; BadInput for another value."""
     if asked == "auto":
         on_gpu = device.type == "cuda"
         quick = torch.cuda.is_bf16_supported(False) if on_gpu else multiplies_bf16()
@@ -468,32 +441,3 @@ def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) 
 
 class _EarlyExit(Exception):
     """Ends a forward pass once all requested inputs are recorded."""
-
-
-def _keeping_inputs(
-    name: str, seen: dict[str, InputRows], number: int, compute: torch.dtype, parent: nn.Module
-) -> Callable[..., None]:
-    """A forward pre-hook that keeps a module's input, and ends the pass once all of `number` are kept."""
-
-    def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
-        rows = (inputs[0] if inputs else next(iter(named.values()))).to(compute)
-        seen[name] = InputRows(rows, routed_tokens(parent))
-        if len(seen) == number:
-            raise _EarlyExit
-
-    return hook
-
-
-def _recording_inputs(
-    record: InputStatistics, unseen: set[InputStatistics], compute: torch.dtype
-) -> Callable[..., None]:
-    """A forward pre-hook that accumulates a module's input, in its GEMM dtype, and ends the pass once no
-    other module is pending."""
-
-    def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], named: dict[str, Any]) -> None:
-        record.add((inputs[0] if inputs else next(iter(named.values()))).to(compute))
-        unseen.discard(record)
-        if not unseen:
-            raise _EarlyExit
-
-    return hook

@@ -9,7 +9,7 @@ which the model's own tower and projector compute once.
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -31,7 +31,7 @@ from .calls import (
     template_of,
     tensors_of,
 )
-from .chain import Rows
+from .chain import Rows, Walk
 
 _FEATURES = "get_image_features"
 _DIGEST_VALUES = 2**16  # of a tensor that a layer is given: what changes, changes all of it
@@ -39,7 +39,7 @@ _TEXT = ImageInputs()
 _FIRST = slice(0, 1)
 
 
-class _ReplayWalk(ABC):
+class _ReplayWalk(Walk):
     """A walk that replays the model's forward pass up to each layer.
 
     Attributes:
@@ -47,7 +47,6 @@ class _ReplayWalk(ABC):
         _read_by: for each carried tensor the last layer that reads it, or one past the last for the head.
     """
 
-    max_rows: int | None
     _templates: dict[int, Any]
     _read_by: dict[str, int]
 
@@ -63,12 +62,19 @@ class _ReplayWalk(ABC):
         """Return from a layer's call what was carried, and something of its shape elsewhere."""
 
     @abstractmethod
+    def _leaves(self, index: int) -> list[torch.Tensor]:
+        """Tensors of the shapes that a layer returns for one sample."""
+
+    @abstractmethod
+    def _changed(self, sample: States, index: int, number: int, tensor: torch.Tensor) -> States:
+        """The states of a sample with one tensor that a layer returned."""
+
+    @abstractmethod
     def _digest(self, tensors: Sequence[torch.Tensor]) -> Any:
         """A value that differs where the tensors do."""
 
     def enter(self, token_ids: torch.Tensor, rows: int) -> States:
-        """Nothing is carried into the first layer: it is replayed from the ids and the images."""
-        return States(token_ids, {})
+        return States(token_ids, {})  # the first layer is replayed from the ids and the images
 
     def called(self, index: int) -> bool:
         return index in self._templates
@@ -102,74 +108,72 @@ class _ReplayWalk(ABC):
         digests[len(self._model.layers)] = self._digest([] if read is None else [read])
         return digests
 
-    def _outcome(self, index: int, call: Call) -> Outcome:
-        """The outcome of a layer with zeros as weights."""
-        layer = self._model.layers[index]
-        self._model.fill_with_zeros(index)
-        try:
-            return outcome_of(
-                call, lambda: type(layer).forward(layer, *call.arguments, **call.named)
-            )
-        finally:
-            self._model.empty(index)
+    def _dry_run(self, samples: States) -> dict[int, Outcome]:
+        """The outcome of each layer with zeros as weights, in the order of their calls."""
+        outcomes: dict[int, Outcome] = {}
+
+        def stub(index: int, call: Call) -> Any:
+            if index in outcomes:
+                raise ValueError("a layer runs more than once in a pass")
+            layer = self._model.layers[index]
+            self._model.fill_with_zeros(index)
+            try:
+                outcomes[index] = outcome_of(
+                    call, lambda: type(layer).forward(layer, *call.arguments, **call.named)
+                )
+            finally:
+                self._model.empty(index)
+            return outcomes[index].result
+
+        self._pass(samples, slice(None), stub)
+        if not outcomes:
+            raise ValueError("a sample reaches none of them")
+        return outcomes
+
+    def _readers(self, sample: States) -> dict[str, int]:
+        """The last layer that reads each tensor, found by changing it."""
+        plain = self._digests(sample)
+        generator = torch.Generator().manual_seed(0)
+        last: dict[str, int] = {}
+        for index in self._templates:
+            for number, leaf in enumerate(self._leaves(index)):
+                if (changed := other_than(leaf, generator)) is None:
+                    continue
+                seen = self._digests(self._changed(sample, index, number, changed))
+                readers = [at for at, digest in seen.items() if digest != plain.get(at)]
+                if readers:
+                    last[_name(index, number)] = max(readers)
+        return last
 
 
 class Replay(_ReplayWalk):
-    """A replay of samples of text, any number at a time.
-
-    Args:
-        token_ids: one sample `[1, length]`.
-
-    Raises:
-        ValueError: a layer runs more than once in a pass, or returns what cannot be divided into samples.
-    """
-
-    max_rows: int | None = None
+    """A replay of samples of text, any number at a time, found on one `[1, length]`; ValueError where a layer
+    runs more than once in a pass, or returns what cannot be divided into samples."""
 
     def __init__(self, model: MetaModel, token_ids: torch.Tensor):
         super().__init__(model)
-        once, twice = self._dry_run(token_ids), self._dry_run(token_ids.repeat(2, 1))
-        order = [index for index, _ in once]
-        if not order:
-            raise ValueError("a text reaches none of them")
-        if sorted({*order}) != order:
-            raise ValueError("a layer runs more than once in a pass, or before an earlier one")
+        sample = States(token_ids, {})
+        once, twice = self._dry_run(sample), self._dry_run(States(token_ids.repeat(2, 1), {}))
+        if sorted(once) != list(once):
+            raise ValueError("a layer runs before an earlier one in a pass")
         self._templates: dict[int, Template] = {
             index: template_of(first, second)
-            for (index, first), (_, second) in zip(once, twice, strict=True)
+            for (index, first), second in zip(once.items(), twice.values(), strict=True)
         }
         del once, twice
-        self._read_by = self._readers(token_ids)
-
-    def _dry_run(self, token_ids: torch.Tensor) -> list[tuple[int, Outcome]]:
-        """The outcome of each layer, in the order of their calls, with zeros as weights."""
-        outcomes: list[tuple[int, Outcome]] = []
-
-        def stub(index: int, call: Call) -> Any:
-            outcomes.append((index, self._outcome(index, call)))
-            return outcomes[-1][1].result
-
-        forward(self._model, token_ids, stub)
-        return outcomes
-
-    def _readers(self, token_ids: torch.Tensor) -> dict[str, int]:
-        plain = self._digests(States(token_ids, {}))
-        generator = torch.Generator().manual_seed(0)
-        last: dict[str, int] = {}
+        self._read_by = self._readers(sample)
         for index, template in self._templates.items():
             for number, leaf in enumerate(template.leaves):
-                changed = other_than(leaf.blank(1), generator)
-                if changed is None:
-                    continue
-                name = _name(index, number)
-                value = changed if leaf.dim is None else leaf.by_sample(changed, 1)
-                seen = self._digests(States(token_ids, {name: value}))
-                readers = [at for at, digest in seen.items() if digest != plain[at] and at > index]
-                if readers and leaf.dim is None:
+                if leaf.dim is None and _name(index, number) in self._read_by:
                     raise ValueError("a layer reads what an earlier one returned for all samples")
-                if readers:
-                    last[name] = max(readers)
-        return last
+
+    def _leaves(self, index: int) -> list[torch.Tensor]:
+        return [leaf.blank(1) for leaf in self._templates[index].leaves]
+
+    def _changed(self, sample: States, index: int, number: int, tensor: torch.Tensor) -> States:
+        leaf = self._templates[index].leaves[number]
+        value = tensor if leaf.dim is None else leaf.by_sample(tensor, 1)
+        return States(sample.token_ids, {_name(index, number): value})
 
     def _pass(self, states: States, rows: Rows, stub: Stub) -> torch.Tensor | None:
         return forward(self._model, states.token_ids[rows], stub)
@@ -202,17 +206,13 @@ class Replay(_ReplayWalk):
             if name not in self._read_by:
                 continue
             shape = leaf.by_sample(leaf.blank(1), 1).shape[1:]
-            fitting = (
-                place
-                for place, t in enumerate(free)
-                if t.shape[1:] == shape and t.dtype == leaf.dtype
+            alike = (
+                n for n, t in enumerate(free) if t.shape[1:] == shape and t.dtype == leaf.dtype
             )
-            place = next(fitting, None)
-            kept[name] = (
-                torch.empty(len(states), *shape, dtype=leaf.dtype)
-                if place is None
-                else free.pop(place)
-            )
+            if (number_free := next(alike, None)) is not None:
+                kept[name] = free.pop(number_free)
+            else:
+                kept[name] = torch.empty(len(states), *shape, dtype=leaf.dtype)
         return States(states.token_ids, kept)
 
     def read(self, index: int, outcome: Outcome, samples: int) -> dict[str, torch.Tensor]:
@@ -223,28 +223,23 @@ class Replay(_ReplayWalk):
             if (name := _name(index, number)) in self._read_by
         }
 
-    def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
-        following.put(rows, self.read(index, outcome, len(following.token_ids[rows])))
-
 
 class SampleReplay(_ReplayWalk):
-    """A replay of samples of one length, one at a time, each with images of its own or none.
-
-    Args:
-        token_ids: one sample `[1, length]`, and its images: which of what a layer returns is read later is
-            found on it.
-    """
+    """A replay of samples one at a time, each with images of its own; found on one sample `[1, length]`."""
 
     max_rows: int | None = 1
 
     def __init__(self, model: MetaModel, token_ids: torch.Tensor, images: ImageInputs):
         super().__init__(model)
         self._features: dict[ImageInputs, Any] = {}
-        self._owner = _owner_of_features(model)
+        owners = [m for m in model.model.modules() if callable(getattr(m, _FEATURES, None))]
+        if not owners:
+            raise BadInput(
+                f"{type(model.model).__name__} has no {_FEATURES}: calibrate it with text alone"
+            )
+        self._owner = owners[-1]  # the innermost module that computes image features
         sample = States(token_ids, {}, (images,))
         self._templates: dict[int, Outcome] = self._dry_run(sample)
-        if not self._templates:
-            raise ValueError("a sample reaches none of them")
         self._read_by = self._readers(sample)
 
     def _pass(self, states: States, rows: Rows, stub: Stub) -> torch.Tensor | None:
@@ -269,36 +264,13 @@ class SampleReplay(_ReplayWalk):
         finally:
             delattr(self._owner, _FEATURES)
 
-    def _dry_run(self, sample: States) -> dict[int, Outcome]:
-        """The outcome of each layer for one sample, with zeros as weights."""
-        outcomes: dict[int, Outcome] = {}
+    def _leaves(self, index: int) -> list[torch.Tensor]:
+        return self._templates[index].tensors()
 
-        def stub(index: int, call: Call) -> Any:
-            if index in outcomes:
-                raise ValueError("a layer runs more than once in a pass")
-            outcomes[index] = self._outcome(index, call)
-            return outcomes[index].result
-
-        self._pass(sample, _FIRST, stub)
-        return outcomes
-
-    def _readers(self, sample: States) -> dict[str, int]:
-        plain = self._digests(sample)
-        generator = torch.Generator().manual_seed(0)
-        last: dict[str, int] = {}
-        for index, outcome in self._templates.items():
-            for number, leaf in enumerate(outcome.tensors()):
-                changed = other_than(leaf, generator)
-                if changed is None:
-                    continue
-                name = _name(index, number)
-                states = States(sample.token_ids, {}, sample.images)
-                self._put(states, name, 0, changed)
-                seen = self._digests(states)
-                readers = [at for at, digest in seen.items() if digest != plain.get(at)]
-                if readers:
-                    last[name] = max(readers)
-        return last
+    def _changed(self, sample: States, index: int, number: int, tensor: torch.Tensor) -> States:
+        states = States(sample.token_ids, {}, sample.images)
+        self._put(states, _name(index, number), 0, tensor)
+        return states
 
     def _play(self, index: int, call: Call, states: States, rows: Rows) -> Any:
         """A layer's input stands for what nothing reads, or zeros where its shape is another."""
@@ -358,8 +330,7 @@ class VisionReplay(SampleReplay):
 
     @contextmanager
     def _kept_features(self, images: ImageInputs) -> Iterator[None]:
-        """Keep none: the tower itself is replayed."""
-        yield
+        yield  # none are kept: the tower itself is replayed
 
     def _carried(self, states: States, name: str, row: int) -> torch.Tensor | None:
         return states.tensors.get(f"{row}:{name}")
@@ -378,22 +349,6 @@ def other_than(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     if tensor.is_floating_point():
         return torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
     return ~tensor if tensor.dtype == torch.bool else tensor + 1
-
-
-def _owner_of_features(model: MetaModel) -> Any:
-    """The innermost module that computes image features.
-
-    Raises:
-        BadInput: none does.
-    """
-    owners = [
-        module for module in model.model.modules() if callable(getattr(module, _FEATURES, None))
-    ]
-    if not owners:
-        raise BadInput(
-            f"{type(model.model).__name__} has no {_FEATURES}: calibrate it with text alone"
-        )
-    return owners[-1]
 
 
 def _row(rows: Rows) -> int:

@@ -18,6 +18,7 @@ from ...recipes import DATA, MODELS
 
 STORIES = DATA / "calibration.txt"
 MIXED = DATA / "calibration_mixed.jsonl.xz"
+PICTURES = DATA / "pictures" / "pairs.jsonl"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_ROWS = 4096  # enough to shuffle without fetching a whole corpus
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -33,12 +34,10 @@ Document = str | Messages
 
 
 def is_bundled(model: Path) -> bool:
-    """Whether a model is one of those that ship with the package; they were trained on stories alone."""
     return model.resolve().parent == MODELS.resolve()
 
 
 def bundled_text(model: Path) -> Path:
-    """The text that a model is calibrated on by default."""
     return STORIES if is_bundled(model) else MIXED
 
 
@@ -69,14 +68,8 @@ def check_source(source: str | Path) -> None:
 
 
 def read_documents(source: str | Path) -> tuple[str, list[Document]]:
-    """The source's name for the manifest, and its documents.
-
-    Args:
-        source: a path of a file, or a hub dataset id, which touches the network.
-
-    Raises:
-        BadInput: there is none, or it cannot be read.
-    """
+    """The source's name for the manifest, and its documents; BadInput where they cannot be read. A hub
+    dataset id touches the network."""
     if source in (STORIES, MIXED):
         name = f"bundled {Path(source).name}"
         return name, list(_mixed()) if source == MIXED else _from_text(STORIES)
@@ -91,7 +84,6 @@ def read_documents(source: str | Path) -> tuple[str, list[Document]]:
 
 @cache
 def _mixed() -> tuple[Document, ...]:
-    """The bundled mixed text; kept, for unpacking it takes a fraction of a second."""
     return tuple(_documents(json_lines(MIXED)))
 
 

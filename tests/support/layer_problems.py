@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from llmopt.quant.base.scheme import Scheme
 from llmopt.quant.families.layer_map import LayerMap
-from llmopt.quant.methods.base import InputStatistics, LayerProblem
+from llmopt.quant.methods.base import InputStatistics, LayerProblem, relative
 from llmopt.quant.methods.options import MethodOptions
 
 from .hand_kept_maps import map_of
@@ -94,3 +94,16 @@ def llama_layer(
         held_out=held_out,
         options=options,
     )
+
+
+def relative_error(
+    statistics: InputStatistics, weight: torch.Tensor, effective: torch.Tensor
+) -> float:
+    """`|X(W - W')ᵀ|² / |XWᵀ|²` of the weight `effective` used in place of `weight`, both `[out, in]`."""
+    energy = float(statistics.row_errors(weight).sum())
+    return relative(float(statistics.row_errors(weight - effective).sum()), energy)
+
+
+def output_error(problem: LayerProblem, linear: str, effective: torch.Tensor) -> float:
+    """Relative output error on the calibration data of `effective` replacing a linear's weight."""
+    return relative_error(problem.statistics[linear], problem.weights[linear], effective)

@@ -26,6 +26,7 @@ from llmopt.quant.methods.options import SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 
 from ...support.hand_kept_maps import map_of
+from ...support.layer_problems import output_error, relative_error
 
 LLAMA = map_of({"model_type": "llama"})
 DTYPE = torch.float16
@@ -140,7 +141,7 @@ def test_codes_are_those_of_the_textbook(
     assert torch.equal(codes.codes.float(), expected)
     # A scale that float32 puts on the other side of a tie moves by the last place of its 16 bits.
     assert torch.allclose(codes.dequantize(), effective, rtol=1e-3, atol=1e-6)
-    error = record.relative_error(weight, effective)
+    error = relative_error(record, weight, effective)
     assert result.reports[0].error == pytest.approx(error, rel=1e-2)
     assert (codes.group_index is not None) == (act_order == "dynamic")
 
@@ -413,7 +414,7 @@ def test_later_linears_see_what_the_earlier_ones_became() -> None:
     for report in result.reports:  # on the inputs that the codes were chosen on
         name = report.module.removeprefix("model.layers.0.")
         effective = result.weights[name].dequantize()
-        assert report.error == problem.error(name, effective)
+        assert report.error == output_error(problem, name, effective)
 
 
 def test_statistics_stay_as_they_are_where_that_was_asked_for() -> None:

@@ -17,7 +17,7 @@ from llmopt.quant.pipeline.estimate import estimate_operations
 from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.plan.request import QuantizeRequest
 
-from ...support.layer_problems import heavy_weight, one_linear
+from ...support.layer_problems import heavy_weight, one_linear, output_error
 from ...support.model_families import save_model
 
 SHAPE = {
@@ -48,10 +48,10 @@ def test_feedback_beats_the_nearest_points(bits: int) -> None:
         kind_of(scheme).round(weight, torch.float16, name="model.layers.0.linear").dequantize()
     )
     assert report.error is not None
-    assert report.rtn_error == pytest.approx(problem.error("linear", nearest))
-    assert report.error < 0.7 * problem.error("linear", nearest)
+    assert report.rtn_error == pytest.approx(output_error(problem, "linear", nearest))
+    assert report.error < 0.7 * output_error(problem, "linear", nearest)
     effective = result.weights["linear"].dequantize()
-    assert problem.error("linear", effective) == pytest.approx(report.error)
+    assert output_error(problem, "linear", effective) == pytest.approx(report.error)
 
 
 def test_other_widths_and_options_are_refused(model: Path) -> None:

@@ -18,6 +18,7 @@ from ...support.layer_problems import (
     heavy_weight,
     llama_layer,
     one_linear,
+    relative_error,
     statistics_of,
 )
 
@@ -77,8 +78,8 @@ def test_dead_columns_attract_hardly_any_centroid() -> None:
     weight[:, 10:20] *= 30  # loud weights that nothing reads
     statistics = statistics_of(inputs)
     fitted, rounded = fit_lookup(weight, statistics, LookupScheme(4))
-    dead = statistics.relative_error(weight, fitted.dequantize())
-    assert dead < 0.1 * statistics.relative_error(weight, rounded.dequantize())
+    dead = relative_error(statistics, weight, fitted.dequantize())
+    assert dead < 0.1 * relative_error(statistics, weight, rounded.dequantize())
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.0045])

@@ -17,7 +17,7 @@ from llmopt.quant.methods.base import InputStatistics
 from llmopt.quant.methods.options import SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 
-from ...support.layer_problems import heavy_weight, one_linear
+from ...support.layer_problems import heavy_weight, one_linear, output_error
 from ...support.native_paths import needs_compiler
 
 pytestmark = needs_compiler  # the search of trellis codes
@@ -32,14 +32,14 @@ def test_feedback_beats_the_nearest_path_and_rounding_to_integers() -> None:
     )
     report = result.reports[0]
     assert report.error is not None and report.rtn_error is not None
-    assert report.error < 0.7 * problem.error("linear", nearest)
+    assert report.error < 0.7 * output_error(problem, "linear", nearest)
     integers = round_to_nearest(weight, IntScheme(2, 128, False), torch.float16).dequantize()
     assert (
         report.error
         < 0.1 * report.rtn_error
-        == pytest.approx(0.1 * problem.error("linear", integers))
+        == pytest.approx(0.1 * output_error(problem, "linear", integers))
     )
-    assert problem.error("linear", result.weights["linear"].dequantize()) == pytest.approx(
+    assert output_error(problem, "linear", result.weights["linear"].dequantize()) == pytest.approx(
         report.error
     )
     again = METHODS["trellis"].quantize_layer(problem).weights["linear"]

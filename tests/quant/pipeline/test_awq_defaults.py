@@ -101,7 +101,7 @@ def test_a_model_that_does_not_run_in_the_proof_is_left_as_it_is(
     def fail(*_: object) -> None:
         raise RuntimeError("expected scalar type Half")
 
-    monkeypatch.setattr("llmopt.quant.smoothing.rotate._logits", fail)
+    monkeypatch.setattr("llmopt.quant.smoothing.rotate._proven", fail)
     monkeypatch.setattr("llmopt.quant.smoothing.rotate._known", {})
     assert decided(tmp_path / "model") == ((), True)
 

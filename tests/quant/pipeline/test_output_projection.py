@@ -14,7 +14,7 @@ from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.registry import FORMATS, quantized_modules, read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.pipeline import pipeline
+from llmopt.quant.pipeline.online_calibration import OnlineCalibration
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
 from safetensors.torch import load_file, save_file
@@ -99,7 +99,7 @@ def test_cut_before_the_head_the_run_goes_on_there(
 
     asked = request(untied, tmp_path / "out", num_samples=2)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_quantize_head", crash)
+        patch.setattr(OnlineCalibration, "measure_head", crash)
         with pytest.raises(KeyboardInterrupt):
             quantize(asked)
     result = quantize(asked)

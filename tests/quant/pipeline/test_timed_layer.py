@@ -41,7 +41,7 @@ def test_a_long_run_is_told_beside_a_quick_one(
     session = prepare(request(tmp_path / "out", method="gptq"))
     monkeypatch.setattr(module, "TIMED_FROM", 0.0)
     timed = replace(RECORDED, passes=80.0, weights=1_000_000)
-    monkeypatch.setattr(module, "time_layer", lambda *_: timed)
+    monkeypatch.setattr("llmopt.quant.pipeline.timed_layer.time_layer", lambda *_: timed)
     answer = preflight(session)
     weights = sum(out * width for out, width in session.plan.modules.values())
     assert answer.seconds == timed.seconds(weights, session.calibration.num_tokens)

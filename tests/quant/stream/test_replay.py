@@ -134,10 +134,10 @@ def test_a_resumed_run_gives_the_same_bytes(
     whole = quantize(request(model, tmp_path / "whole", method="gptq")).output
     layer = pipeline._quantize_layer
 
-    def interrupted(session: Any, source: Any, index: int) -> Any:
+    def interrupted(plan: Any, stage: Any, source: Any, index: int, solve: Any) -> Any:
         if index == 8:  # its keys and values are those of an earlier layer
             raise KeyboardInterrupt
-        return layer(session, source, index)
+        return layer(plan, stage, source, index, solve)
 
     monkeypatch.setattr(pipeline, "_quantize_layer", interrupted)
     with pytest.raises(KeyboardInterrupt):
