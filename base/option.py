@@ -8,6 +8,7 @@ options take (devices, KV-cache dtypes) are checked here without torch.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -29,26 +30,23 @@ class Option:
     """Help, spelling, parser and limit of a field.
 
     Attributes:
-        help: text on help screens; the field's documentation.
-        flag: the command-line spellings, with spaces between; empty: `--` and the field's name. A switch that
+        flag: command-line spellings, with spaces between; empty: `--` and the field's name. A switch that
             has no `/--no-` is only switched on.
         hidden_flags: accepted aliases that help screens omit: earlier ones, or vLLM's where it differs.
             A switch has them in pairs, as in `--overlapped-loop/--serial-loop`.
         former_names: deprecated names of the field in keywords and recipes.
         panel: heading on help screens; None: the config's `PANEL`.
         word: type of the value on a command line, if it is not the field's.
-        text: the default as it is written on a command line, where `word` cannot hold the field's.
+        text: default as it is written on a command line, where `word` cannot hold the field's.
         unset: True if a command line without the option leaves the default to its reader.
-        parse: converts a value of type `word` to the field's; other values are passed through.
-        limit: validates values other than None.
+        parse: conversion of a value of type `word` to the field's; other values are passed through.
         show_default: description of a derived default on help screens.
-        metavar, span: placeholder of the value, and the least and largest one, on help screens.
-        envvar: environment variable that gives the option too.
-        writes: kind of output at the path, checked before any work; an existing cache is read.
+        span: least and largest value, on help screens.
+        writes: kind of the path, which is checked before any work; caches are read if they exist.
         secret: True if representations leave the value out.
-        common: True for what people use first: `--help` of a command with many options shows no others.
-        config: the field holds a nested config, whose options are on the command line too. Its constructor
-            `asked` makes it from the options given there, or None; a config without makes itself.
+        common: True if people use it first: `--help` of a command with many options shows no others.
+        config: class of a nested config, whose options are on the command line too. Its constructor `asked`
+            makes it from the options given there, or None; a config without makes itself.
     """
 
     help: str
@@ -93,9 +91,9 @@ def option(
 def option_like(config: type, name: str, **changes: Any) -> Any:
     """Define a field with the default and the option of another config's field, but for some `changes`."""
     default = next(field.default for field in fields(config) if field.name == name)
-    source = options_of(config)[name]
-    panel = source.panel or getattr(config, "PANEL", None)
-    return field(default=default, metadata={_KEY: replace(source, **{"panel": panel, **changes})})
+    option = options_of(config)[name]
+    panel = option.panel or getattr(config, "PANEL", None)
+    return field(default=default, metadata={_KEY: replace(option, **{"panel": panel, **changes})})
 
 
 @cache
@@ -136,17 +134,17 @@ def keywords(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def keywords_of_words(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+def keywords_of_words(config: type, words: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords for a config, of the words of a command line; options that were not given are left out. Raises
     `BadInput`: a word that does not parse."""
-    keywords: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, option in options_of(config).items():
         if option.config is not None:
             make = getattr(option.config, "asked", option.config)
-            keywords[name] = make(**keywords_of_words(option.config, values))
-        elif (word := values.get(word_name(name, option))) is not None:
-            keywords[name] = option.value(word)
-    return keywords
+            values[name] = make(**keywords_of_words(option.config, words))
+        elif (word := words.get(word_name(name, option))) is not None:
+            values[name] = option.value(word)
+    return values
 
 
 def words_of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,16 +155,12 @@ def words_of(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or (value is False and option.flag and "/" not in option.flag):
             continue  # a switch without --no- is only switched on
         if option.config is not None:
-            inner = {
-                field_name: getattr(value, field_name) for field_name in options_of(option.config)
-            }
+            inner = {field: getattr(value, field) for field in options_of(option.config)}
             written |= words_of(option.config, inner)
         elif isinstance(value, Mapping):
-            written[word_name(name, option)] = [
-                f"{key}={field_name}" for key, field_name in value.items()
-            ]
+            written[word_name(name, option)] = [f"{key}={item}" for key, item in value.items()]
         elif isinstance(value, Collection) and not isinstance(value, str):
-            written[word_name(name, option)] = [str(field_name) for field_name in value]
+            written[word_name(name, option)] = [str(item) for item in value]
         else:
             is_text = option.word is str or isinstance(value, Path)
             written[word_name(name, option)] = str(value) if is_text else value
@@ -178,8 +172,8 @@ def word_and_default(hint: Any, default: Any, option: Option) -> tuple[Any, Any]
     kind = hint if option.word is None else option.word
     if option.text is not None:
         return kind, option.text
-    is_plain = option.word is None or isinstance(default, get_origin(kind) or kind)
-    if default is MISSING or option.unset or not is_plain:
+    fits = option.word is None or isinstance(default, get_origin(kind) or kind)
+    if default is MISSING or option.unset or not fits:
         return kind | None, None
     return kind, default
 
@@ -208,35 +202,34 @@ def no_less_than(least: int) -> Limit:
 
 def within(
     *,
-    ge: float = -math.inf,
-    gt: float = -math.inf,
-    le: float = math.inf,
-    lt: float = math.inf,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
     finite: bool = False,
 ) -> Limit:
     """A limit by bounds, in pydantic's words."""
-    bounds: tuple[tuple[str, float, Callable[[float], bool]], ...] = (
-        ("greater than or equal to", ge, lambda value: value >= ge),
-        ("greater than", gt, lambda value: value > gt or gt == -math.inf),
-        ("less than or equal to", le, lambda value: value <= le),
-        ("less than", lt, lambda value: value < lt or lt == math.inf),
+    bounds = (
+        ("greater than or equal to", ge, operator.ge),
+        ("greater than", gt, operator.gt),
+        ("less than or equal to", le, operator.le),
+        ("less than", lt, operator.lt),
     )
 
     def limit(value: float) -> str | None:
         if finite and not math.isfinite(value):
             return "Input should be a finite number"
-        broken = next(
-            (f"{comparison} {bound:g}" for comparison, bound, holds in bounds if not holds(value)),
-            None,
-        )
-        return None if broken is None else f"Input should be {broken}"
+        for words, bound, holds in bounds:
+            if bound is not None and not holds(value, bound):
+                return f"Input should be {words} {bound:g}"
+        return None
 
     return limit
 
 
 def one_of(*choices: object) -> Limit:
-    listing = (" or " if len(choices) == 2 else ", ").join(map(str, choices))
-    return lambda value: None if value in choices else f"choose {listing}"
+    words = (" or " if len(choices) == 2 else ", ").join(map(str, choices))
+    return lambda value: None if value in choices else f"choose {words}"
 
 
 def share(value: float) -> str | None:
@@ -254,10 +247,10 @@ def offer(name: str, known: Collection[str]) -> str:
     return f"{start}choose one of {', '.join(known)}"
 
 
-def device_names(text: str) -> tuple[str, ...]:
+def device_names(asked: str) -> tuple[str, ...]:
     """The names in `--device`, which has commas between them. Raises `BadInput`: one of them is the name of
     no device."""
-    names = tuple(name.strip() for name in text.split(","))
+    names = tuple(name.strip() for name in asked.split(","))
     for name in names:
         if not re.fullmatch(rf"({'|'.join(KINDS)})(:(0|[1-9][0-9]?))?", name):
             raise BadInput(f"--device {name}: choose cpu, cuda or cuda:N")

@@ -20,8 +20,7 @@ from .options.shared import Json, check_models
 from .serve_local import app_options, require_server
 
 if TYPE_CHECKING:
-    from ..engine.server.batch_file import BatchFile
-    from ..engine.server.batch_run import AnswerJournal
+    from ..engine.server.batch import AnswerJournal, BatchFile
 
 
 @with_options
@@ -46,8 +45,7 @@ def batch(
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
     require_server("batch")
-    from ..engine.server.batch_file import digest_of, read_batch
-    from ..engine.server.batch_run import AnswerJournal
+    from ..engine.server.batch import AnswerJournal, digest_of, read_batch
     from ..quant.source.models import resolve_model
     from ..recipes import DEFAULT_MODEL
     from .output.console import result_console, say
@@ -105,7 +103,7 @@ def _run(
     bound_memory()
     from ..engine.core.engine import Engine
     from ..engine.server.app import create_app
-    from ..engine.server.batch_run import OPTIONS, BatchRun
+    from ..engine.server.batch import OPTIONS, BatchRun
 
     opened = Engine(config)
     options = replace(OPTIONS, media=limits)

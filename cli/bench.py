@@ -14,13 +14,7 @@ from ..bench.options import definitions as of_bench
 from ..bench.record.tracking import TrackingOptions
 from ..engine.config.config import EngineConfig
 from .options.command import From, Words, with_options
-from .options.shared import (
-    ModelOptions,
-    ResultOptions,
-    SweepOptions,
-    VerdictOptions,
-    check_models,
-)
+from .options.shared import ModelOptions, ResultOptions, SweepOptions, VerdictOptions, check_models
 
 if TYPE_CHECKING:
     from ..bench.gate.outputs import VerdictWanted

@@ -3,63 +3,56 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from ..base.errors import BadInput
-from .options.command import output_to
-
-Everything = Annotated[
-    bool,
-    typer.Option(
-        "--all",
-        help="Ask torch too: time the threads, compile every C kernel, and show the kernel selected for "
-        "each operation and why not the others.",
-    ),
-]
-SelfTest = Annotated[
-    bool | None,
-    typer.Option(
-        "--self-test/--no-self-test",
-        help="Check each kernel against its reference and measure roofline ceilings. Default: with CUDA, "
-        "where --all or --json is given.",
-    ),
-]
-Renew = Annotated[
-    bool,
-    typer.Option(
-        "--renew", help="Forget which kernels earned their place on the GPU, and try them again."
-    ),
-]
-Gpu = Annotated[
-    bool,
-    typer.Option(
-        "--gpu",
-        help="Try the GPU in nine minutes: kernels, three models and every quantizer, next to what is "
-        "expected.",
-    ),
-]
-Output = Annotated[
-    Path | None, output_to("The record of --gpu, as JSON, written after each stage.")
-]
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", help="Print the findings of --all, or the record of --gpu, as JSON."),
-]
+from ..base.option import option
+from .options.command import with_options
 
 
-def doctor(
-    everything: Everything = False,
-    self_test: SelfTest = None,
-    renew: Renew = False,
-    gpu: Gpu = False,
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What to find out."""
+
+    everything: bool = option(
+        False,
+        "Ask torch too: time the threads, compile every C kernel, and show the kernel selected for each "
+        "operation and why not the others.",
+        flag="--all",
+    )
+    self_test: bool | None = option(
+        None,
+        "Check each kernel against its reference and measure roofline ceilings. Default: with CUDA, where "
+        "--all or --json is given.",
+    )
+    renew: bool = option(
+        False,
+        "Forget which kernels earned their place on the GPU, and try them again.",
+        flag="--renew",
+    )
+    gpu: bool = option(
+        False,
+        "Try the GPU in nine minutes: kernels, three models and every quantizer, next to what is expected.",
+        flag="--gpu",
+    )
+    output: Path | None = option(
+        None,
+        "The record of --gpu, as JSON, written after each stage.",
+        flag="--output -o",
+        writes="file",
+    )
+    as_json: bool = option(
+        False, "Print the findings of --all, or the record of --gpu, as JSON.", flag="--json"
+    )
+
+
+@with_options
+def doctor(asked: DoctorOptions) -> None:
     """Show this machine's hardware, what is wrong and what to do about it; with --all also the kernel
     selected for each operation.
 
@@ -67,27 +60,27 @@ def doctor(
     correct: exit code 1 where one is wrong. --gpu runs each stage in a process with a time limit: exit
     code 1 where an expectation failed.
     """
-    from .output.console import emit_json, result_console
+    from .output.console import emit_json, stdout
     from .output.doctor_tables import show_findings
 
-    if gpu and (everything or renew or self_test is not None):
+    if asked.gpu and (asked.everything or asked.renew or asked.self_test is not None):
         raise BadInput("--gpu is a run of its own: leave out --all, --renew and --self-test")
-    if gpu:
-        _try_gpu(output, as_json)
+    if asked.gpu:
+        _try_gpu(asked.output, asked.as_json)
         return
-    if output is not None:
+    if asked.output is not None:
         raise BadInput("--output is where --gpu writes its record: add --gpu")
-    findings = _findings(asks_torch=everything or as_json, renew=renew)
+    findings = _findings(asks_torch=asked.everything or asked.as_json, renew=asked.renew)
     health = None
-    if bool(findings.get("cuda")) if self_test is None else self_test:
+    if bool(findings.get("cuda")) if asked.self_test is None else asked.self_test:
         from ..bench.machine.roofline import check_health
 
         health = check_health()
     findings["health"] = health
-    if as_json:
+    if asked.as_json:
         emit_json(findings)
     else:
-        show_findings(findings, result_console(as_json))
+        show_findings(findings, stdout)
     if health is not None and not health["passed"]:
         raise typer.Exit(1)
 

@@ -21,12 +21,10 @@ def merge(
     ],
     adapters: Annotated[list[Path], typer.Argument(help="Folders of PEFT adapters.")],
     weights: Annotated[
-        str | None,
-        typer.Option(help="Factor of each adapter, as in 0.7,0.3. Default: 1 for each."),
+        str | None, typer.Option(help="Factor of each adapter, as in 0.7,0.3. Default: 1 for each.")
     ] = None,
     dtype: Annotated[
-        str,
-        typer.Option(help="auto (that of the base), float32, bfloat16 or float16."),
+        str, typer.Option(help="auto (that of the base), float32, bfloat16 or float16.")
     ] = "auto",
     output: Annotated[
         Path | None, output_to("Folder to create. Default: ./BASE-merged.", folder=True)
@@ -39,11 +37,8 @@ def merge(
 
     path = resolve_model(str(base), local=True)
     try:
-        factors = (
-            [float(word) for word in weights.split(",")]
-            if weights is not None
-            else [1.0] * len(adapters)
-        )
+        words = ["1"] * len(adapters) if weights is None else weights.split(",")
+        factors = [float(word) for word in words]
     except ValueError:
         factors = []
     if len(factors) != len(adapters) or not all(map(math.isfinite, factors)):

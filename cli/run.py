@@ -33,33 +33,35 @@ class RunJobOptions(JobOptions):
     status: bool = option(False, "With --resume: list the jobs; do nothing.", flag="--status")
 
 
-@with_options
-def run(
-    *,
+@dataclass(frozen=True, slots=True)
+class RecipeOptions:
+    """The recipe, and what differs from it."""
+
     recipe: Annotated[
         str | None,
         typer.Argument(
             help="A YAML file, or a bundled recipe: quickstart, choose, method-shootout, ci-regression or "
             "capacity."
         ),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Resume the recipe in this run folder, from the first unfinished stage."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A model in place of the recipe's: a folder, a name, a hub id."),
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="PATH=VALUE",
-            help="A value in place of the recipe's, such as bench.num_prompts=200 or "
-            "variants.awq.quantize.bits=8; repeatable.",
-        ),
-    ] = None,
+    ] = None
+    resume: Path | None = option(
+        None, "Resume the recipe in this run folder, from the first unfinished stage."
+    )
+    model: str | None = option(
+        None, "A model in place of the recipe's: a folder, a name, a hub id."
+    )
+    changes: list[str] | None = option(
+        None,
+        "A value in place of the recipe's, such as bench.num_prompts=200 or "
+        "variants.awq.quantize.bits=8; repeatable.",
+        flag="--set",
+        metavar="PATH=VALUE",
+    )
+
+
+@with_options
+def run(
+    asked: RecipeOptions,
     folder: FolderOptions,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of recipes; do nothing.")
@@ -67,6 +69,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
     ] = False,
+    *,
     jobs: RunJobOptions,
     as_json: Json = False,
 ) -> None:
@@ -78,10 +81,13 @@ def run(
 
         typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
         return
-    _check_options(folder, resume, model, changes, jobs)
+    _check_options(asked, folder, jobs)
     if not (dry_run or jobs.status):
-        folder.check() if resume is None else check_output(resume, "--resume", folder=True)
-    stages, steps = _wanted(recipe, resume, model, changes or ())
+        if asked.resume is None:
+            folder.check()
+        else:
+            check_output(asked.resume, "--resume", folder=True)
+    stages, steps = _wanted(asked)
     if dry_run:
         _show_steps(steps, as_json)
     elif jobs.status and stages is not None:
@@ -91,20 +97,15 @@ def run(
         _do_jobs(stages, steps, folder, jobs, as_json)
 
 
-def _check_options(
-    folder: FolderOptions,
-    resume: Path | None,
-    model: str | None,
-    changes: Sequence[str] | None,
-    jobs: RunJobOptions,
-) -> None:
+def _check_options(asked: RecipeOptions, folder: FolderOptions, jobs: RunJobOptions) -> None:
     """Raises `BadInput` for options that ask for different things, or are of the other kind of run."""
+    resume = asked.resume
     if resume is not None and folder.output is not None:
         raise BadInput("--output names the folder of a new run: omit it with --resume")
-    if resume is not None and (model is not None or changes):
+    if resume is not None and (asked.model is not None or asked.changes):
         raise BadInput("--model and --set are of a new run: omit them with --resume")
-    asked = {"--on": jobs.on is not None, "--job": jobs.job is not None, "--status": jobs.status}
-    given = [flag for flag, is_given in asked.items() if is_given]
+    tasks = {"--on": jobs.on is not None, "--job": jobs.job is not None, "--status": jobs.status}
+    given = [flag for flag, is_given in tasks.items() if is_given]
     if len(given) > 1:
         raise BadInput(f"{given[0]} and {given[1]} ask for different things: give one")
     if resume is None and (jobs.job is not None or jobs.status):
@@ -113,16 +114,14 @@ def _check_options(
         raise BadInput("--score-shares is of a new run: omit it with --resume")
 
 
-def _wanted(
-    recipe: str | None, resume: Path | None, model: str | None, changes: Sequence[str]
-) -> tuple[Stages | None, Recipe]:
+def _wanted(asked: RecipeOptions) -> tuple[Stages | None, Recipe]:
     """(the stage journal to resume, the recipe)."""
     from ..bench.studies.recipe_files import Stages, read_recipe
 
-    if recipe is not None and resume is None:
-        return None, read_recipe(recipe, model, changes)
-    if resume is not None and recipe is None:
-        stages = Stages.resume(resume)
+    if asked.recipe is not None and asked.resume is None:
+        return None, read_recipe(asked.recipe, asked.model, asked.changes or ())
+    if asked.resume is not None and asked.recipe is None:
+        stages = Stages.resume(asked.resume)
         return stages, stages.recipe
     raise BadInput("give a recipe to run, or --resume FOLDER to resume one")
 

@@ -77,20 +77,11 @@ def serve_local(
 
 
 def _serve(
-    config: EngineConfig,
-    folder: Path,
-    served: str,
-    options: ServerOptions,
-    serving: ServingOptions,
+    config: EngineConfig, folder: Path, served: str, options: ServerOptions, serving: ServingOptions
 ) -> None:
     """Validate all options before the model loads, then serve."""
     from ..engine.planner.catalog import facts_of
-    from ..engine.server.launch import (
-        answering_while_loading,
-        base_url,
-        bind,
-        bound_memory,
-    )
+    from ..engine.server.launch import answering_while_loading, base_url, bind, bound_memory
     from ..engine.server.requests.observe import configure_logging
 
     described = facts_of(folder).line
@@ -186,14 +177,9 @@ def require_server(command: str) -> None:
 
 
 def server_options(words: Words, *, host: str) -> ServerOptions:
-    """The server's options, all checked: files, packages and addresses.
-
-    A server that asks for no key answers to known names alone: a page of the web may be pointed at it by
-    another name, whatever address it listens on. Beyond the loopback these are the machine's own too.
-
-    Raises:
-        BadInput: what is wrong with one of them.
-    """
+    """The server's options, all checked: files, packages and addresses. A server that asks for no key answers
+    to known names alone: a page of the web may be pointed at it by another name, whatever address it listens
+    on. Beyond the loopback these are the machine's own too."""
     from ..engine.server.launch import is_loopback, own_names
 
     given = keywords_of_words(ServerOptions, words)

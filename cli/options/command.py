@@ -45,9 +45,9 @@ class From:
 
     Args:
         panel: heading of the options; None: the configs' own.
-        only: of these fields; empty: of all.
-        but: leave these fields out.
-        nested: whether they are of a field that may be None, so that none is required.
+        only: fields to take; empty: all.
+        but: fields to leave out.
+        nested: True if the configs' field may be None, so that no option is required.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class From:
         for config in self.configs:
             hints = get_type_hints(config)
             for field in fields(config):
-                one = options_of(config).get(field.name)
+                option = options_of(config).get(field.name)
                 is_wanted = not self._only or field.name in self._only
-                if one is None or field.name in self._but or not is_wanted:
+                if option is None or field.name in self._but or not is_wanted:
                     continue
-                if one.config is not None:
-                    yield from From(one.config, nested=True).parameters()
+                if option.config is not None:
+                    yield from From(option.config, nested=True).parameters()
                     continue
-                kind, default = word_and_default(hints[field.name], field.default, one)
+                kind, default = word_and_default(hints[field.name], field.default, option)
                 if field.default is field.default_factory is MISSING and not self._nested:
                     default = Parameter.empty
-                panel = one.panel or self._panel or getattr(config, "PANEL", None)
+                panel = option.panel or self._panel or getattr(config, "PANEL", None)
                 yield from _parameters(
-                    word_name(field.name, one), field.name, one, kind, default, panel
+                    word_name(field.name, option), field.name, option, kind, default, panel
                 )
 
 
@@ -157,13 +157,13 @@ def shown_name(parameter: str) -> str:
 def _group_parameters(group: Any) -> Iterator[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     for field in fields(group):
-        one, hint = options_of(group).get(field.name), hints[field.name]
-        if one is None:  # an argument, as Typer has it
+        option, hint = options_of(group).get(field.name), hints[field.name]
+        if option is None:  # an argument, as Typer has it
             yield _keyword(field.name, hint, field.default)
             continue
-        kind, default = word_and_default(hint, field.default, one)
-        panel = one.panel or getattr(group, "PANEL", None)
-        yield from _parameters(field.name, field.name, one, kind, default, panel)
+        kind, default = word_and_default(hint, field.default, option)
+        panel = option.panel or getattr(group, "PANEL", None)
+        yield from _parameters(field.name, field.name, option, kind, default, panel)
 
 
 def _keyword(name: str, hint: Any, default: Any) -> Parameter:
@@ -171,28 +171,28 @@ def _keyword(name: str, hint: Any, default: Any) -> Parameter:
 
 
 def _parameters(
-    name: str, field: str, one: Option, kind: Any, default: Any, panel: str | None
+    name: str, field: str, option: Option, kind: Any, default: Any, panel: str | None
 ) -> Iterator[Parameter]:
     """The parameter of an option, and a hidden one for its aliases."""
-    flags = one.flag.split() or [flag_of(field, one)]
-    if not one.flag and kind in (bool, bool | None):
+    flags = option.flag.split() or [flag_of(field, option)]
+    if not option.flag and kind in (bool, bool | None):
         flags = [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
-    least, most = one.span or (None, None)
-    callback = _WRITES[one.writes] if one.writes else None
+    least, most = option.span or (None, None)
+    callback = _WRITES[option.writes] if option.writes else None
     info = typer.Option(
         *flags,
-        help=one.help,
+        help=option.help,
         rich_help_panel=panel,
-        show_default=True if one.show_default is None else one.show_default,
-        metavar=one.metavar,
-        envvar=one.envvar,
+        show_default=True if option.show_default is None else option.show_default,
+        metavar=option.metavar,
+        envvar=option.envvar,
         min=least,
         max=most,
         callback=callback,
     )
-    yield _keyword(name, Annotated[kind, info, one], default)
-    if one.hidden_flags:
-        alias = typer.Option(*one.hidden_flags, hidden=True, callback=callback)
+    yield _keyword(name, Annotated[kind, info, option], default)
+    if option.hidden_flags:
+        alias = typer.Option(*option.hidden_flags, hidden=True, callback=callback)
         yield _keyword(name + _HIDDEN, Annotated[kind | None, alias], None)
 
 

@@ -1,7 +1,4 @@
-"""Options of several commands: the model, output folders, printed output.
-
-Those of `bench` and `compare` beside the benchmark's own too: sweeps, verdicts, starts.
-"""
+"""Options of several commands: the model, output folders, printed output, sweeps, verdicts and starts."""
 
 from __future__ import annotations
 
@@ -34,30 +31,14 @@ def json_option() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class RayOptions:
-    """Whether Ray does the work."""
-
-    on: Literal["ray"] | None = option(
-        None, "Do the jobs as tasks of a Ray cluster; the run folder is on storage that it shares."
-    )
-
-    @property
-    def is_on_ray(self) -> bool:
-        """Whether Ray does the jobs. Raises `BadInput`: it is not installed."""
-        if self.on is None:
-            return False
-        from ...bench.studies.jobs import require_ray
-
-        require_ray()
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class JobOptions(RayOptions):
+class JobOptions:
     """Who does the jobs of a recipe."""
 
     PANEL: ClassVar = "Jobs"
 
+    on: Literal["ray"] | None = option(
+        None, "Do the jobs as tasks of a Ray cluster; the run folder is on storage that it shares."
+    )
     score_shares: int | None = option(
         None,
         "Share the scoring of each model of a process out to so many jobs. Default: its bench scores it.",
@@ -66,6 +47,16 @@ class JobOptions(RayOptions):
 
     def __post_init__(self) -> None:
         check_limits(self, by_flag=True)
+
+    @property
+    def is_on_ray(self) -> bool:
+        """True if Ray does the jobs. Raises `BadInput`: it is not installed."""
+        if self.on is None:
+            return False
+        from ...bench.studies.jobs import require_ray
+
+        require_ray()
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,13 +67,20 @@ def table_of(
     return table
 
 
+def facts_table(facts: Iterable[tuple[str, Any]], style: str = "bold") -> Table:
+    """A table without lines: names in that style, and their facts."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style=style, no_wrap=True)
+    table.add_column()
+    for fact in facts:
+        table.add_row(*fact)
+    return table
+
+
 class TerminalProgress:
     """A `quant.progress.Progress`: a rich bar on a terminal, otherwise a plain line every few seconds, and
-    where nothing advances a line that says so.
-
-    As a context it is finished at the end. With `when_interrupted`, Ctrl-C within prints that sentence and
-    exits with 130.
-    """
+    where nothing advances a line that says so. As a context it is finished at the end. With
+    `when_interrupted`, Ctrl-C within prints that sentence and exits with 130."""
 
     PLAIN_EVERY_SECONDS = 5.0
     SILENT_SECONDS = 20.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -13,17 +13,17 @@ from rich.text import Text
 from ...base.processor import NATIVE
 from ...bench.machine.overview import EXTRAS
 from ...engine.base.units import format_gib
-from .console import table_of
+from .console import facts_table, table_of
 
 Row = tuple[str, str]
 
 
 def show_findings(findings: dict[str, Any], console: Console) -> None:
     """Print versions, hardware and what is wrong; selected kernels and the self-test where they are found."""
-    console.print(_machine(findings))
+    console.print(facts_table(_facts(findings)))
     for problem in findings["problems"]:
-        said = f" {problem['what']}; {problem['remedy']}"
-        console.print(Text.assemble(("wrong:", "red"), said))
+        text = f" {problem['what']}; {problem['remedy']}"
+        console.print(Text.assemble(("wrong:", "red"), text))
     if not findings["problems"]:
         console.print("Nothing wrong was found.")
     if "kernels" not in findings:
@@ -41,21 +41,8 @@ def show_findings(findings: dict[str, Any], console: Console) -> None:
         _show_health(findings["health"], console)
 
 
-def _machine(findings: Mapping[str, Any]) -> Table:
-    facts = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column()
-    for name, fact in (
-        *_processor_rows(findings["cpu"], findings["versions"]),
-        *_native_rows(findings["native"]),
-        *_memory_and_gpu_rows(findings),
-        *_missing_rows(findings["missing"]),
-    ):
-        facts.add_row(name, fact)
-    return facts
-
-
-def _processor_rows(cpu: Mapping[str, Any], versions: Mapping[str, str]) -> Iterator[Row]:
+def _facts(findings: Mapping[str, Any]) -> Iterator[Row]:
+    cpu, versions = findings["cpu"], findings["versions"]
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
     yield "processor", f"{cpu['model']}: {cpu['usable_cores']} of {cpu['cores']} cores usable"
     forced = "" if cpu["profile"] == NATIVE else f", as LLMOPT_CPU={cpu['profile']} asks"
@@ -65,38 +52,37 @@ def _processor_rows(cpu: Mapping[str, Any], versions: Mapping[str, str]) -> Iter
         yield "caches", ", ".join(sizes)
     yield "threads", threads_line(cpu["threads"])
     if "capability" in cpu:
-        yield (
-            "instructions",
-            f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})",
-        )
+        yield "instructions", f"{cpu['capability']} ({', '.join(cpu['features']) or 'no extras'})"
     if cpu["flags"]:
         yield "flags", " ".join(cpu["flags"])
+    yield from _native_facts(findings["native"])
+    yield from _memory_and_gpus(findings)
+    packages: dict[str, list[str]] = {}
+    for missing in findings["missing"]:
+        if missing["extra"] is not None:
+            packages.setdefault(missing["extra"], []).append(missing["package"])
+    for extra, names in packages.items():
+        remedy = f"pip install 'llmopt[{extra}]'"
+        yield "not installed", f"{', '.join(names)}, for {EXTRAS[extra]}: {remedy}"
 
 
-def _native_rows(native: Mapping[str, Any]) -> Iterator[Row]:
+def _native_facts(native: Mapping[str, Any]) -> Iterator[Row]:
     if native["path"] is None:
         yield "C kernels", f"none: {native['reason']}"
     elif "threads" in native:
         extra = " with bfloat16 GEMMs" if native["bfloat16_products"] else ""
-        yield (
-            "C kernels",
-            f"{native['path']}{extra}, threads of {native['threads']}, in {native['cache']}",
-        )
+        where = f"threads of {native['threads']}, in {native['cache']}"
+        yield "C kernels", f"{native['path']}{extra}, {where}"
     else:
-        yield (
-            "C kernels",
-            f"{native['path']}, each compiled at its first use, in {native['cache']}; torch serves "
-            "where they do not",
-        )
+        where = f"each compiled at its first use, in {native['cache']}"
+        yield "C kernels", f"{native['path']}, {where}; torch serves where they do not"
     yield "C compiler", native["compiler"] or "none"
 
 
-def _memory_and_gpu_rows(findings: Mapping[str, Any]) -> Iterator[Row]:
+def _memory_and_gpus(findings: Mapping[str, Any]) -> Iterator[Row]:
     memory, nvidia = findings["memory"], findings["nvidia"]
-    yield (
-        "memory",
-        f"{format_gib(memory['available_bytes'])} free of {format_gib(memory['total_bytes'])}",
-    )
+    free, total = (format_gib(memory[name]) for name in ("available_bytes", "total_bytes"))
+    yield "memory", f"{free} free of {total}"
     for device in findings.get("cuda", ()):
         size = format_gib(device["memory_bytes"])
         yield "CUDA device", f"{device['name']}: {size}, capability {device['capability']}"
@@ -107,23 +93,10 @@ def _memory_and_gpu_rows(findings: Mapping[str, Any]) -> Iterator[Row]:
         yield "CUDA devices", "none"
     cards = Counter((gpu["name"], gpu["memory_bytes"]) for gpu in nvidia["gpus"])
     for (name, size), count in cards.items():
-        of = "" if size is None else f", {format_gib(size)} each"
-        yield "NVIDIA GPUs", f"{count} {name}{of}; driver {nvidia['driver']}"
+        each = "" if size is None else f", {format_gib(size)} each"
+        yield "NVIDIA GPUs", f"{count} {name}{each}; driver {nvidia['driver']}"
     if not cards:
         yield "NVIDIA GPUs", nvidia["reason"] or "none"
-
-
-def _missing_rows(missing: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Rows of the optional packages that are not installed, by extra."""
-    packages: dict[str, list[str]] = {}
-    for each in missing:
-        if each["extra"] is not None:
-            packages.setdefault(each["extra"], []).append(each["package"])
-    for extra, names in packages.items():
-        yield (
-            "not installed",
-            f"{', '.join(names)}, for {EXTRAS[extra]}: pip install 'llmopt[{extra}]'",
-        )
 
 
 def threads_line(threads: Mapping[str, Any]) -> str:
@@ -144,16 +117,10 @@ def _kernels(section: Mapping[str, Any]) -> Table:
     title = f"Kernels on {section['device']} in {section['dtype']}"
     table = table_of(("operation", "chosen", "others, and why not"), left=range(3), title=title)
     for choice in section["operations"]:
-        refused = [
-            f"{other['name']}: {other['refused']}"
-            for other in choice["candidates"]
-            if other["refused"]
-        ]
-        table.add_row(
-            _operation(choice),
-            choice["chosen"] or Text("none", "red"),
-            "\n".join(refused),
-        )
+        others = [other for other in choice["candidates"] if other["refused"]]
+        refused = [f"{other['name']}: {other['refused']}" for other in others]
+        chosen = choice["chosen"] or Text("none", "red")
+        table.add_row(_operation(choice), chosen, "\n".join(refused))
     return table
 
 
@@ -165,11 +132,11 @@ def _verdicts(verdicts: Mapping[str, Any]) -> Table:
     header = ("operation", "kernel", "error", "µs", "verdict")
     title = f"Kernels tried on this GPU ({verdicts['file']})"
     table = table_of(header, left=range(5), title=title)
-    for each in verdicts["kernels"]:
-        error = "" if each["error"] is None else f"{each['error']:.1e}"
-        micros = ", ".join(f"{1e6 * seconds:.1f}" for seconds in each["seconds"])
-        verdict = "earns its place" if each["dropped"] is None else f"dropped: {each['dropped']}"
-        table.add_row(each["case"], each["kernel"], error, micros, verdict)
+    for trial in verdicts["kernels"]:
+        error = "" if trial["error"] is None else f"{trial['error']:.1e}"
+        micros = ", ".join(f"{1e6 * seconds:.1f}" for seconds in trial["seconds"])
+        verdict = "earns its place" if trial["dropped"] is None else f"dropped: {trial['dropped']}"
+        table.add_row(trial["case"], trial["kernel"], error, micros, verdict)
     return table
 
 

@@ -149,10 +149,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "llmopt best ./my-model --size 6GiB --loads-in llama.cpp",
         "llmopt best ./my-model --gpu h100 --ctx 32k --slo tpot:20 --loads-in vllm",
     ),
-    "verify": (
-        "llmopt verify stories3M-awq-4bit",
-        "llmopt verify model.Q4_K_M.gguf --json",
-    ),
+    "verify": ("llmopt verify stories3M-awq-4bit", "llmopt verify model.Q4_K_M.gguf --json"),
     "convert": (
         "llmopt convert stories3M-awq-4bit --format gptq -o out",
         "llmopt convert model.gguf --format compressed-tensors",
@@ -202,10 +199,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "llmopt run method-shootout --dry-run",
         "llmopt run my-recipe.yaml -o runs/mine",
     ),
-    "doctor": (
-        "llmopt doctor",
-        "llmopt doctor --all",
-        "llmopt doctor --gpu -o gpu.json",
-    ),
+    "doctor": ("llmopt doctor", "llmopt doctor --all", "llmopt doctor --gpu -o gpu.json"),
 }
 """{command: its lines}, the shortest first; `llmopt` itself by its name."""

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...engine.base.units import format_tokens
+from .console import facts_table
 
 if TYPE_CHECKING:
     from ...engine.planner.answer import Answer
@@ -22,20 +23,34 @@ if TYPE_CHECKING:
 
 def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
     """A line for each question."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold green" if answer.device.fits else "bold red", no_wrap=True)
-    table.add_column()
-    for question, says in (
-        ("fits", _fit(plan, answer)),
-        ("users", _users(plan, answer)),
-        ("speed", _speed(plan, answer)),
-        ("cost", _cost(plan, answer)),
-        ("cheaper", _cheaper(plan, answer)),
-        ("limit", _limit(answer.device)),
-    ):
-        if lines := list(says):
-            table.add_row(question, Text("\n".join(lines)))
-    return table
+    device, asked = answer.device, plan.workload.load
+    load = f"with {plan.workload.sequences:,} clients"
+    if asked is not None and asked.slo is not None:
+        load = "within the limits"
+    elif plan.workload.sequences <= 1:
+        load = "with all places taken"
+    cheaper = (
+        f"{saving.options}: {saving.saved:.0%} less {load}, on {saving.gpus} x {saving.gpu}"
+        + ("" if saving.is_near_measured else " (no measurement near it)")
+        for saving in answer.savings
+    )
+    limit = device.binding_constraint.replace("_", " ")
+    if device.decode is not None:
+        limit += f"; decode is bound by {device.decode.bound}"
+    if device.relaxations:
+        more = device.relaxations[0]
+        limit += f"; {more.change} brings {counted(more.gained_sequences, 'sequence')} more"
+    answers = {
+        "fits": _fit(plan, answer),
+        "users": _users(plan, answer),
+        "speed": _speed(plan, answer),
+        "cost": _cost(plan, answer),
+        "cheaper": cheaper,
+        "limit": [limit],
+    }
+    lines = {question: "\n".join(text) for question, text in answers.items()}
+    shown = ((question, Text(text)) for question, text in lines.items() if text)
+    return facts_table(shown, "bold green" if device.fits else "bold red")
 
 
 def counted(count: int, what: str) -> str:
@@ -107,26 +122,6 @@ def _cost(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         line += f", ${full.dollars_per_million:,.3g} with all {full.clients:,} at once"
     busy = plan.setup.duty_cycle
     yield f"{line}, at {device.price.words}" + (f", {busy:.0%} busy" if busy < 1 else "")
-
-
-def _cheaper(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
-    asked, clients = plan.workload.load, plan.workload.sequences
-    load = f"with {clients:,} clients" if clients > 1 else "with all places taken"
-    if asked is not None and asked.slo is not None:
-        load = "within the limits"
-    for saving in answer.savings:
-        doubt = "" if saving.is_near_measured else " (no measurement near it)"
-        yield f"{saving.options}: {saving.saved:.0%} less {load}, on {saving.gpus} x {saving.gpu}{doubt}"
-
-
-def _limit(device: DevicePlan) -> Iterator[str]:
-    line = device.binding_constraint.replace("_", " ")
-    if device.decode is not None:
-        line += f"; decode is bound by {device.decode.bound}"
-    if device.relaxations:
-        more = device.relaxations[0]
-        line += f"; {more.change} brings {counted(more.gained_sequences, 'sequence')} more"
-    yield line
 
 
 def loads_table(plan: DeploymentPlan, wide: bool) -> Table:

@@ -13,7 +13,7 @@ from ...engine.planner.cache_size import kv_dtype
 from ...engine.planner.probed_shape import ProbedShape, cache_line
 from ...engine.planner.weights import weight_bytes
 from ...engine.probe.facts import PARTS
-from .console import emit_json, table_of
+from .console import emit_json, facts_table, table_of
 from .plan_answer import answer_lines, counted, loads_table, rate
 
 if TYPE_CHECKING:
@@ -72,26 +72,21 @@ def show_names(console: Console, *, as_json: bool) -> None:
     if as_json:
         emit_json({"models": models, "aliases": short, "gpus": [d.name for d in devices()]})
         return
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    table.add_row("models", ", ".join(models))
-    table.add_row("short names", ", ".join(f"{name} ({means})" for name, means in short.items()))
-    table.add_row("GPUs", ", ".join(device.name for device in devices()))
-    console.print(table)
+    aliased = ", ".join(f"{name} ({means})" for name, means in short.items())
+    gpus = ", ".join(device.name for device in devices())
+    facts = (("models", ", ".join(models)), ("short names", aliased), ("GPUs", gpus))
+    console.print(facts_table(facts))
 
 
 def show_engines(answer: dict[str, Any], console: Console) -> None:
     """Print the KV cache of each engine for the same workload."""
     header = ("engine", "KV cache", f"seqs on\n{answer['gpu']}", "its rule")
     table = table_of(header, left=(0, 3), no_wrap=range(3), **NARROW)
-    for name, found in answer["engines"].items():
-        stored = "" if found["stores_kv_dtype"] else f" (does not store {answer['kv_dtype']})"
+    for name, engine in answer["engines"].items():
+        stored = "" if engine["stores_kv_dtype"] else f" (does not store {answer['kv_dtype']})"
+        sequences = str(engine["max_concurrent_sequences"])
         table.add_row(
-            name,
-            format_gib(found["kv_bytes"]),
-            str(found["max_concurrent_sequences"]),
-            Text(found["rule"] + stored),
+            name, format_gib(engine["kv_bytes"]), sequences, Text(engine["rule"] + stored)
         )
     console.print(table)
 
@@ -114,12 +109,10 @@ def _facts(plan: DeploymentPlan) -> Table:
     parameters = f"{shape.num_parameters:,}"
     if shape.experts:
         parameters += f", of them {shape.num_active_parameters:,} active"
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    table = facts_table(())
 
-    def row(what: str, *says: str) -> None:
-        table.add_row(what, Text("\n".join(says)))
+    def row(name: str, *lines: str) -> None:
+        table.add_row(name, Text("\n".join(lines)))
 
     row("model", model.name, *([model.note] if model.note else []))
     row("read from", model.source)

@@ -41,11 +41,8 @@ _RECORD = re.compile(r"\bjob_model:\w+:\w+")
 
 
 def deploy_files(deployment: ServerDeployment) -> dict[str, str]:
-    """Contents by path. Those in `kubernetes/` are for `kubectl apply`.
-
-    Manifests and services that need the engine's metrics are there where it has them, images where it is
-    llmopt.
-    """
+    """Contents by path. Those in `kubernetes/` are for `kubectl apply`. Manifests and services that need the
+    engine's metrics are there where it has them, images where it is llmopt."""
     has_metrics = deployment.served.has_metrics
     manifests = [*_MANIFESTS, *(_WATCHED_MANIFESTS if has_metrics else ())]
     paths = [*(f"kubernetes/{name}.yaml" for name in manifests), "compose/compose.yaml"]
@@ -71,10 +68,8 @@ def deploy_files(deployment: ServerDeployment) -> dict[str, str]:
 
 
 def rules(deployment: ServerDeployment) -> dict[str, Any]:
-    """Prometheus' rule file in the names of the engine's metrics, without rules whose metric it has not.
-
-    An alert on a rule that was left out is left out too.
-    """
+    """Prometheus' rule file in the names of the engine's metrics, without rules whose metric it has not. An
+    alert on a rule that was left out is left out too."""
     document = yaml.safe_load(_render("compose/rules.yml", deployment))
     recorded, alerts = document["groups"]
     recorded["rules"] = _in_names(deployment, recorded["rules"])
@@ -103,11 +98,9 @@ def dashboard(deployment: ServerDeployment) -> dict[str, Any]:
 
 
 def pinned_requirements(name: str, *extras: str) -> list[str]:
-    """`name==version` of everything that a distribution requires here with some of its extras, sorted.
-
-    Of a build such as 2.13.0+cpu the release alone is pinned: a constraint without a build fits each. What is
-    not installed here, such as the CUDA libraries of another build, is not pinned.
-    """
+    """`name==version` of everything that a distribution requires here with some of its extras, sorted. Of a
+    build such as 2.13.0+cpu the release alone is pinned: a constraint without a build fits each. What is not
+    installed here, such as the CUDA libraries of another build, is not pinned."""
     versions: dict[str, str] = {}
     visited: set[tuple[str, tuple[str, ...]]] = set()
     pending = [(name, extras)]

@@ -120,14 +120,8 @@ _NAME = re.compile(r"[a-z]([a-z0-9-]{0,51}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class DeployChoices:
-    """User choices, whose metadata is their definition; the rest follows from the plan.
-
-    Attributes:
-        model: that the pods load, a hub id or a path in the image.
-
-    Raises:
-        BadInput: a name that Kubernetes does not take, or a number out of range.
-    """
+    """User choices; `model` is a hub id or a path in the image. Raises `BadInput`: a name that Kubernetes
+    does not take, or a number out of range."""
 
     PANEL: ClassVar = "Cluster"
 

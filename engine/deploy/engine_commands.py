@@ -52,17 +52,14 @@ class ServerCommand:
     """Another engine's server, and what its options are for those of `serve-local`.
 
     Attributes:
-        name: as `--engine` takes it.
-        title: for people.
-        version: whose options are named; tests hold each of them against a list of that version.
-        program: the executable.
-        words: its arguments before the model.
-        install: how to install it.
-        table: the translation of each option, by its name in Python.
+        name: value of `--engine`.
+        title: name for people.
+        version: version of the engine whose options are named; tests compare each with a list of its options.
+        words: arguments before the model.
+        table: translation of each option, by its name in Python.
         defaults: llmopt's defaults that differ from the engine's, and are passed.
-        together: options that are translated at once.
-        combined: the words for those of `together` that are given.
-        key_variable: the environment variable that holds the API key; None: it takes none from there.
+        together, combined: options that are translated at once, and their translation.
+        key_variable: environment variable that holds the API key; None: the engine takes none from there.
     """
 
     name: str
@@ -260,11 +257,7 @@ _OPTIONS: Mapping[str, tuple[Translation | None, Translation | None, Translation
     "ssl_keyfile": ("--ssl-keyfile", "--ssl-keyfile", None),
     "ssl_ca_certs": ("--ssl-ca-certs", "--ssl-ca-certs", None),
     "ssl_cert_reqs": ("--ssl-cert-reqs", None, None),
-    "cors_origin": (
-        lambda origins: ["--allowed-origins", json.dumps(list(origins))],
-        None,
-        None,
-    ),
+    "cors_origin": (lambda origins: ["--allowed-origins", json.dumps(list(origins))], None, None),
     "drain_seconds": (lambda seconds: ["--shutdown-timeout", str(round(seconds))], None, None),
     "allowed_media_domains": (lambda names: ["--allowed-media-domains", *names], None, None),
     "limit_mm_per_prompt": ("--limit-mm-per-prompt", None, None),

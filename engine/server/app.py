@@ -11,12 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from ...base.version import VERSION
 from ..core.engine import Engine
-from .endpoints.capabilities import (
-    Constrainer,
-    PromptImages,
-    default_sampling,
-    pooling_tasks,
-)
+from .endpoints.capabilities import Constrainer, PromptImages, default_sampling, pooling_tasks
 from .endpoints.completions import add_completions
 from .endpoints.messages import add_messages
 from .endpoints.ollama import ollama_router
@@ -29,10 +24,10 @@ from .endpoints.tokenization import Tokenization
 from .parsing.formats import reasoning_format, tool_format
 from .protocol.errors import install
 from .protocol.server_options import ServerOptions
-from .requests.keys import KeyRing
 from .requests.loop import EngineLoop
 from .requests.middleware import BodyRoute, HeadMiddleware, RequestMiddleware
 from .requests.observe import ObservingMiddleware
+from .requests.request_record import KeyRing
 
 EXPOSED_HEADERS = ("x-request-id", "retry-after", "x-ignored-fields")
 """Response headers that a page of an allowed origin may read."""

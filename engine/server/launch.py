@@ -43,11 +43,8 @@ TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
 
 def bounded_connections(options: ServerOptions) -> type[H11Protocol]:
     """uvicorn's protocol class with the limits of `options`."""
-    return type(
-        "BoundedConnection",
-        (_BoundedConnection,),
-        {"options": options, "quiet": {}, "refused": set()},
-    )
+    shared = {"options": options, "quiet": {}, "refused": set()}
+    return type("BoundedConnection", (_BoundedConnection,), shared)
 
 
 class _BoundedConnection(H11Protocol):
@@ -74,7 +71,9 @@ class _BoundedConnection(H11Protocol):
         transport.set_write_buffer_limits(high=1, low=0)
         self._count()
         if len(self.connections) - len(self.refused) > self.options.max_connections:
-            refused = self._one_too_many()
+            # A quiet connection is closed: one of the address that has most of them.
+            mine, most = self.quiet[self._address], max(self.quiet.values(), key=len)
+            refused = self if len(mine) == len(most) else next(iter(most))
             self.refused.add(refused)
             refused.transport.write(REFUSED)
             refused.transport.close()
@@ -100,19 +99,14 @@ class _BoundedConnection(H11Protocol):
 
     def _count(self) -> None:
         """Count the connection among the quiet ones of its address, or no longer."""
-        ones, cycle = self.quiet.setdefault(self._address, {}), self.cycle
+        quiet, cycle = self.quiet.setdefault(self._address, {}), self.cycle
         is_quiet = cycle is None or cycle.response_complete or cycle.more_body
         if is_quiet and not self.transport.is_closing():
-            ones[self] = None
+            quiet[self] = None
         else:
-            ones.pop(self, None)
-            if not ones:
+            quiet.pop(self, None)
+            if not quiet:
                 del self.quiet[self._address]
-
-    def _one_too_many(self) -> _BoundedConnection:
-        """Choose the connection to close: a quiet one of the address that has most of them."""
-        mine, most = self.quiet[self._address], max(self.quiet.values(), key=len)
-        return self if len(mine) == len(most) else next(iter(most))
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -124,11 +118,11 @@ class _BoundedConnection(H11Protocol):
         if self.conn.their_state is h11.IDLE:
             self._await_head()
         else:
-            self._stop_timer()
+            self._head_timer = _cancelled(self._head_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_timer()
-        self._stop_send_timer()
+        self._head_timer = _cancelled(self._head_timer)
+        self._send_timer = _cancelled(self._send_timer)
         super().connection_lost(exc)
         self.refused.discard(self)
         self._count()
@@ -138,7 +132,7 @@ class _BoundedConnection(H11Protocol):
         self._await_reader()
 
     def resume_writing(self) -> None:
-        self._stop_send_timer()
+        self._send_timer = _cancelled(self._send_timer)
         super().resume_writing()
 
     def _await_head(self) -> None:
@@ -146,11 +140,6 @@ class _BoundedConnection(H11Protocol):
         if self._head_timer is None:
             seconds = self.options.header_timeout_seconds
             self._head_timer = self.loop.call_later(seconds, self._time_out)
-
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
 
     def _time_out(self) -> None:
         if not self.transport.is_closing():
@@ -167,13 +156,13 @@ class _BoundedConnection(H11Protocol):
             else:
                 self.transport.abort()
 
-        self._stop_send_timer()
+        _cancelled(self._send_timer)
         self._send_timer = self.loop.call_later(self.options.send_timeout_seconds, look)
 
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
 
 
 class ServiceManager:
@@ -228,12 +217,10 @@ KERNEL_CACHE_CAPACITY = 128
 
 
 def bound_memory() -> None:
-    """Bound what a server keeps: oneDNN's primitive caches on a CPU, and the heaps of the C allocator.
-
-    Must be called before torch is imported and threads are started. Batch sizes vary from step to step, and
-    each new GEMM shape compiles a kernel of about half a MiB. By default oneDNN and torch each cache a
-    thousand of them.
-    """
+    """Bound what a server keeps: oneDNN's primitive caches on a CPU, and the heaps of the C allocator. Must
+    be called before torch is imported and threads are started. Batch sizes vary from step to step, and each
+    new GEMM shape compiles a kernel of about half a MiB. By default oneDNN and torch each cache a thousand of
+    them."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNEL_CACHE_CAPACITY))
     use_one_arena()
@@ -243,14 +230,13 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket bound to `host` and `port`; port 0 takes a free one. Connections are refused until it listens.
     Raises `BadInput`: the port is in use, or the address is not one of this machine's."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        how = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, **how)[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError) as error:
         raise _cannot_listen(host, port, error) from error
     try:
-        # Without it, connections of an earlier server in TIME_WAIT hold the port.
+        # Without the option, connections of an earlier server in TIME_WAIT hold the port.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError as error:
@@ -368,8 +354,8 @@ class Server(uvicorn.Server):
     """uvicorn server with graceful drain; signals stop it without being re-raised."""
 
     def __init__(self, app: FastAPI, on_ready: Callable[[], None]) -> None:
-        options: ServerOptions = app.state.options
-        drain_seconds = options.drain_seconds
+        self._options: ServerOptions = app.state.options
+        options = self._options
         configure_logging(options.log_format)
         super().__init__(
             uvicorn.Config(
@@ -383,15 +369,13 @@ class Server(uvicorn.Server):
                 access_log=False,  # the application has its own access line
                 server_header=False,
                 timeout_keep_alive=75,  # longer than the pools of common clients keep a connection
-                timeout_graceful_shutdown=int(drain_seconds) + 2,
+                timeout_graceful_shutdown=int(options.drain_seconds) + 2,
                 **({} if options.tls is None else options.tls.for_uvicorn()),
             )
         )
         self.engine_failure: str | None = None
         self._app = app
         self._on_ready = on_ready
-        self._drain_seconds = drain_seconds
-        self._shutdown_delay_seconds = app.state.options.shutdown_delay_seconds
         self._hurried = asyncio.Event()
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._manager = ServiceManager()
@@ -420,8 +404,10 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.loop.is_draining = True
         self._manager.notify("STOPPING=1")
-        await self._delay()
-        deadline = asyncio.get_running_loop().call_later(self._drain_seconds, self._end_streams)
+        if self._app.state.loop.unavailable is None:
+            await self._delay()
+        seconds = self._options.drain_seconds
+        deadline = asyncio.get_running_loop().call_later(seconds, self._end_streams)
         try:
             await super().shutdown(sockets)
         finally:
@@ -429,17 +415,11 @@ class Server(uvicorn.Server):
 
     async def _delay(self) -> None:
         """Take requests until the balancers have seen `/ready`, each on its last connection."""
-        loop = self._app.state.loop
-        if loop.unavailable is not None:
-            return
-        self.server_state.default_headers = [
-            *self.server_state.default_headers,
-            (b"connection", b"close"),
-        ]
-        reasons = [
-            asyncio.ensure_future(wait()) for wait in (self._hurried.wait, loop.wait_until_failed)
-        ]
-        seconds = self._shutdown_delay_seconds
+        headers = self.server_state.default_headers  # which responses that have begun keep
+        self.server_state.default_headers = [*headers, (b"connection", b"close")]
+        waits = (self._hurried.wait, self._app.state.loop.wait_until_failed)
+        reasons = [asyncio.ensure_future(wait()) for wait in waits]
+        seconds = self._options.shutdown_delay_seconds
         await asyncio.wait(reasons, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for reason in reasons:
             reason.cancel()
@@ -460,9 +440,7 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         """Handle signals without re-raising them after shutdown, unlike uvicorn's `capture_signals`."""
         signals = (signal.SIGINT, signal.SIGTERM)
-        before: dict[int, Any] = {
-            number: signal.signal(number, self.handle_exit) for number in signals
-        }
+        before: dict[int, Any] = {n: signal.signal(n, self.handle_exit) for n in signals}
         try:
             yield
         finally:

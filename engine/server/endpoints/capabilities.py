@@ -6,8 +6,10 @@ Images are fetched and decoded, and grammars compiled, on worker threads, few at
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,6 @@ from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import is_data_url, load_images, sent_bytes
 from ..protocol.errors import ApiError, bad_field
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
-from ..requests.worker_pool import FairPool
 
 if TYPE_CHECKING:
     from ...multimodal.open import ImageSupport
@@ -44,9 +45,9 @@ class PromptImages:
     """Makes prompts of rendered texts and the URLs of their images.
 
     Args:
-        support: of the engine.
-        limits: of what clients may send.
-        reason: why the model takes no images, for clients, who are told no paths of this machine.
+        support: image support of the engine.
+        limits: limits of what clients may send.
+        reason: why the model takes no images, for clients, who see no paths of this machine.
         max_model_len: tokens of a prompt, beyond which its images are left.
     """
 
@@ -70,8 +71,8 @@ class PromptImages:
         """Refuse a prompt by the number of its images. Raises `ApiError`: the model takes no images;
         `BadInput`: too many."""
         if not self.are_taken:
-            reason = f"images are not taken: {self._reason}"
-            raise bad_field("messages", reason, "unsupported_model")
+            problem = f"images are not taken: {self._reason}"
+            raise bad_field("messages", problem, "unsupported_model")
         self._limits.check_count(num_images)
 
     async def prepare(self, text: str, urls: Sequence[str]) -> PreparedPrompt:
@@ -79,28 +80,24 @@ class PromptImages:
         `BadInput`: an image that cannot be had or decoded, or that the model's processor refuses."""
         # An error cancels nothing: the fetches that have begun end at their deadline.
         sent = await asyncio.gather(*(self._sent(url) for url in urls))
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._decoding, self._prepare, text, sent)
+
+        def prepare() -> PreparedPrompt:
+            images = load_images(sent, self._limits)
+            how = {"add_special_tokens": False, "max_tokens": self._max_model_len}
+            return self._support.prepare(text, images, **how)
+
+        return await asyncio.get_running_loop().run_in_executor(self._decoding, prepare)
 
     async def _sent(self, url: str) -> str | bytes:
         """A data URL as it is, which waits for no host; else the bytes of the image."""
         if is_data_url(url):
             return url
-        fetching = asyncio.get_running_loop().run_in_executor(
-            self._fetching, sent_bytes, url, self._limits
-        )
-        # Resolving a name has no timeout of its own.
-        seconds = self._limits.fetch_timeout_seconds
-        try:
+        loop, seconds = asyncio.get_running_loop(), self._limits.fetch_timeout_seconds
+        fetching = loop.run_in_executor(self._fetching, sent_bytes, url, self._limits)
+        try:  # resolving a name has no timeout of its own
             return await asyncio.wait_for(fetching, seconds + 0.5)
         except TimeoutError as error:
             raise BadInput(f"an image did not arrive within {seconds:g} s") from error
-
-    def _prepare(self, text: str, sent: Sequence[str | bytes]) -> PreparedPrompt:
-        images = load_images(sent, self._limits)
-        return self._support.prepare(
-            text, images, add_special_tokens=False, max_tokens=self._max_model_len
-        )
 
     def close(self) -> None:
         for pool in (self._fetching, self._decoding):
@@ -146,18 +143,17 @@ class PoolingTasks:
 
 def pooling_tasks(engine: Engine, model_name: str, pooling_type: str | None) -> PoolingTasks:
     """The tasks of an engine's checkpoint; `pooling_type` takes the place of the checkpoint's pooling."""
-    return PoolingTasks(
-        model_name,
-        _or_reason(lambda: _pooling(engine, pooling_type)),
-        _or_reason(lambda: read_scorer(engine.folder, engine.model_config, engine.tokenizer)),
-    )
-
-
-def _or_reason(read: Callable[[], T]) -> T | str:
+    pooling: Pooling | str
+    scorer: Scorer | str | None
     try:
-        return read()
+        pooling = _pooling(engine, pooling_type)
     except BadInput as error:
-        return str(error)
+        pooling = str(error)
+    try:
+        scorer = read_scorer(engine.folder, engine.model_config, engine.tokenizer)
+    except BadInput as error:
+        scorer = str(error)
+    return PoolingTasks(model_name, pooling, scorer)
 
 
 def _pooling(engine: Engine, pooling_type: str | None) -> Pooling:
@@ -182,17 +178,47 @@ def default_sampling(folder: Path) -> dict[str, float]:
     object, or has values out of range."""
     path = folder / "generation_config.json"
     config = read_json(path) if path.is_file() else {}
-    found = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
+    given = {name: config[name] for name in _SAMPLING if config.get(name) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**given)
     except (BadInput, TypeError) as error:
         raise BadInput(f"{path}: {error}") from error
-    return found
+    return given
+
+
+class FairPool:
+    """Worker threads of which a client may use `per_key` at a time, so that a large request of one does not
+    hold up the others. Work that has not begun is dropped when its caller stops waiting."""
+
+    def __init__(self, name: str, num_threads: int, per_key: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"llmopt-{name}")
+        self._permits = defaultdict[int, asyncio.Semaphore](lambda: asyncio.Semaphore(per_key))
+
+    async def run(self, key: int, work: Callable[[], T], seconds: float | None = None) -> T:
+        """Return the result of `work`, which came with the API key of that index. Raises `TimeoutError`: it
+        has begun, or could have, and is not done after `seconds`."""
+        loop, permits = asyncio.get_running_loop(), self._permits[key]
+        await permits.acquire()
+        try:
+            working: Future[T] = self._threads.submit(work)
+        except RuntimeError:  # the server stops
+            permits.release()
+            raise
+
+        def leave(_: object) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: the server was forced to stop
+                loop.call_soon_threadsafe(permits.release)
+
+        # Not when the wait ends: a thread that has begun goes on all the same.
+        working.add_done_callback(leave)
+        async with asyncio.timeout(seconds):
+            return await asyncio.wrap_future(working)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 COMPILE_SECONDS = 10.0
-
-
 NUM_COMPILERS, COMPILERS_PER_KEY = 4, 2
 
 
@@ -212,18 +238,15 @@ class Constrainer:
         takes too long."""
         if constraint.num_characters > MAX_GRAMMAR_CHARACTERS:
             raise bad_field(constraint.field, f"more than {MAX_GRAMMAR_CHARACTERS} characters")
+        compile_mask = partial(self._mask, constraint, num_sequences)
         try:
-            return await self._workers.run(
-                key, partial(self._mask, constraint, num_sequences), COMPILE_SECONDS
-            )
+            return await self._workers.run(key, compile_mask, COMPILE_SECONDS)
         except TimeoutError:
             problem = f"not compiled after {COMPILE_SECONDS:g} s: simplify it"
             raise bad_field(constraint.field, problem) from None
         except BadInput as error:
-            separator = "" if str(error).startswith("/") else ": "
-            raise ApiError(
-                400, f"{constraint.field}{separator}{error}", param=constraint.field
-            ) from error
+            field, separator = constraint.field, "" if str(error).startswith("/") else ": "
+            raise ApiError(400, f"{field}{separator}{error}", param=field) from error
 
     def close(self) -> None:
         self._workers.close()

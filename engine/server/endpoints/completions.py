@@ -6,35 +6,26 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain, repeat
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
 from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs, num_logprobs
-from ..parsing.events import Arguments, CallStart, Event, Parsed, Reasoning, Text
+from ..parsing.formats import Arguments, CallStart, Event, Parsed, Reasoning, Text
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatRequest, NamedTool, chat_call
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import CompletionRequest, StreamOptions
 from ..requests.request_record import record_of
-from ..requests.worker_pool import FairPool
+from .capabilities import FairPool
 from .conversation import converse
-from .service import (
-    Asked,
-    ResponseContext,
-    Service,
-    Usage,
-    compact_json,
-    note_ignored,
-    server_sent,
-)
+from .service import Asked, ResponseContext, Service, Usage, compact_json, note_ignored, server_sent
 from .tokenization import Tokenization
 
 MAX_LOGPROBS = 1 << 20
 """Log-probabilities in a response that is not streamed, and of its prompts: they are held in memory."""
 MAX_LOGPROBS_PER_KEY = 4 * MAX_LOGPROBS
-"""Those of the prompts of all requests of a key at a time."""
+"""Maximum log-probabilities of prompts in flight per API key."""
 LOGPROBS_ON_LOOP = 4096
 """Log-probabilities that are written on the event loop, in a few milliseconds; more on a worker thread."""
 LOWEST = -9999.0
@@ -49,16 +40,18 @@ def json_pieces(value: Any, levels: int = 5) -> Iterator[bytes]:
     if isinstance(value, bytes):
         yield value
     elif levels and value and isinstance(value, dict):
-        for separator, (key, each) in zip(
-            chain(b"{", repeat(ord(","))), value.items(), strict=False
-        ):
-            yield bytes([separator]) + compact_json(key) + b":"
-            yield from json_pieces(each, levels - 1)
+        separator = b"{"
+        for key, item in value.items():
+            yield separator + compact_json(key) + b":"
+            yield from json_pieces(item, levels - 1)
+            separator = b","
         yield b"}"
     elif levels and value and isinstance(value, list):
-        for separator, each in zip(chain(b"[", repeat(ord(","))), value, strict=False):
-            yield bytes([separator])
-            yield from json_pieces(each, levels - 1)
+        separator = b"["
+        for item in value:
+            yield separator
+            yield from json_pieces(item, levels - 1)
+            separator = b","
         yield b"]"
     else:
         yield compact_json(value)
@@ -161,35 +154,24 @@ class ChoicesResponse(ABC):
         return job * self._context.stream.jobs[job].params.n + output.index, job
 
     def _envelope(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._context.id,
-            "object": name,
-            "created": self._context.created,
-            "model": self._context.model,
-            "choices": choices,
-        }
+        context = self._context
+        head = {"id": context.id, "object": name, "created": context.created}
+        return {**head, "model": context.model, "choices": choices}
 
 
 def chat_logprobs(text: Tokenization, scored: Iterable[TokenLogprobs]) -> dict[str, Any]:
     """`choices[].logprobs` of a chat completion."""
-    return {
-        "content": [
-            {
-                **_chat_entry(text, token.token_id, token.logprob),
-                "top_logprobs": [_chat_entry(text, *candidate) for candidate in token.top],
-            }
-            for token in scored
-        ]
-    }
 
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        token = text.token(token_id)
+        raw = None if token.raw is None else list(token.raw)
+        return {"token": token.name, "logprob": max(logprob, LOWEST), "bytes": raw}
 
-def _chat_entry(text: Tokenization, token_id: int, logprob: float) -> dict[str, Any]:
-    token = text.token(token_id)
-    return {
-        "token": token.name,
-        "logprob": max(logprob, LOWEST),
-        "bytes": None if token.raw is None else list(token.raw),
-    }
+    content = []
+    for token in scored:
+        top = [entry(*candidate) for candidate in token.top]
+        content.append({**entry(token.token_id, token.logprob), "top_logprobs": top})
+    return {"content": content}
 
 
 def completion_logprobs(
@@ -200,19 +182,25 @@ def completion_logprobs(
     name: Callable[[int], str],
     num_top: int,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of a completion; `offset` is the text offset of the first token.
-
-    The first token of a prompt has no log-probability: its entries are null. The sampled token is always
-    among the candidates, so there may be one more of them than the `num_top` requested.
-    """
+    """`choices[].logprobs` of a completion; `offset` is the text offset of the first token. The first token
+    of a prompt has no log-probability: its entries are null. The sampled token is always among the
+    candidates, so there may be one more of them than the `num_top` requested."""
     offsets: list[int] = []
     for token_id in token_ids:
         offsets.append(max(offset, 0))
         offset += text.token(token_id).length
+
+    def candidates(token: TokenLogprobs) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for token_id, logprob in (*token.top[:num_top], (token.token_id, token.logprob)):
+            # Different tokens may decode to the same text; the most likely one keeps the name.
+            named.setdefault(name(token_id), max(logprob, LOWEST))
+        return named
+
     return {
         "tokens": [name(token_id) for token_id in token_ids],
         "token_logprobs": [None if s is None else max(s.logprob, LOWEST) for s in scored],
-        "top_logprobs": [None if s is None else _candidates(s, name, num_top) for s in scored],
+        "top_logprobs": [None if s is None else candidates(s) for s in scored],
         "text_offset": offsets,
     }
 
@@ -222,31 +210,21 @@ def prompt_logprobs(
 ) -> bytes:
     """`choices[].prompt_logprobs` in vLLM's form, as JSON: for each position the top tokens and the prompt's
     own, by token id; null at the first position, which nothing predicts."""
-    found = (None if token is None else _by_id(text, token, num_top) for token in scored)
-    return b"[%s]" % b",".join(compact_json(each) for each in found)
 
-
-def _by_id(text: Tokenization, scored: TokenLogprobs, num_top: int) -> dict[str, Any]:
-    ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(scored.top, start=1)]
-    given = (scored.token_id, scored.logprob, scored.rank)
-    return {
-        str(token_id): {
-            "logprob": max(logprob, LOWEST),
-            "rank": rank,
-            "decoded_token": text.token(token_id).name,
+    def by_id(scored: TokenLogprobs) -> dict[str, Any]:
+        top = [(token, logprob, rank) for rank, (token, logprob) in enumerate(scored.top, start=1)]
+        given = (scored.token_id, scored.logprob, scored.rank)
+        return {
+            str(token_id): {
+                "logprob": max(logprob, LOWEST),
+                "rank": rank,
+                "decoded_token": text.token(token_id).name,
+            }
+            for token_id, logprob, rank in (*top[:num_top], given)
         }
-        for token_id, logprob, rank in (*ranked[:num_top], given)
-    }
 
-
-def _candidates(
-    scored: TokenLogprobs, name: Callable[[int], str], num_top: int
-) -> dict[str, float]:
-    named: dict[str, float] = {}
-    for token_id, logprob in (*scored.top[:num_top], (scored.token_id, scored.logprob)):
-        # Different tokens may decode to the same text; the most likely one keeps the name.
-        named.setdefault(name(token_id), max(logprob, LOWEST))
-    return named
+    positions = (None if token is None else by_id(token) for token in scored)
+    return b"[%s]" % b",".join(map(compact_json, positions))
 
 
 class CompletionResponse(ChoicesResponse):
@@ -270,10 +248,8 @@ class CompletionResponse(ChoicesResponse):
             self._name = lambda token_id: f"token_id:{token_id}"
         self._echoed: Sequence[str] | None = None
         if body.echo:
-            self._echoed = [
-                prompt if isinstance(prompt, str) else text.decode(prompt)
-                for prompt in body.prompts
-            ]
+            prompts = body.prompts
+            self._echoed = [p if isinstance(p, str) else text.decode(p) for p in prompts]
         self._offsets: dict[int, int] = {}
 
     async def write_scores(self, job: int) -> None:
@@ -287,10 +263,10 @@ class CompletionResponse(ChoicesResponse):
         self._written[job] = await self.run(num_logprobs(scores), write)
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
-        choice_fields = self.part(choice, job, completion, first=True)
+        fields = self.part(choice, job, completion, first=True)
         if self._body.prompt_logprobs is not None:
-            choice_fields["prompt_logprobs"] = self._written[job]
-        return choice_fields
+            fields["prompt_logprobs"] = self._written[job]
+        return fields
 
     def part(self, choice: int, job: int, output: Completion, *, first: bool) -> dict[str, Any]:
         text = output.text
@@ -311,18 +287,12 @@ class CompletionResponse(ChoicesResponse):
                 scores = [*self._prompt_scores[job], *scores]
         logprobs = None
         if scores is not None:
-            offset = self._offsets.get(choice, 0)
-            logprobs = completion_logprobs(
-                self._text, token_ids, scores, offset, self._name, self._body.logprobs or 0
-            )
+            offset, num_top = self._offsets.get(choice, 0), self._body.logprobs or 0
+            parts = (token_ids, scores, offset, self._name, num_top)
+            logprobs = completion_logprobs(self._text, *parts)
             self._offsets[choice] = offset + self._length(token_ids)
-        return {
-            "index": choice,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
+        ending = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        return {"index": choice, "text": text, "logprobs": logprobs, **ending}
 
     def _length(self, token_ids: Sequence[int]) -> int:
         return sum(self._text.token(token_id).length for token_id in token_ids)
@@ -370,10 +340,9 @@ class ChatResponse(ChoicesResponse):
         delta = _delta(self._read(choice, output))
         if self._as_function and (calls := delta.get("tool_calls")) and calls[0]["index"] == 0:
             delta["function_call"] = calls[0]["function"]
-        # The role comes with the first token: a separate event would count as a token in clients' TTFT.
-        return self._choice(
-            choice, output, {"delta": {"role": "assistant"} | delta if first else delta}
-        )
+        if first:  # a separate event with the role would count as a token in clients' TTFT
+            delta = {"role": "assistant"} | delta
+        return self._choice(choice, output, {"delta": delta})
 
     def _read(self, choice: int, output: Completion) -> list[Event]:
         if choice not in self._parsers:
@@ -422,15 +391,12 @@ def add_completions(app: FastAPI, service: Service) -> None:
         params = await service.params(request, body)
         token_ids = await service.text.encode(body.prompts)
         if (wanted := params.prompt_logprobs) is not None:
+            kind = "log-probabilities of prompts"
             num_scores = (1 + wanted) * sum(map(len, token_ids))
             if num_scores > MAX_LOGPROBS:
-                raise ApiError(
-                    400,
-                    f"{num_scores:,} log-probabilities of prompts, at most {MAX_LOGPROBS:,}: send fewer "
-                    "prompts at once, or ask for fewer of each token",
-                    param="prompt",
-                )
-            kind = "log-probabilities of prompts"
+                remedy = "send fewer prompts at once, or ask for fewer of each token"
+                problem = f"{num_scores:,} {kind}, at most {MAX_LOGPROBS:,}: {remedy}"
+                raise ApiError(400, problem, param="prompt")
             record_of(request).hold(kind, num_scores, MAX_LOGPROBS_PER_KEY)
         return await service.respond(
             Asked(request, body, params, token_ids, "cmpl-", arrival_seconds),
@@ -442,17 +408,9 @@ def add_completions(app: FastAPI, service: Service) -> None:
         """Generate the next message of a conversation."""
         note_ignored(request, body.model_extra or ())
         is_named = isinstance(body.tool_choice, NamedTool)
-        return await converse(
-            service,
-            request,
-            body,
-            "chatcmpl-",
-            lambda context, form: ChatResponse(
-                context,
-                service.text,
-                service.workers,
-                form,
-                tool_is_named=is_named,
-                as_function=body.has_functions,
-            ),
-        )
+        how = {"tool_is_named": is_named, "as_function": body.has_functions}
+
+        def generation(context: ResponseContext, form: OutputFormat) -> ChatResponse:
+            return ChatResponse(context, service.text, service.workers, form, **how)
+
+        return await converse(service, request, body, "chatcmpl-", generation)

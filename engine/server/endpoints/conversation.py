@@ -18,8 +18,7 @@ from ...base.sampling_params import SamplingParams
 from ...multimodal.processor import PreparedPrompt
 from ...scheduling.outputs import Completion, RequestOutput
 from ..parsing.call_grammar import calls_in_text
-from ..parsing.events import Event, Parsed, Reasoning
-from ..parsing.formats import FORCED, HARMONY, ToolFormat
+from ..parsing.formats import FORCED, HARMONY, Event, Parsed, Reasoning, ToolFormat
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatMessage, ChatRequest, Tool
 from ..protocol.errors import ApiError, bad_field
@@ -84,7 +83,11 @@ async def prepare(
     if form.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     if service.script and params.token_mask is None:
-        params = await _scripted(service, params, token_ids)
+        whole = text.decode(token_ids, skip_special_tokens=False)
+        if (output := scripted_text(service.script, whole)) is not None:
+            script = Constraint("choice", [output], "--scripted-output")
+            mask = await service.constrainer.mask(script, params.num_sequences)
+            params = replace(params, token_mask=mask)
     if params.token_mask is None and body.usable_tools:
         params = await _declared_calls(service, request, form, params)
     asked = Asked(request, body, params, [token_ids], id_prefix, arrival_seconds, prompt.images)
@@ -140,9 +143,10 @@ class ConversationResponse(ABC):
         async for output in self.context.stream:
             self.completion.extend(output)
             self.usage.take(output)
-            found = self.parser.feed(output.new_text, is_last=output.finish_reason is not None)
-            shows = self._has_reasoning
-            yield output, [each for each in found if shows or not isinstance(each, Reasoning)]
+            events = self.parser.feed(output.new_text, is_last=output.finish_reason is not None)
+            if not self._has_reasoning:
+                events = [event for event in events if not isinstance(event, Reasoning)]
+            yield output, events
 
     async def parsed(self) -> Parsed:
         """The whole output."""
@@ -166,19 +170,6 @@ class ConversationResponse(ABC):
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
         """Bytes sent in place of the rest."""
-
-
-async def _scripted(
-    service: Service, params: SamplingParams, token_ids: list[int]
-) -> SamplingParams:
-    """The parameters under which the script's text for this prompt, if any, is generated."""
-    prompt = service.text.decode(token_ids, skip_special_tokens=False)
-    text = scripted_text(service.script, prompt)
-    if text is None:
-        return params
-    constraint = Constraint("choice", [text], "--scripted-output")
-    mask = await service.constrainer.mask(constraint, params.num_sequences)
-    return replace(params, token_mask=mask)
 
 
 async def _declared_calls(
@@ -209,10 +200,7 @@ def _tool_format(body: ChatRequest, text: Tokenization) -> ToolFormat | None:
     if body.is_forced_json:
         return FORCED
     if text.tool_format is None:
-        raise bad_field(
-            "tools",
-            "the tool-call format of the chat template is unknown; give --tool-call-parser, or a "
-            "tool_choice that forces one",
-            "unsupported_parameter",
-        )
+        remedy = "give --tool-call-parser, or a tool_choice that forces one"
+        problem = f"the tool-call format of the chat template is unknown; {remedy}"
+        raise bad_field("tools", problem, "unsupported_parameter")
     return text.tool_format

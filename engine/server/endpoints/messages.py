@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...scheduling.outputs import RequestOutput
-from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
+from ..parsing.formats import Arguments, CallStart, Event, Reasoning, Text
 from ..protocol.chat_protocol import (
     IMAGE_NOTE,
     MAX_MESSAGES,
@@ -45,12 +45,8 @@ class MessagesTool(BaseModel):
     input_schema: dict[str, Any]
 
     def for_chat(self) -> dict[str, Any]:
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-        }
-        return {"type": "function", "function": function}
+        function = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": {**function, "parameters": self.input_schema}}
 
 
 class ToolChoice(BaseModel):
@@ -175,19 +171,17 @@ def _readable(block: Any, takes_images: bool) -> Any:
     if isinstance(source, dict):
         inner = source.get("data") if source.get("type") == "text" else source.get("content", inner)
         kind = str(source.get("media_type") or kind)
-    parts = [inner] if isinstance(inner, str) else inner if isinstance(inner, list) else []
-    shown = [part if isinstance(part, str) else _shown(part) for part in parts]
+    shown = [inner] if isinstance(inner, str) else []
+    for part in inner if isinstance(inner, list) else []:
+        fields = part if isinstance(part, dict) else {}
+        # Search results have a title and an address.
+        words = (str(fields[name]) for name in ("title", "url", "text") if fields.get(name))
+        shown.append(part if isinstance(part, str) else " ".join(words))
     named = block.get("title") or block.get("name") or ""
     label = f"{kind} {named}".strip()
     if not any(shown):
         return {"type": "text", "text": f"[{label}, which this server cannot read]"}
     return {"type": "text", "text": "\n".join([f"[{label}]", *filter(None, shown)])}
-
-
-def _shown(part: Any) -> str:
-    """The text of a part, or the title and address of what a search has found."""
-    fields = part if isinstance(part, dict) else {}
-    return " ".join(str(fields[name]) for name in ("title", "url", "text") if fields.get(name))
 
 
 def _turn(turn: AnthropicMessage, takes_images: bool) -> list[dict[str, Any]]:
@@ -205,14 +199,19 @@ def _turn(turn: AnthropicMessage, takes_images: bool) -> list[dict[str, Any]]:
         elif kind == "image" and turn.role == "user":
             parts.append(_image(block))
         elif kind == "tool_use" and turn.role == "assistant":
-            message.setdefault("tool_calls", []).append(_tool_use(block))
+            arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+            call = chat_call(block.get("id"), block.get("name"), arguments)
+            message.setdefault("tool_calls", []).append(call)
         elif kind == "tool_result" and turn.role == "user":
-            found = block.get("content") or ""
-            if isinstance(found, list):
-                found = [_readable(each, takes_images) for each in found]
-            content, images = _texts_and_images(found)
-            messages.append(_tool_result(block, content))
-            parts += images
+            content = block.get("content") or ""
+            is_list = isinstance(content, list)
+            inner = [_readable(p, takes_images) for p in content] if is_list else [content]
+            texts = [part for part in inner if not _is_image(part)]
+            text = content if isinstance(content, str) else _text(texts)
+            text = f"Error: {text}" if block.get("is_error") else text
+            result = {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
+            messages.append(result)
+            parts += [_image(part) for part in inner if _is_image(part)]
         elif kind == "thinking" and turn.role == "assistant":
             before = message.get("reasoning_content") or ""
             message["reasoning_content"] = before + str(block.get("thinking", ""))
@@ -224,34 +223,18 @@ def _turn(turn: AnthropicMessage, takes_images: bool) -> list[dict[str, Any]]:
     return messages
 
 
+def _is_image(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") == "image"
+
+
 def _image(block: dict[str, Any]) -> dict[str, Any]:
     """An image block as a content part. Raises `ApiError`: a source of another type."""
-    source = block.get("source")
-    match source:
+    match block.get("source"):
         case {"type": "base64", "media_type": str(kind), "data": str(data)}:
             return image_part(f"data:{kind};base64,{data}")
         case {"type": "url", "url": str(url)}:
             return image_part(url)
     raise bad_field("messages", "the source of an image is of type base64 or url")
-
-
-def _texts_and_images(content: Any) -> tuple[str, list[dict[str, Any]]]:
-    blocks = content if isinstance(content, list) else [content]
-    is_image = [isinstance(block, dict) and block.get("type") == "image" for block in blocks]
-    images = [_image(block) for block, it_is in zip(blocks, is_image, strict=True) if it_is]
-    texts = [block for block, it_is in zip(blocks, is_image, strict=True) if not it_is]
-    return _text(texts if images or isinstance(content, list) else content), images
-
-
-def _tool_use(block: dict[str, Any]) -> dict[str, Any]:
-    arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-    return chat_call(block.get("id"), block.get("name"), arguments)
-
-
-def _tool_result(block: dict[str, Any], content: str) -> dict[str, Any]:
-    if block.get("is_error"):
-        content = f"Error: {content}"
-    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
 
 
 def _text(content: Any) -> str:
@@ -261,9 +244,8 @@ def _text(content: Any) -> str:
     for block in content if isinstance(content, list) else [content]:
         kind = block.get("type") if isinstance(block, dict) else type(block).__name__
         if kind != "text" or not isinstance(block.get("text"), str):
-            raise ApiError(
-                400, f"content blocks of type {kind!r} are not supported here: text only"
-            )
+            problem = f"content blocks of type {kind!r} are not supported here: text only"
+            raise ApiError(400, problem)
         texts.append(block["text"])
     return "\n".join(texts)
 
@@ -272,10 +254,8 @@ _STOP_REASONS = {"length": "max_tokens", "stop": "end_turn"}
 
 
 class MessageResponse(ConversationResponse):
-    """The output of a request as a message of content blocks, or as Anthropic's streaming events.
-
-    The message starts with its first token, when its cached tokens are known.
-    """
+    """The output of a request as a message of content blocks, or as Anthropic's streaming events. The message
+    starts with its first token, when its cached tokens are known."""
 
     _has_started = False
     _num_blocks = 0
@@ -345,15 +325,9 @@ class MessageResponse(ConversationResponse):
         return _event("content_block_delta", index=self._num_blocks, delta=delta)
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.context.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.context.model,
-            "content": content,
-            "stop_reason": None,
-            "stop_sequence": None,
-        }
+        head = {"id": self.context.id, "type": "message", "role": "assistant"}
+        ending = {"stop_reason": None, "stop_sequence": None}
+        return {**head, "model": self.context.model, "content": content, **ending}
 
     def _ending(self) -> dict[str, Any]:
         completion = self.completion

@@ -21,7 +21,7 @@ from ....quant.model.checkpoint import gguf_file_of
 from ...core.engine import Engine
 from ...execution.pooling import read_pooling
 from ...scheduling.outputs import RequestOutput, TokenLogprobs
-from ..parsing.events import Arguments, CallStart, Event, Parsed, ParsedCall
+from ..parsing.formats import Arguments, CallStart, Event, Parsed, ParsedCall
 from ..parsing.parser import OutputFormat
 from ..protocol.errors import ApiError, bad_field, ollama_error
 from ..protocol.ollama_protocol import (
@@ -49,15 +49,28 @@ class ModelFacts:
         self._config: Mapping[str, Any] = engine.model_config
         self._num_parameters = _num_parameters(self._config)
 
-    def listed(self) -> list[dict[str, Any]]:
-        """The entries of `/api/tags`."""
+    def listed(self) -> dict[str, Any]:
+        """The body of `/api/tags`."""
         folders = {self._service.model_name: self._engine.folder, **self._service.adapters}
-        return [self._entry(name, folder) for name, folder in folders.items()]
+        models = []
+        for name, folder in folders.items():
+            paths = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+            # An adapter that is loaded is served on when its folder is deleted.
+            files = [(path.name, path.stat().st_size) for path in paths if path.is_file()]
+            digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+            size = sum(size for _, size in files)
+            entry = {"name": name, "model": name, "modified_at": _changed(folder), "size": size}
+            models.append({**entry, "digest": digest, "details": self._details})
+        return {"models": models}
 
     def shown(self) -> dict[str, Any]:
         """The body of `/api/show`."""
         text, family = self._service.text, self._family
-        capabilities = ["embedding"] if self._has_pooling else ["completion"]
+        try:
+            has_pooling = read_pooling(self._engine.folder) is not None
+        except BadInput:
+            has_pooling = False
+        capabilities = ["embedding" if has_pooling else "completion"]
         capabilities += ["tools"] if text.takes_tools and text.tool_format else []
         capabilities += ["thinking"] if text.reasoning_format else []
         capabilities += ["vision"] if self._service.images.are_taken else []
@@ -75,41 +88,24 @@ class ModelFacts:
             "modified_at": _changed(self._engine.folder),
         }
 
-    def _entry(self, name: str, folder: Path) -> dict[str, Any]:
-        paths = sorted(folder.iterdir()) if folder.is_dir() else [folder]
-        # An adapter that is loaded is served on when its folder is deleted.
-        files = [(path.name, path.stat().st_size) for path in paths if path.is_file()]
-        return {
-            "name": name,
-            "model": name,
-            "modified_at": _changed(folder),
-            "size": sum(size for _, size in files),
-            "digest": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
-            "details": self._details,
-        }
-
     @property
     def _family(self) -> str:
         return type_of(self._config) or "unknown"
 
     @property
-    def _has_pooling(self) -> bool:
-        try:
-            return read_pooling(self._engine.folder) is not None
-        except BadInput:
-            return False
-
-    @property
     def _details(self) -> dict[str, Any]:
         quantized = self._config.get("quantization_config") or {}
         dtype = str(self._engine.dtype).removeprefix("torch.")
-        count = self._num_parameters
+        count, units = self._num_parameters, ((10**9, "B"), (10**6, "M"), (10**3, "K"))
+        size = "unknown" if count is None else str(count)
+        if count is not None and count >= 10**3:  # in Ollama's spelling: 134.5M, 8.0B
+            size = next(f"{count / unit:.1f}{name}" for unit, name in units if count >= unit)
         return {
             "parent_model": "",
             "format": "gguf" if gguf_file_of(self._engine.folder) else "safetensors",
             "family": self._family,
             "families": [self._family],
-            "parameter_size": "unknown" if count is None else _short(count),
+            "parameter_size": size,
             "quantization_level": quantized.get("quant_method", dtype),
         }
 
@@ -123,17 +119,12 @@ def _num_parameters(config: Mapping[str, Any]) -> int | None:
         return None
 
 
-def _short(count: int) -> str:
-    """A count in Ollama's spelling: 134.5M, 8.0B."""
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
-            return f"{count / size:.1f}{unit}"
-    return str(count)
-
-
 def _changed(folder: Path) -> str:
-    seconds = folder.stat().st_mtime if folder.exists() else 0
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+    return _written(datetime.fromtimestamp(folder.stat().st_mtime if folder.exists() else 0, UTC))
+
+
+def _written(moment: datetime) -> str:
+    return moment.isoformat().replace("+00:00", "Z")
 
 
 MEDIA_TYPE = "application/x-ndjson"
@@ -162,10 +153,8 @@ def response_of(parsed: Parsed) -> dict[str, Any]:
 
 
 class OllamaResponse(ConversationResponse):
-    """The output of a request as Ollama's objects, one for each piece of text. Calls come whole.
-
-    The last object, of an empty piece, has the counts, and the durations in nanoseconds.
-    """
+    """The output of a request as Ollama's objects, one for each piece of text. Calls come whole. The last
+    object, of an empty piece, has the counts, and the durations in nanoseconds."""
 
     def __init__(
         self,
@@ -231,23 +220,20 @@ class OllamaResponse(ConversationResponse):
         scored, self._scored = self._scored, []
         return {
             "model": self.context.model,
-            "created_at": now(),
+            "created_at": _written(datetime.now(UTC)),
             **self._contents(parsed),
             **({"logprobs": scored} if scored else {}),
             "done": False,
         }
 
     def _ending(self) -> dict[str, Any]:
-        """Why it ended, and Ollama's counts and durations; `load_duration` is the time in the queue."""
-        seconds = self.usage.whole()["seconds"]
-        job = self.context.stream.jobs[0]
-        tokens = (
-            {"context": [*job.token_ids, *self.completion.token_ids]} if self._gives_context else {}
-        )
+        """Finish reason, and Ollama's counts and durations; `load_duration` is the time in the queue."""
+        seconds, job = self.usage.whole()["seconds"], self.context.stream.jobs[0]
+        tokens = [*job.token_ids, *self.completion.token_ids]
         return {
             "done": True,
             "done_reason": self.completion.finish_reason,
-            **tokens,
+            **({"context": tokens} if self._gives_context else {}),
             "total_duration": nanoseconds(time.perf_counter() - job.arrival_seconds),
             "load_duration": nanoseconds(seconds["queue"]),
             "prompt_eval_count": self.usage.num_prompt_tokens,
@@ -255,11 +241,6 @@ class OllamaResponse(ConversationResponse):
             "eval_count": self.usage.num_output_tokens,
             "eval_duration": nanoseconds(seconds["decode"]),
         }
-
-
-def now() -> str:
-    """The time, as Ollama writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def nanoseconds(seconds: float) -> int:
@@ -303,22 +284,15 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
     else:
         chat = body.chat_request(service.max_model_len)
         asked, form = await prepare(service, request, chat, ID_PREFIX)
-    contents, gives_context = message_of, False
+    contents, how = message_of, {"has_reasoning": body.think is not False}
     if isinstance(body, OllamaGenerate):
-        contents, gives_context = response_of, not body.raw
+        contents, how["gives_context"] = response_of, not body.raw
         asked.prompts[0][:0] = body.context or []
-    return await service.respond(
-        asked,
-        lambda context: OllamaResponse(
-            context,
-            form,
-            service.text,
-            contents,
-            has_reasoning=body.think is not False,
-            gives_context=gives_context,
-        ),
-        MEDIA_TYPE,
-    )
+
+    def generation(context: ResponseContext) -> OllamaResponse:
+        return OllamaResponse(context, form, service.text, contents, **how)
+
+    return await service.respond(asked, generation, MEDIA_TYPE)
 
 
 def _is_plain(service: Service, body: OllamaGenerate) -> bool:
@@ -402,12 +376,12 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
     @router.get("/api/tags")
     async def ollama_tags() -> dict[str, Any]:
         """The served model and its adapters."""
-        return {"models": facts.listed()}
+        return facts.listed()
 
     @router.get("/api/ps")
     async def ollama_running() -> dict[str, Any]:
         """The same: all are loaded."""
-        return {"models": facts.listed()}
+        return facts.listed()
 
     @router.post("/api/show")
     async def ollama_show(body: ShowRequest) -> dict[str, Any]:
@@ -424,5 +398,5 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
 
 def _loaded(body: OllamaRequest, empty: dict[str, Any]) -> Response:
     """The answer to a request without a prompt, which asks for the model to be loaded, as it is."""
-    fields = {"model": body.model, "created_at": now(), **empty, "done": True}
-    return JSONResponse({**fields, "done_reason": "load"})
+    fields = {"model": body.model, "created_at": _written(datetime.now(UTC)), **empty}
+    return JSONResponse({**fields, "done": True, "done_reason": "load"})

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ....base.version import VERSION
@@ -21,9 +21,9 @@ from ..protocol.errors import ApiError, Unavailable, bad_field
 from ..protocol.generation_protocol import TokenId
 from ..protocol.server_options import ServerOptions
 from ..requests.loop import EngineLoop
+from ..requests.metrics import exposition
 from ..requests.request_record import record_of
 from .conversation import render
-from .exposition import Exposition
 from .service import Service
 
 
@@ -35,7 +35,7 @@ class AbortRequest(BaseModel):
 
 def add_operations(app: FastAPI, engine: Engine, loop: EngineLoop, service: Service) -> None:
     """Health probes, metrics and the model cards of the base model and its LoRA adapters."""
-    exposition = Exposition(engine, loop, service.model_name)
+    registry = exposition(engine, loop, service.model_name)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -55,7 +55,7 @@ def add_operations(app: FastAPI, engine: Engine, loop: EngineLoop, service: Serv
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(exposition.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
@@ -80,6 +80,7 @@ def add_operations(app: FastAPI, engine: Engine, loop: EngineLoop, service: Serv
 def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
     """Model cards by name: the base model, and its adapters with it as their parent."""
     source = service.text.template_source
+    plain = {"template": PLAIN_TEMPLATE} if source == "plain" else {}
     model = {
         "id": service.model_name,
         "object": "model",
@@ -90,8 +91,7 @@ def _model_cards(engine: Engine, service: Service) -> dict[str, dict[str, Any]]:
         "max_model_len": service.max_model_len,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "input_modalities": ["text", "image"] if service.images.are_taken else ["text"],
-        "chat_template": {"source": source}
-        | ({"template": PLAIN_TEMPLATE} if source == "plain" else {}),
+        "chat_template": {"source": source, **plain},
     }
     adapters = {
         name: {**model, "id": name, "parent": service.model_name, "root": folder.name}
@@ -135,11 +135,8 @@ def add_adapters(app: FastAPI, service: Service, engine: Engine, options: Server
             if name == service.model_name or (name in service.adapters and not body.load_inplace):
                 raise bad_field("lora_name", f"{name!r} is served already: unload it first")
             weights = await asyncio.to_thread(engine.loras.read, folder)
-            await service.loop.run(
-                lambda engine: engine.load_lora(
-                    name, folder, weights, load_inplace=body.load_inplace
-                )
-            )
+            how = {"load_inplace": body.load_inplace}
+            await service.loop.run(lambda engine: engine.load_lora(name, folder, weights, **how))
             service.adapters[name] = folder
         return f"Success: LoRA adapter '{name}' added successfully."
 
@@ -149,31 +146,25 @@ def add_adapters(app: FastAPI, service: Service, engine: Engine, options: Server
         name = body.lora_name
         async with changing:
             if name not in service.adapters:
-                raise ApiError(
-                    404, f"no adapter {name!r}", param="lora_name", code="model_not_found"
-                )
+                problem = f"no adapter {name!r}"
+                raise ApiError(404, problem, param="lora_name", code="model_not_found")
             await service.loop.run(lambda engine: engine.unload_lora(name))
             del service.adapters[name]
         return f"Success: LoRA adapter '{name}' removed successfully."
 
 
 def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
-    """The folder of a request's path, which is relative to the first of `roots`, or absolute.
-
-    Whether a path outside exists cannot be learnt. Links are followed before the check, those of the
-    adapter's files too.
-
-    Raises:
-        ApiError: it is not below one of `roots`.
-    """
+    """The folder of a request's path, which is relative to the first of `roots`, or absolute. Raises
+    `ApiError`: it is not below one of `roots`, whether it exists or not. Links are followed before the check,
+    also those of the adapter's files."""
     refusal = bad_field("lora_path", "not a folder below --allowed-lora-path")
     try:
         folder = Path(roots[0], path).resolve()
-        inside = [root.resolve() for root in roots]
-        places = [folder, *((folder / name).resolve() for name in (CONFIG_NAME, WEIGHTS_NAME))]
+        allowed = [root.resolve() for root in roots]
+        paths = [folder, *((folder / name).resolve() for name in (CONFIG_NAME, WEIGHTS_NAME))]
     except (OSError, ValueError, RuntimeError) as error:
         raise refusal from error
-    is_below = all(any(place.is_relative_to(root) for root in inside) for place in places)
+    is_below = all(any(path.is_relative_to(root) for root in allowed) for path in paths)
     if not (is_below and folder.is_dir()):
         raise refusal
     return folder
@@ -214,25 +205,15 @@ def add_tokens(app: FastAPI, service: Service, vocab_size: int) -> None:
         service.check_model(body.model)
         if body.messages is None:
             assert body.prompt is not None
-            (tokens,) = await service.text.encode(
-                [body.prompt], add_special_tokens=body.add_special_tokens
-            )
+            special = {"add_special_tokens": body.add_special_tokens}
+            (tokens,) = await service.text.encode([body.prompt], **special)
         else:
-            prompt = await render(
-                service,
-                body.messages,
-                body.tools or (),
-                body.chat_template_kwargs,
-                add_generation_prompt=body.add_generation_prompt,
-            )
-            tokens = prompt.token_ids
+            conversation = (body.messages, body.tools or (), body.chat_template_kwargs)
+            begins = {"add_generation_prompt": body.add_generation_prompt}
+            tokens = (await render(service, *conversation, **begins)).token_ids
         names = [service.text.token(token).name for token in tokens]
-        return {
-            "count": len(tokens),
-            "max_model_len": max_model_len,
-            "tokens": tokens,
-            "token_strs": names if body.return_token_strs else None,
-        }
+        counts = {"count": len(tokens), "max_model_len": max_model_len}
+        return {**counts, "tokens": tokens, "token_strs": names if body.return_token_strs else None}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
@@ -243,7 +224,6 @@ def add_tokens(app: FastAPI, service: Service, vocab_size: int) -> None:
             raise bad_field("tokens", problem)
         unknown = next((token for token in body.tokens if token >= vocab_size), None)
         if unknown is not None:
-            raise ApiError(
-                400, f"token id {unknown} is outside the vocabulary of {vocab_size}", param="tokens"
-            )
+            problem = f"token id {unknown} is outside the vocabulary of {vocab_size}"
+            raise ApiError(400, problem, param="tokens")
         return {"prompt": await service.text.decode_all(body.tokens)}

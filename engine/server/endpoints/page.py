@@ -19,8 +19,7 @@ from ...core.engine import Engine
 from ...scheduling.request import Request, RequestStatus
 from ..protocol.errors import ApiError, Unavailable
 from ..requests.loop import EngineLoop
-from ..requests.metrics import Histogram, ServerMetrics
-from .exposition import speed_features
+from ..requests.metrics import Histogram, ServerMetrics, speed_features
 from .service import EventStream, server_sent
 
 INTERVAL_SECONDS = 0.25
@@ -29,10 +28,8 @@ MAX_WAITING = 40
 
 
 class StateFeed:
-    """Periodic snapshots of the engine, taken between two steps, only while a client subscribes.
-
-    Subscribers share them, so a second one costs the engine nothing.
-    """
+    """Periodic snapshots of the engine, taken between two steps, only while a client subscribes. Subscribers
+    share them, so a second one costs the engine nothing."""
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop

@@ -24,7 +24,6 @@ from ..protocol.generation_protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from ..requests.request_record import OutputStream
 from .service import CLIENT_GONE, Asked, ResponseContext, Service, unless_disconnected
 
 _NOTHING = SamplingParams(max_tokens=1)
@@ -76,25 +75,18 @@ async def pool(
     a prompt that cannot fit, a full queue, a failed step, a client that left."""
     asked = Asked(request, body, _NOTHING, prompts, id_prefix, time.perf_counter(), pooling=pooling)
     context = await service.submit(asked)
+
+    async def collected() -> dict[str, RequestOutput]:
+        return {output.request_id: output async for output in context.stream}
+
     try:
-        outputs = await unless_disconnected(request, _collected(context.stream))
+        outputs = await unless_disconnected(request, collected())
     finally:
         context.stream.close()
     if outputs is None:
         raise ApiError(CLIENT_GONE, "the client has left")
     vectors = [outputs[job.request_id].pooled or () for job in context.stream.jobs]
     return PooledResponse(context, vectors, sum(o.num_cached_tokens for o in outputs.values()))
-
-
-async def _collected(stream: OutputStream) -> dict[str, RequestOutput]:
-    return {output.request_id: output async for output in stream}
-
-
-def _encoded(vector: Vector, encoding: str) -> str | list[float]:
-    """Little-endian float32 as base64, or numbers."""
-    if encoding == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return vector.tolist()
 
 
 def add_pooling(app: FastAPI, service: Service) -> None:
@@ -104,37 +96,28 @@ def add_pooling(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         body.refuse_unsupported()
         pooling = service.pooling.embedder()
-        prompts = await service.text.encode(
-            body.inputs,
-            add_special_tokens=body.add_special_tokens,
-            max_tokens=body.truncate_prompt_tokens,
-        )
+        how = {
+            "add_special_tokens": body.add_special_tokens,
+            "max_tokens": body.truncate_prompt_tokens,
+        }
+        prompts = await service.text.encode(body.inputs, **how)
         response = await pool(service, request, body, prompts, pooling.params, "embd-")
-        vectors = [pooling.embedding(vector, body.dimensions) for vector in response.vectors]
-        return response.listed(
-            [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": _encoded(vector, body.encoding_format),
-                }
-                for index, vector in enumerate(vectors)
-            ]
-        )
+        data = []
+        for index, pooled in enumerate(response.vectors):
+            vector = pooling.embedding(pooled, body.dimensions)
+            embedding: str | list[float] = vector.tolist()
+            if body.encoding_format == "base64":
+                embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            data.append({"object": "embedding", "index": index, "embedding": embedding})
+        return response.listed(data)
 
     @app.post("/v1/score")
     @app.post("/score")
     async def create_scores(body: ScoreRequest, request: Request) -> dict[str, Any]:
         """Score pairs of texts: by a reranker's own score, or the cosine of their embeddings."""
-        response, scores = await _scores(
-            service, request, body, body.pairs, body.use_activation, "score-"
-        )
-        return response.listed(
-            [
-                {"index": index, "object": "score", "score": score}
-                for index, score in enumerate(scores)
-            ]
-        )
+        response, scores = await _scores(service, request, body, body.pairs, "score-")
+        data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+        return response.listed(data)
 
     @app.post("/v1/rerank")
     @app.post("/v2/rerank")
@@ -143,9 +126,7 @@ def add_pooling(app: FastAPI, service: Service) -> None:
         """Order documents by their relevance to a query, the most relevant first."""
         texts = body.texts
         pairs = [(body.query, text) for text in texts]
-        response, scores = await _scores(
-            service, request, body, pairs, body.use_activation, "rerank-"
-        )
+        response, scores = await _scores(service, request, body, pairs, "rerank-")
         order = sorted(range(len(texts)), key=lambda index: (-scores[index], index))
         results = [
             {"index": index, "relevance_score": scores[index]}
@@ -164,9 +145,8 @@ def add_pooling(app: FastAPI, service: Service) -> None:
 async def _scores(
     service: Service,
     request: Request,
-    body: PoolingRequest,
+    body: ScoreRequest | RerankRequest,
     pairs: Sequence[tuple[str, str]],
-    use_activation: bool | None,
     id_prefix: str,
 ) -> tuple[PooledResponse, list[float]]:
     """The score of each pair."""
@@ -176,7 +156,8 @@ async def _scores(
     if scorer is not None:
         prompts = await service.text.encode_pairs(pairs, scorer.template, max_tokens=limit)
         response = await pool(service, request, body, prompts, scorer.pooling, id_prefix)
-        return response, [scorer.score(vector, use_activation) for vector in response.vectors]
+        activated = body.use_activation
+        return response, [scorer.score(vector, activated) for vector in response.vectors]
     params = service.pooling.embedder().params
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     prompts = await service.text.encode(texts, max_tokens=limit)

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from ...scheduling.outputs import RequestOutput
-from ..parsing.events import Arguments, CallStart, Event, Reasoning, Text
+from ..parsing.formats import Arguments, CallStart, Event, Reasoning, Text
 from ..parsing.parser import OutputFormat
 from ..protocol.chat_protocol import without_images
 from ..protocol.errors import ApiError
@@ -148,10 +148,8 @@ class CustomItem(CallItem):
 
 
 class ItemResponse(ConversationResponse):
-    """The output of a request as a response object, or as OpenAI's streaming events.
-
-    An item is added with its first token, not before.
-    """
+    """The output of a request as a response object, or as OpenAI's streaming events. An item is added with
+    its first token, not before."""
 
     def __init__(
         self,
@@ -179,7 +177,11 @@ class ItemResponse(ConversationResponse):
         return self._finished()
 
     def sent(self, output: RequestOutput, events: Sequence[Event]) -> Iterator[bytes]:
-        self._logprobs += self._scored(output)
+        if output.logprobs is not None:
+            entries = chat_logprobs(self._text, output.logprobs)["content"]
+            for entry in (*entries, *(top for token in entries for top in token["top_logprobs"])):
+                entry["bytes"] = entry["bytes"] or []
+            self._logprobs += entries
         for event in events:
             yield from self._grown(event)
 
@@ -261,40 +263,23 @@ class ItemResponse(ConversationResponse):
         return server_sent({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _finished(self) -> dict[str, Any]:
-        status = self._status
-        last = len(self._items) - 1
-        output = [
-            item.document(status if index == last else "completed")
-            for index, item in enumerate(self._items)
-        ]
+        status, counted = self._status, self.usage.whole()
+        output = [item.document("completed") for item in self._items[:-1]]
+        output += [item.document(status) for item in self._items[-1:]]
         response = self._response(status, output)
         response["completed_at"] = int(time.time())
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        response["usage"] = self._counts()
-        return response
-
-    def _counts(self) -> dict[str, Any]:
-        counted = self.usage.whole()
-        return {
+        cached = {"cached_tokens": self.usage.num_cached_tokens, "cache_write_tokens": 0}
+        response["usage"] = {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": self.usage.num_cached_tokens,
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": cached,
             "output_tokens": counted["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": counted["total_tokens"],
             "seconds": counted["seconds"],
         }
-
-    def _scored(self, output: RequestOutput) -> list[dict[str, Any]]:
-        if output.logprobs is None:
-            return []
-        entries = chat_logprobs(self._text, output.logprobs)["content"]
-        for entry in (*entries, *(top for token in entries for top in token["top_logprobs"])):
-            entry["bytes"] = entry["bytes"] or []
-        return entries
+        return response
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self._body

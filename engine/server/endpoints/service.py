@@ -7,9 +7,16 @@ import json
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,8 +41,7 @@ from ..requests.request_record import (
     cache_salt,
     record_of,
 )
-from ..requests.worker_pool import FairPool
-from .capabilities import Constrainer, PoolingTasks, PromptImages
+from .capabilities import Constrainer, FairPool, PoolingTasks, PromptImages
 from .tokenization import Tokenization
 
 
@@ -77,8 +83,6 @@ T = TypeVar("T")
 
 CLIENT_GONE = 499
 """Logged status of a request whose client disconnected before the response; nginx's number."""
-
-
 FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_IGNORED, MOST_LOOKED_AT = 32, 1024
 
@@ -116,9 +120,9 @@ class Asked:
     """A request for the engine, and the parameters and prompts that were made of its body.
 
     Attributes:
-        id_prefix: of the response's id; the rest is the body's `request_id`, or the `X-Request-Id` that every
-            request has.
-        images: those of the only prompt.
+        id_prefix: begin of the response's id; the rest is the body's `request_id`, or the `X-Request-Id` that
+            every request has.
+        images: images of the only prompt.
         pooling: how the prompts are pooled, if they are; nothing is generated then.
     """
 
@@ -168,13 +172,9 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         if name not in (None, self.model_name, *self.adapters):
-            served = ", ".join(repr(model) for model in (self.model_name, *sorted(self.adapters)))
-            raise ApiError(
-                404,
-                f"no model {name!r}: this server has {served}",
-                param="model",
-                code="model_not_found",
-            )
+            served = ", ".join(map(repr, (self.model_name, *sorted(self.adapters))))
+            problem = f"no model {name!r}: this server has {served}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
 
     def adapter(self, name: str | None) -> str | None:
         """The LoRA adapter that a request for the model `name` uses; None for the base model. Raises
@@ -256,11 +256,8 @@ class EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str
     ) -> None:
-        super().__init__(
-            events,
-            media_type=media_type,
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, media_type=media_type, headers=headers)
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -273,15 +270,15 @@ class EventStream(StreamingResponse):
     async def _send(self, scope: Scope, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        write: WriteChunk = scope.get(WRITE_KEY) or partial(_send_chunk, send)
+
+        def send_chunk(data: bytes) -> Awaitable[None]:
+            return send({"type": "http.response.body", "body": data, "more_body": True})
+
+        write: WriteChunk = scope.get(WRITE_KEY) or send_chunk
         async for data in self.body_iterator:
             assert isinstance(data, bytes)
             await write(data)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_chunk(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 def server_sent(payload: dict[str, Any], name: str | None = None) -> bytes:

@@ -49,11 +49,9 @@ class TokenText:
 
 
 class Tokenization:
-    """The server's tokenizer: a copy, because the engine thread uses the original.
-
-    Encoding runs on one worker thread, so that a long prompt does not block the event loop. Decoding
-    single tokens runs on the event loop; both only read the tokenizer, once its first call has set it up.
-    """
+    """The server's tokenizer: a copy, because the engine thread uses the original. Encoding runs on one
+    worker thread, so that a long prompt does not block the event loop. Decoding single tokens runs on the
+    event loop; both only read the tokenizer, once its first call has set it up."""
 
     def __init__(
         self,
@@ -67,8 +65,7 @@ class Tokenization:
         takes_images: bool = False,
     ) -> None:
         """`max_model_len` bounds the characters of a prompt before tokenization. `chat_template` overrides
-        the model's, `tool_format` and `reasoning_format` those detected from the template. `stop_texts` are
-        the texts of the EOS tokens."""
+        the model's, `tool_format` and `reasoning_format` override the formats detected from the template."""
         self._tokenizer = copy.deepcopy(tokenizer)
         self._max_model_len = max_model_len
         longest_token = max(map(len, self._tokenizer.get_vocab()))
@@ -100,8 +97,8 @@ class Tokenization:
     @cached_property
     def fill_markers(self) -> tuple[str, str, str] | None:
         """Tokens around a prefix and a suffix, and before the text between them; None: the model has none."""
-        vocabulary = self._tokenizer.get_vocab()
-        return next((each for each in FILL_MARKERS if vocabulary.keys() >= {*each}), None)
+        vocabulary = self._tokenizer.get_vocab().keys()
+        return next((markers for markers in FILL_MARKERS if vocabulary >= {*markers}), None)
 
     @property
     def takes_tools(self) -> bool:
@@ -120,23 +117,17 @@ class Tokenization:
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
     ) -> list[list[int]]:
-        """Tokenize prompts, with the special tokens that the tokenizer adds.
+        """Tokenize prompts, with the special tokens that the tokenizer adds. `max_tokens` truncates them, -1
+        to the context length. Raises `BadInput`: text that is not valid Unicode."""
+        limit = self._limit(max_tokens)
 
-        `max_tokens` truncates them, -1 to the context length.
+        def encode(prompt: Prompt) -> list[int]:
+            if not isinstance(prompt, str):
+                return list(prompt)[:limit]
+            how = {"add_special_tokens": add_special_tokens, "max_tokens": limit}
+            return self._encode_text(prompt, **how)
 
-        Raises:
-            BadInput: text that is not valid Unicode.
-        """
-        return await self._on_worker(
-            lambda: [
-                self._encode_text(
-                    p, add_special_tokens=add_special_tokens, max_tokens=self._limit(max_tokens)
-                )
-                if isinstance(p, str)
-                else list(p)[: self._limit(max_tokens)]
-                for p in prompts
-            ]
-        )
+        return await self._on_worker(lambda: [encode(prompt) for prompt in prompts])
 
     async def encode_pairs(
         self,
@@ -154,9 +145,8 @@ class Tokenization:
             raise BadInput(
                 f"{len(pairs)} pairs have {num_characters} characters, at most {MAX_PAIR_CHARACTERS} may"
             )
-        return await self._on_worker(
-            lambda: [self._encode_pair(*pair, template, limit) for pair in pairs]
-        )
+        how = (template, limit)
+        return await self._on_worker(lambda: [self._encode_pair(*pair, *how) for pair in pairs])
 
     async def encode_chat(
         self,
@@ -166,13 +156,13 @@ class Tokenization:
     ) -> list[int]:
         """Tokenize a conversation, with the generation prompt unless the template's `options` say otherwise.
         Raises `BadInput`: the model's template rejects the conversation, or text is not valid Unicode."""
-        # The model's template renders special tokens itself.
-        is_plain = self.template_source == "plain"
-        return await self._on_worker(
-            lambda: self._encode_text(
-                self._render_chat(messages, tools, options or {}), add_special_tokens=is_plain
-            )
-        )
+
+        def encode() -> list[int]:
+            text = self._render_chat(messages, tools, options or {})
+            # The model's template renders special tokens itself.
+            return self._encode_text(text, add_special_tokens=self.template_source == "plain")
+
+        return await self._on_worker(encode)
 
     async def render_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: Mapping[str, Any]
@@ -217,21 +207,16 @@ class Tokenization:
     ) -> list[int]:
         names = self.template_text
         if all(f'"{role}"' in names or f"'{role}'" in names for role in ("query", "document")):
-            turns = [
-                {"role": "query", "content": query},
-                {"role": "document", "content": document},
-            ]
-            text = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
-            )
-            return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
-        if template is not None:
+            turns = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            how = {"tokenize": False, "add_generation_prompt": True}
+            text = self._tokenizer.apply_chat_template(turns, **how)
+        elif template is not None:
             text = template.replace("{query}", query, 1).replace("{document}", document, 1)
-            return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
-        for text in (query, document):
-            self._checked_text(text)
-        ids = self._tokenizer(query, document, **_truncation(max_tokens)).input_ids
-        return list(ids)
+        else:
+            for text in (query, document):
+                self._checked_text(text)
+            return list(self._tokenizer(query, document, **_truncation(max_tokens)).input_ids)
+        return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
 
     def _encode_text(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -247,15 +232,13 @@ class Tokenization:
     def _checked_text(self, text: str) -> str:
         if self._max_characters is not None and len(text) > self._max_characters:
             # Tokenizing it could take minutes on the only worker thread.
-            raise BadInput(
-                f"the prompt has {len(text)} characters: its tokens exceed the model's context length"
-            )
+            problem = "its tokens exceed the model's context length"
+            raise BadInput(f"the prompt has {len(text)} characters: {problem}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadInput(
-                "the prompt is not valid Unicode: it contains an unpaired surrogate"
-            ) from error
+            problem = "it contains an unpaired surrogate"
+            raise BadInput(f"the prompt is not valid Unicode: {problem}") from error
         return text
 
     def _render_chat(
@@ -298,11 +281,9 @@ BREAK = "\ufdd0"
 
 
 class SpecialTexts:
-    """Special tokens that a message or a tool spells out, which are text there: `<|im_end|>` ends no turn.
-
-    A break within each, before the template is rendered, keeps the tokenizer from taking it whole; the tokens
-    of breaks are left out of the prompt.
-    """
+    """Special tokens that a message or a tool spells out, which are text there: `<|im_end|>` ends no turn. A
+    break within each, before the template is rendered, keeps the tokenizer from taking it whole; the tokens
+    of breaks are left out of the prompt."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -322,8 +303,8 @@ class SpecialTexts:
         if isinstance(value, str):
             return self._pattern.sub(rf"\1{BREAK}", value)
         if isinstance(value, dict):
-            return {self.broken(key): self.broken(each) for key, each in value.items()}
-        return [self.broken(each) for each in value] if isinstance(value, list) else value
+            return {self.broken(key): self.broken(inner) for key, inner in value.items()}
+        return [self.broken(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _truncation(max_tokens: int | None) -> dict[str, Any]:
@@ -332,13 +313,9 @@ def _truncation(max_tokens: int | None) -> dict[str, Any]:
 
 
 def _raw_bytes(token: str) -> bytes | None:
-    """Bytes of a token that is not valid UTF-8 by itself, from its vocabulary entry.
-
-    `<0xE2>` is a SentencePiece byte token. Byte-level BPE (GPT-2) maps every byte to a printable
-    character.
-    """
-    match = _BYTE_TOKEN.fullmatch(token)
-    if match:
+    """Bytes of a token that is not valid UTF-8 by itself, from its vocabulary entry: `<0xE2>` is a byte token
+    of SentencePiece; byte-level BPE (GPT-2) maps every byte to a printable character."""
+    if match := _BYTE_TOKEN.fullmatch(token):
         return bytes([int(match[1], 16)])
     if all(character in _BYTE_OF for character in token):
         return bytes(_BYTE_OF[character] for character in token)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 from ...scheduling.outputs import overlap
-from .events import Arguments, CallStart, Event, call_id
-from .formats import SEPARATORS, Tags, ToolFormat
+from .formats import SEPARATORS, Arguments, CallStart, Event, Tags, ToolFormat, call_id
 
 Waiting = Generator[None, None, None]
 Emit = Callable[[str], object]
@@ -79,10 +78,8 @@ class TextSource:
             return next((marker for marker in markers if rest.startswith(marker)), None)
 
     def until(self, stops: Sequence[str], emit: Emit) -> Generator[None, None, str | None]:
-        """Emit the text before the first of these markers; the marker, unread, or None at the end.
-
-        None of them may begin with another one. Without any, all that is left is emitted.
-        """
+        """Emit the text before the first of these markers; the marker, unread, or None at the end. None of
+        them may begin with another one. Without any, all that is left is emitted."""
         while True:
             place = self._find(stops)
             if place is not None:

@@ -1,10 +1,13 @@
-"""Formats of tool calls and of reasoning by model family, as data."""
+"""Formats of tool calls and of reasoning by model family, as data, and the events of a parsed output: pieces
+of reasoning, text and tool calls, in the order in which they come."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ....base.errors import BadInput
 
@@ -78,9 +81,9 @@ class ToolFormat:
         end: marker after the last call, if text may follow.
         fillers: markers between and around calls.
         bare: characters that begin calls without `start`, at the beginning of the text.
-        header: of a named call, with the groups `name` and perhaps `id`.
-        special: markers are special tokens, decoded only with `skip_special_tokens=False`.
-        shapes: how calls with a JSON object are written, of which a section has one.
+        header: pattern of a named call's header, with the groups `name` and perhaps `id`.
+        special: True if markers are special tokens, decoded only with `skip_special_tokens=False`.
+        shapes: forms of calls with a JSON object, of which a section has one.
     """
 
     name: str
@@ -127,12 +130,7 @@ LLAMA4_PYTHONIC = ToolFormat(
     shapes=(_PYTHON,),
 )
 LFM2 = ToolFormat(
-    "lfm2",
-    "python",
-    "<|tool_call_start|>",
-    "<|tool_call_end|>",
-    special=True,
-    shapes=(_PYTHON,),
+    "lfm2", "python", "<|tool_call_start|>", "<|tool_call_end|>", special=True, shapes=(_PYTHON,)
 )
 MISTRAL = ToolFormat(
     "mistral",
@@ -317,7 +315,7 @@ class ReasoningFormat:
     Attributes:
         name: value of `--reasoning-parser`.
         start, end: markers; a prompt that ends with `start` has begun the reasoning itself.
-        special: the markers are special tokens.
+        special: True if the markers are special tokens.
     """
 
     name: str
@@ -343,3 +341,81 @@ def reasoning_format(name: str) -> ReasoningFormat:
     if name not in REASONING_FORMATS:
         raise BadInput(f"--reasoning-parser {name}: need one of {', '.join(REASONING_FORMATS)}")
     return REASONING_FORMATS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A piece of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """The beginning of the tool call `index`, counted from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of a call's arguments; all of them together are a JSON object."""
+
+    index: int
+    text: str
+
+
+Event = Text | Reasoning | CallStart | Arguments
+
+
+def call_id(seed: str, number: int) -> str:
+    """Id of an output's tool call: nine letters and digits, as Mistral's templates require. By a hash of what
+    it belongs to, so that the same output of the same prompt is the same response."""
+    return hashlib.sha256(f"{seed}/{number}".encode()).hexdigest()[:9]
+
+
+@dataclass(slots=True)
+class ParsedCall:
+    """A whole tool call; `arguments` is a JSON object, as text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    @property
+    def value(self) -> Any:
+        """The arguments' value; an empty object where they were cut off."""
+        try:
+            return json.loads(self.arguments)
+        except ValueError:
+            return {}
+
+
+class Parsed:
+    """The whole of a parsed output, joined from its events."""
+
+    def __init__(self) -> None:
+        self.text = self.reasoning = ""
+        self.calls: list[ParsedCall] = []
+
+    def add(self, events: list[Event]) -> None:
+        """Append events."""
+        for event in events:
+            match event:
+                case Text(text):
+                    self.text += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallStart(_, call_id, name):
+                    self.calls.append(ParsedCall(call_id, name))
+                case Arguments(index, text):
+                    self.calls[index].arguments += text

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .calls import MAX_HEADER, SPACE, CallReader, TextSource, Waiting
-from .events import Event, Reasoning, Text
-from .formats import HARMONY, SEPARATORS, ReasoningFormat, ToolFormat
+from .formats import HARMONY, SEPARATORS, Event, Reasoning, ReasoningFormat, Text, ToolFormat
 
 CHANNEL, START, MESSAGE = "<|channel|>", "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -54,13 +53,13 @@ class OutputFormat:
     """Formats of an output's reasoning and tool calls.
 
     Attributes:
-        tools: the format of tool calls; None: they are text.
-        reasoning: of the reasoning; None: it is text.
-        in_reasoning: whether the prompt has begun the reasoning.
-        schemas: of the tools' parameters, by name.
-        max_calls: calls after these are dropped.
+        tools: format of tool calls; None: they are text.
+        reasoning: format of the reasoning; None: it is text.
+        in_reasoning: True if the prompt has begun the reasoning.
+        schemas: schemas of the tools' parameters, by name.
+        max_calls: number of calls after which others are dropped.
         stop_texts: texts of the EOS tokens, which a text with special tokens ends with.
-        call_seed: what the ids of calls are made from.
+        call_seed: seed of the calls' ids.
     """
 
     tools: ToolFormat | None = None

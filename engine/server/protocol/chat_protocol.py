@@ -31,16 +31,6 @@ class ContentPart:
         return {"type": "image"} if self.text is None else {"type": "text", "text": self.text}
 
 
-def read_parts(content: Any) -> tuple[ContentPart, ...] | None:
-    """The parts of a list of content; None for a content of another type. Raises `ValueError`: a part of
-    another type, or too many of them."""
-    if not isinstance(content, list):
-        return None
-    if len(content) > MAX_PARTS:
-        raise ValueError(f"{len(content)} content parts: at most {MAX_PARTS}")
-    return tuple(map(_part, content))
-
-
 def image_part(url: Any) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
@@ -51,19 +41,18 @@ IMAGE_NOTE = "[an image, which this model cannot see: it reads text alone]"
 def without_images(turns: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Put a note in the place of each image of a conversation in OpenAI's form."""
 
-    def readable(content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        note = {"type": "text", "text": IMAGE_NOTE}
-        return [note if part.get("type") == "image_url" else part for part in content]
-
-    return [{**turn, "content": readable(turn.get("content"))} for turn in turns]
+    note, readable = {"type": "text", "text": IMAGE_NOTE}, []
+    for turn in turns:
+        content = turn.get("content")
+        if isinstance(content, list):
+            content = [note if part.get("type") == "image_url" else part for part in content]
+        readable.append({**turn, "content": content})
+    return readable
 
 
 def chat_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     """A call by the assistant, in OpenAI's form; `arguments` as text, but for templates."""
-    function = {"name": name, "arguments": arguments}
-    return {"id": call_id, "type": "function", "function": function}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _part(part: Any) -> ContentPart:
@@ -130,13 +119,15 @@ class ChatMessage(BaseModel):
         if isinstance(call := value.get("function_call"), dict) and not value.get("tool_calls"):
             calls = [chat_call(None, call.get("name"), call.get("arguments"))]
             value = {**value, "tool_calls": calls}
-        content = value.get("content")
-        parts = read_parts(content)
-        if parts is not None:
+        content, parts = value.get("content"), ()
+        if isinstance(content, list):
+            if len(content) > MAX_PARTS:
+                raise ValueError(f"{len(content)} content parts: at most {MAX_PARTS}")
+            parts = tuple(map(_part, content))
             content = "".join(part.text or "" for part in parts)
         if content is None and not value.get("tool_calls") and not value.get("reasoning_content"):
             raise ValueError("content is missing")
-        has_image = any(part.image_url for part in parts or ())
+        has_image = any(part.image_url for part in parts)
         return {**value, "content": content, "parts": parts if has_image else ()}
 
     @model_validator(mode="after")
@@ -155,10 +146,8 @@ class ChatMessage(BaseModel):
         if self.parts or as_parts:
             content = [part.for_template() for part in self.parts or (ContentPart(content),)]
         # Few templates know OpenAI's newer name for the role.
-        fields: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": content,
-        }
+        role = "system" if self.role == "developer" else self.role
+        fields: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
             fields["tool_calls"] = [call.for_template() for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):
@@ -211,9 +200,7 @@ class AllowedToolList(BaseModel):
 
     mode: Literal["auto", "required"]
     tools: Annotated[
-        list[AllowedFunction],
-        Field(min_length=1, max_length=128),
-        client_tools(None, "function"),
+        list[AllowedFunction], Field(min_length=1, max_length=128), client_tools(None, "function")
     ]
 
 
@@ -249,12 +236,12 @@ class ChatRequest(GenerationRequest):
         """OpenAI's older form of tools and of their choice."""
         if not isinstance(value, dict):
             return value
-        fields = {key: each for key, each in value.items() if key != "has_functions"}
+        fields = {key: field for key, field in value.items() if key != "has_functions"}
         if not isinstance(fields.get("functions"), list):
             return fields
         functions, choice = fields.pop("functions"), fields.pop("function_call", None)
         if functions and not fields.get("tools"):
-            fields["tools"] = [{"type": "function", "function": each} for each in functions]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
             named = {"type": "function", "function": choice}
             fields["tool_choice"] = named if isinstance(choice, dict) else choice
             fields["has_functions"] = True
@@ -272,11 +259,10 @@ class ChatRequest(GenerationRequest):
             raise ValueError(
                 "tool_choice asks for a tool, and there are no tools (hosted ones are left out)"
             )
-        for wanted in self._chosen or ():
-            if wanted not in (tool.function.name for tool in self.tools or ()):
-                raise ValueError(
-                    f"tool_choice names {wanted!r}, which is none of the tools (hosted ones are left out)"
-                )
+        known = [tool.function.name for tool in self.tools or ()]
+        if unknown := next((name for name in self._chosen if name not in known), None):
+            problem = "which is none of the tools (hosted ones are left out)"
+            raise ValueError(f"tool_choice names {unknown!r}, {problem}")
         return self
 
     @property
@@ -284,7 +270,7 @@ class ChatRequest(GenerationRequest):
         """The tools that the model may call; they are passed to the chat template."""
         tools = [] if self.tool_choice == "none" else self.tools or []
         if isinstance(self.tool_choice, AllowedTools):
-            return [tool for tool in tools if tool.function.name in (self._chosen or ())]
+            return [tool for tool in tools if tool.function.name in self._chosen]
         return tools
 
     @property
@@ -305,12 +291,11 @@ class ChatRequest(GenerationRequest):
     @property
     def template_options(self) -> dict[str, Any]:
         """Variables of the chat template; those for the reasoning effort are what common templates read."""
-        effort = self.reasoning_effort
-        chosen: dict[str, Any] = {}
-        if effort is not None:
-            is_on = effort != "none"
-            chosen = {"enable_thinking": is_on, "thinking": is_on}
-            chosen |= {"reasoning_effort": effort} if is_on else {}
+        effort, chosen = self.reasoning_effort, {}
+        if effort == "none":
+            chosen = {"enable_thinking": False, "thinking": False}
+        elif effort is not None:
+            chosen = {"enable_thinking": True, "thinking": True, "reasoning_effort": effort}
         return {**chosen, **(self.chat_template_kwargs or {})}
 
     def answer_constraint(self) -> Constraint | None:
@@ -318,21 +303,21 @@ class ChatRequest(GenerationRequest):
         return super().constraint()
 
     @property
-    def _chosen(self) -> list[str] | None:
+    def _chosen(self) -> list[str]:
         match self.tool_choice:
             case NamedTool(function=function):
                 return [function.name]
             case AllowedTools(allowed_tools=allowed):
                 return [tool.function.name for tool in allowed.tools]
-        return None
+        return []
 
     def constraint(self) -> Constraint | None:
         """The grammar of the output: of the calls where there must be some, of the answer, or of either."""
         constraint = self.answer_constraint()
+        if self.must_call and constraint is not None:
+            problem = "the output must be a tool call (tool_choice), not an answer"
+            raise bad_field(constraint.field, problem)
         if self.must_call:
-            if constraint is not None:
-                problem = "the output must be a tool call (tool_choice), not an answer"
-                raise bad_field(constraint.field, problem)
             return Constraint("json_schema", calls_schema(self), "tools")
         if constraint is None or not self.usable_tools or constraint.kind == "structural_tag":
             return constraint
@@ -344,10 +329,8 @@ class ChatRequest(GenerationRequest):
     def sampling_params(self) -> SamplingParams:
         """Without a limit, the output may fill the context."""
         limit = self.max_completion_tokens
-        max_tokens = self.max_tokens if limit is None else limit
-        return self._sampling_params(
-            max_tokens, (self.top_logprobs or 0) if self.logprobs else None
-        )
+        num_scored = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling_params(self.max_tokens if limit is None else limit, num_scored)
 
 
 _SHARED = ("$defs", "definitions")
@@ -355,7 +338,7 @@ _SHARED = ("$defs", "definitions")
 
 def calls_schema(request: ChatRequest) -> dict[str, Any]:
     """JSON schema of `[{"name": ..., "arguments": {...}}, ...]`, which the format `FORCED` parses."""
-    tools = request.usable_tools
+    tools, is_named = request.usable_tools, isinstance(request.tool_choice, NamedTool)
     if isinstance(request.tool_choice, NamedTool):
         wanted = request.tool_choice.function.name
         tools = [tool for tool in tools if tool.function.name == wanted][:1]
@@ -369,22 +352,10 @@ def calls_schema(request: ChatRequest) -> dict[str, Any]:
             if isinstance(parameters.get(key), dict):
                 shared.setdefault(key, {}).update(parameters.pop(key))
         properties = {"name": {"const": tool.function.name}, "arguments": parameters}
-        calls.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    is_single = isinstance(request.tool_choice, NamedTool) or request.parallel_tool_calls is False
-    return {
-        **shared,
-        "type": "array",
-        "minItems": 1,
-        "items": {"anyOf": calls},
-        **({"maxItems": 1} if is_single else {}),
-    }
+        call = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
+        calls.append({**call, "additionalProperties": False})
+    most = {"maxItems": 1} if is_named or request.parallel_tool_calls is False else {}
+    return {**shared, "type": "array", "minItems": 1, "items": {"anyOf": calls}, **most}
 
 
 def either_schema(answer: dict[str, Any], calls: dict[str, Any]) -> dict[str, Any]:

@@ -90,10 +90,15 @@ def error_body(
 
 def as_api_error(error: Exception) -> ApiError:
     """The error response for `error`; details of an internal error stay in the server's log."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, BadInput):
-        return ApiError(400, str(error))
+    match error:
+        case ApiError():
+            return error
+        case BadInput():
+            return ApiError(400, str(error))
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case RequestValidationError() | ValidationError():
+            return _validation_error(error)
     return ApiError(500, f"the server failed on this request ({type(error).__name__})")
 
 
@@ -110,43 +115,30 @@ def ollama_error(error: ApiError) -> dict[str, Any]:
 def error_response(error: ApiError, path: str) -> JSONResponse:
     """The response for an error, in the format of the API that the path belongs to."""
     body = error.body()
-    for prefix, format_ in ((ANTHROPIC_PATH, anthropic_error), (OLLAMA_PATH, ollama_error)):
-        if path.startswith(prefix):
-            body = format_(error)
+    if path.startswith(ANTHROPIC_PATH):
+        body = anthropic_error(error)
+    elif path.startswith(OLLAMA_PATH):
+        body = ollama_error(error)
     return JSONResponse(body, error.status, error.headers)
 
 
 def install(app: FastAPI) -> None:
     """Install exception handlers that return every error of `app` in this format."""
-    # Coroutines, because starlette runs plain functions in a thread pool.
 
+    # A coroutine, because starlette runs plain functions in a thread pool.
     async def on_error(request: Request, error: Exception) -> JSONResponse:
         return error_response(as_api_error(error), request.url.path)
 
-    async def on_validation_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError | ValidationError)
-        return error_response(_validation_error(error), request.url.path)
-
-    async def on_http_error(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
-        api_error = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return error_response(api_error, request.url.path)
-
-    for kind in (ApiError, BadInput):
+    # A ValidationError comes from the chat request that a body is translated into.
+    for kind in (ApiError, BadInput, RequestValidationError, ValidationError, HTTPException):
         app.add_exception_handler(kind, on_error)
-    # Of a body, and of the chat request that it is translated into.
-    for kind in (RequestValidationError, ValidationError):
-        app.add_exception_handler(kind, on_validation_error)
-    app.add_exception_handler(HTTPException, on_http_error)
     app.add_middleware(UnhandledErrorMiddleware)
 
 
 class UnhandledErrorMiddleware:
-    """ASGI middleware that responds 500 to unhandled exceptions and keeps the connection.
-
-    A handler for `Exception` would not do: starlette raises again after it, and uvicorn then hangs up
-    on the client's next request.
-    """
+    """ASGI middleware that responds 500 to unhandled exceptions and keeps the connection. A handler for
+    `Exception` would not do: starlette raises again after it, and uvicorn then hangs up on the client's next
+    request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -175,12 +167,8 @@ def _validation_error(error: RequestValidationError | ValidationError) -> ApiErr
     where = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error')}")
-    message = first["msg"].removeprefix("Value error, ")
-    return ApiError(
-        400,
-        f"{'.'.join(where)}: {message}" if where else f"the body: {message}",
-        param=where[0] if where else None,
-    )
+    message = f"{'.'.join(where) or 'the body'}: {first['msg'].removeprefix('Value error, ')}"
+    return ApiError(400, message, param=where[0] if where else None)
 
 
 MAX_SECONDS = 60

@@ -40,34 +40,20 @@ RequestId = Annotated[str, Field(pattern=f"^{REQUEST_ID}$")]
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # Unsupported fields that would change the result, with the neutral values that are accepted besides
     # the empty ones (null, false, "", [], {}).
-    "allowed_token_ids": (),
-    "audio": (),
-    "background": (),
-    "bad_words": (),
+    **dict.fromkeys(("allowed_token_ids", "audio", "background", "bad_words", "chat_template"), ()),
+    **dict.fromkeys(("continue_final_message", "conversation", "documents", "functions"), ()),
+    **dict.fromkeys(("grammar", "logits_processors", "previous_response_id", "prompt"), ()),
+    **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "suffix", "thinking_token_budget"), ()),
+    **dict.fromkeys(
+        ("tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options"), ()
+    ),
     "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (),
-    "conversation": (),
-    "documents": (),
     "function_call": ("none", "auto"),
-    "functions": (),
-    "grammar": (),
     "length_penalty": (1, 1.0),
-    "logits_processors": (),
     "modalities": (["text"],),
-    "previous_response_id": (),
-    "prompt": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning": ({"effort": None}, {"effort": "none"}),
-    "suffix": (),
-    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
-    "tools": (),
-    "truncate_prompt_tokens": (),
     "truncation": ("disabled", "auto"),
-    "use_beam_search": (),
-    "web_search_options": (),
 }
 _ALWAYS_TRUE = ("add_generation_prompt", "add_special_tokens")
 """Unsupported fields whose neutral value is true."""
@@ -180,7 +166,8 @@ def _check_prompts(value: Any) -> Any:
         if len(value) > MAX_PROMPTS and not isinstance(value[0], int):
             raise ValueError(f"{MAX_PROMPTS} prompts at most")
         parts = value if all(isinstance(part, list) for part in value) else [value]
-        if all(map(_is_token_ids, parts)) or all(isinstance(part, str) for part in value):
+        are_ids = all(part and all(type(token) is int for token in part) for part in parts)
+        if are_ids or all(isinstance(part, str) for part in value):
             return value
     if isinstance(value, str):
         return value
@@ -216,19 +203,16 @@ class CompletionRequest(GenerationRequest):
 
     def sampling_params(self) -> SamplingParams:
         if self.stream and self.best_of is not None and self.best_of > self.num_completions:
-            raise ApiError(
-                400, "best_of is known at the end only: it cannot be streamed", param="best_of"
-            )
+            problem = "best_of is known at the end only: it cannot be streamed"
+            raise ApiError(400, problem, param="best_of")
         if self.stream and self.prompt_logprobs is not None:
-            raise ApiError(
-                400, "prompt_logprobs is for whole responses: no stream", param="prompt_logprobs"
-            )
+            problem = "prompt_logprobs is for whole responses: no stream"
+            raise ApiError(400, problem, param="prompt_logprobs")
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         echoed = self.logprobs if self.echo else None
         wanted = [number for number in (echoed, self.prompt_logprobs) if number is not None]
-        params = self._sampling_params(
-            1 if self.only_echoes else max_tokens, self.logprobs, max(wanted, default=None)
-        )
+        max_tokens = 1 if self.only_echoes else max_tokens
+        params = self._sampling_params(max_tokens, self.logprobs, max(wanted, default=None))
         return replace(params, best_of=self.best_of)
 
 
@@ -240,10 +224,6 @@ def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Pro
     return [batch] if isinstance(batch[0], int) else batch
 
 
-def _is_token_ids(value: Any) -> bool:
-    return bool(value) and all(type(item) is int for item in value)
-
-
 _log = logging.getLogger(__name__)
 
 CLIENT_KINDS = (None, "function", "namespace", "custom")
@@ -253,28 +233,29 @@ are not listed."""
 
 def client_tools(*served: str | None) -> BeforeValidator:
     """Validator of a list of tools: leaves out the hosted ones, refuses others not of the types `served`."""
-    return BeforeValidator(lambda tools: _without_hosted(tools, served))
+
+    def without_hosted(tools: Any) -> Any:
+        if not isinstance(tools, list):
+            return tools
+        kept: list[Any] = []
+        for tool in tools:
+            if is_hosted(tool):
+                _log_skipped(tool["type"][:64])
+            elif isinstance(tool, dict) and tool.get("type") not in served:
+                types = " and ".join(kind for kind in served if kind is not None)
+                problem = f"tools of type {tool.get('type')!r} are not supported"
+                raise ValueError(f"{problem}: {types} only")
+            else:
+                kept.append(tool)
+        return kept
+
+    return BeforeValidator(without_hosted)
 
 
 def is_hosted(tool: Any) -> bool:
     """Whether the vendor defines the tool, by its type."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     return isinstance(kind, str) and kind not in CLIENT_KINDS
-
-
-def _without_hosted(tools: Any, served: tuple[str | None, ...]) -> Any:
-    if not isinstance(tools, list):
-        return tools
-    kept: list[Any] = []
-    for tool in tools:
-        if is_hosted(tool):
-            _log_skipped(tool["type"][:64])
-        elif isinstance(tool, dict) and tool.get("type") not in served:
-            types = " and ".join(kind for kind in served if kind is not None)
-            raise ValueError(f"tools of type {tool.get('type')!r} are not supported: {types} only")
-        else:
-            kept.append(tool)
-    return kept
 
 
 @lru_cache(maxsize=128)
@@ -285,16 +266,12 @@ def _log_skipped(kind: str) -> None:
 
 _UNPOOLED: dict[str, tuple[Any, ...]] = {
     # Fields that would change the result, with the neutral values that are accepted besides the empty ones.
-    "chat_template": (),
-    "dimensions": (),
+    **dict.fromkeys(("chat_template", "dimensions", "instruction", "max_chunks_per_doc"), ()),
+    **dict.fromkeys(("messages", "mm_processor_kwargs"), ()),
     "embed_dtype": ("float32",),
     "embedding_types": (["float"],),
     "encoding_format": ("float",),
     "endianness": ("native", "little"),
-    "instruction": (),
-    "max_chunks_per_doc": (),
-    "messages": (),
-    "mm_processor_kwargs": (),
     "normalize": (True,),
     "rank_fields": (["text"],),
     "task": ("embed",),
@@ -348,14 +325,10 @@ class ScoreRequest(PoolingRequest):
         """vLLM's other names of the two."""
         if not isinstance(value, dict):
             return value
-        fields = dict(value)
-        for name, others in (
-            ("text_1", ("queries", "data_1")),
-            ("text_2", ("documents", "data_2")),
-        ):
-            for other in others:
-                if name not in fields and other in fields:
-                    fields[name] = fields.pop(other)
+        fields, pairs = dict(value), (("text_1", "queries"), ("text_1", "data_1"))
+        for name, other in (*pairs, ("text_2", "documents"), ("text_2", "data_2")):
+            if name not in fields and other in fields:
+                fields[name] = fields.pop(other)
         return fields
 
     @model_validator(mode="after")
@@ -390,7 +363,7 @@ class RerankRequest(PoolingRequest):
 
     @property
     def texts(self) -> list[str]:
-        return [each if isinstance(each, str) else each.text for each in self.documents]
+        return [text if isinstance(text, str) else text.text for text in self.documents]
 
 
 def _as_list(texts: str | list[str]) -> list[str]:

@@ -51,25 +51,19 @@ class Options(BaseModel):
     def fields(self, max_model_len: int) -> dict[str, Any]:
         """The fields of a generation request. Raises `ApiError`: an option that would change the result and
         is not supported."""
-        neutral = {"mirostat": 0, "tfs_z": 1}
-        for name, value in neutral.items():
-            if getattr(self, name) not in (None, value):
+        for name, neutral in (("mirostat", 0), ("tfs_z", 1)):
+            if getattr(self, name) not in (None, neutral):
                 raise unsupported(f"options.{name}")
         if self.num_ctx is not None and self.num_ctx != max_model_len:
-            _log.info(
-                "num_ctx %d has no effect: the context is %d tokens (--max-model-len)",
-                self.num_ctx,
-                max_model_len,
-            )
-        # Ollama's -1 and -2 are: as many as the context holds.
-        limit = self.num_predict if self.num_predict and self.num_predict > 0 else None
-        names = ("temperature", "top_p", "min_p", "seed", "stop")
-        penalties = ("presence_penalty", "frequency_penalty")
+            text = "num_ctx %d has no effect: the context is %d tokens (--max-model-len)"
+            _log.info(text, self.num_ctx, max_model_len)
+        same = ("temperature", "top_p", "min_p", "seed", "stop", "presence_penalty")
         return {
-            "max_tokens": limit,
+            # Ollama's -1 and -2 are: as many as the context holds.
+            "max_tokens": self.num_predict if self.num_predict and self.num_predict > 0 else None,
             "top_k": self.top_k or None,
             "repetition_penalty": None if self.repeat_last_n == 0 else self.repeat_penalty,
-            **{name: getattr(self, name) for name in (*names, *penalties)},
+            **{name: getattr(self, name) for name in (*same, "frequency_penalty")},
         }
 
     @property
@@ -159,10 +153,8 @@ class OllamaRequest(BaseModel):
         if isinstance(self.think, str):
             fields["reasoning_effort"] = self.think
         elif self.think is not None:
-            fields["chat_template_kwargs"] = {
-                "enable_thinking": self.think,
-                "thinking": self.think,
-            }
+            options = {"enable_thinking": self.think, "thinking": self.think}
+            fields["chat_template_kwargs"] = options
         scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
         asked = {**fields, **scored, "messages": messages, "tools": tools or None}
         return ChatRequest.model_validate(asked)
@@ -243,8 +235,7 @@ class OllamaGenerate(OllamaRequest):
     def refuse_unsupported(self) -> None:
         super().refuse_unsupported()
         if self.images and (self.raw or self.context):
-            problem = "only through the chat template: not with raw or context"
-            raise bad_field("images", problem)
+            raise bad_field("images", "only through the chat template: not with raw or context")
 
     def chat_request(self, max_model_len: int) -> ChatRequest:
         """The prompt as a user's message; raises as `chat`."""

@@ -9,14 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ...base.sampling_params import SamplingParams
-from .chat_protocol import (
-    MAX_MESSAGES,
-    ChatRequest,
-    Function,
-    ToolName,
-    chat_call,
-    image_part,
-)
+from .chat_protocol import MAX_MESSAGES, ChatRequest, Function, ToolName, chat_call, image_part
 from .errors import bad_field
 from .generation_protocol import GenerationRequest, client_tools, is_hosted, unsupported
 from .structure import ANY_OBJECT, Constraint, JsonSchemaFormat
@@ -79,15 +72,13 @@ class CustomTool(BaseModel):
     @property
     def function(self) -> FunctionTool:
         """The tool as a function; a grammar of its text is told, not enforced."""
-        told, form = [self.description or ""], self.format or {}
+        lines, form = [self.description or ""], self.format or {}
         if isinstance(grammar := form.get("definition"), str):
-            told.append(f"The input follows this {form.get('syntax', '')} grammar:\n{grammar}")
+            lines.append(f"The input follows this {form.get('syntax', '')} grammar:\n{grammar}")
         text = {"type": "string", "description": "the input as it is"}
         parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
-        described = "\n".join(filter(None, told)) or None
-        return FunctionTool(
-            type="function", name=self.name, description=described, parameters=parameters
-        )
+        fields = {"name": self.name, "description": "\n".join(filter(None, lines)) or None}
+        return FunctionTool(type="function", **fields, parameters=parameters)
 
 
 class ChosenTool(BaseModel):
@@ -212,31 +203,27 @@ class ResponsesRequest(GenerationRequest):
     def chat_request(self, turns: Sequence[dict[str, Any]]) -> ResponsesChat:
         """The chat request for `turns`, the input's. Raises `ApiError`: content that is not supported;
         `ValidationError`: what a chat request refuses too."""
-        system: list[dict[str, Any]] = []
+        system, choice = [], self.tool_choice
         if self.instructions is not None:
             system = [{"role": "system", "content": self.instructions}]
         wants_logprobs = LOGPROBS in (self.include or ())
-        choice = self.tool_choice
         form = TextFormat() if self.text is None else self.text.format
         schema = ANY_OBJECT if form.schema_ is None else form.schema_
-        return ResponsesChat.model_validate(
-            {
-                **self.model_dump(
-                    include=set(GenerationRequest.model_fields), exclude_unset=True, by_alias=True
-                ),
-                "messages": [*system, *turns],
-                "max_tokens": self.max_output_tokens,
-                "logprobs": wants_logprobs,
-                "top_logprobs": self.top_logprobs if wants_logprobs else None,
-                "tools": [tool.for_chat() for tool in self.functions] or None,
-                "tool_choice": choice
-                if choice is None or isinstance(choice, str)
-                else choice.for_chat(),
-                "parallel_tool_calls": self.parallel_tool_calls,
-                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
-                "answer_schema": None if form.type == "text" else schema,
-            }
-        )
+        is_word = choice is None or isinstance(choice, str)
+        shared = set(GenerationRequest.model_fields)
+        fields = {
+            "messages": [*system, *turns],
+            "max_tokens": self.max_output_tokens,
+            "logprobs": wants_logprobs,
+            "top_logprobs": self.top_logprobs if wants_logprobs else None,
+            "tools": [tool.for_chat() for tool in self.functions] or None,
+            "tool_choice": choice if is_word else choice.for_chat(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "answer_schema": None if form.type == "text" else schema,
+        }
+        common = self.model_dump(include=shared, exclude_unset=True, by_alias=True)
+        return ResponsesChat.model_validate({**common, **fields})
 
 
 def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
@@ -250,21 +237,21 @@ def _append(turns: list[dict[str, Any]], item: dict[str, Any]) -> None:
             turns.append({"role": role, "content": content})
     elif kind == "reasoning":
         _assistant(turns)["reasoning_content"] = _text(item.get("content") or item.get("summary"))
-    elif kind == "function_call":
-        name = item.get("name")
-        if item.get("namespace"):
+    elif kind in ("function_call", "custom_tool_call"):
+        name, arguments = item.get("name"), item.get("arguments")
+        if kind == "custom_tool_call":
+            arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
+        elif item.get("namespace"):
             name = f"{item['namespace']}.{name}"
-        call = chat_call(item.get("call_id"), name, item.get("arguments"))
-        _assistant(turns).setdefault("tool_calls", []).append(call)
-    elif kind == "custom_tool_call":
-        arguments = json.dumps({"input": item.get("input")}, ensure_ascii=False)
-        call = chat_call(item.get("call_id"), item.get("name"), arguments)
+        call = chat_call(item.get("call_id"), name, arguments)
         _assistant(turns).setdefault("tool_calls", []).append(call)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        output, images = _apart(item.get("output"))
-        turns.append(
-            {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(output)}
-        )
+        output, call_id = item.get("output"), item.get("call_id")
+        parts = output if isinstance(output, list) else []
+        images = [_image(part) for part in parts if _is_image(part)]
+        if images:
+            output = [part for part in parts if not _is_image(part)]
+        turns.append({"role": "tool", "tool_call_id": call_id, "content": _text(output)})
         if images:  # templates read a tool's text alone
             turns.append({"role": "user", "content": images})
     else:
@@ -280,20 +267,12 @@ def _assistant(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _content(content: Any) -> str | list[dict[str, Any]]:
     """A message's content: its text, or parts where there are images."""
-    if not _apart(content)[1]:
+    if not isinstance(content, list) or not any(map(_is_image, content)):
         return _text(content)
     return [
         _image(part) if _is_image(part) else {"type": "text", "text": _text([part])}
         for part in content
     ]
-
-
-def _apart(content: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """A content without its images, and these."""
-    if not isinstance(content, list):
-        return content, []
-    images = [_image(part) for part in content if _is_image(part)]
-    return [part for part in content if not _is_image(part)], images
 
 
 def _is_image(part: Any) -> bool:

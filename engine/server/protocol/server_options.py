@@ -47,8 +47,7 @@ class ServedModelOptions:
     )
     tool_call_parser: str | None = option(
         None,
-        "Tool-call parser, such as hermes, qwen3_coder or openai. Default: detected from the chat "
-        "template.",
+        "Tool-call parser, such as hermes, qwen3_coder or openai. Default: detected from the chat template.",
         common=True,
     )
     reasoning_parser: str | None = option(
@@ -75,10 +74,7 @@ class ServingOptions(ServedModelOptions):
     host: str = option("127.0.0.1", "Address to listen on.", common=True)
     port: int = option(8000, "Port to listen on; 0 picks a free one.", span=(0, 65535), common=True)
     as_json: bool = option(
-        False,
-        "When ready, print url, model and pid as one JSON line.",
-        flag="--json",
-        common=True,
+        False, "When ready, print url, model and pid as one JSON line.", flag="--json", common=True
     )
 
 
@@ -118,9 +114,9 @@ def read_script(path: Path | str) -> tuple[ScriptedText, ...]:
 
 def scripted_text(script: Sequence[ScriptedText], prompt: str) -> str | None:
     """The text for a prompt; None where no entry fits."""
-    places = [(prompt.rfind(entry.after), entry) for entry in script]
-    place, entry = max(places, key=lambda pair: pair[0], default=(-1, None))
-    return entry.text if entry is not None and place >= 0 else None
+    ranked = [(prompt.rfind(entry.after), entry) for entry in script]
+    position, entry = max(ranked, key=lambda pair: pair[0], default=(-1, None))
+    return entry.text if entry is not None and position >= 0 else None
 
 
 _CERT_REQS = (0, 1, 2)
@@ -128,11 +124,8 @@ _CERT_REQS = (0, 1, 2)
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """Files of PEM, as vLLM's `--ssl-...` options name them.
-
-    Raises:
-        BadInput: an unknown mode, or certificates of clients to check without their authorities.
-    """
+    """Files of PEM, as vLLM's `--ssl-...` options name them. Raises `BadInput`: an unknown mode, or
+    certificates of clients to check without their authorities."""
 
     PANEL: ClassVar = "TLS"
 
@@ -208,14 +201,13 @@ class TlsOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Options of the HTTP server; those of the engine are in `EngineConfig`. None for no limit.
-
-    Each field's metadata is its definition. Without keys there is no authentication, and all clients are one.
+    """Options of the HTTP server; those of the engine are in `EngineConfig`. Without keys there is no
+    authentication, and all clients are one.
 
     Attributes:
-        host_names: None for any; addresses and `localhost` are always allowed. Guards against DNS rebinding,
-            which CORS does not stop.
-        header_timeout_seconds: from the connection, or the first byte of the request.
+        host_names: names that requests may ask for, None for any; addresses and `localhost` are always
+            allowed. Guards against DNS rebinding, which CORS does not stop.
+        header_timeout_seconds: time from the connection, or the first byte of the request.
         max_connections, max_waiting: limits beyond which a client gets 503 and 429.
         admin_api_key: another key, or one of `api_keys`; None makes each of `api_keys` an admin.
 

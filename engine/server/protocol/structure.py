@@ -228,16 +228,12 @@ class ResponseFormat(BaseModel):
     triggers: list[str] | None = None
 
     @model_validator(mode="after")
-    def _is_a_structural_tag(self) -> ResponseFormat:
+    def _holds_what_its_type_names(self) -> ResponseFormat:
         given = {name: getattr(self, name) for name in _OF_A_TAG}
         if self.type == "structural_tag":
             StructuralTag(**given)
         elif any(value is not None for value in given.values()):
             raise ValueError("format, structures and triggers are for type 'structural_tag'")
-        return self
-
-    @model_validator(mode="after")
-    def _holds_what_its_type_names(self) -> ResponseFormat:
         for name in ("json_schema", "regex", "grammar"):
             if (self.type == name) != (getattr(self, name) is not None):
                 raise ValueError(f"{name} is for type {name!r}, which needs it")
@@ -274,9 +270,8 @@ class StructuredOutputs(BaseModel):
     ) = None
 
     def constraints(self) -> list[Constraint]:
-        constraints = _constraints(
-            self.json_, self.regex, self.choice, self.grammar, prefix := "structured_outputs."
-        )
+        prefix = "structured_outputs."
+        constraints = _constraints(self.json_, self.regex, self.choice, self.grammar, prefix)
         if self.json_object:
             constraints.append(Constraint("json_schema", ANY_OBJECT, f"{prefix}json_object"))
         if self.structural_tag is not None:
@@ -319,20 +314,15 @@ def _constraints(
     constraints = [
         Constraint(kind, value, prefix + kind) for kind, value in values if value is not None
     ]
-    if schema is not None:
-        constraints.append(
-            Constraint("json_schema", _parsed(schema, prefix + "json"), prefix + "json")
-        )
-    return constraints
-
-
-def _parsed(schema: Any, field: str) -> Any:
-    if not isinstance(schema, str):
-        return schema
-    try:
-        parsed = json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise bad_field(field, f"the schema is not valid JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise bad_field(field, "a schema is an object")
-    return parsed
+    field = prefix + "json"
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise bad_field(field, f"the schema is not valid JSON: {error}") from error
+        if not isinstance(schema, dict):
+            raise bad_field(field, "a schema is an object")
+    return [
+        *constraints,
+        *([Constraint("json_schema", schema, field)] if schema is not None else []),
+    ]

@@ -49,8 +49,8 @@ class RecoveringSteps:
     """Runs an engine's steps, and aborts the requests of a step that fails.
 
     Attributes:
-        failed_requests: ids of the requests that the last step ended by failing, which may be none: those
-            that wait stay in the queue. None: it did not fail.
+        failed_requests: ids of the requests that the last step ended by failing, which may be none, because
+            waiting ones stay in the queue. None: the step did not fail.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -172,13 +172,9 @@ class EngineLoop:
         return await future
 
     async def submit(self, jobs: Sequence[Job]) -> OutputStream:
-        """Add the jobs to the engine, all or none of them.
-
-        Raises:
-            BadInput: the engine rejects one of them.
-            TooMany: the waiting queue would exceed `max_waiting`.
-            Unavailable: the engine has failed or is stopping.
-        """
+        """Add the jobs to the engine, all or none of them. Raises `BadInput`: the engine rejects one;
+        `TooMany`: the waiting queue would exceed `max_waiting`; `Unavailable`: the engine has failed or is
+        stopping."""
         seconds = self._options.request_timeout_seconds
         stream = OutputStream(jobs, seconds, self._close_stream, self._hold_stream)
         self._streams.update((job.request_id, stream) for job in jobs)
@@ -203,19 +199,19 @@ class EngineLoop:
 
     def _close_stream(self, stream: OutputStream) -> None:
         """Drop a stream and abort its unfinished requests within one step. Idempotent."""
-        open_ids = [
-            job.request_id for job in stream.jobs if self._streams.pop(job.request_id, None)
-        ]
+        names = [job.request_id for job in stream.jobs]
+        open_ids = [name for name in names if self._streams.pop(name, None)]
         if stream.is_held:
             stream.is_held = False
             self._hold_stream(stream)
+
+        def abort(engine: Engine) -> None:
+            for name in open_ids:
+                if engine.abort(name):
+                    self.metrics.note_aborted(name)
+
         if open_ids and not stream.is_finished and self.unavailable is None:
-            self._inbox.put(
-                _EngineCall(
-                    lambda engine: self._abort_all(engine, open_ids),
-                    self._event_loop.create_future(),
-                )
-            )
+            self._inbox.put(_EngineCall(abort, self._event_loop.create_future()))
 
     def _hold_stream(self, stream: OutputStream) -> None:
         """Let the sequences of a stream wait for its reader, or run again."""
@@ -254,7 +250,9 @@ class EngineLoop:
             _warm_up(engine)
             self.metrics.begin(engine)
             self._post(self._warm.set)
-            engine.scheduler.pace = self._pace()
+            config, seconds = engine.scheduler.config, self._options.max_step_seconds
+            pace = StepPace(seconds, config.block_size, config.max_num_batched_tokens)
+            engine.scheduler.pace = pace  # of a warm engine's steps alone
             while not self._stopping:
                 calls = self._run_calls(wait=not engine.has_work())
                 outputs = self._step(steps) if engine.has_work() else []
@@ -266,12 +264,8 @@ class EngineLoop:
                 _log.error("the engine failed: %s", error)
             else:
                 _log.exception("the engine failed")
-            self._post(self._end, f"the engine failed ({type(error).__name__}): restart the server")
-
-    def _pace(self) -> StepPace:
-        config = self._engine.scheduler.config
-        seconds = self._options.max_step_seconds
-        return StepPace(seconds, config.block_size, config.max_num_batched_tokens)
+            self._post(self.fail, f"the engine failed ({type(error).__name__}): restart the server")
+            self._post(self._ended.set)
 
     def _step(self, steps: RecoveringSteps) -> list[RequestOutput]:
         """Run one step, and tell the clients of the requests that it ended by failing."""
@@ -285,17 +279,13 @@ class EngineLoop:
             self.metrics.note_failed_step(steps.failed_requests)
             problem = "the engine failed on a step of this request: try again"
             error = ApiError(500, problem, code="step_failed")
-            self._post(self._push_all, steps.failed_requests, error)
+            for request_id in steps.failed_requests:
+                self._post(self._push, request_id, error)
         return outputs
 
-    def _end(self, reason: str) -> None:
-        self.fail(reason)
-        self._ended.set()
-
-    def _push_all(self, request_ids: Sequence[str], error: ApiError) -> None:
-        for request_id in request_ids:
-            if stream := self._streams.get(request_id):
-                stream.push(error)
+    def _push(self, request_id: str, output: RequestOutput | ApiError) -> None:
+        if stream := self._streams.get(request_id):
+            stream.push(output)
 
     def _run_calls(self, *, wait: bool) -> list[_EngineCall]:
         """Run the calls of the inbox, waiting for a first one where `wait`; returns them."""
@@ -322,9 +312,7 @@ class EngineLoop:
         for call in calls:
             call.resolve()
         for output in outputs:
-            stream = self._streams.get(output.request_id)
-            if stream is not None:
-                stream.push(output)
+            self._push(output.request_id, output)
 
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
         try:
@@ -335,14 +323,12 @@ class EngineLoop:
     def _add_all(self, engine: Engine, jobs: Sequence[Job]) -> None:
         scheduler, max_waiting = engine.scheduler, self._options.max_waiting
         num_free = max(0, scheduler.config.max_num_seqs - len(scheduler.running))
-        num_waiting = (
-            scheduler.num_waiting + sum(job.params.num_sequences for job in jobs) - num_free
-        )
+        num_added = sum(job.params.num_sequences for job in jobs)
+        num_waiting = scheduler.num_waiting + num_added - num_free
         if num_waiting > max_waiting:
-            raise TooMany(
-                f"{num_waiting} sequences would wait, at most {max_waiting} may: try again later",
-                self._retry_after.retry_after(num_waiting - max_waiting),
-            )
+            problem = f"{num_waiting} sequences would wait, at most {max_waiting} may"
+            headers = self._retry_after.retry_after(num_waiting - max_waiting)
+            raise TooMany(f"{problem}: try again later", headers)
         for index, job in enumerate(jobs):
             try:
                 engine.add_request(
@@ -361,11 +347,6 @@ class EngineLoop:
                     engine.abort(added.request_id)
                 raise
         self.metrics.note_added([job.params for job in jobs if job.pooling is None])
-
-    def _abort_all(self, engine: Engine, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            if engine.abort(request_id):
-                self.metrics.note_aborted(request_id)
 
 
 def _warm_up(engine: Engine) -> None:

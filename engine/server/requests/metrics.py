@@ -1,12 +1,28 @@
-"""Server metrics: counters and histograms, updated on the engine thread after each step."""
+"""Server metrics: counters and histograms, updated on the engine thread after each step, and their exposition
+for Prometheus under `llmopt_` and `vllm:` names.
+
+Both names expose the same values. The `llmopt_` ones follow Prometheus' naming rules; the `vllm:` ones, whose
+colon those rules reserve for recording rules, serve existing vLLM dashboards.
+"""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
 
 from ...base.sampling_params import SamplingParams
 from ...config.adapters import adapter_name
@@ -14,6 +30,10 @@ from ...core.engine import Engine
 from ...execution.step_loop import StepRecorder
 from ...scheduling.outputs import EngineStats, RequestOutput
 from ...scheduling.request import RequestStatus
+from .metric_names import llmopt_metric, vllm_metric
+
+if TYPE_CHECKING:
+    from .loop import EngineLoop
 
 SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2, 5))
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
@@ -47,27 +67,17 @@ class Distributions:
     """Histograms of requests and steps, named as in vLLM for its dashboards."""
 
     def __init__(self) -> None:
-        self.time_to_first_token_seconds = Histogram(
-            SECONDS, "Time from the arrival of a request to its first token."
-        )
-        self.inter_token_latency_seconds = Histogram(
-            SECONDS, "Time between two steps that gave a sequence tokens."
-        )
-        self.e2e_request_latency_seconds = Histogram(
-            SECONDS, "Time from the arrival of a request to its last token."
-        )
-        self.request_queue_time_seconds = Histogram(
-            SECONDS, "Time from the arrival of a request to its first scheduled step."
-        )
-        self.request_prefill_time_seconds = Histogram(
-            SECONDS, "Time from the first scheduled step of a request to its first token."
-        )
-        self.request_decode_time_seconds = Histogram(
-            SECONDS, "Time from the first token of a request to its last token."
-        )
-        self.request_inference_time_seconds = Histogram(
-            SECONDS, "Time from the first scheduled step of a request to its last token."
-        )
+        arrival, scheduled = "Time from the arrival of a request to its", "first scheduled step"
+        begun = f"Time from the {scheduled} of a request to its"
+        first = "Time from the first token of a request to its"
+        self.time_to_first_token_seconds = Histogram(SECONDS, f"{arrival} first token.")
+        between = "Time between two steps that gave a sequence tokens."
+        self.inter_token_latency_seconds = Histogram(SECONDS, between)
+        self.e2e_request_latency_seconds = Histogram(SECONDS, f"{arrival} last token.")
+        self.request_queue_time_seconds = Histogram(SECONDS, f"{arrival} {scheduled}.")
+        self.request_prefill_time_seconds = Histogram(SECONDS, f"{begun} first token.")
+        self.request_decode_time_seconds = Histogram(SECONDS, f"{first} last token.")
+        self.request_inference_time_seconds = Histogram(SECONDS, f"{begun} last token.")
         self.request_prompt_tokens = Histogram(TOKENS, "Prompt tokens of a request.")
         self.request_generation_tokens = Histogram(TOKENS, "Generated tokens of a sequence.")
         self.request_params_n = Histogram(COUNTS, "The n parameter of a request.")
@@ -140,10 +150,15 @@ class ServerMetrics:
         self._recorder.steps.clear()
         for output in outputs:
             self._take(output)
-        if self._engine.scheduler.num_preemptions != self._num_preemptions:
+        scheduler = self._engine.scheduler
+        if scheduler.num_preemptions != self._num_preemptions:
             self._update_preemptions()
         if self._engine.loras.loaded.max_loras:
-            self._update_adapters()
+            used = [(r.lora, r.status) for r in scheduler.requests() if r.lora is not None]
+            names = [(adapter_name(key), status) for key, status in used]
+            running, waiting = RequestStatus.RUNNING, RequestStatus.WAITING
+            self.running_adapters = frozenset(name for name, at in names if at is running)
+            self.waiting_adapters = frozenset(name for name, at in names if at is waiting)
 
     def _take(self, output: RequestOutput) -> None:
         histograms, times = self.distributions, output.times
@@ -160,9 +175,8 @@ class ServerMetrics:
                 ttft = times.first_token - times.arrival
                 histograms.time_to_first_token_seconds.observe(ttft)
             histograms.request_queue_time_seconds.observe(times.first_scheduled - times.arrival)
-            histograms.request_prefill_time_seconds.observe(
-                times.first_token - times.first_scheduled
-            )
+            prefill = times.first_token - times.first_scheduled
+            histograms.request_prefill_time_seconds.observe(prefill)
             histograms.request_prompt_tokens.observe(output.num_prompt_tokens)
         last[output.index] = times.last_token
         if output.finish_reason is None:
@@ -187,8 +201,154 @@ class ServerMetrics:
             if request.num_preemptions:
                 self._times_preempted[request.sequence_id] = request.num_preemptions
 
-    def _update_adapters(self) -> None:
-        used = [(r.lora, r.status) for r in self._engine.scheduler.requests() if r.lora is not None]
-        used = [(adapter_name(key), status) for key, status in used]
-        self.running_adapters = frozenset(n for n, at in used if at is RequestStatus.RUNNING)
-        self.waiting_adapters = frozenset(n for n, at in used if at is RequestStatus.WAITING)
+
+Labels = Mapping[str, str]
+Values = Sequence[tuple[Labels, float]]
+"""Values of a metric, each with the labels that it has beside the model's."""
+Scalars = Mapping[str, tuple[str, float]]
+"""Text and value by name."""
+
+
+def exposition(engine: Engine, loop: EngineLoop, model_name: str) -> CollectorRegistry:
+    """The metrics of one engine, in a registry of their own, so that a process may hold several."""
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)
+    for metric in (llmopt_metric, vllm_metric):
+        registry.register(_ServerCollector(metric, engine, loop, model_name))
+    return registry
+
+
+def speed_features(engine: Engine) -> dict[str, str]:
+    """The engine's performance options and their settings, as labels."""
+    config, limits = engine.config, engine.scheduler.config
+    speculation, eviction = config.speculation, limits.eviction
+    return {
+        "prefix_caching": "on" if config.enable_prefix_caching else "off",
+        "chunked_prefill_tokens": str(limits.prefill_chunk_size or limits.max_num_batched_tokens),
+        "speculation": "off" if speculation is None else str(speculation.method),
+        "kv_cache_dtype": engine.stats.kv_dtype,
+        "kv_eviction": "off" if eviction is None else f"{eviction.method} {eviction.budget}",
+        "num_lora_adapters": str(engine.loras.loaded.max_loras),
+        "overlapped_loop": "on" if config.overlaps(engine.device.type) else "off",
+        "tensor_parallel_size": str(config.tensor_parallel_size),
+        "scheduling_policy": str(config.scheduling_policy),
+    }
+
+
+class _ServerCollector(Collector):
+    """All metrics of the server under one engine's names, by `metric`: None for one that it has not."""
+
+    def __init__(
+        self, metric: Callable[[str], str | None], engine: Engine, loop: EngineLoop, model_name: str
+    ) -> None:
+        self._metric, self._loop = metric, loop
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._features, device = speed_features(engine), engine.device
+        # A benchmark's client compares the GPU.
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+        self._device = {"device": str(device), "gpu": gpu}
+
+    def collect(self) -> Iterator[Metric]:
+        metrics, stats = self._loop.metrics, self._loop.metrics.stats
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        gauges: Scalars = {
+            "num_requests_running": ("Sequences that are running.", stats.num_running),
+            "num_requests_waiting": (
+                "Sequences that are waiting to be scheduled.",
+                stats.num_waiting,
+            ),
+            "kv_cache_usage_ratio": (
+                "KV-cache usage: the fraction of blocks in use, 0 to 1.",
+                used,
+            ),
+            "ready": ("1 while the server is ready.", float(self._loop.is_ready)),
+        }
+        for name, (text, value) in gauges.items():
+            yield from self._family(GaugeMetricFamily, name, text, [({}, value)])
+        for name, text, labels, value in self._infos(metrics):
+            yield from self._family(GaugeMetricFamily, name, text, [(labels, value)])
+        for name, (text, value) in _counters(metrics).items():
+            yield from self._family(CounterMetricFamily, name, text, [({}, value)])
+        parts = "Time of the steps by part: scheduling, model with sampler, output processing."
+        finished, responses = metrics.finished, metrics.responses.copy()
+        reasons = "Finished sequences by finish reason."
+        for name, text, label, counts in (
+            ("request_success", reasons, "finished_reason", finished),
+            ("step_seconds", parts, "part", metrics.step_seconds),
+            ("http_responses", "HTTP responses by status.", "status", responses),
+        ):
+            values = [({label: str(key)}, value) for key, value in counts.items()]
+            yield from self._family(CounterMetricFamily, name, text, values)
+        for name, histogram in vars(metrics.distributions).items():
+            yield self._histogram(name, histogram)
+
+    def _infos(self, metrics: ServerMetrics) -> Iterable[tuple[str, str, Labels, float]]:
+        """Gauges whose labels are the information."""
+        stats = metrics.stats
+        adapters = {
+            "running_lora_adapters": ",".join(sorted(metrics.running_adapters)),
+            "waiting_lora_adapters": ",".join(sorted(metrics.waiting_adapters)),
+            "max_lora": self._features["num_lora_adapters"],
+        }
+        cache = {
+            "block_size": str(stats.kv_tokens_total // max(1, stats.kv_blocks_total)),
+            "num_gpu_blocks": str(stats.kv_blocks_total),
+            "cache_dtype": stats.kv_dtype,
+            "enable_prefix_caching": str(self._features["prefix_caching"] == "on"),
+        }
+        in_use = "LoRA adapters in use, in the labels; the value is the current Unix time."
+        return (
+            ("lora_requests_info", in_use, adapters, time.time()),
+            ("cache_config_info", "KV-cache configuration, in the labels; always 1.", cache, 1),
+            ("feature_info", "Performance options, in the labels; always 1.", self._features, 1),
+            ("device_info", "The device, in the labels; always 1.", self._device, 1),
+        )
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        values: Values,
+    ) -> Iterator[Metric]:
+        if (exposed := self._metric(name)) is None:
+            return
+        names = [*self._labels, *(values[0][0] if values else ())]
+        family = kind(exposed, text, labels=names)
+        for labels, value in values:
+            family.add_metric([*self._labels.values(), *labels.values()], value)
+        yield family
+
+    def _histogram(self, name: str, histogram: Histogram) -> Metric:
+        exposed = str(self._metric(name))
+        family = HistogramMetricFamily(exposed, histogram.text, labels=list(self._labels))
+        total, buckets = 0, []
+        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+        for bound, count in zip(bounds, list(histogram.counts), strict=True):
+            total += count
+            buckets.append((bound, total))
+        family.add_metric(list(self._labels.values()), buckets, histogram.sum)
+        return family
+
+
+def _counters(metrics: ServerMetrics) -> Scalars:
+    stats = metrics.stats
+    evicted = "Tokens evicted to the KV-cache budget, cumulative."
+    kept = "Tokens kept whenever a sequence was compacted to the KV-cache budget, cumulative."
+    return {
+        "num_preemptions": ("Preempted sequences, cumulative.", stats.num_preemptions),
+        "prefix_cache_queries": (
+            "Tokens looked up in the prefix cache.",
+            stats.prefix_cache_queries,
+        ),
+        "prefix_cache_hits": ("Prefix-cache hits, in tokens.", stats.prefix_cache_hits),
+        "kv_evicted_tokens": (evicted, stats.num_evicted_tokens),
+        "kv_kept_tokens": (kept, stats.num_kept_tokens),
+        "spec_decode_num_drafts": ("Drafts verified by the target model.", stats.num_drafts),
+        "spec_decode_num_draft_tokens": ("Draft tokens proposed.", stats.num_draft_tokens),
+        "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", stats.num_accepted_tokens),
+        "prompt_tokens": ("Prompt tokens processed.", metrics.num_prompt_tokens),
+        "generation_tokens": ("Generated tokens.", metrics.num_generation_tokens),
+        "steps": ("Steps of the engine.", metrics.num_steps),
+        "failed_steps": ("Steps that failed; their requests ended.", metrics.num_failed_steps),
+    }

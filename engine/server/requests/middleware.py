@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -20,9 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
-from .keys import KeyRing, Principal
 from .observe import LogEvent, body_text
-from .request_record import WRITE_KEY, RequestRecord, record_of
+from .request_record import WRITE_KEY, KeyRing, Principal, RequestRecord, record_of
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +38,8 @@ DISCARD_SECONDS = 2.0
 
 
 class RequestMiddleware:
-    """ASGI middleware that checks and buffers each request.
-
-    Reading health probes and the page's static files needs no key; only POST has a body.
-    """
+    """ASGI middleware that checks and buffers each request. Reading health probes and the page's static files
+    needs no key; only POST has a body."""
 
     OPEN_PATHS = frozenset({"/", "/health", "/ready"})
     OPEN_PREFIX = "/page/"
@@ -62,54 +60,41 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = record_of(scope)
+        record, body = record_of(scope), None
         try:
-            await self._handle(scope, receive, send, record)
-        finally:
-            record.let_go()
-
-    async def _handle(
-        self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
-    ) -> None:
-        try:
-            self._check_headers(scope)
-            self._check_host(scope)
-            self._check_origin(scope)
-            record.principal = self._principal(scope)
-            body = await self._body(scope, receive, record)
-            if body is None:
-                return
+            try:
+                self._check_size_and_host(scope)
+                self._check_origin(scope)
+                record.principal = self._principal(scope)
+                body = await self._body(scope, receive, record)
+            except ApiError as error:
+                await error_response(error, scope["path"])(scope, receive, send)
             if self._options.log_prompts and body:
                 # As JSON: a newline in a path or a body must not look like another line of the log.
                 fields = {"path": scope["path"], "body": body_text(body)}
                 _log.info(LogEvent("request body", fields))
-        except ApiError as error:
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
-        await self._app(scope, _replay(body, receive), send)
+            if body is not None:
+                await self._app(scope, _replay(body, receive), send)
+        finally:
+            record.let_go()
 
-    def _check_headers(self, scope: Scope) -> None:
+    def _check_size_and_host(self, scope: Scope) -> None:
+        most = self._options.max_header_bytes
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
-        if size > self._options.max_header_bytes:
-            raise ApiError(
-                431,
-                f"request line and headers take {size} bytes: the limit is "
-                f"{self._options.max_header_bytes}",
-                code="headers_too_large",
-            )
-
-    def _check_host(self, scope: Scope) -> None:
+        if size > most:
+            problem = f"request line and headers take {size} bytes: the limit is {most}"
+            raise ApiError(431, problem, code="headers_too_large")
         names = self._options.host_names
         host = Headers(scope=scope).get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-        if names is None or name in ("localhost", *names) or _is_address(name):
+        if names is None or name in ("localhost", *names):
             return
-        raise ApiError(
-            421,
-            "the Host header must be an address or localhost; --allowed-host adds a name",
-            code="unknown_host",
-        )
+        try:
+            ip_address(name.strip("[]"))
+        except ValueError:
+            problem = "the Host header must be an address or localhost; --allowed-host adds a name"
+            raise ApiError(421, problem, code="unknown_host") from None
 
     def _check_origin(self, scope: Scope) -> None:
         """Refuse a POST that a browser sends for another site's page without asking first: one whose type is
@@ -120,12 +105,8 @@ class RequestMiddleware:
             return
         own = origin.partition("://")[2] == headers.get("host", "")
         if not own and not {"*", origin} & {*self._options.cors_origins}:
-            raise ApiError(
-                400,
-                f"a page of {origin} has to send Content-Type: application/json, and be of an origin that "
-                "--cors-origin allows",
-                code="foreign_origin",
-            )
+            need = "Content-Type: application/json, and be of an origin that --cors-origin allows"
+            raise ApiError(400, f"a page of {origin} has to send {need}", code="foreign_origin")
 
     def _principal(self, scope: Scope) -> Principal | None:
         """Whose key the request has, in OpenAI's header or Anthropic's; None for open paths without one.
@@ -143,19 +124,16 @@ class RequestMiddleware:
         is_open = path in self.OPEN_PATHS or path.startswith(self.OPEN_PREFIX)
         if is_open and scope["method"] in ("GET", "HEAD"):
             return None
-        raise ApiError(
-            401,
-            "the API key is missing or wrong",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        headers = {"WWW-Authenticate": "Bearer"}
+        problem = "the API key is missing or wrong"
+        raise ApiError(401, problem, code="invalid_api_key", headers=headers)
 
     async def _body(self, scope: Scope, receive: Receive, record: RequestRecord) -> bytes | None:
         """Read the request's body; None if the client disconnected first. Raises `ApiError`: the body is too
         large, or takes too long, or its key has too many in memory."""
         if scope["method"] in ("GET", "HEAD"):
             return b""
-        max_bytes = self._options.max_body_bytes
+        max_bytes, closing = self._options.max_body_bytes, {"Connection": "close"}
         # h11 has validated that it is a number.
         declared = int(Headers(scope=scope).get("content-length", 0))
         chunks: list[bytes] = []
@@ -175,12 +153,9 @@ class RequestMiddleware:
                     record.hold("bytes of bodies", len(chunks[-1]), BODIES_PER_KEY * max_bytes)
                     has_more = message.get("more_body", False)
         except TimeoutError:
-            raise ApiError(
-                408,
-                f"the request was not complete after {self._options.body_timeout_seconds:g} s",
-                code="timeout",
-                headers={"Connection": "close"},
-            ) from None
+            seconds = self._options.body_timeout_seconds
+            problem = f"the request was not complete after {seconds:g} s"
+            raise ApiError(408, problem, code="timeout", headers=closing) from None
         problem = f"is larger than the limit of {max_bytes} bytes"
         if num_opened > self._max_opened:
             problem = f"holds more than {self._max_opened} lists and objects: send fewer parts"
@@ -190,13 +165,11 @@ class RequestMiddleware:
             return b"".join(chunks)
         chunks.clear()
         if has_more:
-            await _discard(receive)
-        raise ApiError(
-            413,
-            f"the body {problem}",
-            code="body_too_large",
-            headers={"Connection": "close"},
-        )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DISCARD_SECONDS):
+                    while (await receive()).get("more_body"):
+                        pass
+        raise ApiError(413, f"the body {problem}", code="body_too_large", headers=closing)
 
 
 MAX_ON_LOOP = 256 * 1024
@@ -246,25 +219,14 @@ def parsed(model: type[BaseModel], body: bytes) -> BaseModel:
     was_enabled = gc.isenabled()
     gc.disable()  # it would look through the new lists again and again
     try:
-        return model.model_validate(_json(body))
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    else:
+        return model.model_validate(value)
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _json(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -275,15 +237,6 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return first.pop() if first else await receive()
 
     return replayed
-
-
-async def _discard(receive: Receive) -> None:
-    try:
-        async with asyncio.timeout(DISCARD_SECONDS):
-            while (await receive()).get("more_body"):
-                pass
-    except TimeoutError:
-        pass
 
 
 class HeadMiddleware:

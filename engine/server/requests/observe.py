@@ -55,11 +55,8 @@ class LogEvent:
 
 def body_text(body: bytes) -> str:
     """A request's body for the log: of images in base64 their begin and length."""
-    return _BASE64.sub(_shortened, body).decode(errors="replace")
-
-
-def _shortened(run: re.Match[bytes]) -> bytes:
-    return run[0][:32] + b"... (%d characters)" % len(run[0])
+    short = _BASE64.sub(lambda run: run[0][:32] + b"... (%d characters)" % len(run[0]), body)
+    return short.decode(errors="replace")
 
 
 class TextFormatter(DefaultFormatter):
@@ -110,11 +107,9 @@ def configure_logging(form: LogFormat) -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to `sys.stderr` as it is at each line: a process may replace it after the server's start.
-
-    Lines that nobody takes are dropped, and counted in the next one that somebody does: who starts a server
-    with a pipe and does not read it would find it standing still once the pipe is full.
-    """
+    """Writes to `sys.stderr` as it is at each line: a process may replace it after the server's start. Lines
+    that nobody takes are dropped, and counted in the next one that somebody does: who starts a server with a
+    pipe and does not read it would find it standing still once the pipe is full."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,10 +163,8 @@ _access = logging.getLogger("llmopt.access")
 
 
 class ObservingMiddleware:
-    """Makes a `RequestRecord` of each request, and reports it once the response has ended.
-
-    Every response has an `x-request-id`: the client's, where that is well-formed, or a random one.
-    """
+    """Makes a `RequestRecord` of each request, and reports it once the response has ended. Every response has
+    an `x-request-id`: the client's, where that is well-formed, or a random one."""
 
     def __init__(self, app: ASGIApp, count: Counter[int]) -> None:
         self._app = app
@@ -181,13 +174,23 @@ class ObservingMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        record = _record(scope, headers)
+        given, client = Headers(scope=scope).get("x-request-id", ""), scope.get("client")
+        record = RequestRecord(
+            given if re.fullmatch(REQUEST_ID, given) else new_request_id(),
+            scope["method"],
+            quote(scope["path"]),
+            f"{client[0]}:{client[1]}" if client else "",
+        )
         set_record(scope, record)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._respond(record, message)
+                record.status = message["status"]
+                self._count[message["status"]] += 1
+                added = [(b"x-request-id", record.request_id.encode())]
+                if record.ignored:
+                    added.append((b"x-ignored-fields", ", ".join(record.ignored).encode()))
+                message["headers"] = [*message.get("headers", ()), *added]
             await send(message)
 
         try:
@@ -199,26 +202,6 @@ class ObservingMiddleware:
             seconds = time.perf_counter() - record.began
             if _access.isEnabledFor(logging.INFO):
                 _access.info(AccessLine("request", _fields(record, totals, seconds)))
-
-    def _respond(self, record: RequestRecord, message: Message) -> None:
-        record.status = message["status"]
-        self._count[message["status"]] += 1
-        added = [(b"x-request-id", record.request_id.encode())]
-        if record.ignored:
-            added.append((b"x-ignored-fields", ", ".join(record.ignored).encode()))
-        message["headers"] = [*message.get("headers", ()), *added]
-
-
-def _record(scope: Scope, headers: Headers) -> RequestRecord:
-    given = headers.get("x-request-id", "")
-    request_id = given if re.fullmatch(REQUEST_ID, given) else new_request_id()
-    client = scope.get("client")
-    return RequestRecord(
-        request_id,
-        scope["method"],
-        quote(scope["path"]),
-        f"{client[0]}:{client[1]}" if client else "",
-    )
 
 
 def _fields(record: RequestRecord, totals: Totals, seconds: float) -> dict[str, Any]:

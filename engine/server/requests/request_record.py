@@ -1,10 +1,12 @@
-"""Engine requests, the asynchronous streams of their outputs, and the record of a request: for log lines,
-with its tenant, the API key.
+"""Engine requests, the asynchronous streams of their outputs, API keys, and the record of a request for log
+lines, with its tenant, the API key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import time
 import uuid
 from collections import Counter
@@ -12,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -21,10 +23,7 @@ from ...base.image_input import NO_IMAGES, Images
 from ...base.sampling_params import PoolingParams, SamplingParams
 from ...scheduling.outputs import RequestOutput, num_logprobs
 from ..protocol.errors import ApiError, TooMany
-
-if TYPE_CHECKING:
-    from .keys import Principal
-
+from ..protocol.server_options import ServerOptions
 
 SLICE = 16
 """Outputs that one stream takes before others get their turn on the event loop."""
@@ -78,7 +77,7 @@ class OutputStream:
 
     Attributes:
         last_outputs: the latest output of each sequence, by request id and index.
-        is_held: whether its sequences wait for the reader.
+        is_held: True if its sequences wait for the reader.
     """
 
     def __init__(
@@ -122,9 +121,8 @@ class OutputStream:
         return self._num_unfinished == 0
 
     def push(self, output: RequestOutput | ApiError) -> None:
-        if not isinstance(
-            output, ApiError
-        ):  # tokens are counted though a client takes none of them
+        # Tokens are counted though a client takes none of them.
+        if not isinstance(output, ApiError):
             self.last_outputs[output.request_id, output.index] = output
             self._num_unread += _weight(output)
             if not self.is_held and self._num_unread > self._most_unread:
@@ -147,11 +145,8 @@ def _weight(output: RequestOutput) -> int:
 
 
 def cache_salt(tenant: int, salt: str | None) -> bytes:
-    """Salt of the prefix cache's hashes.
-
-    A hit is seen in `cached_tokens` and in the time to first token, so that tenants who shared the cache
-    could find out each other's prompts. `salt`, of the request, separates the users of one key likewise.
-    """
+    """Salt of the prefix cache's hashes. A hit shows in `cached_tokens` and in the TTFT, by which tenants who
+    shared the cache could find out each other's prompts. `salt`, of the request, separates users of a key."""
     return b"" if tenant == 0 and salt is None else f"{tenant}/{salt or ''}".encode()
 
 
@@ -165,10 +160,50 @@ CURRENT: ContextVar[RequestRecord | None] = ContextVar("llmopt_request", default
 """The request that a log line belongs to: every coroutine of a request runs in a copy of its context."""
 
 
+@dataclass(slots=True, eq=False)
+class Principal:
+    """One client.
+
+    Attributes:
+        number: index of the API key, which separates prefix caches and worker threads.
+        key_name: name of the API key, never the key; None without keys.
+        is_admin: True if the client may see metrics and the engine's state, and load adapters.
+        held: memory that its open requests take, by kind.
+    """
+
+    number: int
+    key_name: str | None
+    is_admin: bool
+    held: Counter[str] = field(default_factory=Counter)
+
+
+class KeyRing:
+    """The API keys of the options. Without any, all clients are one, an admin."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        admin, keys = options.admin_api_key, options.api_keys
+        named = {key: f"api-key-{number}" for number, key in enumerate(keys, 1)}
+        if admin is not None:
+            named.setdefault(admin, "admin")
+        self._anyone = None if named else Principal(0, None, True)
+        self._digests = [
+            (hashlib.sha256(key.encode()).digest(), Principal(number, name, admin in (None, key)))
+            for number, (key, name) in enumerate(named.items())
+        ]
+
+    def find(self, secret: bytes) -> Principal | None:
+        """The client with this key. Digests are compared in constant time, each with every key's."""
+        given, match = hashlib.sha256(secret).digest(), self._anyone
+        for expected, principal in self._digests:
+            if hmac.compare_digest(given, expected):
+                match = principal
+        return match
+
+
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Tokens of a request so far, and the latencies that are known; seconds from its arrival, the last two
-    from the step before."""
+    """Tokens of a request so far, and the latencies that are known: queue and TTFT from its arrival, decode
+    from its first token."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -176,8 +211,6 @@ class Totals:
     finish_reasons: tuple[str, ...] = ()
     queue_seconds: float | None = None
     ttft_seconds: float | None = None
-    e2e_seconds: float | None = None
-    prefill_seconds: float | None = None
     decode_seconds: float | None = None
 
 
@@ -187,12 +220,12 @@ class RequestRecord:
 
     Attributes:
         request_id: the client's `X-Request-Id`, or a random one.
-        path: without the query, percent-encoded.
-        principal: whose API key it came with; None before that is known.
-        response_id: the `id` of the response, with which the engine's request ids begin.
-        stream: the engine's outputs; None for requests that generate nothing.
-        held: what it takes in memory until its end, by kind.
-        ignored: names of fields of its body that had no effect, for a header of the response.
+        path: path without the query, percent-encoded.
+        principal: client with the API key; None before that is known.
+        response_id: `id` of the response, with which the engine's request ids begin.
+        stream: outputs of the engine; None for requests that generate nothing.
+        held: amounts in memory until the request's end, by kind.
+        ignored: fields of the body that had no effect, for a header of the response.
     """
 
     request_id: str
@@ -256,11 +289,9 @@ class RequestRecord:
             sum(cached.values()),
             sum(output.num_output_tokens for output in outputs),
             tuple(sorted({output.finish_reason or "abort" for output in outputs})),
-            begun - arrival,
-            first - arrival,
-            last - arrival,
-            first - begun,
-            last - first,
+            queue_seconds=begun - arrival,
+            ttft_seconds=first - arrival,
+            decode_seconds=last - first,
         )
 
 

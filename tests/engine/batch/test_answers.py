@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.base.errors import BadInput
-from llmopt.engine.server.batch_file import BatchRequest
-from llmopt.engine.server.batch_run import AnswerJournal, BatchAnswer
+from llmopt.engine.server.batch import AnswerJournal, BatchAnswer, BatchRequest
 
 A, B, C = (BatchRequest(name * 32, name, "/v1/completions", 0, 0) for name in "abc")
 FINE = BatchAnswer(200, {"choices": []})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.engine.config.config import EngineConfig
-from llmopt.engine.server.batch_file import ANSWER_OPTIONS, digest_of, read_batch
+from llmopt.engine.server.batch import ANSWER_OPTIONS, digest_of, read_batch
 
 GOOD: dict[str, Any] = {
     "custom_id": "a",

@@ -18,8 +18,7 @@ from llmopt.engine.execution.step import StepResult, StepTimer
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.scheduling.step_plan import StepPlan
 from llmopt.engine.server.app import create_app
-from llmopt.engine.server.batch_file import read_batch
-from llmopt.engine.server.batch_run import OPTIONS, AnswerJournal, BatchRun
+from llmopt.engine.server.batch import OPTIONS, AnswerJournal, BatchRun, read_batch
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response

@@ -6,7 +6,7 @@ import pytest
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.http_session import server_address
 from llmopt.engine.server.protocol.server_options import ServerOptions
-from llmopt.engine.server.requests.keys import KeyRing
+from llmopt.engine.server.requests.request_record import KeyRing
 
 from ....support.live_server import make_engine, running
 

@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 from llmopt.engine.sampling.grammar import GrammarCompiler
 from llmopt.engine.server.parsing.call_grammar import calls_in_text
-from llmopt.engine.server.parsing.events import Parsed
 from llmopt.engine.server.parsing.formats import (
     FORMATS,
     HERMES,
@@ -20,6 +19,7 @@ from llmopt.engine.server.parsing.formats import (
     MISTRAL_THINK,
     QWEN3_CODER,
     THINK,
+    Parsed,
     ReasoningFormat,
     ToolFormat,
 )

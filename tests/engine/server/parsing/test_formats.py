@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.scheduling.outputs import CompletionText
 from llmopt.engine.server.parsing.calls import TextSource
-from llmopt.engine.server.parsing.events import Parsed
 from llmopt.engine.server.parsing.formats import (
     DEEPSEEK_V3,
     DEEPSEEK_V31,
@@ -33,6 +32,7 @@ from llmopt.engine.server.parsing.formats import (
     QWEN3_CODER,
     SEED_THINK,
     THINK,
+    Parsed,
     ReasoningFormat,
     ToolFormat,
     format_of_template,

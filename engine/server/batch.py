@@ -1,20 +1,24 @@
-"""Run of a batch: the server's application called without a socket, and a journal of answers.
+"""OpenAI's batch files: lines of `custom_id`, `method`, `url` and `body`, answered offline.
 
-As many requests are in flight as keep the engine's batch full; the endpoints validate, tokenize and answer
-them as they do for any client. The journal `OUTPUT.partial` is appended to line by line, so that a killed
-run has lost no finished line. A line's `id` is a digest of its request and of the model; an answer counts
-only where it agrees, so that a request that was changed is answered again. At the end a file in the order
-of the requests replaces it.
+The server's application is called without a socket: its endpoints validate, tokenize and answer requests as
+they do for any client, and as many are in flight as keep the engine's batch full. The journal
+`OUTPUT.partial` is appended to line by line, so that a killed run has lost no finished line. A line's `id` is
+a digest of its request and of the model; an answer counts only where it agrees, so that a request that was
+changed is answered again. At the end a file in the order of the requests replaces the journal.
+
+Source: https://platform.openai.com/docs/guides/batch and vLLM's `run-batch`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import math
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,8 +29,150 @@ from fastapi import FastAPI
 from ...base.atomic_io import atomic_file, no_space_or
 from ...base.errors import BadInput, Failure
 from ...base.progress import Progress
-from .batch_file import BatchFile, BatchRequest
+from ..config.config import EngineConfig
 from .protocol.server_options import ServerOptions
+
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A request of a batch file. Its body stays in the file.
+
+    Attributes:
+        id: digest of the line and of the model that answers it; 32 hexadecimal digits.
+        start, size: place of the line in the file, in bytes.
+    """
+
+    id: str
+    custom_id: str
+    url: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFile:
+    """A batch file, read and found to be without fault."""
+
+    path: Path
+    requests: tuple[BatchRequest, ...]
+
+    def bodies(self) -> Iterator[tuple[BatchRequest, bytes]]:
+        """Each request with its body as JSON, read as they are asked for."""
+        with self.path.open("rb") as file:
+            for request in self.requests:
+                file.seek(request.start)
+                line = json.loads(file.read(request.size))
+                yield request, json.dumps(line["body"]).encode()
+
+
+def read_batch(path: Path, models: Collection[str], answered_by: str) -> BatchFile:
+    """Read a batch file and check each line.
+
+    Args:
+        models: names that a body may give as its `model`.
+        answered_by: digest of the model and of the options that change its answers.
+
+    Raises:
+        BadInput: no such file, or the first line with a fault.
+    """
+    requests: list[BatchRequest] = []
+    line_of: dict[str, int] = {}
+    start = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    try:
+                        custom_id, url = _checked(line, models)
+                        if custom_id in line_of:
+                            raise BadInput(
+                                f"custom_id {custom_id!r} is that of line {line_of[custom_id]} too"
+                            )
+                    except BadInput as error:
+                        raise BadInput(f"{path}, line {number}: {error}") from error
+                    line_of[custom_id] = number
+                    digest = hashlib.sha256(answered_by.encode() + b"\n" + line.strip())
+                    requests.append(
+                        BatchRequest(digest.hexdigest()[:32], custom_id, url, start, len(line))
+                    )
+                start += len(line)
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}") from error
+    if not requests:
+        raise BadInput(f"{path} has no request: write a JSON object with custom_id, url and body")
+    return BatchFile(path, tuple(requests))
+
+
+def _checked(line: bytes, models: Collection[str]) -> tuple[str, str]:
+    """`custom_id` and `url` of a line; raises `BadInput` where it is not a request."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"not JSON: {error}") from error
+    if not isinstance(entry, dict):
+        raise BadInput("need an object with custom_id, method, url and body")
+    custom_id, url, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
+    is_text = isinstance(custom_id, str) and bool(custom_id)
+    if not is_text or re.search("[\ud800-\udfff]", custom_id):  # no UTF-8 file holds a surrogate
+        raise BadInput("custom_id: need a text that is not empty")
+    if entry.get("method", "POST") != "POST":
+        raise BadInput(f"method {entry['method']!r}: only POST")
+    if url not in URLS:
+        raise BadInput(f"url {url!r}: one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise BadInput("body: need an object")
+    if body.get("stream"):
+        raise BadInput("body.stream: a batch has no streams")
+    model = body.get("model")
+    if model is not None and model not in models:
+        raise BadInput(
+            f"body.model {model!r} is not {' or '.join(map(repr, models))}: give another --model, or "
+            "the name with --served-model-name"
+        )
+    return custom_id, url
+
+
+ANSWER_OPTIONS = (
+    "attention_sinks",
+    "cpu_activations",
+    "dtype",
+    "kv_budget",
+    "kv_cache_dtype",
+    "kv_eviction",
+    "max_model_len",
+    "seed",
+    "window",
+)
+"""Fields of `EngineConfig` that change answers. The others change speed and memory, so that a run that had
+too little of it can be resumed with other ones."""
+
+
+def digest_of(model: Path, config: EngineConfig, for_app: Mapping[str, Any]) -> str:
+    """The digest.
+
+    The checkpoint is told by names, sizes and times of its files: weights of many GiB are not read for it.
+
+    Args:
+        model: a folder or a GGUF file.
+        for_app: served name, chat template and parsers.
+    """
+    options = {name: getattr(config, name) for name in ANSWER_OPTIONS}
+    loras = {name: _files(Path(folder)) for name, folder in config.loras.items()}
+    facts = {"files": _files(model), "loras": loras, "options": options, **for_app}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _files(model: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes in bytes and times in nanoseconds of a checkpoint's files."""
+    paths = sorted(model.iterdir()) if model.is_dir() else [model]
+    return [
+        (path.name, path.stat().st_size, path.stat().st_mtime_ns)
+        for path in paths
+        if path.is_file()
+    ]
+
 
 PARTIAL_SUFFIX = ".partial"
 ID_PREFIX = "batch_req_"
@@ -48,21 +194,19 @@ class BatchAnswer:
         requests that were never sent, so that one look at `error` tells."""
         error = None
         if self.failed:
-            told = self.body.get("error") or {}
-            code = told.get("code") or told.get("type") or str(self.status)
-            error = {"code": code, "message": told.get("message", "")}
+            given = self.body.get("error") or {}
+            code = given.get("code") or given.get("type") or str(self.status)
+            error = {"code": code, "message": given.get("message", "")}
         response = {"status_code": self.status, "request_id": request.id, "body": self.body}
-        line = {
-            "id": ID_PREFIX + request.id,
-            "custom_id": request.custom_id,
-            "response": response,
-            "error": error,
-        }
+        line = {"id": ID_PREFIX + request.id, "custom_id": request.custom_id, "response": response}
+        line |= {"error": error}
         return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Line:
+    """Place of an answer in a file, in bytes, and its HTTP status."""
+
     file: BinaryIO
     start: int
     size: int
@@ -82,7 +226,7 @@ class AnswerJournal:
         self.output = output
         self.notes: list[str] = []
         self._requests = requests
-        self._places: dict[str, _Place] = {}
+        self._lines: dict[str, _Line] = {}
         self._finished: BinaryIO | None = None
         self.journal = output.with_name(output.name + PARTIAL_SUFFIX)
         is_new = not self.journal.exists()
@@ -99,8 +243,18 @@ class AnswerJournal:
             if restart:
                 self._file.truncate(0)
                 self._file.seek(0)
-            else:
-                self._read_all()
+                return
+            num_others = self._read(self._file)
+            if output.exists():
+                self._finished = output.open("rb")
+                num_others += self._read(self._finished)
+            if num_others and not self._lines:
+                raise BadInput(
+                    f"{output} holds answers of another batch, model or options: --restart throws them "
+                    "away, --output chooses another place"
+                )
+            if num_others:
+                self.notes.append(f"{num_others} earlier answers are to requests that have changed")
         except BaseException:
             self._file.close()
             if is_new:
@@ -116,14 +270,14 @@ class AnswerJournal:
             self._finished.close()
 
     def __contains__(self, request: BatchRequest) -> bool:
-        return request.id in self._places
+        return request.id in self._lines
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._lines)
 
     @property
     def num_failed(self) -> int:
-        return sum(place.status != 200 for place in self._places.values())
+        return sum(line.status != 200 for line in self._lines.values())
 
     def append(self, request: BatchRequest, answer: BatchAnswer) -> None:
         """Write an answer into the journal; from then on it survives a kill."""
@@ -133,35 +287,20 @@ class AnswerJournal:
             self._file.flush()
         except OSError as error:
             raise no_space_or(error, self.journal) from error
-        self._places[request.id] = _Place(self._file, start, len(line), answer.status)
+        self._lines[request.id] = _Line(self._file, start, len(line), answer.status)
 
     def finish(self) -> None:
         """Write the output in the order of the requests, all of which are answered, and drop the journal."""
         with atomic_file(self.output) as out:
             for request in self._requests:
-                place = self._places[request.id]
-                place.file.seek(place.start)
-                out.write(place.file.read(place.size))
+                line = self._lines[request.id]
+                line.file.seek(line.start)
+                out.write(line.file.read(line.size))
         self.journal.unlink()
 
-    def _read_all(self) -> None:
-        num_others = self._read(self._file)
-        if self.output.exists():
-            self._finished = self.output.open("rb")
-            num_others += self._read(self._finished)
-        if num_others and not self._places:
-            raise BadInput(
-                f"{self.output} holds answers of another batch, model or options: --restart throws them "
-                "away, --output chooses another place"
-            )
-        if num_others:
-            self.notes.append(f"{num_others} earlier answers are to requests that have changed")
-
     def _read(self, file: BinaryIO) -> int:
-        """Take the answers to requests of this batch; returns how many others there are.
-
-        Of the journal, a last line that a kill cut off is removed.
-        """
+        """Take the answers to requests of this batch; returns how many others there are. A last line of the
+        journal that a kill cut off is removed."""
         wanted = {ID_PREFIX + request.id: request.id for request in self._requests}
         num_others = start = 0
         file.seek(0)
@@ -174,7 +313,7 @@ class AnswerJournal:
             except (ValueError, TypeError, KeyError):
                 name, status = "", 0
             if name in wanted:
-                self._places[wanted[name]] = _Place(file, start, len(line), status)
+                self._lines[wanted[name]] = _Line(file, start, len(line), status)
             else:
                 num_others += 1
             start += len(line)
@@ -223,23 +362,21 @@ class BatchRun:
 
     async def _run(self, num_flights: int) -> None:
         transport = httpx.ASGITransport(self._app)
+
+        async def answer_all() -> None:
+            for request, body in self._left:
+                answer = await self._answer(client, request, body)
+                self.num_tokens += int((answer.body.get("usage") or {}).get("total_tokens", 0))
+                self._answers.append(request, answer)
+                self._progress.advance()
+
         async with (
             self._app.router.lifespan_context(self._app),
             httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
             asyncio.TaskGroup() as group,
         ):
-            left = self._left
             for _ in range(num_flights):
-                group.create_task(self._answer_all(client, left))
-
-    async def _answer_all(
-        self, client: httpx.AsyncClient, left: Iterator[tuple[BatchRequest, bytes]]
-    ) -> None:
-        for request, body in left:
-            answer = await self._answer(client, request, body)
-            self.num_tokens += _num_tokens(answer.body)
-            self._answers.append(request, answer)
-            self._progress.advance()
+                group.create_task(answer_all())
 
     async def _answer(
         self, client: httpx.AsyncClient, request: BatchRequest, body: bytes
@@ -280,7 +417,3 @@ def reproducible(body: dict[str, Any], created: int) -> dict[str, Any]:
         none = {name: dict.fromkeys(usage[name], 0) for name in _CACHED if usage.get(name)}
         body["usage"] = {name: v for name, v in (usage | none).items() if name != "seconds"}
     return body
-
-
-def _num_tokens(body: dict[str, Any]) -> int:
-    return int((body.get("usage") or {}).get("total_tokens", 0))
