@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
     from ...engine.planner.answer import Answer
-    from ...engine.planner.images import ImageLoad
+    from ...engine.planner.load import ImageLoad
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
     from ...quant.families.shapes import ModelShape
 

@@ -54,15 +54,10 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Answers about `device`, the first one of a plan that fits, or its first one.
-
-    Attributes:
-        would_fit: options with which devices that do not fit would, and one device where several are needed.
-        full: the load with all places taken; None without a known speed, or if a given load is simulated.
-        users: the highest load within the SLO, in clients or requests per second; None without an SLO, or if
-            no load keeps it.
-        savings: cheaper ways, the cheapest first.
-    """
+    """Answers about `device`, the first one of a plan that fits, or its first one: options with which devices
+    that do not fit would, and one device where several are needed; the load with all places taken (None
+    without a known speed, or if a given load is simulated); the highest load within the SLO, in clients or
+    requests per second; and cheaper ways, the cheapest first."""
 
     device: DevicePlan
     would_fit: tuple[Change, ...]

@@ -20,11 +20,8 @@ from .probed_shape import ElementBytes, ProbedShape
 
 @dataclass(frozen=True, slots=True)
 class KvDtype:
-    """A KV-cache dtype.
-
-    `block` elements of a head take `block_bytes`, block scales included; `scale_bytes` are added once per
-    vector (a key or a value of one head, or a latent).
-    """
+    """A KV-cache dtype. `block` elements of a head take `block_bytes`, block scales included; `scale_bytes`
+    are added once per vector (a key or a value of one head, or a latent)."""
 
     name: str
     block: int
@@ -186,13 +183,8 @@ class CachedShape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KvCacheBudget:
-    """KV-cache budget of a device.
-
-    Attributes:
-        budget_bytes: memory that the engine may use in total.
-        taken: bytes used by other things than the cache, by name.
-        advice: what to change, besides `max_model_len`, if the budget is too small.
-    """
+    """KV-cache budget of a device: bytes for the engine in total, bytes of them for other things by name, and
+    a change besides `max_model_len` if the budget is too small."""
 
     budget_bytes: int
     taken: Mapping[str, int] = field(default_factory=dict)
@@ -225,12 +217,10 @@ class KvCacheBudget:
         return cls(int(total_bytes * utilization), taken, advice)
 
     def less(self, name: str, num_bytes: int) -> KvCacheBudget:
-        """The budget without `num_bytes` for something else."""
         return replace(self, taken={**self.taken, name: num_bytes}) if num_bytes else self
 
     @property
     def num_bytes(self) -> int:
-        """Bytes left for the KV cache."""
         return max(0, self.budget_bytes - sum(self.taken.values()))
 
     def __str__(self) -> str:
@@ -243,9 +233,8 @@ class KvCacheBudget:
 
 @dataclass(frozen=True, slots=True)
 class CacheRequest:
-    """Options of the KV cache: at most one of the two explicit sizes, and the engine's limits. A block
-    spans all layers; `max_model_len` is the most tokens of a sequence that stay in the cache.
-    """
+    """Options of the KV cache: at most one of the two explicit sizes, and the engine's limits. A block spans
+    all layers; `max_model_len` is the most tokens of a sequence that stay in the cache."""
 
     bytes_per_element: float | Fraction
     block_size: int
@@ -269,7 +258,6 @@ class CacheSize:
 
     @property
     def num_tokens(self) -> int:
-        """Capacity of the cache in tokens."""
         return self.num_blocks * self.block_size
 
     @property
@@ -338,11 +326,9 @@ class StateSlots:
 def size_states(
     slot_bytes: int, max_num_seqs: int, *, caching: bool, memory_bytes: int | None
 ) -> StateSlots:
-    """A slot for each of `max_num_seqs` sequences and, with prefix `caching`, as many checkpoints.
-
-    Where they would take more than their share of `memory_bytes` (None: no limit), checkpoints are left out
-    first, then slots, but for one.
-    """
+    """A slot for each of `max_num_seqs` sequences and, with prefix `caching`, as many checkpoints. Where they
+    would take more than their share of `memory_bytes` (None: no limit), checkpoints are left out first, then
+    slots, but for one."""
     if not slot_bytes:
         return StateSlots()
     checkpoints = max_num_seqs if caching else 0

@@ -141,7 +141,6 @@ def model_names() -> list[str]:
 
 
 def aliases() -> dict[str, str]:
-    """The table's model that each alias means."""
     return {name: entry["means"] for name, entry in _table()["aliases"].items()}
 
 
@@ -319,15 +318,9 @@ def _bundled() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts by which a model is described, from its config and headers.
-
-    Attributes:
-        family: model type.
-        num_parameters: None for a family without a rule in the table, which only a probe would count.
-        weights: stored format, such as `GGUF Q4_K_M`, `gptq int4` or `bfloat16`.
-        stored_bytes: bytes of all tensors; None without tensors next to the config.
-        context: tokens; None if the config has no limit.
-    """
+    """Facts by which a model is described, from its config and headers: parameters (None for a family without
+    a rule in the table, which only a probe would count), stored format such as `GGUF Q4_K_M`, `gptq int4` or
+    `bfloat16`, bytes of the tensors, and the longest context in tokens, if they are known."""
 
     family: str
     num_parameters: int | None
@@ -368,7 +361,7 @@ def facts_of(path: Path) -> ModelFacts:
         weights = f"GGUF {file_type(opened, blocks) if blocks else kinds[0]}"
         stored_bytes = sum(tensor.nbytes for tensor in tensors)
     else:
-        config = read_json(path / "config.json")
+        config, weights, stored_bytes = read_json(path / "config.json"), "", None
     # The shape refuses fields of a wrong kind, so it is before the others.
     num_parameters = model_shape(config).num_parameters if has_table_rule(config) else None
     if file is None:

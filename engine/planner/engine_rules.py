@@ -52,7 +52,6 @@ class CacheKnobs:
 
 
 def round_up(value: int, step: int) -> int:
-    """Round up to a multiple of `step`."""
     return -(-value // step) * step
 
 
@@ -60,19 +59,6 @@ LLAMA_CPP_STEP = 256
 BLOCK_ALIGNMENT = 16
 
 Element = float | Fraction
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """vLLM's spec of one layer: bytes of a token, and the window (0: none)."""
-
-    token_bytes: Fraction
-    window: int
-
-    def blocks(self, num_tokens: int, block_size: int, step_tokens: int) -> int:
-        if not self.window:
-            return ceil(num_tokens / block_size)
-        return ceil(min(self.window + step_tokens, num_tokens) / block_size) + 1
 
 
 def _llmopt_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
@@ -122,29 +108,31 @@ def _vllm_probed(shape: ProbedShape, tokens: int, element: Element, knobs: Cache
         else:
             window = t.window if knobs.frees_windows and shape.frees_windows else 0
             layers[t.layer, window] += entry_bytes(t, element)
-    paged = Counter(_Page(size, window) for (_, window), size in layers.items())
+    # Layers by vLLM's page spec: bytes of a token, and the window (0: none).
+    paged = Counter((size, window) for (_, window), size in layers.items())
     block = knobs.block_size
     rest = _sum(apart, element, lambda t: round_up(ceil(tokens / t.stride), block), _vllm_entry)
-    widest = max((page.token_bytes for page in paged), default=Fraction(0))
+    widest = max((size for size, _ in paged), default=Fraction(0))
     if not widest:
         return ceil(rest) + sum(states.values())
     if states:
         step = BLOCK_ALIGNMENT * widest
         block = max(block, BLOCK_ALIGNMENT * ceil(max(states.values()) / step))
-    elif all(not page.window for page in paged):
-        whole = sum(page.token_bytes * count for page, count in paged.items())
+    elif not any(window for _, window in paged):
+        whole = sum(size * count for (size, _), count in paged.items())
         return ceil(rest + whole * round_up(tokens, block))
     group = _pool_group(size for size in (*paged.values(), len(states)) if size)
     pages = ceil(len(states) / group)
-    for page, count in paged.items():
+    for (size, window), count in paged.items():
         # A narrower layer keeps more tokens in a page of the same size.
-        per_page = max(1, int(block * widest / page.token_bytes))
-        pages += ceil(count / group) * page.blocks(tokens, per_page, knobs.step_tokens)
+        per_page = max(1, int(block * widest / size))
+        kept = min(window + knobs.step_tokens, tokens) if window else tokens
+        pages += ceil(count / group) * (ceil(kept / per_page) + bool(window))
     return ceil(rest + group * pages * block * widest)
 
 
 def _pool_group(counts: Iterable[int]) -> int:
-    """Layers of a pool: the largest class of equal layers is padded to, unless it is 1.5 times the least."""
+    """Layers of a pool: smaller classes are padded to the largest, unless it is 1.5 times the smallest."""
     sizes = sorted(counts)
     return sizes[-1] if sizes[-1] < 1.5 * sizes[0] else sizes[0]
 

@@ -63,11 +63,11 @@ class LoopWorks(NamedTuple):
     packed_prompts: int
 
 
-def loop_works(loop: Loop, chunk_tokens: int = CHUNK_TOKENS) -> LoopWorks:
+def loop_works(loop: Loop) -> LoopWorks:
     """Steps of a loop. A prompt longer than a chunk counts as one step."""
     context = loop.prompt + loop.output / 2
     computed = loop.prompt - loop.cached
-    prompts = max(1, min(loop.concurrency, chunk_tokens // computed))
+    prompts = max(1, min(loop.concurrency, CHUNK_TOKENS // computed))
     attended = prompts * computed * (loop.cached + (computed + 1) / 2)
     return LoopWorks(
         StepWork.of(loop.resident, context),
@@ -105,7 +105,6 @@ def closed_loop(loop: Loop, times: LoopTimes, p: Mapping[str, Any]) -> tuple[Any
 
 
 def throughput(loop: Loop, ttft: Any, tpot: Any) -> Any:
-    """Output tokens per second of all clients."""
     return loop.concurrency * loop.output / (ttft + (loop.output - 1) * tpot)
 
 
@@ -116,7 +115,6 @@ def steady_state(
     concurrency: int,
     *,
     resident: float | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
     cached: int = 0,
     speculation: Speculation | None = None,
 ) -> SteadyState:
@@ -126,7 +124,7 @@ def steady_state(
     if resident is None:
         resident = model.resident_sequences(prompt, output)
     loop = Loop(prompt, output, concurrency, min(concurrency, resident), cached)
-    works, known = loop_works(loop, chunk_tokens), model.parameters
+    works, known = loop_works(loop), model.parameters
     decode, mixed, packed = map(model.plain_seconds, works[:3])
     times = LoopTimes(decode, mixed, packed / works.packed_prompts)
     if speculation is not None:
@@ -140,7 +138,6 @@ def steady_state(
 
 
 def _verification(decode: StepWork, speculation: Speculation) -> StepWork:
-    """A decode step that verifies the draft tokens of every sequence."""
     tokens = speculation.draft_tokens + 1
     return replace(decode, decode_sequences=tokens * decode.decode_sequences)
 
@@ -177,7 +174,6 @@ Known = Literal["model measured", "model not measured"]
 
 
 def batch_regime(clients: int) -> str:
-    """A small, medium or large batch, by the clients."""
     size = "small" if clients <= FEW else "medium" if clients <= MANY else "large"
     return f"{size} batch"
 
@@ -214,7 +210,6 @@ class ErrorBand:
 
     @property
     def text(self) -> str:
-        """The band of TPOT in words."""
         return f"{_percent(self.tpot)}, {self.alike if self.own else f'{self.num_rows} rows'}"
 
     @property
@@ -329,7 +324,6 @@ class Expectation:
         )
 
     def loaded_by(self, work: PlannedWorkload, clients: int, resident: int) -> SteadyState:
-        """Means of a closed loop of a workload's requests."""
         lengths = work.prompt_tokens, work.answer_tokens
         return self.loaded(*lengths, clients, resident, work.cached_tokens)
 

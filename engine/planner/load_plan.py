@@ -44,7 +44,6 @@ class LoadPlan:
 
     @property
     def gpu_hours_per_million(self) -> float:
-        """GPU hours of a million output tokens, with the prefill of their prompts."""
         rate = self.result.output_tokens_per_second
         return self.deployment.gpus * MILLION / rate / SECONDS_PER_HOUR
 
@@ -230,5 +229,4 @@ class LoadPlanner:
 
 
 def order_of(plan: LoadPlan) -> tuple[bool, float]:
-    """Within the SLO first, then by the GPU time of a token."""
     return not plan.keeps_slo, plan.gpu_hours_per_million

@@ -32,11 +32,9 @@ SAMPLER_COPIES = 9.70
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Memory limits and batch limits, which determine the memory besides weights and KV cache.
-
-    `chunk_tokens` is max_num_batched_tokens, `max_num_seqs` the most sequences that a step samples.
-    `kv_cache_bytes`, if set, caps the KV-cache budget.
-    """
+    """Memory limits and batch limits, which determine the memory besides weights and KV cache. `chunk_tokens`
+    is max_num_batched_tokens, `max_num_seqs` the most sequences that a step samples. `kv_cache_bytes`, if
+    set, caps the KV-cache budget."""
 
     utilization: float = DEFAULT_UTILIZATION
     chunk_tokens: int = 8192
@@ -140,12 +138,10 @@ class Deployment:
 
     @property
     def gpus(self) -> int:
-        """Devices of one replica of the model."""
         return self.tp * self.pp * self.attention_dp
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights on the fullest rank."""
         return max(stage.weight_bytes for stage in self.stages)
 
     def kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
@@ -169,11 +165,9 @@ class Deployment:
         return self._kv[key]
 
     def activation_terms(self, reserve: Reserve) -> tuple[int, int]:
-        """Peak activation memory of a prefill chunk, and of the sampler.
-
-        Prefill: T·2·(3·I/tp + 3·H): gate, up and their product, about three hidden-size tensors; routed
-        tokens are copied per expert (that part is unverified). Sampling: rows × vocabulary × 4 × 9.7.
-        """
+        """Peak activation memory of a prefill chunk, and of the sampler. Prefill: T·2·(3·I/tp + 3·H): gate,
+        up and their product, about three hidden-size tensors; routed tokens are copied per expert (that part
+        is unverified). Sampling: rows × vocabulary × 4 × 9.7."""
         shape, ranks = self.shape, self.tp
         width = 3 * shape.intermediate_size / ranks
         if (experts := shape.experts) is not None:
@@ -185,7 +179,6 @@ class Deployment:
         return ceil(prefill), ceil(sampler)
 
     def activation_bytes(self, reserve: Reserve) -> int:
-        """Peak activation memory: the larger of the two, which do not coincide."""
         return max(self.activation_terms(reserve))
 
     def overhead_bytes(self) -> int:
@@ -244,10 +237,8 @@ def check_evictable(shape: ModelShape, rule: KvEviction) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EvictedCache:
-    """KV cache of one sequence with a prompt of `num_prompt` of its `num_tokens` tokens.
-
-    The cache has the whole prompt until it is computed, then the budget and the answer.
-    """
+    """KV cache of one sequence with a prompt of `num_prompt` of its `num_tokens` tokens. The cache has the
+    whole prompt until it is computed, then the budget and the answer."""
 
     rule: KvEviction
     deployment: Deployment
@@ -262,12 +253,10 @@ class EvictedCache:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes after its prompt, in blocks, on all ranks."""
         return self.deployment.all_kv_bytes(self.num_slots, self.reserve)
 
     @property
     def prompt_kv_bytes(self) -> int:
-        """Bytes while its prompt is computed, on all ranks."""
         return self.deployment.all_kv_bytes(self.num_prompt, self.reserve)
 
     def max_sequences(self, memory_bytes: int) -> int:

@@ -33,10 +33,8 @@ RECORDS = Path(__file__).resolve().parents[2] / "docs" / "measured"
 
 @dataclass(frozen=True, slots=True)
 class OwnRow:
-    """A closed loop that a run measured: mean times in milliseconds, and the most sequences at once.
-
-    `path` is where the run had its model, whose weights were as stored.
-    """
+    """A closed loop that a run measured: mean times in milliseconds, and the most sequences at once. `path`
+    is where the run had its model, whose weights were as stored."""
 
     model: str
     path: str
@@ -68,7 +66,6 @@ class OwnRow:
         return expected.loaded(*self.loop, self.resident)
 
     def request_seconds(self, ttft_seconds: float, tpot_seconds: float) -> float:
-        """Seconds of a request with these times."""
         return ttft_seconds + (self.output_tokens - 1) * tpot_seconds
 
 

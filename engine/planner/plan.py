@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from ...base.errors import BadInput
 from .cache_size import (
@@ -67,11 +68,11 @@ class DevicePlan:
     relaxations: tuple[Relaxation, ...]
     dtypes_that_fit: tuple[DtypeChoice, ...]
     engine_cache: CacheSize | None
-    decode: StepTime | None
-    decode_bound: StepTime | None
-    prefill: StepTime | None
-    prefill_bound: StepTime | None
-    speculation: SpeculationGain | None
+    decode: StepTime | None = None
+    decode_bound: StepTime | None = None
+    prefill: StepTime | None = None
+    prefill_bound: StepTime | None = None
+    speculation: SpeculationGain | None = None
     cost: Cost | None = None
     evicted: EvictedCache | None = None
     encode_seconds: float | None = None
@@ -146,7 +147,6 @@ class DeploymentPlan:
 
     @property
     def first_that_fits(self) -> DevicePlan:
-        """The first device that fits, or the first one where none does."""
         return next((device for device in self.devices if device.fits), self.devices[0])
 
     @property
@@ -234,25 +234,11 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
     max_sequences = solver.sequences(deployment, device)
     fits = max_sequences >= workload.sequences
     limit = max(model.shape.max_context, workload.context)
-    expected = loaded = band = speculation = None
-    decode = decode_bound = prefill = prefill_bound = None
+    times: dict[str, Any] = {}
     # No times for what does not fit: they would be misleading.
     if fits and device.bandwidth is not None and device.peaks:
-        count, context = workload.sequences, workload.held_tokens
         expected = Expectation.of(deployment, device, model.name, setup)
-        decode = expected.decode(count, context)
-        decode_bound = decode_time(deployment, device, count, context, DATA_SHEET)
-        context = workload.context
-        prefill = expected.prefill(context, reserve, int(workload.prefix_share * context))
-        prefill_bound = prefill_time(deployment, device, context, reserve, DATA_SHEET)
-        loaded = expected.loaded_by(workload, count, max_sequences)
-        band = expected.band(count)
-        if (draft := setup.speculation) is not None:
-            verification = expected.decode(count, workload.held_tokens, draft.draft_tokens + 1)
-            steps = verification.seconds / decode.seconds
-            speedup = draft.speedup(steps)
-            tpot = decode.seconds / speedup
-            speculation = SpeculationGain(draft.expected_tokens, steps, speedup, tpot)
+        times = _times(expected, workload, reserve, max_sequences)
     plan = DevicePlan(
         device=device,
         deployment=deployment,
@@ -268,26 +254,43 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
         relaxations=tuple(solver.relaxations(deployment, device)),
         dtypes_that_fit=tuple(solver.dtypes_that_fit(device)),
         engine_cache=_engine_cache(deployment, device, reserve, workload, setup),
-        decode=decode,
-        decode_bound=decode_bound,
-        prefill=prefill,
-        prefill_bound=prefill_bound,
-        speculation=speculation,
         evicted=solver.evicted(deployment, reserve),
-        encode_seconds=None
-        if workload.images is None or expected is None
-        else workload.images.encode_seconds(device, expected.efficiency),
         load=load,
-        expectation=expected,
-        loaded=loaded,
-        band=band,
         engine=setup.engine,
         price=setup.price_of(device),
+        **times,
     )
     if not (speed := plan.tokens_per_second):
         return plan
     dollars = setup.dollars_per_million(device, deployment.gpus, speed)
     return replace(plan, dollars_per_million=dollars, cost=_cost(plan, workload, setup))
+
+
+def _times(
+    expected: Expectation, workload: PlannedWorkload, reserve: Reserve, max_sequences: int
+) -> dict[str, Any]:
+    """The times of a `DevicePlan`, by its fields."""
+    deployment, device, draft = expected.deployment, expected.device, expected.speculation
+    count, held, context = workload.sequences, workload.held_tokens, workload.context
+    decode, cached = expected.decode(count, held), int(workload.prefix_share * context)
+    times: dict[str, Any] = {
+        "expectation": expected,
+        "decode": decode,
+        "decode_bound": decode_time(deployment, device, count, held, DATA_SHEET),
+        "prefill": expected.prefill(context, reserve, cached),
+        "prefill_bound": prefill_time(deployment, device, context, reserve, DATA_SHEET),
+        "loaded": expected.loaded_by(workload, count, max_sequences),
+        "band": expected.band(count),
+    }
+    if draft is not None:
+        verification = expected.decode(count, held, draft.draft_tokens + 1)
+        steps = verification.seconds / decode.seconds
+        speedup = draft.speedup(steps)
+        gain = draft.expected_tokens, steps, speedup, decode.seconds / speedup
+        times["speculation"] = SpeculationGain(*gain)
+    if workload.images is not None:
+        times["encode_seconds"] = workload.images.encode_seconds(device, expected.efficiency)
+    return times
 
 
 def _engine_cache(

@@ -16,8 +16,7 @@ from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, CacheKnobs, engine_rule
 from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation
-from .images import ImageLoad
-from .load import SteadyState
+from .load import ImageLoad, SteadyState
 from .load_plan import LoadPlan
 from .memory import Deployment, Reserve
 from .plan import DeploymentPlan, DevicePlan

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fractions import Fraction
+from typing import Any
 
 from ...base.errors import BadInput
 from ...base.processor import computes_in_bf16
@@ -24,8 +25,7 @@ from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices, find_device
 from .engine_rules import engine_rule
-from .images import image_load, probed_image_tokens
-from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths
+from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load, probed_image_tokens
 from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
@@ -33,9 +33,7 @@ from .weights import RECIPES, UNQUANTIZED_BYTES, WeightRecipe, chosen_group, rec
 
 
 def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> DeploymentPlan:
-    """Make the requested plan.
-
-    `recipe` replaces the request's weights.
+    """Make the requested plan; `recipe` replaces the request's weights.
 
     Raises:
         BadInput: an invalid option value, or one that contradicts the model.
@@ -226,15 +224,9 @@ def named_recipe(
     Raises:
         BadInput: no such name, or an option that it does not have.
     """
+    options: dict[str, Any] = {"symmetric": symmetric, "plain_bytes": plain_bytes}
     if name.lower() in RECIPES:
-        return recipe_for(
-            name.lower(),
-            shape,
-            group_size,
-            symmetric=symmetric,
-            file_format=file_format,
-            plain_bytes=plain_bytes,
-        )
+        return recipe_for(name.lower(), shape, group_size, file_format=file_format, **options)
     # What follows takes a while to import.
     from ...quant.gguf.mix import ALIASES, DEFAULT_GGUF_TYPE, GGUF_TYPES
     from ...quant.methods.options import SchemeOptions
@@ -263,31 +255,26 @@ def named_recipe(
         )
     bits = None if spelled[2] is None else int(spelled[2])
     if method in ("gptq", *_INT4) and METHODS[method].choose_bits(bits) in (4, 8):
-        base = recipe_for(
-            "gptq" if method == "gptq" else f"int{bits or 4}",
-            shape,
-            group_size,
-            symmetric=symmetric,
-            file_format=file_format or (None if method == "gptq" or bits == 8 else _INT4[method]),
-            plain_bytes=plain_bytes,
-        )
-        return base if method != "gptq" or bits in (None, 4) else replace(base, bits=8, zero_bits=8)
+        base = "gptq" if method == "gptq" else f"int{bits or 4}"
+        layout = file_format or (None if method == "gptq" or bits == 8 else _INT4[method])
+        recipe = recipe_for(base, shape, group_size, file_format=layout, **options)
+        return replace(recipe, bits=8, zero_bits=8) if base == "gptq" and bits == 8 else recipe
     if file_format is not None:
         raise BadInput(f"--format has no meaning for {name}")
     if METHODS[method].grouped:
         group_size = chosen_group(RECIPES["int4"], shape, group_size)
-    options = SchemeOptions(bits=bits, group_size=group_size, symmetric=symmetric)
-    scheme = METHODS[method].scheme(options)
+    chosen = SchemeOptions(bits=bits, group_size=group_size, symmetric=symmetric)
+    scheme = METHODS[method].scheme(chosen)
     if method == "trellis":  # EXL3 with its default codebook, whose multiplier is stored
         label = f"trellis{scheme.bits}"
         return WeightRecipe(label, scheme.bits, bytes_per_input=2, bytes_per_tensor=4)
-    linears = [t for t in shape.tensors() if t.role in ("linear", "expert")]
-    bits_held = sum(
-        t.num_elements * t.count * scheme.bits_per_weight(t.out_features, t.in_features)
-        for t in linears
-    )
-    elements = sum(t.num_elements * t.count for t in linears)
-    width = Fraction(bits_held / elements).limit_denominator(1 << 20)
+    elements = num_bits = 0
+    for t in shape.tensors():
+        if t.role in ("linear", "expert"):
+            count = t.num_elements * t.count
+            num_bits += count * scheme.bits_per_weight(t.out_features, t.in_features)
+            elements += count
+    width = Fraction(num_bits / elements).limit_denominator(1 << 20)
     return WeightRecipe(scheme.label, width, scale_bits=0, plain_bytes=plain_bytes)
 
 
@@ -315,14 +302,9 @@ def _mixed(mix: str, shape: ModelShape) -> WeightRecipe:
         return Fraction(8 * size, weights)
 
     head = bits_of(output_type(mix, shape.hidden_size))
-    embedding = bits_of(embedding_type(mix, shape.hidden_size))
-    return WeightRecipe(
-        mix,
-        bits / elements,
-        scale_bits=0,
-        head_bits=head,
-        embedding_bits=head if shape.tied else embedding,
-    )
+    embedding = head if shape.tied else bits_of(embedding_type(mix, shape.hidden_size))
+    width = bits / elements
+    return WeightRecipe(mix, width, scale_bits=0, head_bits=head, embedding_bits=embedding)
 
 
 def _modules(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int], Fraction]]:

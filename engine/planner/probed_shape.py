@@ -15,10 +15,8 @@ from ..probe.facts import CachedTensor, ProbedModel
 
 
 class ElementBytes(Fraction):
-    """Mean bytes per element, with the bytes of a vector of each width (`by_width`).
-
-    Scales are per vector, so layers whose vectors differ in width take different bytes per element.
-    """
+    """Mean bytes per element, with the bytes of a vector of each width (`by_width`). Scales are per vector,
+    so layers whose vectors differ in width take different bytes per element."""
 
     __slots__ = ("by_width",)
     by_width: Mapping[int, Fraction | int]
@@ -80,7 +78,12 @@ class ProbedShape(ModelShape):
     @classmethod
     def from_facts(cls, facts: ProbedModel, raw: Mapping[str, Any]) -> ProbedShape:
         """The shape of a probed model; `raw` is its config."""
-        text = raw.get("text_config") or raw
+        text, experts = raw.get("text_config") or raw, None
+        if facts.num_experts and facts.experts_per_token:
+            with_experts = {p.layer for p in facts.parameters if p.role == "expert"}
+            dense = tuple(n for n in range(facts.num_layers) if n not in with_experts)
+            sizes = facts.num_experts, facts.experts_per_token, facts.expert_width
+            experts = Experts(*sizes, 0, dense)
         return cls(
             family=facts.family,
             num_layers=facts.num_layers,
@@ -93,7 +96,7 @@ class ProbedShape(ModelShape):
             tied=facts.tied,
             max_context=facts.max_context or _UNLIMITED,
             windows=_windows(facts),
-            experts=_experts(facts),
+            experts=experts,
             latent=_latent(facts, text),
             facts=facts,
         )
@@ -180,7 +183,6 @@ class ProbedShape(ModelShape):
     @property
     def looked_up_elements(self) -> int:
         """Elements of embeddings that are looked up, and of vision towers, which a decode step skips."""
-        """Elements of embeddings that are looked up, and of vision towers, which a decode step skips."""
         roles = ("embedding", "vision", "projector")
         skipped = sum(p.num_elements for p in self.measured.parameters if p.role in roles)
         return skipped - (self.vocab_size * self.hidden_size if self.tied else 0)
@@ -206,7 +208,6 @@ class ProbedShape(ModelShape):
         return replace(self, ranks=ranks)
 
     def cache_of_stage(self, stage: range) -> Self:
-        """The shape whose cache is that of one pipeline stage. Only valid for cache sizes."""
         return replace(self, stage=stage)
 
 
@@ -231,7 +232,6 @@ def is_indexer(tensor: CachedTensor) -> bool:
 
 
 def entry_bytes(tensor: CachedTensor, bytes_per_element: float | Fraction) -> Fraction | int:
-    """Bytes of one entry in the KV dtype."""
     return tensor.heads * vector_bytes(bytes_per_element, tensor.width)
 
 
@@ -251,14 +251,6 @@ def _windows(facts: ProbedModel) -> tuple[int | None, ...]:
         else:
             windows.append(None if layer in shared else 0)
     return tuple(windows)
-
-
-def _experts(facts: ProbedModel) -> Experts | None:
-    if not facts.num_experts or not facts.experts_per_token:
-        return None
-    with_experts = {p.layer for p in facts.parameters if p.role == "expert"}
-    dense = tuple(layer for layer in range(facts.num_layers) if layer not in with_experts)
-    return Experts(facts.num_experts, facts.experts_per_token, facts.expert_width, 0, dense)
 
 
 def _latent(facts: ProbedModel, text: Mapping[str, Any]) -> Latent | None:

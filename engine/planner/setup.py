@@ -20,8 +20,7 @@ from .cache_size import (
 )
 from .devices import Device, HourPrice
 from .engine_rules import engine_rule
-from .images import ImageLoad
-from .load import PlannedLoad
+from .load import ImageLoad, PlannedLoad
 from .memory import Reserve
 from .speed import Efficiency
 from .step_parameters import OwnRows
@@ -71,9 +70,7 @@ class Speculation:
 @dataclass(frozen=True, slots=True)
 class Prices:
     """Prices in dollars: per GPU-hour (None: as published), and per million tokens in and out of an API.
-
-    `duty_cycle` is the fraction of the day in which the GPUs have work; they are paid for all of it.
-    """
+    `duty_cycle` is the fraction of the day in which the GPUs have work; they are paid for all of it."""
 
     gpu_hour: float | None
     api_input: float | None = None
@@ -98,12 +95,10 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Dollars per million tokens at the duty cycle, and the break-even against an API.
-
-    `request` is the cost of one request, prompt and output. `break_even_requests_per_day` is the number of
-    API requests that cost as much as the GPUs; `capacity_requests_per_day` is the most that the GPUs can
-    serve. None without an API price.
-    """
+    """Dollars per million tokens at the duty cycle, and the break-even against an API. `request` is the cost
+    of one request, prompt and output. `break_even_requests_per_day` is the number of API requests that cost
+    as much as the GPUs; `capacity_requests_per_day` is the most that the GPUs can serve. None without an API
+    price."""
 
     input_per_million: float
     output_per_million: float
@@ -126,11 +121,9 @@ def cost_of(
     input_tokens_per_second: float,
     output_tokens_per_second: float,
 ) -> Cost:
-    """Cost of a workload on GPUs that alternate between prefill and decode at the given rates.
-
-    A request takes in/rate_in + out/rate_out seconds of the GPUs; at a price p per hour for all of them
-    and a duty cycle u, a busy second costs p / (3600·u).
-    """
+    """Cost of a workload on GPUs that alternate between prefill and decode at the given rates. A request
+    takes in/rate_in + out/rate_out seconds of the GPUs; at a price p per hour for all of them and a duty
+    cycle u, a busy second costs p / (3600·u)."""
     assert prices.gpu_hour is not None
     hourly = gpus * prices.gpu_hour
     second = hourly / SECONDS_PER_HOUR / prices.duty_cycle
@@ -223,11 +216,9 @@ class PlannedWorkload:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Options of the engine and the devices; None leaves one to the solver or its default.
-
-    `cpu_plain_bytes` is the element size of llmopt's engine on a CPU; None: every weight is as stored.
-    `keeps_float32`: an explicit `--dtype float32`, without which engines hold such weights in 16 bits.
-    """
+    """Options of the engine and the devices; None leaves one to the solver or its default. `cpu_plain_bytes`
+    is the element size of llmopt's engine on a CPU; None: every weight is as stored. `keeps_float32`: an
+    explicit `--dtype float32`, without which engines hold such weights in 16 bits."""
 
     tp: int | None = None
     pp: int | None = None
@@ -261,11 +252,9 @@ class Setup:
         return recipe if plain_bytes is None else recipe.as_run(shape, plain_bytes)
 
     def run_bytes(self, recipe: WeightRecipe, kind: str) -> int | None:
-        """Bytes of the dtype that plain weights are held in; None: as they are stored.
-
-        On GPUs the dtype `auto` of llmopt, vLLM and SGLang is 16 bits for float32 checkpoints too; llama.cpp
-        runs what is in its file.
-        """
+        """Bytes of the dtype that plain weights are held in; None: as they are stored. On GPUs the dtype
+        `auto` of llmopt, vLLM and SGLang is 16 bits for float32 checkpoints too; llama.cpp runs what is in
+        its file."""
         if kind == "cpu":
             return self.cpu_plain_bytes
         is_held_wide = self.keeps_float32 or self.engine == "llama.cpp"
@@ -274,7 +263,6 @@ class Setup:
 
     @property
     def duty_cycle(self) -> float:
-        """Fraction of the day in which the GPUs have work."""
         return 1.0 if self.prices is None else self.prices.duty_cycle
 
     def price_of(self, device: Device) -> HourPrice | None:

@@ -36,15 +36,10 @@ class TimesSteps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedServer:
-    """Limits and KV cache of a server, or of one of its `ranks` attention-data-parallel ranks.
-
-    Attributes:
-        limits: limits of the scheduler.
-        num_blocks: blocks of the KV cache, the null block included.
-        ranks: number of equal ranks, which step together: the step model is asked for the work of all.
-        stages: stages of a pipeline, each with a batch of its own; the batches share the blocks evenly.
-        overlapped: True with async scheduling: a step is scheduled while the one before is computed.
-    """
+    """Limits and KV cache of a server, or of one of its `ranks` attention-data-parallel ranks, which step
+    together: the step model is asked for the work of all. `num_blocks` includes the null block. Each of the
+    pipeline's `stages` has a batch of its own, and the batches share the blocks evenly. `overlapped` is async
+    scheduling: a step is scheduled while the one before is computed."""
 
     limits: SchedulerConfig
     num_blocks: int
@@ -55,7 +50,6 @@ class SimulatedServer:
 
     @property
     def batches(self) -> int:
-        """Batches that share the load, each with a schedule of its own."""
         return self.ranks * self.stages
 
 
@@ -82,7 +76,6 @@ class StepClock:
         return self._known[key]
 
     def seconds(self, plan: StepPlan) -> float:
-        """Seconds of a planned step."""
         if isinstance(plan.rows, DecodeRows):
             return self.decode(*_decoded(plan.rows))
         work = work_of(plan.rows, self._ranks)
@@ -171,10 +164,8 @@ def prompt_tokens(order: int, length: int, prefix_share: float) -> list[int]:
 
 
 class Simulation:
-    """One run of a server under a load.
-
-    Requests come at `arrivals`; in a closed loop those that are left come one by one, when another ends.
-    """
+    """One run of a server under a load. Requests come at `arrivals`; in a closed loop those that are left
+    come one by one, when another ends."""
 
     def __init__(
         self,

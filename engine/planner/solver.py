@@ -140,9 +140,8 @@ class Solver:
         one_machine = [candidate for candidate in candidates if candidate.pp == (pp or 1)]
         return one_machine[-1], None
 
-    def holds(self, deployment: Deployment, device: Device, reserve: Reserve | None = None) -> bool:
-        """Whether all of the workload's sequences run concurrently."""
-        return self.sequences(deployment, device, reserve) >= self.workload.sequences
+    def holds(self, deployment: Deployment, device: Device) -> bool:
+        return self.sequences(deployment, device) >= self.workload.sequences
 
     def sequences(
         self, deployment: Deployment, device: Device, reserve: Reserve | None = None
@@ -162,7 +161,6 @@ class Solver:
         return EvictedCache(work.eviction, deployment, reserve, *tokens)
 
     def reserve(self, deployment: Deployment, device: Device) -> Reserve:
-        """Memory limits on the device."""
         return self._setup.reserve(device, deployment.weight_bytes)
 
     def constraint(self, deployment: Deployment, device: Device) -> Constraint:

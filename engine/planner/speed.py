@@ -26,7 +26,6 @@ def attainable_flops(intensity: float, peak_flops: float, bandwidth: float) -> f
 
 
 def ridge(peak_flops: float, bandwidth: float) -> float:
-    """Ridge point: FLOP per byte at which a device changes from memory-bound to compute-bound."""
     return peak_flops / bandwidth
 
 
@@ -36,13 +35,10 @@ def streamed_weight_bytes(
     num_tokens: int,
     unquantized_bytes: float = UNQUANTIZED_BYTES,
 ) -> float:
-    """Bytes of weights that one step of `num_tokens` tokens reads.
-
-    An untied input embedding is looked up, not streamed. Of MoE experts, only those are read that a token
-    is routed to: the expected number under uniform routing, which is an upper bound. `weight_bytes` is the
-    size of all weights; `unquantized_bytes` is the element size of the embedding and the other
-    unquantized tensors.
-    """
+    """Bytes of weights that one step of `num_tokens` tokens reads. An untied input embedding is looked up,
+    not streamed. Of MoE experts, only those are read that a token is routed to: the expected number under
+    uniform routing, which is an upper bound. `weight_bytes` is the size of all weights; `unquantized_bytes`
+    is the element size of the embedding and the other unquantized tensors."""
     read = weight_bytes - shape.looked_up_elements * unquantized_bytes
     if shape.experts is None:
         return read
@@ -76,10 +72,8 @@ def decode_step_bytes(
 
 
 def decode_step_flops(shape: ModelShape, batch: int, context: float) -> float:
-    """FLOP of a decode step of `batch` sequences of `context` tokens.
-
-    MLA is counted in its absorbed form, which attends over the latents.
-    """
+    """FLOP of a decode step of `batch` sequences of `context` tokens. MLA is counted in its absorbed form,
+    which attends over the latents."""
     if shape.latent:
         per_key = shape.num_heads * (2 * shape.latent.kv_rank + shape.latent.rope_dim)
     else:
@@ -130,12 +124,10 @@ DATA_SHEET = Efficiency(1.0, 1.0, 0.0, 0.0, "the data sheet")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Time of a step in seconds: its roofline bound and its parts.
-
-    `moving` (memory traffic) and `computing` overlap, so the longer one counts; `fixed` (kernel launches)
-    and `communication` (all-reduces, sends between pipeline stages) are added. `num_bytes` is per rank,
-    `flops` of all ranks. `operators`, where a step model gives them, are names, seconds and sources.
-    """
+    """Time of a step in seconds: its roofline bound and its parts. `moving` (memory traffic) and `computing`
+    overlap, so the longer one counts; `fixed` (kernel launches) and `communication` (all-reduces, sends
+    between pipeline stages) are added. `num_bytes` is per rank, `flops` of all ranks. `operators`, where a
+    step model gives them, are names, seconds and sources."""
 
     seconds: float
     bound: Bound
@@ -156,11 +148,9 @@ def decode_time(
     efficiency: Efficiency,
     tokens_per_sequence: int = 1,
 ) -> StepTime:
-    """Time of one decode step of `batch` sequences (TPOT).
-
-    With pipeline stages the batch is split into as many micro-batches, and a token passes all stages.
-    `tokens_per_sequence` is above 1 for a step that verifies draft tokens.
-    """
+    """Time of one decode step of `batch` sequences (TPOT). With pipeline stages the batch is split into as
+    many micro-batches, and a token passes all stages. `tokens_per_sequence` is above 1 for a step that
+    verifies draft tokens."""
     micro_batch = ceil(batch / plan.pp)
     # Each rank holds its shard of the KV heads, or a replica of one.
     cached = (

@@ -35,11 +35,9 @@ DENSE_LAUNCHES = ATTENTION_LAUNCHES["heads"] + MLP_LAUNCHES
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Tokens that one engine step computes, summed over its sequences.
-
-    `decode_context_tokens` are the cached tokens that the decode rows read; `prefill_context_tokens` sums,
-    over the prompt tokens of the step, the tokens that each attends to.
-    """
+    """Tokens that one engine step computes, summed over its sequences. `decode_context_tokens` are the cached
+    tokens that the decode rows read; `prefill_context_tokens` sums, over the prompt tokens of the step, the
+    tokens that each attends to."""
 
     decode_sequences: int = 0
     decode_context_tokens: float = 0
@@ -55,11 +53,9 @@ class StepWork:
 
 
 class Loads(NamedTuple):
-    """Bytes, FLOP, messages and launches of one step on one rank.
-
-    `expert_bytes` counts all its experts; under uniform routing e to the `expert_miss` of them stay idle.
-    `layers` and `mixture_layers` count launches, in units of a dense bf16 layer and of its bf16 experts.
-    """
+    """Bytes, FLOP, messages and launches of one step on one rank. `expert_bytes` counts all its experts;
+    under uniform routing e to the `expert_miss` of them stay idle. `layers` and `mixture_layers` count
+    launches, in units of a dense bf16 layer and of its bf16 experts."""
 
     linear_bytes: float
     linear_flops: float
@@ -217,7 +213,6 @@ class StepModel:
         )
 
     def seconds(self, work: StepWork) -> float:
-        """Seconds of one step, all its pipeline stages."""
         return sum(seconds for _, seconds, _ in self.operators(work))
 
     def operators(self, work: StepWork) -> tuple[tuple[str, float, str], ...]:
@@ -336,12 +331,10 @@ class StepModel:
 def deployment_tags(
     shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str
 ) -> tuple[str, ...]:
-    """Tags whose factors apply: engine, GPU generation, weight dtype and attention."""
     return engine, generation(device), weight_dtype(recipe), attention_kind(shape)
 
 
 def attention_kind(shape: ModelShape) -> str:
-    """Kind of a model's attention: latent, linear in some layers, or heads."""
     return "latent" if shape.latent else "linear attention" if shape.state_bytes else "heads"
 
 

@@ -40,13 +40,11 @@ class StepParameters:
         return exp(self.tpot_log)
 
     def ttft_factor(self, load: Mapping[str, float] = TYPICAL_LOAD) -> float:
-        """Factor of the TTFT under a load: its prompt and answer in tokens, and its clients."""
         doublings = load_doublings(load)
         return exp(self.ttft_log + sum(s * doublings[name] for name, s in self.ttft_slopes.items()))
 
 
 def load_doublings(load: Mapping[str, float]) -> dict[str, float]:
-    """Doublings of a load from the typical one."""
     return {name: log2(load[name] / typical) for name, typical in TYPICAL_LOAD.items()}
 
 
@@ -91,7 +89,6 @@ class Deployed:
         return name, f"{name}|{self.version}"
 
     def slope_key(self, name: str) -> str:
-        """Key of the slope of its TTFT's correction in a part of the load."""
         return f"{self.keys[0]}|per doubling of the {name}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.engine.planner.explain import explain
-from llmopt.engine.planner.images import parse_images
+from llmopt.engine.planner.load import parse_images
 from llmopt.engine.planner.plan import DeploymentPlan
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
