@@ -22,17 +22,10 @@ ASPECTS = SPEED, QUALITY, MEMORY = "speed", "quality", "memory"
 
 @dataclass(frozen=True, slots=True)
 class AspectVerdict:
-    """The verdict on one aspect.
-
-    Attributes:
-        verdict: an outcome of the gate where the aspect has a limit or cannot be judged; else `better`,
-            `worse`, `equal`, `undecided` or `not measured`.
-        limit: that decided, in gate syntax; None without one.
-        change: relative to the base.
-        interval: of the change, or of the new value where the limit is on that.
-        is_of_value: whether the interval is that of the value.
-        reason: why there is no value.
-    """
+    """The verdict on one aspect: an outcome of the gate if the aspect has a limit or cannot be judged; else
+    `better`, `worse`, `equal`, `undecided` or `not measured`. `limit` is the limit that decided, in gate
+    syntax; `interval` is that of the relative change, or with `is_of_value` of the new value; `reason` is
+    given without a value."""
 
     aspect: str
     verdict: str
@@ -51,13 +44,12 @@ class AspectVerdict:
         cls, aspect: str, outcome: GateOutcome, verdicts: Sequence[LimitVerdict], reason: str
     ) -> Self:
         """By the first limit with the outcome; by `reason` where none has it."""
-        decided = next((one for one in verdicts if one.outcome is outcome), None)
+        decided = next((verdict for verdict in verdicts if verdict.outcome is outcome), None)
         if decided is None:
             return cls(aspect, outcome.value, reason=reason)
-        is_change = isinstance(decided, MeasuredVerdict) or decided.limit.endswith("%")
-        interval = decided.interval
+        is_change, interval = decided.limit.endswith("%"), decided.interval
         if isinstance(decided, MeasuredVerdict):
-            interval = decided.low, decided.high
+            is_change, interval = True, (decided.low, decided.high)
         return cls(
             aspect,
             outcome.value,
@@ -76,23 +68,19 @@ class AspectVerdict:
     def without_limit(
         cls,
         aspect: str,
-        key: str,
-        label: str,
-        unit: str,
+        names: tuple[str, str, str],
         sides: tuple[float, float],
         change: float,
         interval: Interval,
     ) -> Self:
-        """By the interval of the change of one quantity."""
-        low, high = (
-            otherwise if side is None else side
-            for side, otherwise in zip(interval, (-math.inf, math.inf), strict=True)
-        )
-        if not higher_is_better(key):
+        """By the interval of the change of one quantity, by its key, label and unit."""
+        low = -math.inf if interval[0] is None else interval[0]
+        high = math.inf if interval[1] is None else interval[1]
+        if not higher_is_better(names[0]):
             low, high = -high, -low
         word = "equal" if low == high == 0 else "better" if low > 0 else "undecided"
         word = "worse" if high < 0 else word
-        return cls(aspect, word, None, label, unit, *sides, change, interval)
+        return cls(aspect, word, None, *names[1:], *sides, change, interval)
 
     @property
     def words(self) -> str:
@@ -146,12 +134,8 @@ def aspects_of(
     gaps: Sequence[str],
     speed: MeasuredVerdict | str,
 ) -> tuple[AspectVerdict, ...]:
-    """The verdicts on speed, quality and memory: by their limits where they have some.
-
-    Args:
-        faults, gaps: why speed regressed, or has no verdict, beside its limits.
-        speed: shown where no limit is on one, or why there is none.
-    """
+    """The verdicts on speed, quality and memory, by their limits if they have some. `faults` and `gaps` are
+    other reasons for a regression of speed or no verdict on it; `speed` is shown without a limit on one."""
     without = {
         SPEED: _speed_without_limit(speed),
         QUALITY: _quality_without_limit(quality),
@@ -159,8 +143,8 @@ def aspects_of(
     }
     aspects = []
     for aspect, otherwise in without.items():
-        mine = [one for one in verdicts if aspect_of(one.key) == aspect]
-        outcomes = [one.outcome for one in mine]
+        mine = [verdict for verdict in verdicts if aspect_of(verdict.key) == aspect]
+        outcomes = [verdict.outcome for verdict in mine]
         if aspect == SPEED:
             outcomes += [GateOutcome.REGRESSION for _ in faults]
             outcomes += [GateOutcome.NO_VERDICT for _ in gaps]
@@ -176,10 +160,9 @@ def _speed_without_limit(delta: MeasuredVerdict | str) -> AspectVerdict:
     """Speed by one metric of both runs, which no limit is on."""
     if isinstance(delta, str):
         return AspectVerdict(SPEED, "not measured", reason=delta)
-    sides, interval = (delta.base, delta.new), (delta.low, delta.high)
-    return AspectVerdict.without_limit(
-        SPEED, delta.key, delta.label, delta.unit, sides, delta.change, interval
-    )
+    names, sides = (delta.key, delta.label, delta.unit), (delta.base, delta.new)
+    interval = delta.low, delta.high
+    return AspectVerdict.without_limit(SPEED, names, sides, delta.change, interval)
 
 
 def _quality_without_limit(quality: Mapping[str, Any]) -> AspectVerdict:
@@ -189,11 +172,9 @@ def _quality_without_limit(quality: Mapping[str, Any]) -> AspectVerdict:
     change = quality["perplexity_change"]
     if change is None:
         return AspectVerdict(QUALITY, "not measured", reason="the runs scored different tokens")
-    interval = quality["perplexity_change_interval"] or (change, change)
-    sides = tuple(quality["perplexity"])
-    return AspectVerdict.without_limit(
-        QUALITY, "perplexity", "Perplexity", "", sides, change, tuple(interval)
-    )
+    interval = tuple(quality["perplexity_change_interval"] or (change, change))
+    names, sides = ("perplexity", "Perplexity", ""), tuple(quality["perplexity"])
+    return AspectVerdict.without_limit(QUALITY, names, sides, change, interval)
 
 
 def _memory_without_limit(memory: Mapping[str, Any]) -> AspectVerdict:
@@ -201,8 +182,5 @@ def _memory_without_limit(memory: Mapping[str, Any]) -> AspectVerdict:
     base, new = memory.get("served_weight_bytes", (None, None))
     if not base or not new:
         return AspectVerdict(MEMORY, "not measured", reason="no bytes of weights in both runs")
-    change = new / base - 1
-    label = "Weights as served"
-    return AspectVerdict.without_limit(
-        MEMORY, "weight_bytes", label, "bytes", (base, new), change, (change, change)
-    )
+    change, names = new / base - 1, ("weight_bytes", "Weights as served", "bytes")
+    return AspectVerdict.without_limit(MEMORY, names, (base, new), change, (change, change))

@@ -56,8 +56,14 @@ from .measured import (
     other_load,
     value_of_start,
 )
-from .quality_checks import QualityGate, check_quality, quality_changes
-from .task_checks import TaskChange, check_task, task_changes
+from .score_checks import (
+    QualityGate,
+    TaskChange,
+    check_quality,
+    check_task,
+    quality_changes,
+    task_changes,
+)
 from .verdict import (
     FALSE_PASS,
     LimitVerdict,
@@ -68,23 +74,20 @@ from .verdict import (
 )
 
 NO_METRIC = "no metric has values in both runs"
-# What keeps a limit from being judged: a condition in which the runs differ, or a lack of evidence.
+# The reason that a limit cannot be judged: a condition in which the runs differ, or a lack of evidence.
 Gap = Difference | str
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The verdict, with those on each limit, and quality and memory of both sides.
+    """The verdict, with `deltas` on measured metrics, `checks` on counts and scores, and quality and memory
+    of both sides. It has 0 pairs for two runs; it is settled if more pairs of starts could not change it.
 
     Attributes:
-        unknown: clauses on what of the hardware could not be compared.
-        num_pairs: pairs of starts behind it; 0 for two runs.
-        settled: whether more pairs of starts could not change the verdict.
-        curves: the operating curve of each measured limit, for paired starts.
-        aspects: the verdicts on speed, quality and memory.
-        decided_by: the limits, or the conditions, that the outcome follows from; of a pass none.
-        conditions: those of the list that forbade a verdict.
-        differs_by: clauses on what was varied, which no verdict minds.
+        unknown: clauses on hardware that could not be compared.
+        decided_by: limits or conditions that the outcome follows from; empty for a pass.
+        conditions: conditions that forbade a verdict.
+        differs_by: clauses on what was varied, which does not forbid a verdict.
     """
 
     outcome: GateOutcome
@@ -109,21 +112,17 @@ class Comparison:
 
     @property
     def verdicts(self) -> tuple[LimitVerdict, ...]:
-        """Those of all limits, on measured metrics first."""
         return (*self.deltas, *self.checks)
 
     @property
     def sentence(self) -> str:
-        """The reasons, and what of the hardware could not be compared."""
+        """The reasons, and the hardware that could not be compared."""
         return "; ".join((*self.reasons, *self.unknown))
 
     def as_dict(self) -> dict[str, Any]:
         """The comparison as plain values, with its exit code."""
-        verdicts = {
-            "deltas": [one.as_dict() for one in self.deltas],
-            "checks": [one.as_dict() for one in self.checks],
-            "aspects": [one.as_dict() for one in self.aspects],
-        }
+        names = ("deltas", "checks", "aspects")
+        verdicts = {name: [v.as_dict() for v in getattr(self, name)] for name in names}
         return plain({**asdict(self), **verdicts, "exit_code": self.outcome.exit_code})
 
 
@@ -158,24 +157,24 @@ def compare(
         measured = []
     elif not measured and not reason:
         speed = judge_in_runs(speed_limits(threshold)[0], base, new, num_limits=1, same=same)
-    found = [
+    judged = [
         judge_in_runs(limit, base, new, num_limits=len(measured), same=same) for limit in measured
     ]
-    deltas = tuple(one for one in found if not isinstance(one, str))
-    unknown = [one for one in found if isinstance(one, str)]
+    deltas = tuple(verdict for verdict in judged if not isinstance(verdict, str))
+    unknown = [reason for reason in judged if isinstance(reason, str)]
     # By default a metric that the runs do not have, such as the TPOT of embeddings, is left out.
     gaps += unknown if limits else [why for why in unknown if not why.endswith(NO_VALUE)]
-    undecided = any(one.outcome is GateOutcome.NO_VERDICT for one in deltas)
-    is_broken = any(one.outcome is GateOutcome.REGRESSION for one in (*deltas, *checks))
-    if undecided and not is_broken and (noise := both_disturbed(base, new)):
-        gaps.append(noise)
+    undecided = any(verdict.outcome is GateOutcome.NO_VERDICT for verdict in deltas)
+    is_broken = any(v.outcome is GateOutcome.REGRESSION for v in (*deltas, *checks))
+    if undecided and not is_broken and is_disturbed(base) and is_disturbed(new):
+        gaps.append(disturbance("both runs", new))
     notes = (*comparison.notes, *(design_notes(base, new) if deltas and not same else ()))
     comparison = replace(comparison, deltas=deltas, notes=notes)
-    said = kept_words(len(chosen))
+    passed = kept_words(len(chosen))
     if not limits:
-        said = f"no metric is {threshold:.1%} worse: a change of that size would show"
-        said = "both are the same run" if same else said
-    return conclude(comparison, [], gaps, said, speed)
+        passed = f"no metric is {threshold:.1%} worse: a change of that size would show"
+        passed = "both are the same run" if same else passed
+    return conclude(comparison, [], gaps, passed, speed)
 
 
 def judge_starts(
@@ -187,13 +186,9 @@ def judge_starts(
     max_pairs: int,
     final: bool = False,
 ) -> Comparison:
-    """Judge the starts `new` against the starts `base`, of which `base[i]` and `new[i]` are a pair.
-
-    It may be asked after every pair: the test knows its looks, and their errors add up to those it states.
-
-    Args:
-        max_pairs: how many pairs there can be at most.
-        final: no more pairs follow.
+    """Judge the starts `new` against the starts `base`, of which `base[i]` and `new[i]` are a pair of at most
+    `max_pairs`; no more follow a `final` one. It may be called after every pair: the test knows its looks,
+    and their errors add up to its stated error.
 
     Raises:
         BadInput: no pairs, or starts without a partner.
@@ -216,28 +211,26 @@ def judge_starts(
             gaps.append(Difference(FAILURE, failed[1]))
     if measured and (reason := other_lengths(base, new)):
         gaps.append(reason)
-    found = [judge_in_starts(limit, base, new, plan) for limit in measured]
-    judged = [one for one in found if not isinstance(one, str)]
-    unknown = [one for one in found if isinstance(one, str)]
-    deltas, curves = tuple(one for one, _ in judged), tuple(curve for _, curve in judged if curve)
+    results = [judge_in_starts(limit, base, new, plan) for limit in measured]
+    judged = [result for result in results if not isinstance(result, str)]
+    unknown = [result for result in results if isinstance(result, str)]
+    deltas, curves = tuple(v for v, _ in judged), tuple(curve for _, curve in judged if curve)
     checks = checks_of([*limits, *(quality.limits if quality else ())], base, new)
     comparison = replace(comparison, deltas=deltas, checks=checks, curves=curves)
     comparison = conclude(comparison, faults, [*gaps, *unknown], kept_words(len(limits)))
-    waits = any(delta.outcome is GateOutcome.NO_VERDICT for delta in deltas)
-    is_over = final or len(base) >= max_pairs
-    return replace(
-        comparison, settled=is_over or not waits or comparison.outcome is GateOutcome.REGRESSION
-    )
+    is_open = any(delta.outcome is GateOutcome.NO_VERDICT for delta in deltas)
+    is_over = final or len(base) >= max_pairs or comparison.outcome is GateOutcome.REGRESSION
+    return replace(comparison, settled=is_over or not is_open)
 
 
 def _before_limits(
     base: Sequence[RunData], new: Sequence[RunData], threshold: float = 0.0
 ) -> Comparison:
-    """The comparison before any limit: with reasons where the work or the machine was not the same, else with
+    """The comparison before any limit: with reasons if the work or the machine was not the same, else with
     quality and memory of the first starts that scored."""
     results = base[0].result, new[0].result
     pairs = zip(base, new, strict=True)
-    found = [difference for a, b in pairs for difference in incomparable(a.result, b.result)]
+    differences = [difference for a, b in pairs for difference in incomparable(a.result, b.result)]
     comparison = Comparison(
         GateOutcome.NO_VERDICT,
         (),
@@ -248,11 +241,11 @@ def _before_limits(
         unknown=unknown_facts(*results),
         differs_by=differs_by(*results),
     )
-    if found:
-        reasons = tuple(dict.fromkeys(map(str, found)))
-        names = tuple(dict.fromkeys(one.condition for one in found))
+    if differences:
+        reasons = tuple(dict.fromkeys(map(str, differences)))
+        names = tuple(dict.fromkeys(difference.condition for difference in differences))
         verdict, why = GateOutcome.NO_VERDICT.value, "; ".join(reasons)
-        aspects = tuple(AspectVerdict(each, verdict, reason=why) for each in ASPECTS)
+        aspects = tuple(AspectVerdict(aspect, verdict, reason=why) for aspect in ASPECTS)
         return replace(
             comparison, reasons=reasons, aspects=aspects, decided_by=names, conditions=names
         )
@@ -264,7 +257,7 @@ def _before_limits(
 def checks_of(
     limits: Sequence[Limit], base: Sequence[RunData], new: Sequence[RunData]
 ) -> tuple[LimitVerdict, ...]:
-    """Verdicts on counts and sizes over all starts, and on quality and tasks of the first that scored."""
+    """Verdicts on counts and sizes over all starts, and on quality and tasks of the first scored start."""
     scored = scored_start(base), scored_start(new)
     checks: list[LimitVerdict] = []
     for limit in limits:
@@ -278,7 +271,6 @@ def checks_of(
 
 
 def scored_start(starts: Sequence[RunData]) -> RunData:
-    """The first start that scored quality, else the first."""
     return next((start for start in starts if start.result["llmopt"]["quality"]), starts[0])
 
 
@@ -286,29 +278,27 @@ def conclude(
     comparison: Comparison,
     faults: Sequence[str],
     gaps: Sequence[Gap],
-    said: str = "",
+    passed: str = "",
     speed: MeasuredVerdict | str = "no limit is on a speed",
 ) -> Comparison:
-    """The comparison with its outcome: a broken limit or one of `faults` is a regression, an undecided
-    limit or one of `gaps` is no verdict, and `said` describes a pass.
-
-    `speed` is shown where no limit is on one, or says why there is none; faults and gaps are all of speeds.
-    """
+    """The comparison with its outcome: a broken limit or one of `faults` is a regression, an undecided limit
+    or one of `gaps` is no verdict, and `passed` describes a pass. `speed` is shown if no limit is on a speed,
+    or says why there is none; faults and gaps concern speeds."""
     verdicts = comparison.verdicts
     others = [GateOutcome.REGRESSION for _ in faults] + [GateOutcome.NO_VERDICT for _ in gaps]
-    outcome = GateOutcome.of([*(one.outcome for one in verdicts), *others])
-    reasons, texts = (said,), [str(gap) for gap in gaps]
+    outcome = GateOutcome.of([*(verdict.outcome for verdict in verdicts), *others])
+    reasons, texts = (passed,), [str(gap) for gap in gaps]
     conditions = [gap.condition for gap in gaps if isinstance(gap, Difference)]
     decided_by: list[str] = []
     if outcome is not GateOutcome.PASS:
-        decided_by = [one.name for one in verdicts if one.outcome is outcome]
+        decided_by = [verdict.name for verdict in verdicts if verdict.outcome is outcome]
     if outcome is GateOutcome.REGRESSION:
-        broken = [one.reason for one in verdicts if one.outcome is outcome]
+        broken = [verdict.reason for verdict in verdicts if verdict.outcome is outcome]
         reasons = (*broken, *faults)
         decided_by += faults
     elif outcome is GateOutcome.NO_VERDICT:
-        reasons = undecided_words(verdicts, texts, by_starts=comparison.num_pairs > 0)
-        reasons = reasons or (NO_METRIC,)
+        words = undecided_words(verdicts, texts, by_starts=comparison.num_pairs > 0)
+        reasons = words or (NO_METRIC,)
         decided_by += [getattr(gap, "condition", str(gap)) for gap in gaps]
     return replace(
         comparison,
@@ -323,12 +313,11 @@ def conclude(
 
 
 def kept_words(num_limits: int) -> str:
-    """The sentence of a pass by limits."""
     return f"all {num_limits} limits are kept" if num_limits > 1 else "the limit is kept"
 
 
 def design_notes(base: RunData, new: RunData) -> tuple[str, ...]:
-    """Notes on what two runs cannot show: effects of a start, background load beside them."""
+    """Notes on what two runs cannot show: effects of a start, background load."""
     if is_paired(base, new):
         return (
             "passes of one process: effects of a start are not seen (llmopt compare --run sees them)",
@@ -337,11 +326,12 @@ def design_notes(base: RunData, new: RunData) -> tuple[str, ...]:
         "one start a side: how far two starts differ is assumed (llmopt compare --run measures it)"
     ]
     for side, data in (("base", base), ("new", new)):
-        passes = len(data.result["llmopt"]["runs"])
-        if 0 < (left_out := len(disturbed(data))) < passes:
+        passes = data.result["llmopt"]["runs"]
+        left_out = sum(bool(run.get("disturbed")) for run in passes)
+        if 0 < left_out < len(passes):
             notes.append(
-                f"{left_out} of {passes} passes of the {side} run were disturbed: changes and intervals are "
-                "without them, the values of the run are of all"
+                f"{left_out} of {len(passes)} passes of the {side} run were disturbed: the comparison "
+                "excludes them, the values of the run include all passes"
             )
         if background_error(data) and (load := other_load(data)) > BUSY:
             notes.append(f"background load: {load:.0%} of the CPUs during the {side} run")
@@ -349,26 +339,26 @@ def design_notes(base: RunData, new: RunData) -> tuple[str, ...]:
 
 
 def noise_of_runs(runs: Sequence[RunData]) -> dict[str, float]:
-    """{where it was seen: coefficient of variation of a run}: between the runs, of one between its passes;
-    without any the three that verdicts assume."""
+    """{source: coefficient of variation of a run}: between the runs, or between the passes of one run;
+    without a run the three that verdicts assume."""
     if not runs:
         return {
             "two starts on a quiet machine, least": START_CV,
             "runs of one build, usual": ASSUMED_RUN_CV,
             "single passes, assumed by a verdict": FEW_PASSES_CV,
         }
-    found = {}
+    noise = {}
     for key in HEADLINES:
         by_run = [value for run in runs if (value := value_of_start(run, key))]
         values = by_run if len(runs) > 1 else runs[0].values(key)
         if len(values) > 1:
             between = f"{len(values)} {'runs' if len(runs) > 1 else 'passes'}"
-            found[f"{MEASURED[key].label}, {between}"] = run_cv(values)
-    if not found:
+            noise[f"{MEASURED[key].label}, {between}"] = run_cv(values)
+    if not noise:
         raise BadInput(
             "--plan-runs: these runs have one pass and one value: give two runs of one build"
         )
-    return found
+    return noise
 
 
 def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
@@ -380,7 +370,7 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
     if served.get("kl_is_lower_bound"):
         notes.append(
             f"the KL from the reference is a lower bound: over the {served['num_top']} likeliest tokens that "
-            "both servers tell, and one bucket with the rest"
+            "both servers report, and one bucket with the rest"
         )
     for side, result in (("base", base), ("new", new)):
         if result["llmopt"]["slowdown"] != 1.0:
@@ -392,78 +382,60 @@ def remarks(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ...]:
 
 def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """{memory key: [base bytes, new bytes]}; first the weights as served, whose ratio the reports print."""
-    base_memory, new_memory = base["llmopt"]["memory"], new["llmopt"]["memory"]
-    both = base_memory.keys() & new_memory.keys()
-    changes = {
-        key: [base_memory[key], new_memory[key]]
-        for key in base_memory
-        if key in both and key.endswith("_bytes")
-    }
-    if not {"weight_bytes", "checkpoint_bytes"} <= both:
+    before, after = base["llmopt"]["memory"], new["llmopt"]["memory"]
+    both = [key for key in before if key in after]
+    changes = {key: [before[key], after[key]] for key in both if key.endswith("_bytes")}
+    if not {"weight_bytes", "checkpoint_bytes"} <= {*both}:
         return changes
     return {"served_weight_bytes": [served_weight_bytes(base), served_weight_bytes(new)], **changes}
 
 
 LENGTH_TOLERANCE = 0.10
 MIN_REQUESTS = 8
-# Above this share of failed requests the speeds are those of the survivors.
+# Above this share of failed requests the speeds are those of the surviving requests.
 MOST_FAILED = 0.01
 
 
 def unusable(
     base: RunData, new: RunData, sides: tuple[str, str] = ("base", "new")
 ) -> Difference | None:
-    """The condition for which speed cannot be judged although the work is the same: a failed, truncated or
-    disturbed run, or other lengths. `sides` are what the words call the runs."""
+    """The condition that forbids a verdict on speed although the work is the same: a failed, truncated or
+    disturbed run, or other lengths. `sides` are the names of the runs."""
     for side, data in zip(sides, (base, new), strict=True):
         result = data.result
         if result["llmopt"]["interrupted"]:
             return Difference(FAILURE, f"the {side} run was interrupted")
         failed, completed = result["failed"] or 0, result["completed"]
         if failed > MOST_FAILED * (failed + (completed or 0)):
-            said = f"{failed} requests failed in the {side} run"
-            return Difference(FAILURE, said)
+            return Difference(FAILURE, f"{failed} requests failed in the {side} run")
         if completed is not None and completed < MIN_REQUESTS:
-            said = f"the {side} run has {completed} requests: too few to judge"
-            return Difference(FAILURE, said)
+            few = f"the {side} run has {completed} requests: too few to judge"
+            return Difference(FAILURE, few)
         client = result["llmopt"].get("client")
         if client and not client["certified"]:
-            said = f"the client disturbed the {side} run: {client['reasons'][0]}"
-            return Difference(DISTURBANCE, said)
-    return one_disturbed(base, new, sides) or other_lengths([base], [new])
+            reason = client["reasons"][0]
+            return Difference(DISTURBANCE, f"the client disturbed the {side} run: {reason}")
+    # Disturbance of one side alone: interleaved passes share theirs.
+    alone = [is_disturbed(side) for side in (base, new)]
+    if alone[0] != alone[1] and not is_paired(base, new):
+        number = 0 if alone[0] else 1
+        return disturbance(f"the {sides[number]} run", (base, new)[number])
+    return other_lengths([base], [new])
 
 
-def one_disturbed(base: RunData, new: RunData, sides: tuple[str, str]) -> Difference | None:
-    """Disturbance of one side alone: every pass of it, and not of the other; passes in turns share theirs."""
-    left = [len(disturbed(side)) == len(side.result["llmopt"]["runs"]) for side in (base, new)]
-    if left[0] == left[1] or is_paired(base, new):
-        return None
-    side, data = (sides[0], base) if left[0] else (sides[1], new)
-    return Difference(
-        DISTURBANCE, f"every pass of the {side} run was disturbed: {disturbed_words(data)}"
-    )
+def is_disturbed(data: RunData) -> bool:
+    """Whether every pass was disturbed, by its own evidence."""
+    return all(run.get("disturbed") for run in data.result["llmopt"]["runs"])
 
 
-def both_disturbed(base: RunData, new: RunData) -> Difference | None:
-    """Disturbance of every pass of both sides, which is the noise of what it leaves undecided."""
-    if any(len(disturbed(side)) < len(side.result["llmopt"]["runs"]) for side in (base, new)):
-        return None
-    return Difference(DISTURBANCE, f"every pass of both runs was disturbed: {disturbed_words(new)}")
-
-
-def disturbed_words(data: RunData) -> str:
-    """The evidence of the first pass."""
-    return data.result["llmopt"]["runs"][0].get("disturbed_because") or "by their own evidence"
-
-
-def disturbed(data: RunData) -> list[int]:
-    """Numbers of the passes that were disturbed by their own evidence."""
-    passes = data.result["llmopt"]["runs"]
-    return [number for number, one in enumerate(passes) if one.get("disturbed")]
+def disturbance(runs: str, data: RunData) -> Difference:
+    """The condition that every pass was disturbed, with the evidence of the first pass of `data`."""
+    why = data.result["llmopt"]["runs"][0].get("disturbed_because") or "by their own evidence"
+    return Difference(DISTURBANCE, f"every pass of {runs} was disturbed: {why}")
 
 
 def other_lengths(base: Sequence[RunData], new: Sequence[RunData]) -> Difference | None:
-    """Why the speeds are of different work: a mean output length that is not shown to be within 10 %."""
+    """The condition that the mean output lengths are not shown to be within 10 % of each other."""
     lengths = [mean_value(COUNTED["mean_output_len"], side) or 0.0 for side in (base, new)]
     if lengths[0] == lengths[1]:
         return None

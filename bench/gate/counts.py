@@ -54,7 +54,6 @@ def change_between(before: float | None, after: float | None) -> float | None:
 
 
 def shown(value: float, unit: str) -> str:
-    """A counted value with its unit, as text."""
     return size(value) if unit == "bytes" else f"{value:,.6g} {unit}".rstrip()
 
 
@@ -88,7 +87,6 @@ def tails_of(
 
 
 def failures(starts: Sequence[RunData]) -> tuple[int, int]:
-    """(failed requests, all requests) of the starts."""
     failed = sum(start.result["failed"] or 0 for start in starts)
     return failed, failed + sum(start.result["completed"] or 0 for start in starts)
 

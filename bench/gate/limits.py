@@ -23,14 +23,9 @@ from ..record.comparable import served_weight_bytes
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A score under `llmopt.quality`.
-
-    Attributes:
-        name: its dotted path there; its last part is its key among the intervals.
-        column: of `quality.parquet`, from which two runs are compared position by position; None for a
-            distance from the reference that is limited by its value alone.
-        quantile: of the column; None is the mean.
-    """
+    """A score under `llmopt.quality`, at the dotted path `name`, whose last part is its key among the
+    intervals. Two runs are compared position by position in a `column` of `quality.parquet`, by its mean or
+    `quantile`; a distance from the reference without a column is limited by its value alone."""
 
     key: str
     label: str
@@ -51,8 +46,8 @@ class Scored:
 
 
 SCORED = {
-    each.key: each
-    for each in (
+    scored.key: scored
+    for scored in (
         Scored("perplexity", "Perplexity", "", "perplexity", "nll"),
         Scored("kl", "KL from the reference", "nats", "kl_nats", "kl"),
         Scored("p99_kl", "p99 KL from the reference", "nats", "p99_kl_nats", "kl", 0.99),
@@ -88,34 +83,18 @@ class TaskScored:
         """Whether it is no score, but the share of multiple-choice answers that differ from the base's."""
         return self.key.endswith(".flips")
 
-    @classmethod
-    def named(cls, name: str) -> TaskScored:
-        """The quantity of a gate key.
-
-        Raises:
-            BadInput: no task or no metric in it.
-        """
-        if name.count(".") < 2 or name.endswith("."):
-            raise BadInput(
-                f"gate: {name!r}: write task.NAME.METRIC, such as task.gsm8k.exact_match"
-            )
-        return cls(name)
-
     def row(self, record: Mapping[str, Any]) -> dict[str, Any] | str:
         """The row of this score in a record of tasks, or why there is none."""
         rows: Sequence[dict[str, Any]] = record["metrics"]
-        names = {id(row): f"{row['task']}.{row['metric']}" for row in rows}
-        matches = [
-            row
-            for row in rows
-            if self.label in (names[id(row)], f"{names[id(row)]}.{row['filter']}")
-        ]
+        names = [f"{row['task']}.{row['metric']}" for row in rows]
+        pairs = zip(names, rows, strict=True)
+        matches = [row for name, row in pairs if self.label in (name, f"{name}.{row['filter']}")]
         if len(matches) == 1:
             return matches[0]
         if matches:
             filters = ", ".join(row["filter"] for row in matches)
-            return f"has several filters, name one behind the metric: {filters}"
-        keys = ", ".join(dict.fromkeys(PREFIX + name for name in names.values()))
+            return f"has several filters, name one after the metric: {filters}"
+        keys = ", ".join(dict.fromkeys(PREFIX + name for name in names))
         return f"there are {keys}" if keys else "no task was scored"
 
 
@@ -184,12 +163,8 @@ Quantity = Measured | Counted | Scored | TaskScored
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """An upper or lower bound on one quantity.
-
-    Attributes:
-        at_most: whether `bound` is the highest allowed, else the lowest.
-        bound: 0.10 for `+10%` if `relative`, else in the quantity's unit.
-    """
+    """An upper (`at_most`) or lower bound on one quantity: 0.10 for `+10%` if `relative`, else in its
+    unit."""
 
     quantity: Quantity
     at_most: bool
@@ -198,7 +173,6 @@ class Limit:
 
     @property
     def text(self) -> str:
-        """The limit in gate syntax, for reports."""
         value = f"{self.bound * 100:+.3g} %" if self.relative else f"{self.bound:.6g}"
         return f"{'≤' if self.at_most else '≥'} {value}"
 
@@ -223,10 +197,8 @@ def _share_failed(result: Mapping[str, Any]) -> float | None:
 
 
 def _mean_output_len(result: Mapping[str, Any]) -> float | None:
-    """Mean output tokens of the completed requests; None without any.
-
-    The token total of a run of fixed duration counts its window alone, so that run records the mean.
-    """
+    """Mean output tokens of the completed requests; None without any. The token total of a run of fixed
+    duration counts its window alone, so that run records the mean."""
     if not result["completed"] or result["total_output_tokens"] is None:
         return None
     if window := result["llmopt"].get("window"):
@@ -235,8 +207,8 @@ def _mean_output_len(result: Mapping[str, Any]) -> float | None:
 
 
 COUNTED = {
-    one.key: one
-    for one in (
+    counted.key: counted
+    for counted in (
         Counted("weight_bytes", "Weights as served", "bytes", served_weight_bytes),
         Counted("checkpoint_bytes", "Checkpoint on disk", "bytes", _memory("checkpoint_bytes")),
         Counted("kv_cache_bytes", "KV cache", "bytes", _memory("kv_cache_bytes")),
@@ -281,26 +253,21 @@ MEASURED = measured()
 
 
 def quantity(name: str, *, of_scores: bool = False) -> Quantity:
-    """The quantity of that name.
-
-    Args:
-        of_scores: whether only scores are offered in place of an unknown name.
-
-    Raises:
-        BadInput: there is none; the message suggests similar names.
-    """
+    """The quantity of that name; `of_scores` offers only scores in place of an unknown name. Raises BadInput:
+    there is none; the message suggests similar names."""
     if name.startswith(PREFIX):
-        return TaskScored.named(name)
+        if name.count(".") < 2 or name.endswith("."):
+            example = "write task.NAME.METRIC, such as task.gsm8k.exact_match"
+            raise BadInput(f"gate: {name!r}: {example}")
+        return TaskScored(name)
     name = ALIASES.get(name, name)
     if match := MEASURED.get(name) or COUNTED.get(name) or SCORED.get(name):
         return match
     known = [*SCORED] if of_scores else [*MEASURED, *COUNTED, *SCORED, *ALIASES]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else f"there are {', '.join(SCORED if of_scores else [*COUNTED, *SCORED])}"
-    )
+    hint = f"there are {', '.join(SCORED if of_scores else [*COUNTED, *SCORED])}"
+    if near:
+        hint = f"did you mean {' or '.join(near)}?"
     if of_scores:
         raise BadInput(f"gate: nothing is called {name!r}: {hint}")
     raise BadInput(
@@ -311,10 +278,7 @@ def quantity(name: str, *, of_scores: bool = False) -> Quantity:
 
 def parse_promises(text: str) -> tuple[Limit, ...]:
     """Limits on scores against the original, such as `flips<=2% kl.code<=0.02 top1>=98% perplexity<=+1%`.
-
-    Raises:
-        BadInput: a limit that cannot be read, or on what one checkpoint's quality record does not hold.
-    """
+    Raises BadInput: a limit that cannot be read, or on what one checkpoint's quality record does not hold."""
     limits = parse_gate(text, of_scores=True)
     for limit in limits:
         what = limit.quantity
@@ -322,27 +286,19 @@ def parse_promises(text: str) -> tuple[Limit, ...]:
             raise BadInput(f"promise: {what.key} is no score: there are {', '.join(SCORED)}")
         if limit.relative != (what.key == "perplexity"):
             form = "<=+1%, its change" if what.key == "perplexity" else ", its value"
-            raise BadInput(
-                f"promise: {what.key} {limit.text}: write {what.key}{form} from the original"
-            )
+            text = f"write {what.key}{form} from the original"
+            raise BadInput(f"promise: {what.key} {limit.text}: {text}")
         if limit.at_most == (what.key == "top1"):
             sign = ">=" if what.key == "top1" else "<="
-            raise BadInput(
-                f"promise: {what.key} {limit.text}: bound it from its worse side, by {sign}"
-            )
+            text = f"bound it from its worse side, by {sign}"
+            raise BadInput(f"promise: {what.key} {limit.text}: {text}")
     return limits
 
 
 def parse_gate(text: str, *, of_scores: bool = False) -> tuple[Limit, ...]:
-    """The limits of a gate, separated by spaces or commas.
-
-    Args:
-        of_scores: whether only scores are offered, and a percentage without a sign bounds a share itself, as
-            it does of flips.
-
-    Raises:
-        BadInput: a syntax error, an unknown name, the same limit twice, or no limit.
-    """
+    """The limits of a gate, separated by spaces or commas. With `of_scores` only scores are offered, and a
+    percentage without a sign bounds a share itself, as it does for flips. Raises BadInput: a syntax error, an
+    unknown name, the same limit twice, or no limit."""
     example = PROMISES if of_scores else EXAMPLE
     limits: list[Limit] = []
     rest = text.strip(" ,")
@@ -407,10 +363,8 @@ def with_waiting(limits: Sequence[Limit]) -> tuple[Limit, ...]:
 
 
 def speed_limits(threshold: float) -> tuple[Limit, ...]:
-    """The default gate: four speed metrics, none of them worse by `threshold`.
-
-    Medians, because a single stall of a shared machine can dominate a mean.
-    """
+    """The default gate: four speed metrics, none of them worse by `threshold`. Medians, because a single
+    stall of a shared machine can dominate a mean."""
     slower = Limit(MEASURED["output_throughput"], False, 1 / (1 + threshold) - 1, relative=True)
     latencies = (f"median_{metric}_ms" for metric in ("ttft", "tpot", "e2el"))
     return slower, *(Limit(MEASURED[key], True, threshold, relative=True) for key in latencies)
@@ -442,11 +396,8 @@ def default_limits(
 
 def parse_share(text: str) -> float:
     """`5%` or `0.05` as 0.05. A bare number of 1 and more is refused: 5 may mean 5 % and 500 %, which as a
-    limit passes everything. `150%` says what it means.
-
-    Raises:
-        BadInput: neither, negative, or a bare number of 1 and more.
-    """
+    limit passes everything. `150%` says what it means. Raises BadInput: neither, negative, or a bare number
+    of 1 and more."""
     word = text.strip()
     number = word.removesuffix("%")
     try:

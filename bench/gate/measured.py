@@ -1,13 +1,13 @@
-"""Evidence on a metric: of paired starts by a sequential rank test, of two single runs by Student's t.
+"""Evidence on a metric: paired starts by a sequential rank test, two single runs by Student's t.
 
 A start is a fresh process that loads the weights and makes a block of passes. Starts of the base and of the
-new build alternate, so that each pair saw the same mood of the machine. Passes of one start share its
+new build alternate, so that each pair saw the machine in the same state. Passes of one start share its
 addresses, caches and clocks, so they count as one value: the median over its undisturbed passes, or a
-percentile over all their requests. If the passes of a pair took turns, the change is the mean over them, of
-CPU time the median.
+percentile over all their requests. If the passes of a pair took turns, the change is the mean over them, or
+the median for CPU time.
 
-A single run is one start, judged over its passes, paired where they took turns: how far two starts of the
-same build differ is assumed, and said. Paired starts measure it.
+A single run is one start, judged over its passes, paired if they took turns: how far two starts of the
+same build differ is assumed, and a note says so. Paired starts measure it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MIN_PAIRS_FOR_CURVE = 5
 def judge_in_starts(
     limit: Limit, base: Sequence[RunData], new: Sequence[RunData], plan: SequentialPlan
 ) -> tuple[MeasuredVerdict, OperatingCurve | None] | str:
-    """The verdict on a limited metric over pairs of starts, with its operating curve; text where it cannot be
+    """The verdict on a limited metric over pairs of starts, with its operating curve; text if it cannot be
     judged."""
     measured = limit.quantity
     assert isinstance(measured, Measured)
@@ -71,7 +71,7 @@ def judge_in_starts(
     low, high = centre_interval(paired.changes, FALSE_PASS)
     shown = centre, low, high
     if not limit.relative:
-        # The limit is on the value; the change from the base is shown beside it.
+        # The limit is on the value; the change from the base is shown next to it.
         moves = paired.new - paired.base if paired.is_share else np.log(paired.new / paired.base)
         shown = hodges_lehmann(moves), *centre_interval(moves, FALSE_PASS)
     evidence = PairedExcess(sign * paired.changes - allowed, plan)
@@ -106,16 +106,16 @@ def _verdict(
     **more: Any,
 ) -> MeasuredVerdict:
     """The verdict on a metric between its values of both `sides`; its `change` (estimate, low, high) is a
-    logarithm, of waiting time a share."""
+    logarithm, or a share for waiting time."""
     what, is_share = limit.quantity, limit.quantity.key == WAITING
     relative = float if is_share else math.expm1
-    said = f"{what.label} {change_words(relative(change[0]), is_share)}"
+    text = f"{what.label} {change_words(relative(change[0]), is_share)}"
     if not limit.relative:
-        said = f"{what.label} is {sides[1]:,.4g} {what.unit}"
+        text = f"{what.label} is {sides[1]:,.4g} {what.unit}"
     low, high = relative(change[1]), relative(change[2])
     return MeasuredVerdict.of(
         limit,
-        said,
+        text,
         evidence,
         undecided,
         base=sides[0],
@@ -131,7 +131,7 @@ def _verdict(
 
 
 def operating_curve(limit: Limit, paired: PairedExcess) -> OperatingCurve | None:
-    """The chance of each verdict by the true change, at the noise of the pairs; None for few of them."""
+    """The chance of each verdict by the true change, at the noise of the pairs; None for few pairs."""
     if len(paired.excess) < MIN_PAIRS_FOR_CURVE:
         return None
     is_share = limit.quantity.key == WAITING
@@ -140,33 +140,28 @@ def operating_curve(limit: Limit, paired: PairedExcess) -> OperatingCurve | None
     points = tuple(
         OperatingPoint(
             worse if is_share else math.expm1(worse),
-            found[GateOutcome.PASS],
-            found[GateOutcome.REGRESSION],
-            found[GateOutcome.NO_VERDICT],
+            shares[GateOutcome.PASS],
+            shares[GateOutcome.REGRESSION],
+            shares[GateOutcome.NO_VERDICT],
             mean_pairs,
         )
-        for worse, found, mean_pairs in operating_points(residuals, allowed, paired.plan)
+        for worse, shares, mean_pairs in operating_points(residuals, allowed, paired.plan)
     )
     what = limit.quantity
     return OperatingCurve(what.key, what.label, limit.text, paired.plan.looks[-1], points)
 
 
 def change_words(change: float, is_share: bool) -> str:
-    """A change as text; of waiting time it is a share of the base's wall time."""
+    """A change as text; waiting time changes by a share of the base's wall time."""
     direction = "higher" if change > 0 else "lower"
     return f"is {abs(change):.1%} {'of the wall time ' if is_share else ''}{direction}"
 
 
 @dataclass(frozen=True, slots=True)
 class PairedChanges:
-    """The change of a metric in each pair, in the order of the pairs.
-
-    Attributes:
-        base, new: the values of the starts.
-        changes: log(new / base), log(new / bound) for a limit on the value itself; of waiting time, which
-            is near 0, the difference as a share of the base's wall time.
-        is_share: whether `changes` are shares instead of logarithms.
-    """
+    """The change of a metric in each pair, in the order of the pairs, between the values of its starts:
+    log(new / base), or log(new / bound) for a limit on the value itself; for waiting time, which is near 0,
+    the difference as a share of the base's wall time (`is_share`)."""
 
     base: np.ndarray
     new: np.ndarray
@@ -174,18 +169,17 @@ class PairedChanges:
     is_share: bool
 
     def relative(self, change: float) -> float:
-        """A change as a share: 0.05 is 5 % more."""
         return change if self.is_share else math.expm1(change)
 
 
 def undisturbed(passes: Sequence[Mapping[str, Any]]) -> list[int]:
     """Numbers of the passes to use: those not rejected by their own evidence; all if all were rejected."""
-    kept = [number for number, one in enumerate(passes) if not one.get("disturbed")]
+    kept = [number for number, run in enumerate(passes) if not run.get("disturbed")]
     return kept or list(range(len(passes)))
 
 
 def value_of_start(start: RunData, key: str) -> float | None:
-    """A metric's median over the undisturbed passes of a start; None without a value."""
+    """Median of a metric over the undisturbed passes of a start; None without a value."""
     passes = start.result["llmopt"]["runs"]
     values = [value_of_pass(passes[number], key) for number in undisturbed(passes)]
     known = [value for value in values if value is not None]
@@ -214,7 +208,7 @@ def requests_missing(measured: Measured, starts: Sequence[RunData]) -> int:
 def paired_changes(
     limit: Limit, base: Sequence[RunData], new: Sequence[RunData]
 ) -> PairedChanges | None:
-    """The changes that a measured limit is about; None if a start has no value."""
+    """The change of a limited metric in each pair; None if a start has no value."""
     measured = limit.quantity
     assert isinstance(measured, Measured)
     is_tail = measured.statistic in TAILS
@@ -234,8 +228,8 @@ def paired_changes(
         changes = np.log(values) - np.log(known)
         if not is_tail:
             changes = [
-                _change_by_passes(one, other, measured.key, change)
-                for one, other, change in zip(base, new, changes, strict=True)
+                _change_by_passes(old, now, measured.key, change)
+                for old, now, change in zip(base, new, changes, strict=True)
             ]
     changes = np.array(changes, float)
     return PairedChanges(known, values, changes, is_share) if np.isfinite(changes).all() else None
@@ -258,26 +252,25 @@ def _change_by_passes(base: RunData, new: RunData, key: str, otherwise: float) -
 
 
 def change_of_passes(logs: Sequence[float], key: str) -> float:
-    """The mean of the changes of a pair's passes. Of CPU time the median: a pass that still warms up, on all
+    """The mean of the changes of a pair's passes; the median for CPU time: a pass that still warms up, on all
     threads, takes several times its CPU time at hardly more than its wall time."""
     return float(np.median(logs) if key == "cpu_seconds" else np.mean(logs))
 
 
 def unjudgeable(measured: Measured, base: Sequence[RunData], new: Sequence[RunData]) -> str | None:
-    """Why a limit on a metric cannot be judged on these starts; None where it can.
-
-    A tail needs requests. Goodput depends on the limits that it was counted with. Energy has the reason that
-    the meter gave.
-    """
+    """Why a limit on a metric cannot be judged on these starts; None if it can. A tail needs requests.
+    Goodput depends on the limits that it was counted with. Energy has the meter's reason."""
     if missing := max(requests_missing(measured, side) for side in (base, new)):
         needed = requests_for_percentile(TAILS[measured.statistic or ""])
         return f"{measured.label} needs {needed} requests a side: {missing} more"
     key = measured.key
     if key in SLO_KEYS:
-        limits = [sorted({_limits(start) for start in side}) for side in (base, new)]
+        limits = [sorted({_slo_words(start) for start in side}) for side in (base, new)]
         if limits[0] != limits[1] or len(limits[0]) > 1 or limits[0] == ["none"]:
-            said = [" or ".join(side) for side in limits]
-            return f"{key} needs the same --goodput in both runs (base: {said[0]}, new: {said[1]})"
+            words = [" or ".join(side) for side in limits]
+            return (
+                f"{key} needs the same --goodput in both runs (base: {words[0]}, new: {words[1]})"
+            )
     if key in ENERGY_KEYS:
         for name, side in (("base", base), ("new", new)):
             for start in side:
@@ -288,7 +281,7 @@ def unjudgeable(measured: Measured, base: Sequence[RunData], new: Sequence[RunDa
     return None
 
 
-def _limits(start: RunData) -> str:
+def _slo_words(start: RunData) -> str:
     slo = start.result["llmopt"].get("slo") or {}
     limits = sorted((slo.get("limits_ms") or {}).items())
     return " ".join(f"{metric}:{limit:g}" for metric, limit in limits) or "none"
@@ -305,8 +298,8 @@ FEW_PASSES_CV = 0.12
 # as large as that between passes, and never below the second number.
 START_VARIANCES = 1.0
 START_CV = 0.015
-# A run beside a background load L varies by this share of ln(1 / (1 - L)), from the 59 recorded passes
-# beside 0.36 to 0.6 (docs/measured/cpu/identical-runs.parquet): they are 2 % slower in the median, with a
+# A run next to a background load L varies by this share of ln(1 / (1 - L)), from the 59 recorded passes
+# next to 0.36 to 0.6 (docs/measured/cpu/identical-runs.parquet): they are 2 % slower in the median, with a
 # deviation of 11 %.
 BACKGROUND_SHARE = 0.16
 # Background load above this is named in the notes.
@@ -316,11 +309,9 @@ BUSY = 0.05
 def judge_in_runs(
     limit: Limit, base: RunData, new: RunData, *, num_limits: int, same: bool = False
 ) -> MeasuredVerdict | str:
-    """The verdict on a limited metric between two single runs; text where it cannot be judged.
-
-    A pass needs the 95 % bound of the worsening within the limit, a regression the bound at 1 %, divided over
-    `num_limits` limits, beyond it. `same`: base and new are the same run, so they differ by exactly nothing.
-    """
+    """The verdict on a limited metric between two single runs; text if it cannot be judged. A pass needs the
+    95 % bound of the worsening within the limit, a regression the bound at 1 %, divided over `num_limits`
+    limits, beyond it. `same`: base and new are the same run, so their difference is exactly 0."""
     measured = limit.quantity
     assert isinstance(measured, Measured)
     if why := unjudgeable(measured, [base], [new]):
@@ -333,13 +324,17 @@ def judge_in_runs(
     effect = change if limit.relative else effect_of_bound(measured, limit, new)
     slower = effect.log_ratio if limit.at_most else -effect.log_ratio
     excess = slower - limit.allowed(is_share=is_share)
-    reach, width = (each.half_width(1 - FALSE_PASS) for each in (effect, change))
+    reach, width = effect.half_width(1 - FALSE_PASS), change.half_width(1 - FALSE_PASS)
     bounds = (change.log_ratio - width, change.log_ratio + width)
     low, high = bounds if is_share else map(math.expm1, bounds)
     shown = (high - low) / 2 if limit.relative else math.expm1(reach)
     level = FALSE_REGRESSION / num_limits
-    told = effect.half_width(1 - level) + effect.half_width(POWER)
-    visible = limit.allowed(is_share=is_share) + told
+    # A bound on the value itself has no change that could be seen, nor has a demanded gain.
+    visible = None
+    if limit.relative and limit.allowed(is_share=is_share) >= 0:
+        power = effect.half_width(1 - level) + effect.half_width(POWER)
+        visible = limit.allowed(is_share=is_share) + power
+        visible = visible if is_share else math.expm1(visible)
     more = pairs_to_settle(excess, effect.standard_error, 1, (level, FALSE_PASS))
     return _verdict(
         limit,
@@ -349,18 +344,13 @@ def judge_in_runs(
         (change.log_ratio, *bounds),
         # Pairs of starts are a test of their own, which begins anew.
         pairs_to_settle=more and max(more, FIRST_LOOK),
-        # A bound on the value itself has no change that could be seen, nor has a demanded gain.
-        visible=None
-        if not limit.relative or limit.allowed(is_share=is_share) < 0
-        else visible
-        if is_share
-        else math.expm1(visible),
+        visible=visible,
     )
 
 
 def value_of_run(measured: Measured, data: RunData) -> float:
-    """The value that the run's own table and report show, over all its passes; of what they do not show, the
-    centre of the undisturbed passes."""
+    """The value that the run's own table and report show, over all its passes; else the centre of the
+    undisturbed passes."""
     # The whole run's duration is not that of a pass.
     recorded = None if measured.key == "duration" else data.result.get(measured.key)
     return recorded or centre_of(measured, values_of(measured, data))
@@ -378,7 +368,7 @@ def values_of_pairs(measured: Measured, base: RunData, new: RunData) -> list[tup
     sides = [data.result["llmopt"]["runs"] for data in (base, new)]
     kept = set(undisturbed(sides[0])) & set(undisturbed(sides[1])) or set(range(len(sides[0])))
     pairs = [[value_of_pass(side[n], measured.key) for side in sides] for n in sorted(kept)]
-    return [(one, other) for one, other in pairs if one and other]
+    return [(before, after) for before, after in pairs if before and after]
 
 
 def centre_of(measured: Measured, values: Sequence[float]) -> float:
@@ -405,20 +395,16 @@ def is_paired(base: RunData, new: RunData) -> bool:
 
 
 def other_load(data: RunData) -> float:
-    """Background load: fraction of the CPUs used by other processes, mean over passes; 0 where unknown."""
-    loads = [run.get("other_load") for run in data.result["llmopt"]["runs"]]
-    known = [load for load in loads if load is not None]
+    """Background load: fraction of the CPUs used by other processes, mean over passes; 0 if unknown."""
+    passes = data.result["llmopt"]["runs"]
+    known = [load for run in passes if (load := run.get("other_load")) is not None]
     return sum(known) / len(known) if known else 0.0
 
 
 def background_error(data: RunData) -> float:
-    """Standard error, as a logarithm, that background load adds to a run whose passes carry no evidence of
-    their own.
-
-    Where they do, disturbed passes are left out, and load that did not disturb them excuses nothing.
-    """
-    passes = data.result["llmopt"]["runs"]
-    if any(one.get("disturbed") is not None for one in passes):
+    """Standard error, as a logarithm, that background load adds to a run without evidence of its passes. With
+    evidence disturbed passes are left out, and load that did not disturb them excuses nothing."""
+    if any(run.get("disturbed") is not None for run in data.result["llmopt"]["runs"]):
         return 0.0
     worst = 0.95  # at 1 the run could not have finished
     return -BACKGROUND_SHARE * math.log1p(-min(other_load(data), worst))
@@ -430,7 +416,7 @@ def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:
     if measured.key == WAITING:
         return _effect_on_waiting(before, after, values_of(MEASURED["duration"], base))
     if is_paired(base, new) and len(pairs := values_of_pairs(measured, base, new)) > 1:
-        return effect_of_pairs([one for one, _ in pairs], [other for _, other in pairs])
+        return effect_of_pairs(*zip(*pairs, strict=True))
     error = 0.0
     if measured.column is not None and min(len(before), len(after)) < RUNS_THAT_SHOW_SPREAD:
         percentile = percentile_of(measured.statistic)
@@ -475,10 +461,8 @@ def paired_error(
     percentile: float = 50.0,
     seed: int = 0,
 ) -> float:
-    """Bootstrap standard error of the mean log ratio of a percentile, resampling requests in pairs.
-
-    The same requests are resampled on both sides, so that differences between prompts cancel.
-    """
+    """Bootstrap standard error of the mean log ratio of a percentile, resampling requests in pairs. The same
+    requests are resampled on both sides, so that differences between prompts cancel."""
     shared = [request for request in base if request in new]
     passes_base = min((len(base[r]) for r in shared), default=0)
     passes_new = min((len(new[r]) for r in shared), default=0)
@@ -494,6 +478,6 @@ def paired_error(
         return 0.0
     rng = np.random.default_rng(seed)
     draws = rng.integers(0, len(shared), size=(RESAMPLES, len(shared)))
-    found = [np.percentile(table[:, draws], percentile, axis=-1) for table in tables]
-    logs = [np.log(np.maximum(values, least)).mean(axis=0) for values in found]
+    percentiles = [np.percentile(table[:, draws], percentile, axis=-1) for table in tables]
+    logs = [np.log(np.maximum(values, least)).mean(axis=0) for values in percentiles]
     return float((logs[1] - logs[0]).std(ddof=1))

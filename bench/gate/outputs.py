@@ -35,11 +35,8 @@ class VerdictWanted:
         benchmark_json: Path | None,
     ) -> VerdictWanted | None:
         """Validate the options; None if no verdict is requested. All inputs are read before the benchmark.
-
-        Raises:
-            BadInput: two bases, limits or a JUnit file without a base, a gate or a baseline that cannot
-                be read.
-        """
+        Raises BadInput: two bases, limits or a JUnit file without a base, a gate or a baseline that cannot be
+        read."""
         if baseline is not None and against is not None:
             raise BadInput("--baseline and --against were given: a run has one base, give one")
         if baseline is None and against is None:
@@ -98,9 +95,8 @@ def clean(text: str) -> str:
 def benchmark_entries(
     data: RunData, comparison: Comparison | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """{`smaller` or `bigger`: entries} in the list form of github-action-benchmark's
-    customSmallerIsBetter and customBiggerIsBetter; `value` is that of the run's
-    own table, `range` the spread over the passes."""
+    """{`smaller` or `bigger`: entries} in the list form of github-action-benchmark's customSmallerIsBetter
+    and customBiggerIsBetter; `value` is that of the run's own table, `range` the spread over the passes."""
     extra = f"{comparison.outcome.value}: {comparison.sentence}" if comparison else ""
     entries: dict[str, list[dict[str, Any]]] = {"smaller": [], "bigger": []}
 

@@ -1,6 +1,6 @@
-"""Verdict of a limit: what was found, how far it is beyond the limit, and what follows; the sequential test.
+"""Verdict of a limit: the evidence, its excess over the limit, and the outcome; the sequential test.
 
-A limit is broken where the evidence shows the new side beyond it, kept where it shows it within, and else
+A limit is broken if the evidence shows the new side beyond it, kept if it shows it within, and else
 undecided. Excess is worsening minus what the limit allows: positive is beyond it. Evidence is an interval of
 the excess (passes of single runs, paired items and positions, exact values), the tails of a test at the limit
 (counts), or the excess of each pair of starts, for the sequential test, which looks after every second pair.
@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..metrics.statistics import p_values
+from ..metrics.statistics import POWER, p_values
 from .limits import GateOutcome, Limit
 
 GRID = 401
@@ -40,22 +40,23 @@ TAILS = np.array([0.5 * math.erfc(z / math.sqrt(2)) for z in TABLE])
 def nominal_levels(
     fractions: tuple[float, ...], alpha: float, exponent: float
 ) -> tuple[float, ...]:
-    """The one-sided level of each look, such that looking at all of them errs with probability `alpha`.
-
-    The statistic at the fractions is taken as a Brownian motion, as a mean of independent pairs is. Its other
-    boundary is ignored, so the error holds however the sequence is stopped.
-
-    Args:
-        fractions: of the planned pairs, rising; the last look spends what is left.
-        exponent: 1 spends evenly, 3 nearly as O'Brien and Fleming.
-    """
+    """The one-sided level of each look, such that looking at all of them errs with probability `alpha`. The
+    last of the rising fractions of the planned pairs spends the rest of the error; exponent 1 spends evenly,
+    3 nearly as O'Brien and Fleming. The statistic at the fractions is taken as a Brownian motion, as a mean
+    of independent pairs is. Its other boundary is ignored, so the error holds however the sequence is
+    stopped."""
     spent = [alpha * min(t, 1.0) ** exponent for t in fractions[:-1]] + [alpha]
     levels: list[float] = []
     grid, density = np.zeros(1), np.ones(1)
     before, already = 0.0, 0.0
     for t, total in zip(fractions, spent, strict=True):
         step = math.sqrt(t - before)
-        bound = _bound(grid, density, step, total - already, FAR * math.sqrt(t))
+        # The bound that a path, which has not crossed so far, crosses with the error of this look.
+        low, bound = -FAR * math.sqrt(t), FAR * math.sqrt(t)
+        for _ in range(60):
+            middle = (low + bound) / 2
+            crossing = float(density @ np.interp((middle - grid) / step, TABLE, TAILS))
+            low, bound = (middle, bound) if crossing > total - already else (low, middle)
         levels.append(NORMAL.cdf(-bound / math.sqrt(t)))
         points = np.linspace(-FAR * math.sqrt(t), bound, GRID)
         kernel = np.exp(-0.5 * ((points[:, None] - grid) / step) ** 2) / (
@@ -66,16 +67,6 @@ def nominal_levels(
         grid, density = points, weights * (kernel @ density)
         before, already = t, total
     return tuple(levels)
-
-
-def _bound(grid: np.ndarray, density: np.ndarray, step: float, spend: float, far: float) -> float:
-    """The bound that a path, which has not crossed so far, crosses with probability `spend`, by bisection."""
-    low, high = -far, far
-    for _ in range(60):
-        middle = (low + high) / 2
-        crossing = float(density @ np.interp((middle - grid) / step, TABLE, TAILS))
-        low, high = (middle, high) if crossing > spend else (low, middle)
-    return high
 
 
 # Probability that a gate reports a regression although no metric is worse by more than its limit, divided
@@ -92,13 +83,8 @@ CODES = (GateOutcome.NO_VERDICT, GateOutcome.REGRESSION, GateOutcome.PASS)
 
 @dataclass(frozen=True, slots=True)
 class SequentialPlan:
-    """The looks of a gate of `num_limits` measured limits at its pairs, and their levels.
-
-    Attributes:
-        max_pairs: how many there can be.
-        last: pairs at the last look, which spends what is left of the errors: fewer than `max_pairs` if the
-            budget ended before; None is `max_pairs`.
-    """
+    """The looks of a gate of `num_limits` measured limits at its pairs, and their levels. The look at `last`
+    pairs spends the rest of the errors; it is before `max_pairs` if the budget ended earlier."""
 
     max_pairs: int
     num_limits: int = 1
@@ -106,12 +92,10 @@ class SequentialPlan:
 
     @property
     def looks(self) -> tuple[int, ...]:
-        """Numbers of pairs at which the test is made."""
         last = self.last or self.max_pairs
         return (*range(FIRST_LOOK, last, PAIRS_BETWEEN_LOOKS), last)
 
     def levels(self, error: float, exponent: float) -> tuple[float, ...]:
-        """The one-sided level of each look, spending `error` over them."""
         fractions = tuple(look / self.max_pairs for look in self.looks)
         return nominal_levels(fractions, error, exponent)
 
@@ -125,12 +109,8 @@ class SequentialPlan:
 
 
 def decide(excess: np.ndarray, plan: SequentialPlan) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, pairs): the outcome as an index into `CODES`, and after how many pairs it was reached.
-
-    Args:
-        excess: worsening minus limit of every pair in order, on the last axis; fewer than `plan.max_pairs`
-            stop at the looks so far.
-    """
+    """(codes, pairs): the outcome as an index into `CODES`, and the number of pairs that reached it, by the
+    excess of every pair in order, on the last axis. Fewer than `plan.max_pairs` stop at the looks so far."""
     count = excess.shape[-1]
     codes = np.zeros(excess.shape[:-1], int)
     pairs = np.full(excess.shape[:-1], count)
@@ -173,38 +153,31 @@ class OperatingCurve:
 
 
 def chances(
-    residuals: np.ndarray, shift: float, plan: SequentialPlan, *, seed: int = 0, draws: int = DRAWS
+    residuals: np.ndarray, shift: float, plan: SequentialPlan, *, draws: int = DRAWS
 ) -> tuple[dict[GateOutcome, float], float]:
     """({verdict: share of the draws}, mean number of pairs) for pairs that exceed the limit by `shift`."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     shape = (draws, plan.looks[-1])
     noise = rng.choice(residuals, shape) * rng.choice((-1.0, 1.0), shape)
     codes, pairs = decide(shift + noise, plan)
-    return {name: float(np.mean(codes == code)) for code, name in enumerate(CODES)}, float(
-        pairs.mean()
-    )
+    shares = {name: float(np.mean(codes == code)) for code, name in enumerate(CODES)}
+    return shares, float(pairs.mean())
 
 
 def operating_points(
-    residuals: np.ndarray,
-    allowed: float,
-    plan: SequentialPlan,
-    steps: Sequence[float] = STEPS,
+    residuals: np.ndarray, allowed: float, plan: SequentialPlan
 ) -> list[tuple[float, dict[GateOutcome, float], float]]:
-    """(true worsening, chances, mean pairs) at multiples of the limit, on the scale of the residuals.
-
-    An improvement that is demanded, or a limit of 0, has no multiples: steps are then in standard deviations.
-    """
+    """(true worsening, chances, mean pairs) at multiples of the limit, on the scale of the residuals. A
+    demanded improvement, or a limit of 0, has no multiples: steps are then in standard deviations."""
     unit = allowed if allowed > 0 else float(np.std(residuals)) or 1.0
     origin = 0.0 if allowed > 0 else allowed - unit
-    worsenings = [origin + step * unit for step in steps]
+    worsenings = [origin + step * unit for step in STEPS]
     return [(worse, *chances(residuals, worse - allowed, plan)) for worse in worsenings]
 
 
 Interval = tuple[float | None, float | None]
 """Bounds of a value; None is unbounded."""
 
-POWER = 0.8
 # Beyond this many times the pairs at hand, the change is as good as at the limit.
 MOST_TIMES_AS_MANY = 30
 # With fewer pairs the signed-rank interval at 5 % a side is unbounded.
@@ -237,7 +210,7 @@ class Excess:
 
 @dataclass(frozen=True, slots=True)
 class Tails:
-    """Probabilities of a value as high, and as low, as the new side's, were it exactly at the limit; high is
+    """Probabilities of a value as high, and as low, as the new side's, if it is exactly at the limit; high is
     worse."""
 
     as_high: float
@@ -247,9 +220,8 @@ class Tails:
     def outcome(self) -> GateOutcome:
         if self.as_low <= FALSE_PASS:
             return GateOutcome.PASS
-        return (
-            GateOutcome.REGRESSION if self.as_high <= FALSE_REGRESSION else GateOutcome.NO_VERDICT
-        )
+        is_broken = self.as_high <= FALSE_REGRESSION
+        return GateOutcome.REGRESSION if is_broken else GateOutcome.NO_VERDICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +233,6 @@ class PairedExcess:
 
     @property
     def decided(self) -> tuple[GateOutcome, int]:
-        """The outcome, and after how many pairs it was reached."""
         code, pairs = decide(self.excess, self.plan)
         return CODES[int(code)], int(pairs)
 
@@ -275,12 +246,9 @@ Evidence = Excess | Tails | PairedExcess
 
 @dataclass(frozen=True, slots=True)
 class LimitVerdict:
-    """The outcome of one limit, with what it is based on and its sentence; `limit` is in gate syntax.
-
-    Attributes:
-        interval: of a count or score, or of its change where the limit is relative, with 95 % confidence.
-        change: relative to the base; None without two values.
-    """
+    """The outcome of one limit, with its evidence and its sentence; `limit` is in gate syntax. `interval` is
+    the 95 % interval of a count or score, or of its change if the limit is relative; `change` is relative to
+    the base."""
 
     key: str
     label: str
@@ -295,33 +263,28 @@ class LimitVerdict:
 
     @property
     def name(self) -> str:
-        """The quantity with its limit."""
         return f"{self.label} {self.limit}"
 
     @classmethod
     def of(
         cls,
         limit: Limit,
-        said: str,
+        text: str,
         evidence: Evidence | None = None,
         undecided: str = "",
-        **found: Any,
+        **fields: Any,
     ) -> Self:
-        """The verdict that the evidence gives on a limit, with its sentence; no evidence is no verdict.
-
-        Args:
-            said: the value or its change as a clause; without evidence, why there is none.
-            undecided: how the sentence goes on where the evidence does not tell.
-            found: the other fields.
-        """
+        """The verdict that the evidence gives on a limit; no evidence is no verdict. `text` is the value or
+        its change as a clause, or the reason that there is no evidence; `undecided` ends it if the evidence
+        does not tell."""
         outcome = GateOutcome.NO_VERDICT if evidence is None else evidence.outcome
         if outcome is GateOutcome.REGRESSION:
-            said += f", beyond the limit {limit.text}"
+            text += f", beyond the limit {limit.text}"
         elif outcome is GateOutcome.NO_VERDICT:
-            said += undecided
+            text += undecided
         what = limit.quantity
         names = {"key": what.key, "label": what.label, "unit": what.unit}
-        return cls(**names, limit=limit.text, outcome=outcome, reason=said, **found)
+        return cls(**names, limit=limit.text, outcome=outcome, reason=text, **fields)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -329,16 +292,13 @@ class LimitVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredVerdict(LimitVerdict):
-    """The outcome of a limit on a measured metric.
+    """The outcome of a limit on a measured metric, by `num_pairs` pairs of starts; 0 for single runs.
 
     Attributes:
         change: relative to the base; `low` and `high` bound it with 90 % confidence (95 % on each side).
-        worse: the same as a slowdown: positive is worse.
-        allowed: the limit in terms of `worse`; None where it is on the value itself.
-        num_pairs: pairs of starts that led to the outcome; 0 for single runs.
-        pairs_to_settle: about how many more would settle an undecided one; None: no reasonable number.
-        visible: of two single runs, the smallest worsening that they would have called a regression with a
-            chance of 80 %.
+        worse: change as a slowdown: positive is worse; `allowed` is its limit, None for one on the value.
+        pairs_to_settle: about how many more would settle an undecided limit; None: no reasonable number.
+        visible: smallest worsening that two single runs call a regression with a chance of 80 %.
     """
 
     base: float
@@ -354,7 +314,7 @@ class MeasuredVerdict(LimitVerdict):
 
     @property
     def half_width(self) -> float:
-        """Half of the interval of the change: what stands behind ±."""
+        """Half of the interval of the change, for ±."""
         return (self.high - self.low) / 2
 
     def as_dict(self) -> dict[str, Any]:
@@ -364,18 +324,13 @@ class MeasuredVerdict(LimitVerdict):
 def pairs_to_settle(
     distance: float, error: float, pairs: int, levels: tuple[float, float]
 ) -> int | None:
-    """How many more pairs would settle a limit with a chance of 80 %, if the estimate is the truth; None if
-    the estimate is too near the limit.
-
-    Args:
-        distance: of the estimate beyond the limit; negative is within.
-        error: its standard error after `pairs` pairs.
-        levels: of regression and pass.
-    """
+    """The number of further pairs that would settle a limit with a chance of 80 %, if the estimate is the
+    truth; None if the estimate is too near the limit. `distance` of the estimate is positive beyond the
+    limit, and has a standard `error` after `pairs` pairs; `levels` are those of regression and pass."""
     if distance == 0 or not math.isfinite(error):
         return None
     level = levels[0] if distance > 0 else levels[1]
-    reach = NormalDist().inv_cdf(1 - level) + NormalDist().inv_cdf(POWER)
+    reach = NORMAL.inv_cdf(1 - level) + NORMAL.inv_cdf(POWER)
     needed = pairs * (reach * error / distance) ** 2
     # The levels of the looks so far are spent, so at least another block of two pairs.
     more = max(2, math.ceil(needed - pairs))
@@ -387,13 +342,10 @@ PLANNED_PAIRS = (6, 8, 10, 12, 16, 20, 30, 40, 60, 80, 120, 160, 240)
 
 def planned_pairs(noise: float, share: float) -> int | None:
     """The fewest pairs of runs with which a limit of `share` passes an equal build, and calls one that is
-    worse by twice the limit a regression, each with a chance of 80 %; None beyond 240.
-
-    Args:
-        noise: coefficient of variation of a run; pairs are simulated with it, and judged as real ones.
-    """
+    worse by twice the limit a regression, each with a chance of 80 %; None beyond 240. Simulated pairs with
+    the coefficient of variation `noise` of a run are judged as real ones."""
     limit = math.log1p(share)
-    residuals = np.array([NormalDist().inv_cdf((rank + 0.5) / 200) for rank in range(200)])
+    residuals = np.array([NORMAL.inv_cdf((rank + 0.5) / 200) for rank in range(200)])
     residuals *= noise * math.sqrt(2)
     for pairs in PLANNED_PAIRS:
         plan = SequentialPlan(pairs)
@@ -408,11 +360,10 @@ def undecided_words(
     verdicts: Sequence[LimitVerdict], others: Sequence[str], *, by_starts: bool
 ) -> tuple[str, ...]:
     """Reasons of no verdict: the undecided limits, what would settle them, and the limits that are kept."""
-    undecided = [one for one in verdicts if one.outcome is GateOutcome.NO_VERDICT]
-    kept = [one.label for one in verdicts if one.outcome is GateOutcome.PASS]
-    reasons = [one.reason for one in undecided] + list(others)
-    noisy = [one for one in undecided if isinstance(one, MeasuredVerdict)]
-    if noisy:
+    undecided = [verdict for verdict in verdicts if verdict.outcome is GateOutcome.NO_VERDICT]
+    kept = [verdict.label for verdict in verdicts if verdict.outcome is GateOutcome.PASS]
+    reasons = [verdict.reason for verdict in undecided] + list(others)
+    if noisy := [verdict for verdict in undecided if isinstance(verdict, MeasuredVerdict)]:
         reasons.append(settle_words(noisy, by_starts=by_starts))
     if kept and reasons:
         words = "keeps its limit" if len(kept) == 1 else "keep their limits"
@@ -422,23 +373,24 @@ def undecided_words(
 
 def settle_words(undecided: Sequence[MeasuredVerdict], *, by_starts: bool) -> str:
     """The runs that would settle the undecided limits, as the end of a sentence."""
-    known = [one.pairs_to_settle for one in undecided if one.pairs_to_settle is not None]
-    near = [one for one in undecided if one.pairs_to_settle is None]
+    known = [v.pairs_to_settle for v in undecided if v.pairs_to_settle is not None]
+    near = [v for v in undecided if v.pairs_to_settle is None]
     if not by_starts:
-        labels: dict[str, list[str]] = {}
-        for one in undecided:
-            if one.visible is not None:
-                labels.setdefault(f"{one.visible:.0%}", []).append(one.label)
-        seen = labels and names(f"{size} in {names(each)}" for size, each in labels.items())
-        said = f"the smallest worsening that these runs could show is {seen}; "
-        more = (
-            f"about {max(known)} more runs of each side" if known and not near else "paired starts"
-        )
-        return f"{said if labels else ''}{more} would settle it: llmopt compare --run base=… --run new=…"
-    if any(one.num_pairs < MIN_PAIRS for one in near):
+        by_size: dict[str, list[str]] = {}
+        for verdict in undecided:
+            if verdict.visible is not None:
+                by_size.setdefault(f"{verdict.visible:.0%}", []).append(verdict.label)
+        text = ""
+        if by_size:
+            sizes = names(f"{size} in {names(labels)}" for size, labels in by_size.items())
+            text = f"the smallest worsening that these runs could show is {sizes}; "
+        has_number = known and not near
+        more = f"about {max(known)} more runs of each side" if has_number else "paired starts"
+        return f"{text}{more} would settle it: llmopt compare --run base=… --run new=…"
+    if any(v.num_pairs < MIN_PAIRS for v in near):
         return f"fewer than {MIN_PAIRS} pairs of starts do not say how many would settle it"
     if near:
-        at_limit = names(one.label for one in near)
+        at_limit = names(v.label for v in near)
         return f"no reasonable number of starts would settle {at_limit}: the change is at the limit"
     return f"about {max(known)} more starts of each side would settle it"
 

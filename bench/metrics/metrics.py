@@ -84,12 +84,10 @@ def summary(values_ms: np.ndarray, percentiles: Sequence[float]) -> dict[str, fl
 
 
 def percentile_word(percentile: float) -> str:
-    """vLLM's key for a percentile: `p99`, `p99.9`."""
     return f"p{int(percentile) if percentile == int(percentile) else percentile}"
 
 
 def vllm_keys(summary_of: Mapping[str, float | None], metric: str) -> dict[str, float | None]:
-    """`mean_ttft_ms` and its siblings."""
     return {f"{statistic}_{metric}_ms": value for statistic, value in summary_of.items()}
 
 
@@ -100,12 +98,10 @@ def aggregate(
     percentiles: Sequence[float],
     goodput_ms: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The aggregate keys of `vllm bench serve`, over one pass or several.
-
-    Several passes are pooled: durations and counts are summed, latencies form one sample, and peaks
-    are the largest of any pass. Of a pass with a window, throughput and token totals count what the window
-    saw; `completed` and the latencies also have the requests that were drained behind it.
-    """
+    """The aggregate keys of `vllm bench serve`, over one pass or several. Several passes are pooled:
+    durations and counts are summed, latencies form one sample, and peaks are the largest of any pass.
+    Throughput and token totals of a pass with a window count only requests in it; `completed` and the
+    latencies also have the requests that were drained after it."""
     traces = [trace for load_pass in passes for trace in load_pass.traces]
     done = [trace for trace in traces if trace.success]
     duration = sum(load_pass.duration for load_pass in passes)
@@ -145,12 +141,9 @@ def aggregate(
 def count_good(
     done: Iterable[RequestTrace], limits_ms: Mapping[str, float], *, from_schedule: bool = False
 ) -> int:
-    """How many requests meet every limit. A request with one token has a TPOT of 0 here, as in vLLM; one that
-    was not streamed keeps no limit of TPOT.
-
-    `from_schedule` counts TTFT and end-to-end time from when a request was due, not from when the client
-    sent it.
-    """
+    """The number of requests that meet every limit. A request with one token has a TPOT of 0, as in vLLM; one
+    that was not streamed keeps no limit of TPOT. `from_schedule` counts TTFT and end-to-end time from when a
+    request was due, not from when the client sent it."""
 
     def is_good(trace: RequestTrace) -> bool:
         wait = trace.queued if from_schedule else 0.0
@@ -240,27 +233,25 @@ TURN_FORMULAS = {
 
 
 def turn_figures(passes: Sequence[LoadPass], block_size: int | None) -> dict[str, Any]:
-    """The figures of conversations: by turn, and over all of them.
-
-    `block_size` is that of an engine in this process with prefix caching; None leaves the expected hits out.
-    """
+    """The figures of conversations: by turn, and over all of them. `block_size` is that of an engine in this
+    process with prefix caching; without it there are no expected hits."""
     traces = [trace for load_pass in passes for trace in load_pass.traces]
-    grown = {id(trace): old for load_pass in passes for trace, old in history_lens(load_pass)}
+    old_lens = {id(trace): old for load_pass in passes for trace, old in history_lens(load_pass)}
     done = [trace for trace in traces if trace.success]
     prompt_tokens = sum(trace.prompt_len for trace in done)
-    old_tokens = sum(grown[id(trace)] for trace in done)
+    old_tokens = sum(old_lens[id(trace)] for trace in done)
     return {
         "history_share": old_tokens / prompt_tokens if prompt_tokens else None,
         "expected_prefix_cache_hit_rate": expected_hit_rate(passes, block_size),
         "turns": [
-            figures_of_turn(number, list(of_turn), grown)
+            figures_of_turn(number, list(of_turn), old_lens)
             for number, of_turn in groupby(sorted(traces, key=_turn), key=_turn)
         ],
     }
 
 
 def figures_of_turn(
-    number: int, traces: Sequence[RequestTrace], grown: Mapping[int, int]
+    number: int, traces: Sequence[RequestTrace], old_lens: Mapping[int, int]
 ) -> dict[str, Any]:
     """The figures of all requests that were turn `number` (from 0) of their conversation; the row counts
     from 1."""
@@ -277,7 +268,7 @@ def figures_of_turn(
         "completed": len(done),
         "failed": len(traces) - len(done),
         "mean_prompt_len": mean(prompt_tokens),
-        "mean_new_tokens": mean(sum(trace.prompt_len - grown[id(trace)] for trace in done)),
+        "mean_new_tokens": mean(sum(trace.prompt_len - old_lens[id(trace)] for trace in done)),
         "mean_output_len": mean(sum(trace.output_len for trace in done)),
         "mean_cached_tokens": mean(cached),
         "prefix_cache_hit_rate": cached / prompt_tokens if prompt_tokens else None,
@@ -286,10 +277,8 @@ def figures_of_turn(
 
 
 def history_lens(load_pass: LoadPass) -> Iterable[tuple[RequestTrace, int]]:
-    """Every request with the tokens of the turn before it, prompt and answer; 0 for a first turn.
-
-    Over HTTP the lengths are the server's counts, of a history that it tokenized again.
-    """
+    """Every request with the tokens of the turn before it, prompt and answer; 0 for a first turn. Over HTTP
+    the lengths are the server's counts of a history that it tokenized again."""
     last: dict[tuple[str, int], int] = {}
     for trace in sorted(load_pass.traces, key=_turn):
         key = (trace.conversation, trace.cycle)
@@ -298,7 +287,7 @@ def history_lens(load_pass: LoadPass) -> Iterable[tuple[RequestTrace, int]]:
 
 
 def expected_hit_rate(passes: Sequence[LoadPass], block_size: int | None) -> float | None:
-    """Mean over the passes of the hit rate that block arithmetic expects; None where tokens are unknown."""
+    """Mean over the passes of the hit rate that block arithmetic expects; None if tokens are unknown."""
     traces = [trace for load_pass in passes for trace in load_pass.traces]
     if block_size is None or not traces or not all(t.prompt_token_ids for t in traces):
         return None
@@ -310,18 +299,16 @@ def expected_hit_rate(passes: Sequence[LoadPass], block_size: int | None) -> flo
 
 
 def expected_hits(traces: Sequence[RequestTrace], block_size: int) -> int:
-    """Prompt tokens that a prefix cache without eviction serves, by the order of the requests.
-
-    A prompt is in the cache when its first token has come, an answer when it has ended, without its last
-    token, which is sampled and never computed.
-    """
+    """Prompt tokens that a prefix cache without eviction serves, by the order of the requests. A prompt is in
+    the cache when its first token has come, an answer when it has ended, without its last token, which is
+    sampled and never computed."""
     events: list[tuple[float, int, int, RequestTrace]] = []
-    for place, trace in enumerate(traces):
-        events.append((trace.sent, 1, place, trace))
+    for index, trace in enumerate(traces):
+        events.append((trace.sent, 1, index, trace))
         if trace.chunk_times:
-            # At equal times, what has been computed sorts before the prompt that is looked up.
-            events.append((trace.chunk_times[0], 0, place, trace))
-            events.append((trace.ended, 0, place, trace))
+            # At equal times, computed tokens sort before the prompt that is looked up.
+            events.append((trace.chunk_times[0], 0, index, trace))
+            events.append((trace.ended, 0, index, trace))
     cached: set[int] = set()
     hits = 0
     for time, is_lookup, _, trace in sorted(events, key=lambda event: event[:3]):
@@ -348,7 +335,7 @@ def block_chain(tokens: Sequence[int], block_size: int) -> Iterable[int]:
 
 
 def window_part(passes: Sequence[LoadPass]) -> dict[str, Any]:
-    """`llmopt.window` of a run of fixed duration: how much it sent, and what was drained behind it."""
+    """`llmopt.window` of a run of fixed duration: the requests that it sent, and those drained after it."""
     lengths = [t.output_len for load_pass in passes for t in load_pass.traces if t.success]
     return {
         "mean_output_len": sum(lengths) / len(lengths) if lengths else None,
@@ -364,10 +351,10 @@ def window_part(passes: Sequence[LoadPass]) -> dict[str, Any]:
 
 def turns_in_words(part: Mapping[str, Any]) -> str:
     """First against last turn in one line, for the console."""
-    seen = [turn for turn in part["turns"] if turn["completed"]]
-    if not seen:
+    answered = [turn for turn in part["turns"] if turn["completed"]]
+    if not answered:
         return "No turn was answered"
-    ends = seen[:1] if len(seen) == 1 else [seen[0], seen[-1]]
+    ends = answered[:1] if len(answered) == 1 else [answered[0], answered[-1]]
     words = ", ".join(
         f"turn {turn['turn']}: median TTFT {number(turn['ttft_ms']['median'])} ms, "
         f"{number(turn['mean_prompt_len'], 0)} prompt tokens, {percent(turn['prefix_cache_hit_rate'])} cached"

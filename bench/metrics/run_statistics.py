@@ -27,7 +27,7 @@ RUN_METRICS = ("ttft", "tpot", "itl", "e2el")
 def summarize_pass(
     load_pass: LoadPass, limits_ms: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """The figures of one pass, for the spread between passes; `limits_ms` are those of `--goodput`."""
+    """The figures of one pass, for the spread between passes; `limits_ms` are the limits of `--goodput`."""
     figures = aggregate(
         [load_pass], metrics=RUN_METRICS, percentiles=PERCENTILES, goodput_ms=limits_ms
     )
@@ -39,17 +39,15 @@ def distributions(passes: Sequence[LoadPass], seed: int) -> dict[str, Any]:
     traces = [trace for load_pass in passes for trace in load_pass.traces]
     by_request = [samples([trace]) for trace in traces if trace.success]
     by_metric: dict[str, Any] = {}
+    p99 = partial(np.percentile, q=99)
     for metric, values in samples(traces).items():
         groups = [sample[metric] for sample in by_request if len(sample[metric])]
         by_metric[metric] = {
             **summary(values, PERCENTILES),
             "count": len(values),
             "interval_95": {
-                "mean": statistics.bootstrap_interval(groups, np.mean, seed=seed),
-                "median": statistics.bootstrap_interval(groups, np.median, seed=seed),
-                "p99": statistics.bootstrap_interval(
-                    groups, partial(np.percentile, q=99), seed=seed
-                ),
+                name: statistics.bootstrap_interval(groups, figure, seed=seed)
+                for name, figure in (("mean", np.mean), ("median", np.median), ("p99", p99))
             },
             # Gaps within a request are correlated, so pooled gaps have no order-statistic interval.
             "order_interval_95": None
@@ -78,18 +76,16 @@ def spread(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def client_lag(passes: Sequence[LoadPass]) -> dict[str, float | None]:
-    """Lateness of sending, in milliseconds after a request was due.
-
-    Under a concurrency limit this includes the wait for a permit, which is part of the load.
-    """
+    """Lateness of sending, in milliseconds after a request was due. Under a concurrency limit it includes the
+    wait for a permit, which is part of the load."""
     lag = np.asarray([trace.queued * 1000 for load_pass in passes for trace in load_pass.traces])
     return {**summary(lag, (99,)), "max": float(lag.max()) if len(lag) else None}
 
 
 def peaks(passes: Sequence[LoadPass]) -> dict[str, float]:
     """`metrics.exact_peaks`, the maximum over passes."""
-    each = [exact_peaks(load_pass.traces) for load_pass in passes]
-    return {key: max(peak[key] for peak in each) for key in each[0]}
+    by_pass = [exact_peaks(load_pass.traces) for load_pass in passes]
+    return {key: max(peak[key] for peak in by_pass) for key in by_pass[0]}
 
 
 def phases(passes: Sequence[LoadPass]) -> dict[str, float]:
@@ -135,11 +131,9 @@ def window_of(traces: Sequence[RequestTrace], at_least: int) -> tuple[float, flo
 
 
 def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dict[str, Any] | None:
-    """Throughput and latency within the steady-state windows of all passes, with the keys of vllm-bench.
-
-    None without a concurrency limit, or where no pass reached it. A window that is too short to
-    trust (under 10 s, or under a tenth of its pass) is reported with a warning.
-    """
+    """Throughput and latency within the steady-state windows of all passes, with the keys of vllm-bench; None
+    without a concurrency limit, or if no pass reached it. A window that is too short to trust (under 10 s, or
+    under a tenth of its pass) is reported with a warning."""
     if max_concurrency is None:
         return None
     at_least = math.ceil(THRESHOLD * max_concurrency)
@@ -225,10 +219,9 @@ def cost_part(
 
 
 STALL_SECONDS, STALL_GAPS, OTHERS = 0.5, 20, 10
-"""A stream stood still if its gap is longer than this and so many median gaps, and others went on by so many
-chunks."""
+"""A stream stood still if its gap exceeds this and so many median gaps, and others sent so many chunks."""
 FEWER = 0.9
-"""A server that works on less than this share of the requests that it was to have at once has a limit."""
+"""A server with less than this share of the requested concurrency at work has a limit."""
 MORE_HITS = 0.02
 """Prompt tokens from the prefix cache beyond those that the workload shares, as a share of all."""
 
@@ -242,33 +235,28 @@ def silent_failures(
     hit_rate: float | None,
     shared: float | None,
 ) -> list[str]:
-    """Say what a run's own numbers betray of a server that did not do what was asked, and did not say so.
-
-    Args:
-        concurrency: the limit of requests in flight; None: an open loop.
-        fixed_lengths: the server was told to ignore the end of text.
-        gauges: of the server's metrics, `mean` and `max` by name; empty where it has none.
-        hit_rate, shared: of the prompt tokens, the share that came from its prefix cache, and the share that
-            prompts of a pass have in common; None where unknown.
-    """
-    found = []
+    """Signs in a run's numbers that the server did not do its work as requested, and did not say so. An open
+    loop has no `concurrency`; `fixed_lengths`: the server was told to ignore the end of text. `gauges` are
+    `mean` and `max` of the server's metrics; `hit_rate` is the share of the prompt tokens from its prefix
+    cache, `shared` the share that the prompts of a pass have in common, if known."""
+    signs = []
     if concurrency is not None and (fewer := _at_once(passes, concurrency, gauges)):
-        found.append(
+        signs.append(
             f"the server worked on {fewer} requests at once, not on {concurrency}: the others waited in "
             "its queue, and their TTFT is that of the queue"
         )
     if stalls := sum(_stalls(load) for load in passes):
-        found.append(
+        signs.append(
             f"{stalls} streams stood still while others went on, as preempted requests do: the server's KV "
             "cache may be too small for this load"
         )
-    found += _unexpected_answers(passes, fixed_lengths=fixed_lengths)
+    signs += _unexpected_answers(passes, fixed_lengths=fixed_lengths)
     if hit_rate is not None and shared is not None and hit_rate > shared + MORE_HITS:
-        found.append(
+        signs.append(
             f"{hit_rate:.0%} of the prompt tokens came from the prefix cache, and the prompts of a pass "
             f"share {shared:.0%}: the rest was cached before, and TTFT is that of a warm cache"
         )
-    return found
+    return signs
 
 
 def _unexpected_answers(passes: Sequence[LoadPass], *, fixed_lengths: bool) -> list[str]:
@@ -303,7 +291,7 @@ def _unexpected_answers(passes: Sequence[LoadPass], *, fixed_lengths: bool) -> l
 def _at_once(
     passes: Sequence[LoadPass], asked: int, gauges: Mapping[str, Mapping[str, float]]
 ) -> int | None:
-    """How many requests the server has at work where it is fewer than asked; None where it is not."""
+    """The number of requests that the server has at work, if it is less than the concurrency."""
     running, waiting = gauges.get("num_requests_running"), gauges.get("num_requests_waiting")
     if running and waiting:
         is_fewer = 0 < running["max"] < FEWER * asked and waiting["max"] > 0
@@ -313,8 +301,8 @@ def _at_once(
 
 
 def _first_wave(load: LoadPass, asked: int) -> int | None:
-    """Requests that stream before the first of them ends, where no other begins for far longer than between
-    them: the server has places for so many. None where it goes on, or too few are sent."""
+    """Requests that stream before the first of them ends, if no other begins for far longer than between
+    them: the server has places for so many. None if it goes on, or too few are sent."""
     done = sorted((t for t in load.traces if t.success and t.output_len > 1), key=lambda t: t.sent)
     wave = done[:asked]
     if len(wave) < asked:
@@ -331,12 +319,10 @@ def _stalls(load: LoadPass) -> int:
     times = np.sort(np.concatenate([[0.0], *(trace.chunk_times for trace in load.traces)]))
     gaps = np.concatenate([[0.0], *(trace.itls for trace in load.traces)])
     least = max(STALL_SECONDS, STALL_GAPS * float(np.median(gaps)))
-    found = 0
+    count = 0
     for trace in load.traces:
-        gaps_and_ends = zip(
-            trace.itls, trace.chunk_times[1:], strict=False
-        )  # no gaps: not streamed
-        gap, end = max(gaps_and_ends, default=(0.0, 0.0))
+        pairs = zip(trace.itls, trace.chunk_times[1:], strict=False)  # no gaps: not streamed
+        gap, end = max(pairs, default=(0.0, 0.0))
         others = np.searchsorted(times, end) - np.searchsorted(times, end - gap, side="right")
-        found += int(gap > least and others >= OTHERS)
-    return found
+        count += int(gap > least and others >= OTHERS)
+    return count

@@ -19,6 +19,7 @@ from scipy import special
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
+POWER = 0.8
 # With one run per side the run-to-run spread is unknown; this is typical of identical runs on a quiet
 # machine, and keeps a single lucky run from proving a small change.
 ASSUMED_RUN_CV = 0.05
@@ -31,32 +32,31 @@ def student_quantile(probability: float, df: float) -> float:
     return float(special.stdtrit(max(int(df), 1), probability))
 
 
+def central_interval(estimates: Any, *, method: Any = "linear") -> tuple[float, float]:
+    """The middle 95 % of resampled estimates."""
+    tail = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(estimates, [tail, 1 - tail], method=method)
+    return float(low), float(high)
+
+
 def bootstrap_interval(
     groups: Sequence[np.ndarray],
     statistic: Callable[..., Any],
     *,
     seed: int = 0,
 ) -> tuple[float, float] | None:
-    """Percentile interval of `statistic` of the pooled values, resampling whole groups.
-
-    `statistic` takes an array and an `axis`, as numpy's do. A group holds the values of
-    one request (one value, or all its gaps), so that correlated values are resampled together. None with
-    fewer than two groups.
-    """
+    """Percentile interval of `statistic` of the pooled values, resampling whole groups; None for one group.
+    `statistic` takes an array and an `axis`, as numpy's do. A group holds the values of one request (one
+    value, or all its gaps), so that correlated values are resampled together."""
     if len(groups) < 2:
         return None
     rng = np.random.default_rng(seed)
     draws = rng.integers(0, len(groups), size=(RESAMPLES, len(groups)))
     if all(len(group) == 1 for group in groups):
-        values = np.concatenate(groups)
-        estimates = statistic(values[draws], axis=-1)
-    else:
-        estimates = [
-            statistic(np.concatenate([groups[i] for i in draw]), axis=-1) for draw in draws
-        ]
-    tail = (1 - CONFIDENCE) / 2 * 100
-    low, high = np.percentile(estimates, [tail, 100 - tail])
-    return float(low), float(high)
+        return central_interval(statistic(np.concatenate(groups)[draws], axis=-1))
+    pooled = (np.concatenate([groups[i] for i in draw]) for draw in draws)
+    estimates = [statistic(values, axis=-1) for values in pooled]
+    return central_interval(estimates)
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -71,12 +71,10 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
 def order_interval(
     values: Sequence[float] | np.ndarray, percentile: float
 ) -> tuple[float | None, float | None]:
-    """Interval of a percentile between two of the sorted values, without assuming a distribution.
-
-    The number of values below the percentile is binomial, so ranks with half of the remaining probability
-    on each side bound it (David and Nagaraja, Order Statistics, 7.1). A side on which no value is far
-    enough out is None: unbounded, because there are too few values.
-    """
+    """Interval of a percentile between two of the sorted values, without assuming a distribution. The number
+    of values below the percentile is binomial, so ranks with half of the remaining probability on each side
+    bound it (David and Nagaraja, Order Statistics, 7.1). A side on which no value is far enough out is None:
+    unbounded, because there are too few values."""
     ordered, count, share = np.sort(np.asarray(values)), len(values), percentile / 100
     if not count or not 0 < share < 1:
         return None, None
@@ -95,14 +93,12 @@ def requests_for_percentile(percentile: float) -> int:
     return math.ceil(math.log((1 - CONFIDENCE) / 2) / math.log(share))
 
 
-def smallest_visible_change(run_cv: float, num_runs: int, *, power: float = 0.8) -> float:
-    """The relative change that two sides of `num_runs` runs each would notice with `power`, in a
-    one-sided test at 5 %: (t₀.₉₅ + t_power) · CV · √(2/k), with 2k − 2 degrees of freedom.
-
-    With one run the spread is assumed known, so normal quantiles are used.
-    """
+def smallest_visible_change(run_cv: float, num_runs: int) -> float:
+    """The relative change that two sides of `num_runs` runs each would notice with a power of 80 %, in a
+    one-sided test at 5 %: (t₀.₉₅ + t₀.₈) · CV · √(2/k), with 2k − 2 degrees of freedom. With one run the
+    spread is assumed known, so normal quantiles are used."""
     df = 2 * num_runs - 2 if num_runs > 1 else math.inf
-    reach = student_quantile(0.95, df) + student_quantile(power, df)
+    reach = student_quantile(0.95, df) + student_quantile(POWER, df)
     return reach * run_cv * math.sqrt(2 / num_runs)
 
 
@@ -115,13 +111,8 @@ def run_cv(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A relative difference between two sides, as a logarithm: log(new / base).
-
-    Attributes:
-        log_ratio: the estimate.
-        standard_error: of `log_ratio`.
-        degrees: of freedom behind `standard_error`; infinity where the error is assumed known.
-    """
+    """A relative difference between two sides, as a logarithm: log(new / base). `degrees` of freedom of its
+    standard error are infinite if the error is assumed known."""
 
     log_ratio: float
     standard_error: float
@@ -129,7 +120,6 @@ class Effect:
 
     @property
     def relative(self) -> float:
-        """new / base − 1."""
         return math.expm1(self.log_ratio)
 
     def half_width(self, one_sided: float) -> float:
@@ -137,10 +127,8 @@ class Effect:
         return student_quantile(one_sided, self.degrees) * self.standard_error
 
     def with_error(self, known: float) -> Effect:
-        """The effect with an additional independent error of known size.
-
-        The degrees of freedom follow Welch and Satterthwaite: the known part has infinitely many.
-        """
+        """The effect with an additional independent error of known size. The degrees of freedom follow Welch
+        and Satterthwaite: the known part has infinitely many."""
         total = math.hypot(self.standard_error, known)
         if math.isinf(self.degrees) or self.standard_error == 0:
             return replace(self, standard_error=total, degrees=math.inf)
@@ -157,16 +145,11 @@ def effect_of_runs(
     assumed_cv: float = ASSUMED_RUN_CV,
     believed: int = 2,
 ) -> Effect:
-    """The change between repeated runs of two sides, with the larger of two uncertainties.
-
-    The first is the spread between runs: pooled over both sides on the log scale, or the assumed one where a
-    side has fewer than `believed` runs and the measured one is not larger. The second, `paired_error`, is
-    the standard error of the change over requests.
-
-    Args:
-        between: variance between two starts of the same model, in units of the variance between the runs of
-            one start; more runs of the same start do not reduce it.
-    """
+    """The change between repeated runs of two sides, with the larger of two uncertainties: the spread between
+    runs (pooled over both sides on the log scale, or the assumed one if a side has fewer than `believed` runs
+    and the measured one is not larger), and `paired_error`, the standard error of the change over requests.
+    `between` is the variance between two starts of the same model, in units of that between the runs of one
+    start; more runs of the same start do not reduce it."""
     logs_base, logs_new = np.log(base), np.log(new)
     estimate = float(logs_new.mean() - logs_base.mean())
     reach = math.sqrt(1 / len(base) + 1 / len(new) + 2 * between)
@@ -207,11 +190,8 @@ def fisher_tails(
     base: tuple[int, int], new: tuple[int, int], odds_ratio: float = 1.0
 ) -> tuple[float, float]:
     """(P(X >= x), P(X <= x)) of the new side's count x, given the sum of both, if the odds are `odds_ratio`
-    times the base's: Fisher's exact test with his noncentral hypergeometric distribution.
-
-    Args:
-        base, new: (count, trials) of each side.
-    """
+    times the base's: Fisher's exact test with his noncentral hypergeometric distribution. Sides are (count,
+    trials)."""
     (before, base_trials), (after, new_trials) = base, new
     total = before + after
     outcomes = np.arange(max(0, total - base_trials), min(total, new_trials) + 1)
@@ -230,11 +210,8 @@ def rate_tails(before: int, after: int, ratio: float = 1.0) -> tuple[float, floa
 
 
 def log_choose(trials: int, counts: np.ndarray) -> np.ndarray:
-    return (
-        special.gammaln(trials + 1)
-        - special.gammaln(counts + 1)
-        - special.gammaln(trials - counts + 1)
-    )
+    chosen, others = special.gammaln(counts + 1), special.gammaln(trials - counts + 1)
+    return special.gammaln(trials + 1) - chosen - others
 
 
 @lru_cache(maxsize=512)
@@ -250,11 +227,8 @@ def upper_tails(count: int) -> np.ndarray:
 
 
 def p_values(differences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One-sided p values that the differences' centre is above, and below, 0.
-
-    Works on the last axis. Equal sizes share no ranks, as they have no probability; a difference of exactly
-    0 speaks against both sides.
-    """
+    """One-sided p values that the differences' centre is above, and below, 0. Works on the last axis. Equal
+    sizes share no ranks, as they have no probability; a difference of exactly 0 speaks against both sides."""
     count = differences.shape[-1]
     ranks = np.abs(differences).argsort(-1).argsort(-1) + 1
     tails = upper_tails(count)
@@ -270,7 +244,6 @@ def walsh_averages(differences: np.ndarray) -> np.ndarray:
 
 
 def hodges_lehmann(differences: np.ndarray) -> float:
-    """The median of the Walsh averages: the estimate of the centre."""
     return float(np.median(walsh_averages(differences)))
 
 

@@ -19,19 +19,11 @@ READ_SECONDS = 5e-5
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request as seen by the load driver. Times are seconds from the start of the pass.
-
-    A chunk is one streamed delivery; it may hold several tokens, all with the time of the delivery.
-
-    Attributes:
-        conversation: the id of the workload's item.
-        turn: position in its conversation, from 0.
-        cycle: how often the workload had been repeated before.
-        scheduled: when it was due: its arrival, or the end of the turn before plus the think time.
-        prompt_token_ids, token_ids: prompt and answer of a conversation's turn, where the target tells them.
-        hidden_tokens: reasoning tokens that the server counted and did not stream; `output_len` is without
-            them.
-    """
+    """One request as seen by the load driver. Times are seconds from the start of the pass; a request was due
+    (`scheduled`) at its arrival, or at the end of the turn before plus the think time. A chunk is one
+    streamed delivery; it may hold several tokens, all with the time of the delivery. A conversation's turns
+    count from 0; `cycle` is the number of earlier repetitions of the workload. `hidden_tokens` are reasoning
+    tokens that the server counted and did not stream, which `output_len` lacks."""
 
     request_id: str
     prompt_len: int
@@ -54,22 +46,19 @@ class RequestTrace:
 
     @property
     def output_len(self) -> int:
-        """Number of generated tokens that reached the client."""
         return sum(self.chunk_tokens)
 
     @property
     def ttft(self) -> float:
-        """Seconds from sending to the first chunk."""
         return self.chunk_times[0] - self.sent
 
     @property
     def e2el(self) -> float:
-        """Seconds from sending to the last chunk."""
         return self.chunk_times[-1] - self.sent
 
     @property
     def ended(self) -> float:
-        """The time of the last chunk, or of sending where none came."""
+        """The time of the last chunk, or of sending without one."""
         return self.chunk_times[-1] if self.chunk_times else self.sent
 
     @property
@@ -107,16 +96,10 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of an in-process engine. Times are seconds from the start of the pass.
-
-    Attributes:
-        num_sequences: sequences that produced a token.
-        num_first: those of them whose first token it was.
-        new_tokens: tokens generated in the step.
-        decode_only: every running sequence produced exactly its next token, without prefill.
-        context_tokens: KV-cache tokens read by a decode-only step, summed over its sequences.
-        computed_tokens: token positions computed by the model, prefill and decode.
-    """
+    """One step of an in-process engine; times are seconds from the start of the pass. `num_first` sequences
+    produced their first token. In a `decode_only` step every running sequence produced exactly its next
+    token, and `context_tokens` of the KV cache were read, summed over its sequences. `computed_tokens` are
+    prefill and decode."""
 
     start: float
     end: float
@@ -134,14 +117,11 @@ class StepRecord:
 
 @dataclass(slots=True)
 class LoadPass:
-    """One pass over a workload: request traces, steps, and duration.
-
-    `steps` are as seen by the client, `engine_steps` the engine's step trace.
-    `began_at` is the wall clock at its start, in seconds since the epoch.
-    A pass of fixed duration has a `window`: seconds after which nothing was sent. What was in flight then was
-    drained; `duration` is the window, and `drain_seconds` what followed it. `cancelled` counts requests that
-    the client left as the trace's did; they have no trace here.
-    """
+    """One pass over a workload: request traces, steps, and duration. `steps` are as seen by the client,
+    `engine_steps` the engine's step trace. `began_at` is the wall clock at its start, in seconds since the
+    epoch. A pass of fixed duration has a `window`: seconds after which nothing was sent. Requests in flight
+    then were drained; `duration` is the window, `drain_seconds` the time after it. `cancelled` counts
+    requests that the client left as the trace's did; they have no trace here."""
 
     traces: list[RequestTrace]
     duration: float
@@ -154,19 +134,18 @@ class LoadPass:
     cancelled: int = 0
 
     def is_drained(self, trace: RequestTrace) -> bool:
-        """Whether a request was still in flight when the window closed."""
         return self.window is not None and trace.ended > self.window
 
     @property
     def all_tokens(self) -> tuple[int, int]:
-        """(prompt, output) tokens of the successful requests, those drained behind a window included: the
+        """(prompt, output) tokens of the successful requests, including those drained after the window: the
         energy counters run until the last of them."""
         done = [trace for trace in self.traces if trace.success]
         return sum(trace.prompt_len for trace in done), sum(trace.output_len for trace in done)
 
     def tokens_in_window(self) -> tuple[int, int]:
-        """(prompt, output) tokens of the successful requests; with a window, those that it saw: prompts whose
-        first chunk came within it, and output tokens delivered within it."""
+        """(prompt, output) tokens of the successful requests; with a window, prompts with their first chunk
+        and output tokens within it."""
         end = math.inf if self.window is None else self.window
         done = [trace for trace in self.traces if trace.success]
         prompt = sum(trace.prompt_len for trace in done if trace.chunk_times[0] <= end)

@@ -1,9 +1,9 @@
 """Quality where users feel it: the distance by domain of text, and flips, the answers to items that change.
 
-The mean KL divergence says least near the original. Beside it stand the bundled texts of six domains, which
-no calibration saw, and cloze items over bundled texts: the context of a word, and four words to choose from.
-A model's answer is the option of the highest log-likelihood behind the context (teacher-forced); an item
-flips where it differs from the reference's answer. Both models score the same windows in one pass.
+The mean KL divergence says least near the original. Therefore the bundled texts of six domains, which no
+calibration saw, are scored too, and cloze items over bundled texts: the context of a word, and four words to
+choose from. A model's answer is the option of the highest log-likelihood after the context (teacher-forced);
+an item flips if it differs from the reference's answer. Both models score the same windows in one pass.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ import numpy as np
 from ...base.json_lines import json_lines
 from ...quant.stream.sources import Document, plain_text
 from ...recipes import DATA
+from ..metrics.statistics import CONFIDENCE, POWER
 from .passage import DOMAINS, Passage, PassageWindow
 from .positions import QualitySeries
 from .summary import distance
-from .task_items import ITEM_CONFIDENCE, Interval, mcnemar_exact, root_of, tango_interval
+from .task_items import Interval, mcnemar_exact, root_of, tango_interval
 
 DOMAIN_TEXTS = DATA / "domains.jsonl.xz"
 TOKENS_PER_DOMAIN = 4000
 DOMAIN_WINDOW = 1024
-# Multiple-choice tasks that ship, in lm-eval's format, each with its items beside it.
+# Bundled multiple-choice tasks, in lm-eval's format, each with its items next to it.
 BUNDLED_TASKS = {path.stem: path for path in sorted(DATA.glob("cloze_*.yaml"))}
 STORY_TASK = "cloze_stories"
-POWER = 0.8
+PREDICTION_CONFIDENCE = 0.9
 LOSSES = (0.005, 0.01, 0.02, 0.05)
-# A context and a continuation as tokens.
 EncodePair = Callable[[str, str], tuple[list[int], list[int]]]
-# Per (context, continuation): log-probability in nats, and whether it is the greedy continuation.
+"""A context and a continuation as tokens."""
 LogLikelihoods = Callable[[Sequence[tuple[str, str]]], list[tuple[float, bool]]]
+"""Per (context, continuation): log-probability in nats, and whether it is the greedy continuation."""
 
 
 class ChoiceItem(NamedTuple):
-    """A context with its options, of which the one numbered `answer` is right."""
+    """A context with its options; the one numbered `answer` is right."""
 
     context: str
     choices: tuple[str, ...]
@@ -59,12 +60,10 @@ class ChoiceTask:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """(context, continuation) of every option in order, delimited as by lm-eval."""
         return [(item.context, f" {choice}") for item in self.items for choice in item.choices]
 
 
 def domain_texts() -> dict[str, list[Document]]:
-    """The bundled texts of each domain."""
     texts: dict[str, list[Document]] = {domain: [] for domain in DOMAINS}
     for _, row in json_lines(DOMAIN_TEXTS):
         texts[row["domain"]].append(row.get("text") or row["messages"])
@@ -73,7 +72,6 @@ def domain_texts() -> dict[str, list[Document]]:
 
 @cache
 def bundled_task(name: str) -> ChoiceTask:
-    """A task that ships."""
     import yaml
 
     path = BUNDLED_TASKS[name]
@@ -87,13 +85,8 @@ def bundled_task(name: str) -> ChoiceTask:
 
 @dataclass(frozen=True, slots=True)
 class FullPassage:
-    """Windows over the texts of the domains, then over each option of the items.
-
-    Attributes:
-        domains: of the first windows, in order; the others belong to options.
-        tasks: whose options are scored behind.
-        options: number and length in tokens of each option, in the order of the scored positions.
-    """
+    """Windows over the texts of the domains, one domain each, then over each option of the items of `tasks`.
+    `options` are the number and length in tokens of each option, in the order of the scored positions."""
 
     passage: Passage
     domains: tuple[str, ...]
@@ -110,12 +103,8 @@ class FullPassage:
         stories_only: bool,
         share: bool = True,
     ) -> FullPassage:
-        """The passage for a tokenizer and a context.
-
-        Args:
-            stories_only: of the items take those over stories, for a model that read nothing else.
-            share: whether options of one token share the window of their context.
-        """
+        """The passage for a tokenizer and a context. `stories_only` takes the items over stories alone, for a
+        model that read nothing else; with `share` options of one token share the window of their context."""
         named = [
             (domain, window)
             for domain, texts in domain_texts().items()
@@ -171,7 +160,6 @@ class FullPassage:
 
 
 def by_item(values: np.ndarray, tasks: Sequence[ChoiceTask]) -> list[np.ndarray]:
-    """One value of each option, split by item."""
     ends = np.cumsum([len(item.choices) for task in tasks for item in task.items])
     return np.split(values, ends[:-1])
 
@@ -179,7 +167,7 @@ def by_item(values: np.ndarray, tasks: Sequence[ChoiceTask]) -> list[np.ndarray]
 def _option_window(
     before: Sequence[int], targets: Sequence[int], max_model_len: int, others: tuple[int, ...] = ()
 ) -> PassageWindow:
-    """An option behind its context, which is truncated on the left as lm-eval does."""
+    """An option after its context, which is truncated on the left as lm-eval does."""
     tokens = (*before, *targets)[-max_model_len:]
     return PassageWindow(tokens, len(tokens) - len(targets), alternatives=others)
 
@@ -192,8 +180,8 @@ def _domain_windows(tokenizer: Any, texts: Sequence[Document], window: int) -> l
         if isinstance(text, str) or not getattr(tokenizer, "chat_template", None):
             ids = tokenizer.encode(plain_text(text), verbose=False)
         else:
-            said = tokenizer.apply_chat_template(text, tokenize=False)
-            ids = tokenizer.encode(said, add_special_tokens=False, verbose=False)
+            chat = tokenizer.apply_chat_template(text, tokenize=False)
+            ids = tokenizer.encode(chat, add_special_tokens=False, verbose=False)
         for begin in range(0, len(ids), window):
             tokens = tuple(ids[begin : begin + min(window, left)])
             if len(tokens) >= 2:
@@ -207,18 +195,11 @@ def flips_between(
     after: Sequence[Sequence[float] | np.ndarray],
     answers: Sequence[int],
 ) -> dict[str, Any]:
-    """The answers that change between two models.
-
-    Args:
-        before, after: log-likelihoods of the options of each item.
-        answers: the right option of each.
-
-    Returns:
-        the share of flips with its exact interval (Clopper and Pearson, 1934) and what as many other items
-        would show; the change of accuracy with Tango's interval and McNemar's p-value; how many items tell a
-        loss of accuracy from none, and the smallest loss that these tell. Models of equal scores differ by
-        exactly nothing.
-    """
+    """The answers that change between two models, by the log-likelihoods of the options of each item before
+    and after, and the right options. The share of flips has its exact interval (Clopper and Pearson, 1934)
+    and the prediction for as many other items; the change of accuracy has Tango's interval and McNemar's
+    p-value, the number of items that tell a loss from none, and the smallest loss that these tell. Models of
+    equal scores differ by exactly 0."""
     chosen = [np.array([int(np.argmax(item)) for item in side]) for side in (before, after)]
     right = [side == np.asarray(answers) for side in chosen]
     count = len(answers)
@@ -227,6 +208,7 @@ def flips_between(
     alike = all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
     changed = (lost + gained) / count
     ordered = [np.sort(np.asarray(item)) for item in before]
+    none = (0.0, 0.0)
     return {
         "num_items": count,
         "count": flipped,
@@ -239,46 +221,42 @@ def flips_between(
         "p_value": mcnemar_exact(lost, gained),
         "median_margin_nats": float(np.median([item[-1] - item[-2] for item in ordered])),
         "intervals": {
-            "share": (0.0, 0.0) if alike else exact_interval(flipped, count),
-            "accuracy_change": (0.0, 0.0) if alike else tango_interval(lost, gained, count),
+            "share": none if alike else exact_interval(flipped, count),
+            "accuracy_change": none if alike else tango_interval(lost, gained, count),
         },
         "as_many_others": {
-            "share": (0.0, 0.0) if alike else predicted_share(flipped, count, count),
-            "accuracy_change": (0.0, 0.0)
-            if alike
-            else predicted_change(lost, gained, count, count),
+            "share": none if alike else predicted_share(flipped, count, count),
+            "accuracy_change": none if alike else predicted_change(lost, gained, count, count),
         },
         "items_for_loss": {str(loss): items_for_loss(loss, changed) for loss in LOSSES},
         "smallest_loss": smallest_loss(count, changed),
     }
 
 
-def exact_interval(count: int, total: int, confidence: float = ITEM_CONFIDENCE) -> Interval:
+def exact_interval(count: int, total: int) -> Interval:
     """Interval of a proportion that misses low, and high, with at most half of its error each."""
     from scipy.stats import beta
 
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     low = float(beta.ppf(tail, count, total - count + 1)) if count else 0.0
     high = float(beta.ppf(1 - tail, count + 1, total - count)) if count < total else 1.0
     return low, high
 
 
-def predicted_share(count: int, total: int, others: int, confidence: float = 0.9) -> Interval:
-    """Interval of the share that `others` further items would show: the beta-binomial distribution behind
+def predicted_share(count: int, total: int, others: int) -> Interval:
+    """Interval of the share that `others` further items would show: the beta-binomial distribution after
     Jeffreys' prior."""
     from scipy.stats import betabinom
 
-    tail = (1 - confidence) / 2
+    tail = (1 - PREDICTION_CONFIDENCE) / 2
     ahead = betabinom(others, count + 0.5, total - count + 0.5)
     return float(ahead.ppf(tail)) / others, float(ahead.ppf(1 - tail)) / others
 
 
-def predicted_change(
-    lost: int, gained: int, total: int, others: int, confidence: float = 0.9
-) -> Interval:
-    """Interval of the change of accuracy that `others` further items would show: normal, with one more item
-    changed, for that none changed does not say that none will."""
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+def predicted_change(lost: int, gained: int, total: int, others: int) -> Interval:
+    """Interval of the change of accuracy that `others` further items would show: normal, with one more
+    changed item, because no change so far does not rule one out."""
+    z = NormalDist().inv_cdf((1 + PREDICTION_CONFIDENCE) / 2)
     change = (gained - lost) / total
     variance = (lost + gained + 1) / (total + 1) - change**2
     reach = z * math.sqrt(variance * (1 / total + 1 / others))
@@ -287,13 +265,11 @@ def predicted_change(
 
 def items_for_loss(loss: float, changed: float) -> int:
     """Items that tell a loss of accuracy from none: McNemar's test at 95 %, power 80 % (Connor, 1987).
-
-    Args:
-        changed: share of the items that one model alone has right; at least `loss`, which is made of them.
-    """
+    `changed` is the share of the items that one model alone has right; at least `loss`, which is a part of
+    it."""
     changed = max(changed, loss)
     normal = NormalDist()
-    reach = normal.inv_cdf((1 + ITEM_CONFIDENCE) / 2) * math.sqrt(changed)
+    reach = normal.inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(changed)
     reach += normal.inv_cdf(POWER) * math.sqrt(max(0.0, changed - loss**2))
     return math.ceil((reach / loss) ** 2)
 
@@ -304,10 +280,10 @@ def smallest_loss(count: int, changed: float) -> float:
 
 
 def items_for_limit(share: float, limit: float) -> int:
-    """Items that tell a share from a limit, if it stays what it is; one at the limit, from none."""
+    """Items that tell a share from a limit, if the share stays; for a share at the limit, from none."""
     gap = abs(share - limit) or limit or 1.0
     worst = max(share, limit)
-    z = NormalDist().inv_cdf((1 + ITEM_CONFIDENCE) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     return math.ceil(z * z * worst * (1 - worst) / gap**2) or 1
 
 
@@ -321,15 +297,15 @@ def scored_bundled(
         scores = iter(loglikelihoods(replace(task, items=items).pairs))
         samples[task.name] = logged = []
         for number, item in enumerate(items):
-            said = [next(scores) for _ in item.choices]
-            likeliest = max(range(len(said)), key=lambda place: said[place][0])
+            answers = [next(scores) for _ in item.choices]
+            likeliest = max(range(len(answers)), key=lambda index: answers[index][0])
             logged.append(
                 {
                     "filter": "none",
                     "doc_id": number,
                     "doc_hash": hashlib.sha256(json.dumps(item).encode()).hexdigest(),
                     "acc": float(likeliest == item.answer),
-                    "filtered_resps": said,
+                    "filtered_resps": answers,
                     "target": str(item.answer),
                 }
             )

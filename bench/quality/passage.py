@@ -1,9 +1,9 @@
-"""Evaluation passages: a text cut into windows by a protocol, which says what is scored.
+"""Evaluation passages: a text cut into windows by a protocol, which defines the scored tokens.
 
 `documents`: documents separated by blank lines, windows without overlap, all but the first token of a window.
 `gptq`: WikiText-2 of the GPTQ paper and its followers (Frantar et al., 2023; `datautils.py`, `opt.py`): rows
 joined by blank lines, whole windows without overlap, all but the first token of a window.
-`strided`: overlapping windows, of which only the new tokens are scored ("Perplexity of fixed-length models",
+`strided`: overlapping windows, with scores of the new tokens only ("Perplexity of fixed-length models",
 documentation of transformers).
 `llama.cpp`: `llama-perplexity`: whole windows without overlap, BOS for the first token, second half scored.
 """
@@ -23,32 +23,20 @@ from ...recipes import DATA
 
 EVALUATION_TEXT = DATA / "evaluation.txt"
 # Domains of the bundled texts (`domains.py`), with their names for readers.
-DOMAINS = {
-    "prose": "prose",
-    "code": "code",
-    "math": "mathematics",
-    "chat": "chat",
-    "fr": "French",
-    "zh": "Chinese",
-}
+DOMAINS = {"prose": "prose", "code": "code", "math": "mathematics", "chat": "chat"}
+DOMAINS |= {"fr": "French", "zh": "Chinese"}
 ProtocolName = Literal["documents", "gptq", "strided", "llama.cpp"]
 PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
-# The papers' window, and `--ctx-size` of llama-perplexity; a shorter context of the model is the window.
+# The papers' window, and `--ctx-size` of llama-perplexity; a model with a shorter context has that window.
 PAPER_WINDOW = 2048
 LLAMA_CPP_WINDOW = 512
 
 
 @dataclass(frozen=True, slots=True)
 class PassageWindow:
-    """Tokens that a model reads as one sequence.
-
-    The tokens from `first_scored` on are scored, each given those before it in the window.
-
-    Attributes:
-        first_scored: index of the first scored token, from 1: nothing predicts the first token.
-        document: number of the document that the window is from; 0 where the text is one.
-        alternatives: tokens that are scored in the last one's place too, behind it.
-    """
+    """Tokens that a model reads as one sequence, from a document with a number. Tokens from `first_scored` on
+    are scored, each given the tokens before it in the window; nothing predicts the first token.
+    `alternatives` are scored in the last token's place too, after it."""
 
     token_ids: tuple[int, ...]
     first_scored: int = 1
@@ -65,14 +53,8 @@ class PassageWindow:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """Windows over a text, made by a protocol.
-
-    Attributes:
-        source: name of the text.
-        protocol: name of the protocol, with its version.
-        description: one sentence on windows and scored tokens.
-        settings: of the protocol, such as window and stride.
-    """
+    """Windows over a text, made by a protocol, whose name has its version and whose settings are window and
+    stride; the description is one sentence on windows and scored tokens."""
 
     windows: tuple[PassageWindow, ...]
     source: str
@@ -82,17 +64,14 @@ class Passage:
 
     @property
     def num_scored(self) -> int:
-        """Number of scored positions."""
         return sum(window.num_scored for window in self.windows)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that a model computes, context included."""
         return sum(len(window.token_ids) for window in self.windows)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest window."""
         return max(len(window.token_ids) for window in self.windows)
 
     @property
@@ -100,12 +79,8 @@ class Passage:
         """Hash of protocol, settings and tokens: scores of equal hashes are of the same positions."""
         digest = hashlib.sha256(f"{self.protocol} {sorted(self.settings.items())}".encode())
         for window in self.windows:
-            numbers = [
-                len(window.token_ids),
-                window.first_scored,
-                *window.token_ids,
-                *window.alternatives,
-            ]
+            ids = (*window.token_ids, *window.alternatives)
+            numbers = [len(window.token_ids), window.first_scored, *ids]
             digest.update(struct.pack(f"<{len(numbers)}q", *numbers))
         return digest.hexdigest()
 
@@ -136,11 +111,8 @@ class ProtocolOptions:
             raise BadInput(f"quality stride {self.stride}: need 1 or more")
 
     def window_of(self, max_model_len: int) -> int:
-        """Tokens per window for a model of that context.
-
-        Raises:
-            BadInput: a window that exceeds the context.
-        """
+        """Tokens per window for a model of that context. Raises BadInput: a window that exceeds the
+        context."""
         if self.window is not None:
             if self.window > max_model_len:
                 raise BadInput(
@@ -161,11 +133,8 @@ def read_passage(
     path: Path = EVALUATION_TEXT,
     options: ProtocolOptions | None = None,
 ) -> Passage:
-    """Windows of a text file by a protocol, over at most `num_tokens` of its tokens.
-
-    Raises:
-        BadInput: no such file, not text, or too short for one window.
-    """
+    """Windows of a text file by a protocol, over at most `num_tokens` of its tokens. Raises BadInput: no such
+    file, not text, or too short for one window."""
     options = options or ProtocolOptions()
     try:
         text = path.read_text(encoding="utf-8")
@@ -174,14 +143,14 @@ def read_passage(
     except UnicodeDecodeError as error:
         raise BadInput(f"quality text {path} is not UTF-8: byte {error.start}") from error
     window = options.window_of(max_model_len)
-    given = _Text(tokenizer, text, path, num_tokens, window, options)
-    make: Callable[[_Text], Passage] = {
+    source = _Text(tokenizer, text, path, num_tokens, window, options)
+    make: dict[str, Callable[[_Text], Passage]] = {
         "documents": _documents,
         "gptq": _gptq,
         "strided": _strided,
         "llama.cpp": _llama_cpp,
-    }[options.name]
-    return make(given)
+    }
+    return make[options.name](source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +168,7 @@ class _Text:
         return list(self.tokenizer.encode(text, verbose=False))
 
     def whole_windows(self, ids: Sequence[int], *, at_least: int) -> Iterator[tuple[int, ...]]:
-        """Windows of exactly `window` tokens; the rest is left out."""
+        """Windows of exactly `window` tokens, without the rest."""
         if len(ids) < at_least * self.window:
             needed = f"{at_least} windows" if at_least > 1 else "one window"
             raise BadInput(
@@ -218,12 +187,12 @@ class _Text:
         return Passage(tuple(windows), self.path.name, name, description, settings)
 
 
-def _documents(given: _Text) -> Passage:
+def _documents(source: _Text) -> Passage:
     """Each document is tokenized by itself, with special tokens."""
     windows: list[PassageWindow] = []
-    left, window = given.num_tokens, given.window
-    for number, document in enumerate(filter(str.strip, given.text.split("\n\n"))):
-        ids = given.encoded(document.strip())
+    left, window = source.num_tokens, source.window
+    for number, document in enumerate(filter(str.strip, source.text.split("\n\n"))):
+        ids = source.encoded(document.strip())
         for start in range(0, len(ids), window):
             tokens = tuple(ids[start : start + min(window, left)])
             if len(tokens) < 2:
@@ -233,30 +202,32 @@ def _documents(given: _Text) -> Passage:
         if left < 2:
             break
     if not windows:
-        raise BadInput(f"quality text {given.path} gives no window of two tokens: nothing to score")
-    return given.passage(windows, f"documents by blank line, windows of {window}, no overlap, v1")
+        raise BadInput(
+            f"quality text {source.path} gives no window of two tokens: nothing to score"
+        )
+    return source.passage(windows, f"documents by blank line, windows of {window}, no overlap, v1")
 
 
-def _gptq(given: _Text) -> Passage:
-    ids = given.encoded(joined_rows(given.text))[: given.num_tokens]
-    windows = [PassageWindow(tokens) for tokens in given.whole_windows(ids, at_least=1)]
+def _gptq(source: _Text) -> Passage:
+    ids = source.encoded(joined_rows(source.text))[: source.num_tokens]
+    windows = [PassageWindow(tokens) for tokens in source.whole_windows(ids, at_least=1)]
     description = (
-        f"joined text, whole windows of {given.window}, no overlap, every token but the first of a window, "
+        f"joined text, whole windows of {source.window}, no overlap, every token but the first of a window, "
         "as in the GPTQ paper"
     )
-    return given.passage(windows, description)
+    return source.passage(windows, description)
 
 
-def _strided(given: _Text) -> Passage:
-    window = given.window
-    stride = given.options.stride or max(1, window // 2)
+def _strided(source: _Text) -> Passage:
+    window = source.window
+    stride = source.options.stride or max(1, window // 2)
     if stride > window:
         raise BadInput(
             f"quality stride {stride} exceeds the window of {window} tokens: tokens between would be left out"
         )
-    ids = given.encoded(joined_rows(given.text))[: given.num_tokens]
+    ids = source.encoded(joined_rows(source.text))[: source.num_tokens]
     if len(ids) < 2:
-        raise BadInput(f"quality text {given.path} gives {len(ids)} tokens: nothing to score")
+        raise BadInput(f"quality text {source.path} gives {len(ids)} tokens: nothing to score")
     windows: list[PassageWindow] = []
     scored = 1  # the first token has no context
     for begin in range(0, len(ids), stride):
@@ -270,21 +241,21 @@ def _strided(given: _Text) -> Passage:
         if end == len(ids):
             break
     description = f"joined text, windows of {window} every {stride} tokens, only new tokens scored"
-    return given.passage(windows, description, stride=stride)
+    return source.passage(windows, description, stride=stride)
 
 
-def _llama_cpp(given: _Text) -> Passage:
-    ids = given.encoded(given.text.removesuffix("\n"))[: given.num_tokens]
-    bos, window = leading_special_tokens(given.tokenizer), given.window
+def _llama_cpp(source: _Text) -> Passage:
+    ids = source.encoded(source.text.removesuffix("\n"))[: source.num_tokens]
+    bos, window = leading_special_tokens(source.tokenizer), source.window
     windows: list[PassageWindow] = []
-    for tokens in given.whole_windows(ids, at_least=2):
+    for tokens in source.whole_windows(ids, at_least=2):
         begun = (bos[0], *tokens[1:]) if bos else tokens
         windows.append(PassageWindow(begun, window // 2 + 1))
     description = (
         f"whole windows of {window}, no overlap, {'BOS for the first token, ' if bos else ''}"
         "second half scored, as llama-perplexity"
     )
-    return given.passage(windows, description, bos=bool(bos))
+    return source.passage(windows, description, bos=bool(bos))
 
 
 def joined_rows(text: str) -> str:
@@ -297,8 +268,5 @@ def leading_special_tokens(tokenizer: Any) -> list[int]:
     """The special tokens that the tokenizer puts before a text, usually BOS or none."""
     plain = list(tokenizer.encode("a", add_special_tokens=False))
     whole = list(tokenizer.encode("a"))
-    added = len(whole) - len(plain)
-    for begin in range(added, -1, -1):
-        if whole[begin : begin + len(plain)] == plain:
-            return whole[:begin]
-    return []
+    begins = range(len(whole) - len(plain), -1, -1)
+    return next((whole[:n] for n in begins if whole[n : n + len(plain)] == plain), [])

@@ -15,26 +15,19 @@ import numpy as np
 from ...base.errors import BadInput
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    pass
 
 QUALITY_NAME = "quality.parquet"
-# Rows kept in memory until they are written.
-ROW_GROUP = 1 << 16
+ROW_GROUP = 1 << 16  # rows kept in memory until they are written
 
 
 @dataclass(frozen=True, slots=True)
 class PositionScores:
-    """Columns over scored positions, in the order of the passage. Without a reference the last six are None,
-    as is each that a server does not tell.
-
-    Attributes:
-        position: index of the scored token in its window.
-        nll: negative log-likelihood of the token, in nats.
-        rank: of the token in the model's distribution; 1 is the likeliest.
-        kl: KL(reference ‖ model) of the token's distribution, in nats.
-        top1: whether both models' likeliest token is the same.
-        reference_top: probability that the reference gives its likeliest token.
-    """
+    """Columns over scored positions, in the order of the passage: index of the token in its window, its
+    negative log-likelihood in nats, its rank in the model's distribution (1 is the likeliest), KL(reference ‖
+    model) in nats, whether both models' likeliest token is the same, and the probability that the reference
+    gives its likeliest. Without a reference the last six are None, as is each that a server does not
+    report."""
 
     document: np.ndarray
     window: np.ndarray
@@ -71,18 +64,18 @@ SCORES = ("nll", "rank", "reference_nll", "reference_rank", "kl", "top1", "refer
 
 
 def typed(scores: PositionScores) -> dict[str, np.ndarray]:
-    """The columns that are given, in the types of the file."""
-    given = {name: getattr(scores, name) for name in COLUMNS}
+    """The columns with values, in the types of the file."""
+    columns = {name: getattr(scores, name) for name in COLUMNS}
     return {
         name: np.asarray(column, dtype=TYPES[name])
-        for name, column in given.items()
+        for name, column in columns.items()
         if column is not None
     }
 
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Raises `BadInput` where a Parquet file that is read within is damaged."""
+    """Raise `BadInput` if a Parquet file that is read within is damaged."""
     import pyarrow as pa
 
     try:
@@ -100,11 +93,8 @@ class QualitySeries:
 
     @classmethod
     def beside(cls, result: Path) -> Self | None:
-        """The series in a run folder, or beside a `result.json`; None where there is none.
-
-        Raises:
-            BadInput: the file is damaged, or is none of llmopt's.
-        """
+        """The series in a run folder, or next to a `result.json`, if there is one. Raises BadInput: the file
+        is damaged, or not written by llmopt."""
         path = (result if result.is_dir() else result.parent) / QUALITY_NAME
         if not path.is_file():
             return None
@@ -116,18 +106,13 @@ class QualitySeries:
 
     @property
     def names(self) -> list[str]:
-        """The columns that hold values."""
         import pyarrow.parquet as pq
 
         with readable(self.path):
             return list(pq.read_schema(self.path).names)
 
     def column(self, name: str) -> np.ndarray | None:
-        """A column over all positions, or None.
-
-        Raises:
-            BadInput: the file is damaged.
-        """
+        """A column over all positions, or None. Raises BadInput: the file is damaged."""
         import pyarrow.parquet as pq
 
         if name not in self.names:
@@ -142,7 +127,6 @@ class QualitySeries:
         return column
 
     def copy_to(self, folder: Path) -> None:
-        """`quality.parquet` into a run folder."""
         shutil.copyfile(self.path, folder / QUALITY_NAME)
 
 
@@ -181,17 +165,14 @@ class SeriesWriter:
         return series
 
     def _flush(self) -> None:
-        for table in self._tables():
-            if self._file is None:
-                import pyarrow.parquet as pq
+        if self._kept:
+            import pyarrow as pa
+            import pyarrow.parquet as pq
 
+            names = self._kept[0]
+            columns = {name: np.concatenate([part[name] for part in self._kept]) for name in names}
+            table = pa.table(columns)
+            if self._file is None:
                 self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd")
             self._file.write_table(table, row_group_size=ROW_GROUP)
         self._kept, self._num_kept = [], 0
-
-    def _tables(self) -> Iterator[pa.Table]:
-        import pyarrow as pa
-
-        if self._kept:
-            names = self._kept[0]
-            yield pa.table({name: np.concatenate([p[name] for p in self._kept]) for name in names})

@@ -1,6 +1,6 @@
 """Streamed scoring: prefill in steps shared by windows, logits in slices, scores reduced as they come.
 
-The model and its reference run the same steps, so that their slices meet. At any time the memory beside
+The model and its reference run the same steps, so that their slices meet. At any time the memory besides
 weights and KV cache is the hidden states of one step and `SCORING_BYTES` of logits, whatever the vocabulary
 and the number of tokens.
 
@@ -30,9 +30,9 @@ from ...engine.sampling.sampler import SLICE_BYTES, rows_per_slice
 from .passage import Passage, PassageWindow
 from .positions import SCORES, PositionScores, QualitySeries, SeriesWriter, readable, typed
 
-# Logits of both models, a buffer as large, and what the LM head needs to make them.
+# Logits of both models, a buffer as large, and the LM head's memory to make them.
 SCORING_BYTES = 4 * SLICE_BYTES
-# The prompt whose prefill rate stands beside the rate of scoring, and the tokens scored between two of them.
+# The prompt of the prefill rate that is reported next to the rate of scoring; tokens scored between prefills.
 PREFILL_TOKENS = 512
 TOKENS_BETWEEN_PREFILLS = 16384
 # Logits of a block of rows: about the size of an L2 cache.
@@ -47,11 +47,8 @@ class PromptScorer(Protocol):
 
 @dataclass(slots=True)
 class ScoringSpeed:
-    """Times of scoring and, in between, of plain prefill of the same models.
-
-    Attributes:
-        prefills: (tokens, seconds) of each model's prefills.
-    """
+    """Times of scoring and, in between, of plain prefill of the same models; `prefills` are (tokens, seconds)
+    of each model."""
 
     num_scored: int = 0
     num_computed: int = 0
@@ -59,11 +56,8 @@ class ScoringSpeed:
     prefills: list[tuple[int, float]] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, float | None]:
-        """Rates in tokens per second.
-
-        `share_of_prefill_rate` is the time that the models need to prefill the computed tokens, as a share of
-        the time that scoring took.
-        """
+        """Rates in tokens per second. `share_of_prefill_rate` is the time that the models need to prefill the
+        computed tokens, as a share of the time that scoring took."""
         rates = [tokens / seconds for tokens, seconds in self.prefills]
         computed = self.num_computed / self.seconds
         return {
@@ -78,24 +72,17 @@ class ScoringSpeed:
 
 @dataclass(frozen=True, slots=True)
 class SharedScores:
-    """The scores of a passage in a folder, a file for each group of windows, which any process may score.
-
-    No step crosses the end of a group, and a file keeps the steps apart: the series that is joined from the
-    files has the bytes of one process's.
-    """
+    """The scores of a passage in a folder, a file for each group of windows, which any process may score. No
+    step crosses the end of a group, and a file keeps the steps apart: the series that is joined from the
+    files has the same bytes as one process's."""
 
     folder: Path
 
     def holds(self, passage: Passage) -> bool:
-        """Whether every group of the passage was scored."""
         return all(self._file(passage, first).is_file() for first, _ in _groups(passage.windows))
 
     def series(self, passage: Passage) -> QualitySeries:
-        """The joined scores of a passage, all of which are there.
-
-        Raises:
-            BadInput: a file is damaged.
-        """
+        """The joined scores of a passage, all of which are there. Raises BadInput: a file is damaged."""
         import pyarrow.parquet as pq
 
         with SeriesWriter() as writer:
@@ -116,11 +103,8 @@ class SharedScores:
         reference: PromptScorer | None,
         progress: Progress,
     ) -> None:
-        """Score the groups of one share, `(number, count)` with numbers from 1, that are not there.
-
-        Raises:
-            BadInput: as `score_passage`.
-        """
+        """Score the missing groups of one share, `(number, count)` with numbers from 1. Raises BadInput: as
+        `score_passage`."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -130,12 +114,13 @@ class SharedScores:
         with ExitStack() as stack:
             passes = _passes(passage, model, reference, stack)
             for first, windows in left:
-                with atomic_file(self._file(passage, first)) as file, ExitStack() as written:
-                    to = None
-                    for scores in _score_windows(first, windows, _steps(windows, passes), passes):
+                steps = plan_windows(windows, passes)
+                with atomic_file(self._file(passage, first)) as file, ExitStack() as opened:
+                    writer = None
+                    for scores in _score_windows(first, windows, steps, passes):
                         step = pa.table(typed(scores))
-                        to = to or written.enter_context(pq.ParquetWriter(file, step.schema))
-                        to.write_table(step)
+                        writer = writer or opened.enter_context(pq.ParquetWriter(file, step.schema))
+                        writer.write_table(step)
                         progress.advance(len(scores))
 
     def _file(self, passage: Passage, first: int) -> Path:
@@ -148,8 +133,8 @@ def _passes(
     """The prompt passes of the model and of its reference, which the windows fit."""
     scorers = [model] if reference is None else [model, reference]
     passes = [stack.enter_context(scorer.prompt_pass()) for scorer in scorers]
-    for each in passes:
-        each.check_fits(passage.longest - 1)
+    for prompts in passes:
+        prompts.check_fits(passage.longest - 1)
     return passes
 
 
@@ -161,11 +146,8 @@ def score_passage(
     progress: Progress | None = None,
     what: str = "model",
 ) -> tuple[QualitySeries, ScoringSpeed]:
-    """Score every position of a passage.
-
-    Raises:
-        BadInput: a window does not fit a model, the vocabularies differ, or logits are not numbers.
-    """
+    """Score every position of a passage. Raises BadInput: a window does not fit a model, the vocabularies
+    differ, or logits are not numbers."""
     progress = progress or Silent()
     progress.start(f"quality of the {what}", passage.num_scored, "tokens")
     try:
@@ -182,12 +164,12 @@ def _score_groups(
 ) -> ScoringSpeed:
     speed = ScoringSpeed(passage.num_scored)
     sample = passage.windows[0].token_ids
-    prefills = [_Prefill(each, sample) for each in passes]
+    prefills = [_Prefill(prompts, sample) for prompts in passes]
     for first, windows in _groups(passage.windows):
         for prefill in prefills:
             prefill.run()
         begun = time.perf_counter()
-        steps = list(_steps(windows, passes))
+        steps = list(plan_windows(windows, passes))
         speed.num_computed += sum(end - begin for step in steps for _, begin, end, _ in step)
         for scores in _score_windows(first, windows, steps, passes):
             writer.add(scores)
@@ -233,20 +215,18 @@ class _Prefill:
             hidden[-1, 0].item()  # waits for the device
 
 
-def _steps(windows: Sequence[PassageWindow], passes: Sequence[PromptPass]) -> Iterator[list[Span]]:
-    """The steps of the windows; their last tokens predict nothing."""
-    lengths = [len(window.token_ids) - 1 for window in windows]
-    return plan_steps(lengths, passes, _shared(windows))
-
-
-def _shared(windows: Sequence[PassageWindow]) -> list[int]:
-    """First tokens of each window that the one before it has too, before the one that predicts a score."""
+def plan_windows(
+    windows: Sequence[PassageWindow], passes: Sequence[PromptPass]
+) -> Iterator[list[Span]]:
+    """The steps of the windows, whose last tokens predict nothing. A window shares its first tokens with the
+    one before it, up to the token that predicts its first score."""
     shared = [0]
     for before, window in pairwise(windows):
         unscored = window.token_ids[: window.first_scored - 1]
         pairs = zip(before.token_ids[:-1], unscored, strict=False)
         shared.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    return shared
+    lengths = [len(window.token_ids) - 1 for window in windows]
+    return plan_steps(lengths, passes, shared)
 
 
 def _score_windows(
@@ -258,16 +238,15 @@ def _score_windows(
     """Scores step by step; `first` is the number of the first window."""
     prompts = [window.token_ids[:-1] for window in windows]
     for step in steps:
-        hidden = [each.hidden(step, prompts) for each in passes]
-        places = _places(step, windows)
+        hidden = [prompts_of.hidden(step, prompts) for prompts_of in passes]
+        places = _scored_positions(step, windows)
         if places.rows:
             yield _step_scores(first, windows, places, passes, hidden)
 
 
 @dataclass(slots=True)
-class _Places:
-    """The scored positions of a step: the row of its hidden states, the window, the token's index, and the
-    token."""
+class _ScoredPositions:
+    """The scored positions of a step: row of its hidden states, window, index of the token, and the token."""
 
     rows: list[int] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
@@ -275,9 +254,8 @@ class _Places:
     token_ids: list[int] = field(default_factory=list)
 
 
-def _places(step: Sequence[Span], windows: Sequence[PassageWindow]) -> _Places:
-    places = _Places()
-    offset = 0
+def _scored_positions(step: Sequence[Span], windows: Sequence[PassageWindow]) -> _ScoredPositions:
+    places, offset = _ScoredPositions(), 0
     for prompt, begin, end, _ in step:
         # The row of position p scores the token at p + 1.
         scored = range(max(windows[prompt].first_scored, begin + 1), end + 1)
@@ -299,21 +277,19 @@ def _places(step: Sequence[Span], windows: Sequence[PassageWindow]) -> _Places:
 def _step_scores(
     first: int,
     windows: Sequence[PassageWindow],
-    places: _Places,
+    places: _ScoredPositions,
     passes: Sequence[PromptPass],
     hidden: Sequence[torch.Tensor],
 ) -> PositionScores:
     device = hidden[0].device
     rows = torch.tensor(places.rows, device=device)
     ids = torch.tensor(places.token_ids, device=device)
-    parts = [
-        reduce_slice(
-            passes[0].logits(hidden[0].index_select(0, part)),
-            of_part,
-            *(each.logits(h.index_select(0, part)) for each, h in _others(passes, hidden)),
-        )
-        for part, of_part in _slices(rows, ids, passes)
-    ]
+    size = min(rows_per_slice(prompts.vocab_size) for prompts in passes)
+    parts = []
+    for part, ids_of_part in zip(rows.split(size), ids.split(size), strict=True):
+        pairs = zip(passes, hidden, strict=True)
+        logits, *reference = [p.logits(states.index_select(0, part)) for p, states in pairs]
+        parts.append(reduce_slice(logits, ids_of_part, *reference))
     table = torch.cat(parts).T.cpu().numpy()
     if np.isnan(table).any():
         where = int(np.isnan(table).any(axis=0).argmax())
@@ -329,20 +305,6 @@ def _step_scores(
         token_id=np.array(places.token_ids),
         **columns,
     )
-
-
-def _others(
-    passes: Sequence[PromptPass], hidden: Sequence[torch.Tensor]
-) -> Iterator[tuple[PromptPass, torch.Tensor]]:
-    return zip(passes[1:], hidden[1:], strict=True)
-
-
-def _slices(
-    rows: torch.Tensor, ids: torch.Tensor, passes: Sequence[PromptPass]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows and token ids of each slice of logits."""
-    size = min(rows_per_slice(each.vocab_size) for each in passes)
-    return zip(rows.split(size), ids.split(size), strict=True)
 
 
 class _Row(NamedTuple):
@@ -385,14 +347,8 @@ def reduce_slice(
     for begin in range(0, num_rows, block):
         rows = slice(begin, begin + block)
         ids = token_ids[rows, None]
-        parts.append(
-            _reduce(
-                logits[rows],
-                ids,
-                None if reference is None else reference[rows],
-                scratch[: len(ids)],
-            )
-        )
+        other = None if reference is None else reference[rows]
+        parts.append(_reduce(logits[rows], ids, other, scratch[: len(ids)]))
     return torch.cat(parts)
 
 
@@ -416,18 +372,14 @@ def _reduce(
     return torch.cat([column.double() for column in columns], dim=1)
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Index of the largest logit of each row, int64 [rows, 1]."""
-    if logits.device.type == "cpu":  # numpy's is vectorized: ten times as fast as torch's
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))[:, None]
-    return logits.argmax(dim=-1, keepdim=True)
-
-
 def _statistics(
     logits: torch.Tensor, ids: torch.Tensor, scratch: torch.Tensor
 ) -> tuple[_Row, torch.Tensor]:
     """Statistics of each row, and Σ exp(logits − max), float64 [rows, 1]; its terms are left in `scratch`."""
-    top = _argmax(logits)
+    if logits.device.type == "cpu":  # numpy's argmax is vectorized: ten times as fast as torch's
+        top = torch.from_numpy(logits.numpy().argmax(axis=-1))[:, None]
+    else:
+        top = logits.argmax(dim=-1, keepdim=True)
     peak = logits.gather(-1, top)
     actual = logits.gather(-1, ids)
     rank = torch.gt(logits, actual, out=scratch).sum(dim=-1, keepdim=True) + 1

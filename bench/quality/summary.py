@@ -1,12 +1,11 @@
 """Summary of scores per position: perplexity, KL divergence with its tail, top-1 agreement, moved ranks.
 
-Positions of a text depend on each other, so that intervals resample whole blocks with replacement (block
+Positions of a text depend on each other, so intervals resample whole blocks with replacement (block
 bootstrap; Künsch, 1989): documents, or the windows of a joined text. A text of few blocks has its blocks
 cut into segments.
 
-Servers tell the likeliest tokens only: their KL divergence pools all others in one bucket. Pooling never
-raises a KL divergence (the data-processing inequality), so that this one is a lower bound of that over the
-vocabulary.
+Servers report the likeliest tokens only: their KL divergence pools all others in one bucket. Pooling never
+raises a KL divergence (the data-processing inequality), so it is a lower bound of that over the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..metrics.statistics import CONFIDENCE, RESAMPLES, central_interval
 from .passage import Passage
 from .positions import QualitySeries
 
@@ -28,7 +28,7 @@ QUANTILES = {
     "p99_kl_nats": 0.99,
     "p999_kl_nats": 0.999,
 }
-# Quantiles with an interval: those that a gate may limit.
+# Quantiles with an interval, because a gate may limit them.
 GATED_QUANTILES = ("p99_kl_nats", "p999_kl_nats")
 FORMULAS = {
     "perplexity": "exp of the mean negative log-likelihood (nats) of the scored tokens, each given those "
@@ -54,16 +54,12 @@ FORMULAS = {
     "KL of served models": "over the tokens that both servers tell among their likeliest, and a bucket "
     "with the rest: Σ p·(ln p − ln q) in nats, a lower bound of the KL divergence over the vocabulary",
 }
-CONFIDENCE = 0.95
-RESAMPLES = 1000
 MIN_BLOCKS = 20
-# The reference is sure of a token that it gives this probability.
-SURE = 0.9
+SURE = 0.9  # the reference is sure of a token with this probability
 MIN_SEGMENT = 16
-# Of fewer blocks no resample says how far another text would be; a constant needs none.
+# With fewer blocks no resample says how far another text would be; a constant needs none.
 FEWEST_BLOCKS = 5
-# PositionBlocks whose weights are in memory at once.
-_BATCH = 16
+_BATCH = 16  # resamples whose weights are in memory at once
 Interval = tuple[float | None, float | None]
 NUM_PASSAGES = 5
 PASSAGE_TOKENS = 40
@@ -73,12 +69,8 @@ SMALLEST_REST = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class PositionBlocks:
-    """The block of each position.
-
-    Attributes:
-        of: int64 [positions], the number of the block, from 0.
-        kind: what a block is, for readers.
-    """
+    """The block of each position: `of` is its number from 0, int64 [positions]; `kind` is what a block is,
+    for readers."""
 
     of: np.ndarray
     count: int
@@ -87,7 +79,7 @@ class PositionBlocks:
 
     @classmethod
     def over(cls, document: np.ndarray, window: np.ndarray, seed: int = 0) -> PositionBlocks:
-        """Documents where there are several, else windows; segments of them where they are too few."""
+        """Documents if there are several, else windows; segments of them if they are too few."""
         several = len(document) > 0 and bool(document[0] != document[-1])
         labels, kind = (document, "documents") if several else (window, "windows")
         of = np.unique(labels, return_inverse=True)[1].astype(np.int64)
@@ -109,7 +101,7 @@ class PositionBlocks:
         )
 
     def weights(self) -> Iterator[np.ndarray]:
-        """Batches of resamples, float64 [resamples, blocks]: how often each block was drawn."""
+        """Batches of resamples, float64 [resamples, blocks]: the number of draws of each block."""
         rng = np.random.default_rng(self.seed)
         even = np.full(self.count, 1 / self.count)
         for begin in range(0, RESAMPLES, _BATCH):
@@ -117,8 +109,7 @@ class PositionBlocks:
             yield rng.multinomial(self.count, even, size=size).astype(np.float64)
 
     def mean(self, values: np.ndarray) -> Interval:
-        """Interval of the mean of a column."""
-        return self._interval(self.resampled_means(values))
+        return central_interval(self.resampled_means(values))
 
     def resampled_means(self, values: np.ndarray) -> np.ndarray:
         """The mean of a column in each resample; resamples of equal `PositionBlocks` are the same."""
@@ -128,19 +119,16 @@ class PositionBlocks:
 
     def exp_mean(self, values: np.ndarray) -> Interval:
         """Interval of exp of the mean: a perplexity, from NLLs, or a ratio of two, from their differences."""
-        return self._interval(np.exp(self.resampled_means(values)))
+        return central_interval(np.exp(self.resampled_means(values)))
 
     def quantile(self, values: np.ndarray, share: float) -> Interval:
         """Interval of a quantile. A side that no position bounds, by order statistics, is None."""
-        low, high = self._interval(self.resampled_quantiles(values, share))
-        tail = (1 - CONFIDENCE) / 2
-        count = len(values)
-        if values.min() == values.max():  # the same at every position, as of equal models
+        low, high = central_interval(self.resampled_quantiles(values, share))
+        tail, count = (1 - CONFIDENCE) / 2, len(values)
+        if values.min() == values.max():  # the same at every position, for equal models
             return low, high
-        return (
-            None if (1 - share) ** count > tail else low,
-            None if share**count > tail else high,
-        )
+        is_open = (1 - share) ** count > tail, share**count > tail
+        return None if is_open[0] else low, None if is_open[1] else high
 
     def resampled_quantiles(self, values: np.ndarray, share: float) -> np.ndarray:
         """The quantile of a column in each resample."""
@@ -154,11 +142,6 @@ class PositionBlocks:
                 index = np.searchsorted(reached, share * reached[-1] - 1e-9)
                 quantiles.append(sorted_values[min(int(index), len(sorted_values) - 1)])
         return np.array(quantiles)
-
-    def _interval(self, resampled: np.ndarray) -> Interval:
-        tail = (1 - CONFIDENCE) / 2
-        low, high = np.quantile(resampled, [tail, 1 - tail])
-        return float(low), float(high)
 
 
 def quantile(values: np.ndarray, share: float) -> float:
@@ -176,17 +159,12 @@ class TruncatedKL(NamedTuple):
 def truncated_kl(
     reference: Mapping[int | str, float], model: Mapping[int | str, float]
 ) -> TruncatedKL:
-    """KL(reference ‖ model) over the tokens of both and the bucket.
-
-    Args:
-        reference, model: natural-log probabilities of the likeliest tokens.
-    """
+    """KL(reference ‖ model) over the tokens of both and the bucket, by natural-log probabilities of the
+    likeliest tokens."""
     shared = reference.keys() & model.keys()
     p = {token: math.exp(reference[token]) for token in shared}
-    rests = [
-        max(1.0 - math.fsum(mass), SMALLEST_REST)
-        for mass in (p.values(), (math.exp(model[token]) for token in shared))
-    ]
+    masses = p.values(), [math.exp(model[token]) for token in shared]
+    rests = [max(1.0 - math.fsum(mass), SMALLEST_REST) for mass in masses]
     kl = math.fsum(p[token] * (reference[token] - model[token]) for token in shared)
     kl += rests[0] * math.log(rests[0] / rests[1])
     return TruncatedKL(max(kl, 0.0), rests[0])
@@ -194,18 +172,13 @@ def truncated_kl(
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """`llmopt.quality`: scores of one model on one passage.
-
-    All from `reference_perplexity` on is None without a reference, or where a server does not tell it.
+    """`llmopt.quality`: scores of one model on one passage. All from `reference_perplexity` on is None
+    without a reference, or if a server does not report it.
 
     Attributes:
-        num_tokens: number of scored positions.
-        sure: the positions at which the reference is sure (`distance`); None where there are none.
+        sure: scores at positions at which the reference is sure (`distance`), if there are any.
         intervals: 95 % interval by the key of the value; a side that the sample does not bound is None.
-        interval_method: how the intervals were made.
-        speed: rates of scoring (`ScoringSpeed`).
-        hurt: the passages that lost most (`hurt_passages`).
-        kv_cache: distance of the model from itself on a KV cache that rounds nothing; None where its own does
+        kv_cache: distance of the model from itself on a KV cache that rounds nothing; None if its own does
             not round, and for servers.
     """
 
@@ -247,10 +220,8 @@ def summarize(
     seed: int = 0,
     tokenizer: Any = None,
 ) -> Quality:
-    """Reduce the series of a passage; one column is in memory at a time, with its resamples.
-
-    With a `tokenizer` the passages that lost most are shown.
-    """
+    """Reduce the series of a passage; one column is in memory at a time, with its resamples. With a
+    `tokenizer` the passages that lost most are shown."""
     blocks = blocks_of(series, seed)
     nll = series.needed("nll")
     mean_nll = float(nll.mean(dtype=np.float64))
@@ -262,7 +233,11 @@ def summarize(
         values["perplexity_ratio"] = math.exp(difference.mean())
         intervals["perplexity_ratio"] = blocks.exp_mean(difference)
     if (kl := series.column("kl")) is not None:
-        values |= _kl_values(kl, blocks, intervals)
+        values["kl_nats"] = float(kl.mean(dtype=np.float64))
+        values |= {name: quantile(kl, share) for name, share in QUANTILES.items()}
+        values["max_kl_nats"] = float(kl.max())
+        intervals["kl_nats"] = blocks.mean(kl)
+        intervals |= {name: blocks.quantile(kl, QUANTILES[name]) for name in GATED_QUANTILES}
     if (top1 := series.column("top1")) is not None:
         values["top1_agreement"] = float(top1.mean())
         intervals["top1_agreement"] = blocks.mean(top1)
@@ -292,13 +267,12 @@ def summarize(
 
 
 def blocks_of(series: QualitySeries, seed: int = 0) -> PositionBlocks:
-    """The blocks over which the positions of a series are resampled."""
     return PositionBlocks.over(series.needed("document"), series.needed("window"), seed)
 
 
 def distance(series: QualitySeries, where: np.ndarray, seed: int = 0) -> dict[str, Any] | None:
-    """Mean KL divergence and top-1 agreement with their intervals over the positions of a mask; None where
-    the series has no distance, or the mask no position."""
+    """Mean KL divergence and top-1 agreement with their intervals over the positions of a mask; None if the
+    series has no distance, or the mask no position."""
     kl, top1 = series.column("kl"), series.column("top1")
     if kl is None or top1 is None or not where.any():
         return None
@@ -315,24 +289,9 @@ def distance(series: QualitySeries, where: np.ndarray, seed: int = 0) -> dict[st
     return {"num_tokens": int(where.sum()), **means, "intervals": intervals}
 
 
-def _kl_values(
-    kl: np.ndarray, blocks: PositionBlocks, intervals: dict[str, Interval]
-) -> dict[str, float | None]:
-    """Mean, quantiles and maximum of the KL divergence; adds the intervals of those that have one."""
-    values: dict[str, float | None] = {"kl_nats": float(kl.mean(dtype=np.float64))}
-    values |= {name: quantile(kl, share) for name, share in QUANTILES.items()}
-    values["max_kl_nats"] = float(kl.max())
-    intervals["kl_nats"] = blocks.mean(kl)
-    for name in GATED_QUANTILES:
-        intervals[name] = blocks.quantile(kl, QUANTILES[name])
-    return values
-
-
 def hurt_passages(series: QualitySeries, tokenizer: Any) -> list[dict[str, Any]] | None:
-    """The runs of up to 40 positions with the largest sums of KL divergence, which do not overlap.
-
-    None without a reference; none where the models are the same.
-    """
+    """The runs of up to 40 positions with the largest sums of KL divergence, without overlap; None without a
+    reference, empty if the models are the same."""
     kl = series.column("kl")
     if kl is None:
         return None
@@ -377,12 +336,12 @@ def worst_runs(
 
 def score_of(record: Mapping[str, Any], path: str) -> tuple[float, Interval | None] | None:
     """A value of a quality record with its interval, by its dotted path, such as `domains.code.kl_nats`; None
-    where it was not scored."""
+    if it was not scored."""
     *parts, name = path.split(".")
     part: Mapping[str, Any] | None = record
     for key in parts:
         part = (part or {}).get(key)
     if not part or part.get(name) is None:
         return None
-    found = (part.get("intervals") or {}).get(name)
-    return part[name], None if found is None else (found[0], found[1])
+    interval = (part.get("intervals") or {}).get(name)
+    return part[name], None if interval is None else (interval[0], interval[1])

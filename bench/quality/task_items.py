@@ -14,6 +14,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from ...base.errors import BadInput
+from ..metrics.statistics import CONFIDENCE, central_interval
 from .positions import readable
 
 TASKS_NAME = "tasks.parquet"
@@ -28,22 +29,17 @@ COLUMNS = (
     "response",
     "target",
 )
-# How a metric's value follows from its items: from (values, weights).
+# A metric's value from its items, (values, weights).
 Aggregation = Literal["mean", "perplexity", "bits"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-ITEM_CONFIDENCE = 0.95
-RESAMPLES = 2000
-# Resamples whose indices are in memory at once.
-_BATCH = 100
+RESAMPLES = 2000  # more than elsewhere: an item's score has few values
+_BATCH = 100  # resamples whose indices are in memory at once
 Interval = tuple[float, float]
 
 
 def aggregate(aggregation: Aggregation, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The metric over the last axis.
-
-    `mean`: Σv / Σw. `perplexity`: exp(−Σv / Σw), of log-likelihoods over words, bytes or items.
-    `bits`: −Σv / Σw / ln 2.
-    """
+    """The metric over the last axis. `mean`: Σv / Σw. `perplexity`: exp(−Σv / Σw), of log-likelihoods over
+    words, bytes or items. `bits`: −Σv / Σw / ln 2."""
     ratio = values.sum(-1) / weights.sum(-1)
     if aggregation == "perplexity":
         return np.exp(-ratio)
@@ -52,13 +48,8 @@ def aggregate(aggregation: Aggregation, values: np.ndarray, weights: np.ndarray)
 
 @dataclass(frozen=True, slots=True)
 class ItemScores:
-    """One metric of one task, by document.
-
-    Attributes:
-        keys: (document id, its hash).
-        values, weights: float64 [items].
-        responses: what the model said, or the log-likelihoods of the choices.
-    """
+    """One metric of one task, by document: keys (document id, its hash), values and weights (float64
+    [items]), and answers of the model, or the log-likelihoods of the choices."""
 
     keys: tuple[tuple[int, str], ...]
     values: np.ndarray
@@ -67,20 +58,20 @@ class ItemScores:
 
     @property
     def is_binary(self) -> bool:
-        """Whether every item is right or wrong."""
         return bool(np.isin(self.values, (0.0, 1.0)).all() and (self.weights == 1).all())
 
     @property
     def answers(self) -> np.ndarray | None:
-        """The option of the highest log-likelihood of each item, int64 [items]; None where items have no
-        options."""
+        """The option of the highest log-likelihood of each item, int64 [items], if items have options."""
         try:
-            said = [
+            options = [
                 [float(score) for score, _ in ast.literal_eval(text)] for text in self.responses
             ]
         except (ValueError, TypeError, SyntaxError):
             return None
-        return np.array([int(np.argmax(scores)) for scores in said]) if all(said) and said else None
+        if not options or not all(options):
+            return None
+        return np.array([int(np.argmax(scores)) for scores in options])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +82,8 @@ class TaskItems:
 
     @classmethod
     def beside(cls, result: Path) -> Self | None:
-        """The items in a run folder, or beside a `result.json`; None where there are none.
-
-        Raises:
-            BadInput: a damaged file, or none of llmopt's.
-        """
+        """The items in a run folder, or next to a `result.json`, if there are any. Raises BadInput: a damaged
+        file, or one that llmopt did not write."""
         import pyarrow.parquet as pq
 
         path = (result if result.is_dir() else result.parent) / TASKS_NAME
@@ -111,7 +99,7 @@ class TaskItems:
         return len(self.columns["task"]) if self.columns else 0
 
     def write(self, folder: Path) -> None:
-        """`tasks.parquet` into a run folder; nothing where there are no items."""
+        """Write `tasks.parquet` into a run folder, if there are items."""
         if not len(self):
             return
         import pyarrow as pa
@@ -120,9 +108,8 @@ class TaskItems:
         pq.write_table(pa.table(dict(self.columns)), folder / TASKS_NAME, compression="zstd")
 
     def of(self, task: str, metric: str, filter_name: str) -> ItemScores | None:
-        """The items of a metric; None where there are none."""
-        wanted = (task, metric, filter_name)
-        columns = self.columns
+        """The items of a metric, if there are any."""
+        wanted, columns = (task, metric, filter_name), self.columns
         if not columns:
             return None
         named = zip(columns["task"], columns["metric"], columns["filter"], strict=True)
@@ -167,11 +154,9 @@ def metric_rows(outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
 def items_of(
     samples: Mapping[str, Sequence[Mapping[str, Any]]], rows: Sequence[dict[str, Any]]
 ) -> TaskItems:
-    """The items of the samples that lm-eval logs, for each metric that follows from them.
-
-    Sets `aggregation` of each row: the one that reproduces lm-eval's value from the items; None where none
-    does (BLEU, F1 over all items, groups).
-    """
+    """The items of the samples that lm-eval logs, for each metric that follows from them. Sets `aggregation`
+    of each row: the one that reproduces lm-eval's value from the items; None if none does (BLEU, F1 over all
+    items, groups)."""
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for row in rows:
         logged = [
@@ -185,16 +170,9 @@ def items_of(
             continue
         for sample, part in zip(logged, parts, strict=True):
             assert part is not None
-            values = (
-                row["task"],
-                int(sample["doc_id"]),
-                str(sample["doc_hash"]),
-                row["metric"],
-                row["filter"],
-                *part,
-                _text(sample["filtered_resps"]),
-                _text(sample["target"]),
-            )
+            ids = int(sample["doc_id"]), str(sample["doc_hash"])
+            texts = _text(sample["filtered_resps"]), _text(sample["target"])
+            values = (row["task"], *ids, row["metric"], row["filter"], *part, *texts)
             for name, value in zip(COLUMNS, values, strict=True):
                 columns[name].append(value)
     return TaskItems(columns if columns["task"] else {})
@@ -222,20 +200,19 @@ def _aggregation(parts: Sequence[tuple[float, float] | None], value: float) -> A
 
 
 def _text(value: Any) -> str:
-    """A response or target as text; of choices, the log-likelihoods."""
+    """A response or target as text; for choices, the log-likelihoods."""
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     return value if isinstance(value, str) else str(value)
 
 
 def score_words(row: Mapping[str, Any]) -> str:
-    """`0.4250 ± 0.0350`; a standard error only where lm-eval gives one."""
+    """`0.4250 ± 0.0350`; a standard error only if lm-eval gives one."""
     stderr = row["stderr"]
     return f"{row['value']:.4f}" + (f" ± {stderr:.4f}" if stderr is not None else "")
 
 
 def metric_name(row: Mapping[str, Any]) -> str:
-    """The metric's name, with its filter unless that is lm-eval's default."""
     return row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
 
 
@@ -243,28 +220,22 @@ def task_rows(parts: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping
     """(run, row) of the task scores of one or several runs, aligned by metric."""
     rows = [(name, row) for name, part in parts.items() for row in part["metrics"]]
     keys = dict.fromkeys((row["task"], metric_name(row)) for _, row in rows)
-    order = {key: place for place, key in enumerate(keys)}
+    order = {key: rank for rank, key in enumerate(keys)}
     return sorted(rows, key=lambda pair: order[pair[1]["task"], metric_name(pair[1])])
 
 
 def mcnemar_exact(lost: int, gained: int) -> float:
-    """Two-sided p-value of McNemar's exact test: of the items whose score changed, half are gains.
-
-    Args:
-        lost, gained: items that only the base, and only the new run, has right.
-    """
+    """Two-sided p-value of McNemar's exact test: of the items with another score, half are gains. `lost` and
+    `gained` are the items that only the base, and only the new run, has right."""
     changed = lost + gained
     tail = sum(math.comb(changed, k) for k in range(min(lost, gained) + 1))
     return min(1.0, 2 * tail / 2**changed)
 
 
 def tango_interval(lost: int, gained: int, count: int) -> Interval:
-    """Score interval of the difference of two paired proportions, (gained − lost) / count.
-
-    Tango, Statistics in Medicine 17 (1998): holds its level for few changed items too; with none it is
-    ± z² / (count + z²).
-    """
-    z = NormalDist().inv_cdf((1 + ITEM_CONFIDENCE) / 2)
+    """Score interval of the difference of two paired proportions, (gained − lost) / count. Tango, Statistics
+    in Medicine 17 (1998): holds its level for few changed items too; with none it is ± z² / (count + z²)."""
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     difference = (gained - lost) / count
 
     def distance(delta: float) -> float:
@@ -287,7 +258,7 @@ def tango_interval(lost: int, gained: int, count: int) -> Interval:
 
 def wilson_interval(right: int, count: int) -> Interval:
     """Score interval of a proportion (Wilson, 1927)."""
-    z = NormalDist().inv_cdf((1 + ITEM_CONFIDENCE) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     middle = (right + z * z / 2) / (count + z * z)
     reach = z / (count + z * z) * math.sqrt(right * (count - right) / count + z * z / 4)
     return max(0.0, middle - reach), min(1.0, middle + reach)
@@ -301,11 +272,7 @@ def bootstrap_interval(
     seed: int = 0,
 ) -> Interval:
     """Percentile interval of a metric, or with a base of its relative change: items are resampled, the same
-    for both sides.
-
-    Args:
-        weights, new, base: float64 [items].
-    """
+    for both sides. Arrays are float64 [items]."""
     rng = np.random.default_rng(seed)
     draws = []
     for _ in range(0, RESAMPLES, _BATCH):
@@ -315,18 +282,12 @@ def bootstrap_interval(
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = values / aggregate(aggregation, base[chosen], weights[chosen]) - 1
         draws.append(values)
-    tail = (1 - ITEM_CONFIDENCE) / 2
-    drawn = np.nan_to_num(np.concatenate(draws), nan=0.0)
-    low, high = np.quantile(drawn, [tail, 1 - tail], method="inverted_cdf")
-    return float(low), float(high)
+    return central_interval(np.nan_to_num(np.concatenate(draws), nan=0.0), method="inverted_cdf")
 
 
 def root_of(is_above: Callable[[float], bool], low: float, high: float) -> float:
-    """Where a condition that is false at `low` becomes true, by bisection."""
+    """The value at which a condition that is false at `low` becomes true, by bisection."""
     for _ in range(60):
         middle = (low + high) / 2
-        if is_above(middle):
-            high = middle
-        else:
-            low = middle
+        low, high = (low, middle) if is_above(middle) else (middle, high)
     return (low + high) / 2

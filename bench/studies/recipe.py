@@ -40,7 +40,7 @@ from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import is_local
 from ...recipes import DEFAULT_MODEL
 from ..gate.limits import Limit, parse_gate, parse_share
-from ..gate.quality_checks import QualityGate
+from ..gate.score_checks import QualityGate
 from ..machine.environment import without_secrets
 from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads

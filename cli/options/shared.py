@@ -16,7 +16,7 @@ from ...engine.config.plan_options import PlanRequest
 
 if TYPE_CHECKING:
     from ...bench.gate.outputs import VerdictWanted
-    from ...bench.gate.quality_checks import QualityGate
+    from ...bench.gate.score_checks import QualityGate
     from ...bench.options.values import Kind
 
 
@@ -226,7 +226,7 @@ class LimitOptions:
 
     def quality_gate(self) -> QualityGate:
         """Raises `BadInput` for an invalid share."""
-        from ...bench.gate.quality_checks import QualityGate
+        from ...bench.gate.score_checks import QualityGate
 
         return QualityGate.parse(self.max_ppl_increase, self.max_kl, self.min_top1)
 

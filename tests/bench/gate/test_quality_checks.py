@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
-from llmopt.bench.gate.quality_checks import QualityGate, check_quality, quality_changes
+from llmopt.bench.gate.score_checks import QualityGate, check_quality, quality_changes
 from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
 from llmopt.bench.quality.summary import summarize
@@ -123,7 +123,7 @@ def changed(**values: Any) -> RunData:
     ("gate", "base", "new", "words"),
     [
         ("perplexity<=+1%", GOOD, changed(token_sha256="x"), "the runs scored different tokens"),
-        ("perplexity<=+1%", GOOD, changed(perplexity=9.0), "no quality.parquet beside"),
+        ("perplexity<=+1%", GOOD, changed(perplexity=9.0), "no quality.parquet next to"),
         (
             "kl<=+1%",
             changed(kl_nats=None),

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
-from llmopt.bench.gate.quality_checks import check_quality
+from llmopt.bench.gate.score_checks import check_quality
 from llmopt.bench.quality.passage import read_passage
 from llmopt.bench.quality.scoring import PromptScorer, score_passage
 from llmopt.bench.quality.summary import summarize

@@ -10,7 +10,7 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import compare
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
-from llmopt.bench.gate.task_checks import task_changes
+from llmopt.bench.gate.score_checks import task_changes
 from llmopt.bench.quality.task_items import TaskItems, items_of
 from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import task_rows
@@ -136,7 +136,7 @@ def test_missing_items_and_keys_are_named() -> None:
     twice = [row, {**row, "filter": "strict-match"}]
     base.result["llmopt"]["tasks"]["metrics"] = twice
     said = outcome("task.sums.exact_match>=-3%", base, base)[1]
-    assert "several filters, name one behind the metric: none, strict-match" in said
+    assert "several filters, name one after the metric: none, strict-match" in said
     limit = parse_gate("task.sums.exact_match.strict-match>=-3%")[0]
     assert limit.quantity.key.endswith(".strict-match")
     with pytest.raises(BadInput, match=r"write task\.NAME\.METRIC"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.limits import GateOutcome, parse_promises
-from llmopt.bench.gate.quality_checks import check_promises
+from llmopt.bench.gate.score_checks import check_promises
 from llmopt.bench.quality.domains import (
     BUNDLED_TASKS,
     STORY_TASK,
