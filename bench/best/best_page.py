@@ -104,44 +104,38 @@ def promise_words(promise: Mapping[str, Any]) -> str:
 
 def best_verdict(decision: Decision, points: Mapping[str, Any]) -> ReportVerdict:
     """The recommended checkpoint, or that there is none."""
-    tone = TONES[decision["exit_code"]]
-    name = decision["recommended"]
-    if name is None:
-        headline = {"bad": "Nothing keeps the promise."}.get(tone, "No decision.")
-        return ReportVerdict(tone, headline, decision["sentence"])
-    headline = f"{name}: {points[name]['label']}, {size(points[name]['bytes'])}"
+    name, tone = decision["recommended"], TONES[decision["exit_code"]]
+    headline = "Nothing keeps the promise." if tone == "bad" else "No decision."
+    if name is not None:
+        headline = f"{name}: {points[name]['label']}, {size(points[name]['bytes'])}"
     return ReportVerdict(tone, headline, decision["sentence"])
 
 
 def best_cards(
     decision: Decision, points: Mapping[str, Any], finalists: Mapping[str, Any]
 ) -> list[Card]:
-    """The key figures of what is recommended, or comes closest."""
+    """The key figures of the checkpoint that is recommended, or comes closest."""
     name = decision["recommended"] or decision["closest"]
     if name not in finalists:
         return []
     one, point = finalists[name], points[name]
-    found = [
+    cards = [
         Card("Size", size(one["bytes"]), "", f"{number(point['bits_per_weight'])} bits a weight"),
         Card("KL", number(one["kl"]["value"], 4), "nats", interval_words(one["kl"], 4)),
         Card("Top-1 agreement", percent(one["top1"]["value"]), "", interval_words(one["top1"])),
     ]
-    if one["flips"]:
-        found.append(
-            Card("Flips", percent(one["flips"]["value"]), "", interval_words(one["flips"]))
-        )
+    if flips := one["flips"]:
+        cards.append(Card("Flips", percent(flips["value"]), "", interval_words(flips)))
     if speed := one["speed"]:
-        band = interval_of(speed["band"])
-        note = f"{band} ms, {speed['source']}" if band else speed["source"]
-        found.append(Card("TPOT", number(speed["tpot_ms"], 1), "ms", note))
-        found.append(
-            Card("Throughput", number(speed["tokens_per_s"], 0), "tokens/s", speed["source"])
-        )
-    return found
+        band, source = interval_of(speed["band"]), speed["source"]
+        note = f"{band} ms, {source}" if band else source
+        cards.append(Card("TPOT", number(speed["tpot_ms"], 1), "ms", note))
+        cards.append(Card("Throughput", number(speed["tokens_per_s"], 0), "tokens/s", source))
+    return cards
 
 
 def interval_words(value: Mapping[str, float], digits: int | None = None) -> str:
-    """The interval of a share in percent, of any other value with `digits` decimals."""
+    """The interval of a share in percent, or of another value with `digits` decimals."""
     if digits is None:
         return f"{percent(value['low']).removesuffix(' %')} to {percent(value['high'])}"
     return f"{number(value['low'], digits)} to {number(value['high'], digits)}"
@@ -152,15 +146,15 @@ def interval_of(band: Sequence[float] | None) -> str:
 
 
 def measured_words(value: Mapping[str, Any] | None, digits: int | None = None) -> str:
-    """A value with its interval in parentheses, where it has one."""
+    """A value, with its interval in parentheses if it has one."""
     if value is None:
         return MISSING
-    said = percent(value["value"]) if digits is None else number(value["value"], digits)
-    return said if value["low"] is None else f"{said} ({interval_words(value, digits)})"
+    text = percent(value["value"]) if digits is None else number(value["value"], digits)
+    return text if value["low"] is None else f"{text} ({interval_words(value, digits)})"
 
 
 def speed_words(speed: Mapping[str, Any] | None) -> str:
-    """Milliseconds a token, as planned or measured."""
+    """Milliseconds per token, as planned or measured."""
     if not speed or speed["tpot_ms"] is None:
         return MISSING
     band = interval_of(speed["band"])
@@ -183,18 +177,14 @@ def words(point: Mapping[str, Any]) -> dict[str, str]:
 def neighbours_table(
     decision: Decision, points: Mapping[str, Any], finalists: Mapping[str, Any]
 ) -> ReportTable | None:
-    """The recommended checkpoint, and what the next smaller and the next better cost."""
-    named = {
-        "recommended": "recommended",
-        "next smaller": "next_smaller",
-        "next better": "next_better",
-    }
-    found = {said: decision[key] for said, key in named.items() if decision[key]}
-    if "recommended" not in found:
-        found = {"closest": decision["closest"]} if decision["closest"] else {}
+    """The recommended checkpoint, and the cost of the next smaller and the next better."""
+    keys = ("recommended", "next_smaller", "next_better")
+    shown = {key.replace("_", " "): decision[key] for key in keys if decision[key]}
+    if "recommended" not in shown:
+        shown = {"closest": decision["closest"]} if decision["closest"] else {}
     rows = []
-    base = points[next(iter(found.values()))] if found else {}
-    for said, name in found.items():
+    base = points[next(iter(shown.values()))] if shown else {}
+    for text, name in shown.items():
         point, one = points[name], finalists.get(name)
         kl = (
             measured_words(one["kl"], 4) if one else f"{number(point['expected_kl'], 4)}, predicted"
@@ -202,7 +192,7 @@ def neighbours_table(
         change = point["bytes"] / base["bytes"] - 1
         more = "" if point is base else f" ({percent(change, 1, signed=True)})"
         speed = speed_words((one or point)["speed"])
-        rows.append([said, name, point["label"], f"{size(point['bytes'])}{more}", kl, speed])
+        rows.append([text, name, point["label"], f"{size(point['bytes'])}{more}", kl, speed])
     header = ["", "checkpoint", "bits", "size", "KL, nats", "TPOT, ms"]
     return ReportTable(header, rows, is_prose=True) if rows else None
 
@@ -210,10 +200,10 @@ def neighbours_table(
 def finalists_table(decision: Decision) -> ReportTable:
     """The measurements of each finalist, and whether it keeps the promises."""
     rows, tones = [], {}
-    for place, one in enumerate(decision["finalists"]):
+    for row, one in enumerate(decision["finalists"]):
         kept = {True: "yes", False: "no", None: "unsure"}[one["keeps"]]
         mark = "\u00a0*" if one["id"] == decision["recommended"] else ""
-        tones[place] = {True: "good" if mark else "", False: "bad", None: "unsure"}[one["keeps"]]
+        tones[row] = {True: "good" if mark else "", False: "bad", None: "unsure"}[one["keeps"]]
         measured = [measured_words(one["kl"], 4), *map(measured_words, (one["top1"], one["flips"]))]
         figures = [size(one["bytes"]), *measured, speed_words(one["speed"])]
         rows.append([one["id"] + mark, kept, *figures, "; ".join(one["breaks"])])
@@ -222,7 +212,7 @@ def finalists_table(decision: Decision) -> ReportTable:
 
 
 def domains_table(decision: Decision) -> ReportTable | None:
-    """KL by domain, a column each."""
+    """KL by domain, one column each."""
     finalists = decision["finalists"]
     names = list(dict.fromkeys(name for one in finalists for name in one["kl_by_domain"] or {}))
     rows = [
@@ -233,7 +223,7 @@ def domains_table(decision: Decision) -> ReportTable | None:
 
 
 def front_figures(decision: Decision) -> list[Figure]:
-    """Quality against bytes, and against time per token where a speed is known."""
+    """Quality against bytes, and against time per token if a speed is known."""
     figures = [Figure("front-size", front_svg(decision, "size"), half=True)]
     if any(point["speed"] for point in decision["front"]):
         figures.append(Figure("front-speed", front_svg(decision, "speed"), half=True))
@@ -265,11 +255,11 @@ def front_svg(decision: Decision, against: str) -> str:
         style = {"color": colours[lane], "markersize": 3.5, "linewidth": 0.9, "label": lane}
         style |= {"markerfacecolor": "none", "alpha": 0.7}
         axis.plot([x for x, _ in mine], [y for _, y in mine], "o--", **style)
-    places: dict[str, tuple[float, float]] = {}
+    positions: dict[str, tuple[float, float]] = {}
     spans: list[Span] = []
     for one in decision["finalists"]:
         if (x := across(one)) is not None and one["id"] in lane_of:
-            places[one["id"]] = (x, max(one["kl"]["value"], LEAST_KL))
+            positions[one["id"]] = (x, max(one["kl"]["value"], LEAST_KL))
             colour = colours[lane_of[one["id"]]]
             is_recommended = one["id"] == decision["recommended"]
             spans.append(_measured(axis, one, x, colour, is_recommended=is_recommended))
@@ -280,16 +270,15 @@ def front_svg(decision: Decision, against: str) -> str:
     title(axis, f"Quality against {against}")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8.5, frameon=False)
     first = [decision[key] for key in ("recommended", "next_smaller", "next_better")]
-    order = sorted(places, key=lambda name: first.index(name) if name in first else len(first))
-    named = [(name, places[name]) for name in order]
-    name_points(axis, named, spans, color=INK)
+    order = sorted(positions, key=lambda name: first.index(name) if name in first else len(first))
+    name_points(axis, [(name, positions[name]) for name in order], spans, color=INK)
     return to_svg(figure, f"Quality against {against} of {len(shown)} points")
 
 
 def _measured(
     axis: Axes, one: Mapping[str, Any], x: float, colour: str, *, is_recommended: bool = False
 ) -> Span:
-    """A finalist with its interval, which is returned; a cross where it breaks a promise, a ring where it is
+    """Draw a finalist with its interval, which is returned; a cross if it breaks a promise, a ring if it is
     recommended."""
     low, y, high = (max(one["kl"][side], LEAST_KL) for side in ("low", "value", "high"))
     axis.plot([x, x], [low, high], color=colour, linewidth=3, alpha=0.45)
@@ -301,19 +290,19 @@ def _measured(
 
 
 def _limits(axis: Axes, asked: Mapping[str, Any], against: str) -> list[Span]:
-    """Dashed lines at the promises that these axes can show; returns where they lie."""
+    """Draw dashed lines at the promises that these axes can show; return the lines."""
     style = {"color": BAD, "linewidth": 1, "linestyle": "--"}
     limit = (asked["slo"] or {}).get("tpot") if against == "speed" else asked["size_bytes"]
-    furthest = [limit if against == "speed" else limit / 2**20] if limit else []
-    kl = (promise["limit"] for promise in asked["promises"] if promise["metric"] == "kl")
-    most = [each for each in kl if each > 0]
-    for each in most:
-        axis.axhline(each, **style)
-    for each in furthest:
-        axis.axvline(each, **style)
+    bounds = [limit if against == "speed" else limit / 2**20] if limit else []
+    promised = (promise["limit"] for promise in asked["promises"] if promise["metric"] == "kl")
+    most = [kl for kl in promised if kl > 0]
+    for kl in most:
+        axis.axhline(kl, **style)
+    for bound in bounds:
+        axis.axvline(bound, **style)
     (left, right), (low, high) = axis.get_xlim(), axis.get_ylim()
-    across = [((left, each), (right, each)) for each in most]
-    return [*across, *(((each, low), (each, high)) for each in furthest)]
+    across = [((left, kl), (right, kl)) for kl in most]
+    return [*across, *(((bound, low), (bound, high)) for bound in bounds)]
 
 
 def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | None:
@@ -344,8 +333,8 @@ def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | 
     axis.set_ylabel("measured KL (nats)")
     title(axis, "Predicted against measured")
     names = [one["id"] for one, _ in pairs]
-    places = list(zip(names, zip(expected, measured, strict=True), strict=True))
-    name_points(axis, places, spans, color=INK)
+    positions = list(zip(names, zip(expected, measured, strict=True), strict=True))
+    name_points(axis, positions, spans, color=INK)
     caption = "Bars are intervals of the measurement and bands of the prediction, equal on the dashed line."
     if len(pairs) > 2:
         rank = float(np.corrcoef(rankdata(expected), rankdata(measured))[0, 1])
@@ -355,51 +344,50 @@ def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | 
 
 def bits_of(kind: str) -> float:
     """The bits in the name of a kind: 4 of `int4 g64`, `nvfp4` and `Q4_K`, 3.5 of `exl3 3.5`."""
-    found = re.search(r"\d+(?:\.\d+)?", kind.removeprefix("exl3"))
-    return float(found[0]) if found else 0.0
+    match = re.search(r"\d+(?:\.\d+)?", kind.removeprefix("exl3"))
+    return float(match[0]) if match else 0.0
 
 
 def layers_figure(point: Mapping[str, Any]) -> Figure | None:
     """The kind of every linear as a picture: layers across, linears of a layer down."""
     cells: dict[str, dict[int, str]] = {}
-    beside = []
+    others = []
     for module, kind in point["layers"].items():
         if match := LAYER.search(module):
             # The experts of a layer share a row: fused, they have one kind.
             role = re.sub(r"\.\d+\.", ".*.", module[match.end() :])
             cells.setdefault(role, {})[int(match[1])] = kind
         else:
-            beside.append(f"{module} {kind}")
+            others.append(f"{module} {kind}")
     if not cells:
         return None
-    caption = f"Beside the layers: {', '.join(beside)}." if beside else ""
+    caption = f"Outside the layers: {', '.join(others)}." if others else ""
     return Figure(f"layers-{point['id']}", layers_svg(cells, point), caption)
 
 
 @drawn
 def layers_svg(cells: Mapping[str, Mapping[int, str]], point: Mapping[str, Any]) -> str:
-    """Cells whose colour is the family of their kind, the stronger the more bits it has."""
-    kinds = sorted(
-        {k for row in cells.values() for k in row.values()}, key=lambda k: (bits_of(k), k)
-    )
+    """Cells with the colour of their kind's family, the stronger the more bits it has."""
+    all_kinds = {kind for row in cells.values() for kind in row.values()}
+    kinds = sorted(all_kinds, key=lambda kind: (bits_of(kind), kind))
     families = list(dict.fromkeys(re.split(r"\d", kind)[0] for kind in kinds))
     layers = sorted({layer for row in cells.values() for layer in row})
     figure, (axis,) = canvas(width=11, height=1.5 + 0.26 * len(cells))
-    for place, kind in enumerate(kinds):
-        found = [
+    for rank, kind in enumerate(kinds):
+        positions = [
             (layer, row)
             for row, role in enumerate(cells.values())
             for layer in role
             if role[layer] == kind
         ]
         colour = SERIES[families.index(re.split(r"\d", kind)[0]) % len(SERIES)]
-        strength = 0.12 + 0.5 * place / max(len(kinds) - 1, 1)
-        across, down = zip(*found, strict=True)
+        strength = 0.12 + 0.5 * rank / max(len(kinds) - 1, 1)
+        across, down = zip(*positions, strict=True)
         bottoms = [row - 0.46 for row in down]
         axis.bar(across, 0.92, 0.92, bottom=bottoms, color=colour, alpha=strength, label=kind)
         if len(layers) <= MAX_NUMBERED:
             style = {"ha": "center", "va": "center", "fontsize": 8, "color": INK}
-            for layer, row in found:
+            for layer, row in positions:
                 label(axis, f"{bits_of(kind):g}", (layer, row), (0, 0), **style)
     axis.set_yticks(range(len(cells)), list(cells))
     axis.set_ylim(len(cells) - 0.5, -0.5)

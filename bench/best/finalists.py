@@ -20,7 +20,7 @@ from ...quant.pipeline.prepare import prepare
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import short_name
 from ..gate.limits import GateOutcome, Limit
-from ..gate.quality_checks import check_promises
+from ..gate.score_checks import check_promises
 from ..gate.verdict import LimitVerdict
 from ..load.started_server import preset
 from ..quality.passage import DOMAINS
@@ -45,33 +45,26 @@ _LENGTH_FLAGS = {"llmopt": "--max-model-len", "vllm": "--max-model-len", "llama.
 def affordable(
     target: Target, points: Sequence[Mapping[str, Any]], count: int, progress: Progress
 ) -> int:
-    """How many of `count` finalists the budget has time for, by the estimate of quantizing one; at least one.
-
-    Scoring takes about as long again: the original and the finalist compute each token once.
-    """
+    """The number of finalists, at least 1 and at most `count`, that the budget has time for, by the estimate
+    of quantizing one. Scoring takes about as long again: the original and the finalist compute each token
+    once."""
     budget = target.asked.budget
     if budget is None or not points:
         return count
-    session = prepare(_request(target, points[-1]["quantize"]), progress)
+    step = {"name": "one", "quantize": dict(points[-1]["quantize"])}
+    quantize = Recipe.model_validate({"name": "one", "variants": [step]}).variants[0].quantize
+    assert quantize is not None
+    session = prepare(quantize.request(target.path, Path(), target.model), progress)
     seconds = 2 * preflight(session, progress).seconds
-    found = max(1, min(count, int(budget / seconds)))
+    number = max(1, min(count, int(budget / seconds)))
     progress.note(
-        f"about {in_words(seconds)} for each finalist: {found} of at most {count} are made"
+        f"about {in_words(seconds)} for each finalist: {number} of at most {count} are made"
     )
-    return found
-
-
-def _request(target: Target, made: Mapping[str, Any]) -> QuantizeRequest:
-    """The quantization that a recipe's step describes."""
-    step = Recipe.model_validate(
-        {"name": "one", "variants": [{"name": "one", "quantize": dict(made)}]}
-    ).variants[0]
-    assert step.quantize is not None
-    return step.quantize.request(target.path, Path(), target.model)
+    return number
 
 
 def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str) -> Recipe:
-    """The workflow that makes and measures the finalists beside the original."""
+    """The workflow that makes and measures the finalists next to the original."""
     asked, work = target.asked, PlanContext.of(target.asked)
     bench: dict[str, Any] = {
         "quality_tokens": asked.quality_tokens,
@@ -81,34 +74,24 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
     }
     if target.device.kind == "cpu":
         bench["device"] = "cpu"
-    if target.is_here:
-        bench |= {
-            "num_prompts": max(asked.num_prompts, asked.sequences),
-            "max_concurrency": asked.sequences,
-            "num_runs": 3,
-        }
+    if not target.is_here:  # its speed is not that of the target or of its loader
+        bench |= {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "output_len": 2}
+    else:
+        num_prompts = max(asked.num_prompts, asked.sequences)
+        bench |= {"num_prompts": num_prompts, "max_concurrency": asked.sequences, "num_runs": 3}
         if asked.context is not None:
             lengths = {"random_input_len": work.prompt, "random_output_len": work.output}
             bench |= {"dataset": "random", **lengths}
-    else:  # its speed is not that of the target or of its loader
-        bench |= {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "output_len": 2}
     if kv_dtype not in _DTYPES:
         bench["kv_cache_dtype"] = kv_dtype
     variants = []
-    for one in points:
-        made = dict(one["quantize"])
+    for point in points:
+        made = dict(point["quantize"])
         if "stats" in made:  # resumed from any folder
             made["stats"] = str(Path(made["stats"]).resolve())
-        variants.append({"name": one["id"], "quantize": made})
-    return Recipe.model_validate(
-        {
-            "name": FINALISTS,
-            "model": target.model,
-            "bench": bench,
-            "variants": variants,
-            "compare": {"gate": False},
-        }
-    )
+        variants.append({"name": point["id"], "quantize": made})
+    head = {"name": FINALISTS, "model": target.model, "compare": {"gate": False}}
+    return Recipe.model_validate({**head, "bench": bench, "variants": variants})
 
 
 def find_best(
@@ -121,18 +104,14 @@ def find_best(
     on_ray: bool = False,
     score_shares: int = 1,
 ) -> dict[str, Any]:
-    """The decision, also in `decision.json` of the folder; the same call resumes an interrupted one.
-
-    Args:
-        progress: a sink, or a function that is called with each update.
-        dry_run: only search; the finalists that would be made are marked, and no decision is written.
-        on_ray: whether Ray makes, scores and measures the finalists.
-        score_shares: how many jobs share the scoring of a finalist, where they are begun.
+    """The decision, also in `decision.json` of the folder; the same call resumes an interrupted one. A dry
+    run only searches, marks the planned finalists and writes no decision. With `on_ray` Ray makes, scores and
+    measures them; `score_shares` jobs share the scoring of a finalist.
 
     Raises:
         BadInput: there is no such model or GPU, the loader takes nothing of it, the size is impossible, or
             the folder is of another question.
-        KeyboardInterrupt: interrupted; what was finished is kept.
+        KeyboardInterrupt: interrupted; finished work is kept.
     """
     progress = as_progress(progress)
     target = Target.of(asked, model)
@@ -148,23 +127,27 @@ def find_best(
         "target_bpw": asked.target_bpw,
         "loads_in": asked.loads_in,
         "promises": [
-            {"metric": one.quantity.key, "op": "<=" if one.at_most else ">=", "limit": one.bound,
-             "relative": one.relative}
-            for one in asked.limits
+            {
+                "metric": limit.quantity.key,
+                "op": "<=" if limit.at_most else ">=",
+                "limit": limit.bound,
+                "relative": limit.relative,
+            }
+            for limit in asked.limits
         ],
         "is_bounded": asked.is_bounded,
-    }  # fmt: skip
+    }
     head = {"llmopt": VERSION, "schema": SCHEMA, "asked": question}
     if dry_run:
         decision = decide(question, searched, [])
         chosen = choose(question, searched, asked.finalists)
-        front = [one | {"finalist": one["id"] in chosen} for one in decision["front"]]
+        front = [point | {"finalist": point["id"] in chosen} for point in decision["front"]]
         pairs = zip(decision["usual"], searched["usual"], strict=True)
-        usual = [shown for shown, one in pairs if one["id"] not in chosen]
+        usual = [shown for shown, point in pairs if point["id"] not in chosen]
         return {**head, **decision, "front": front, "usual": usual}
     stages = begin(target, question, searched, folder / FINALISTS, progress, score_shares)
-    found = results(target, stages, searched, progress, on_ray=on_ray)
-    decision = {**head, **decide(question, searched, found)}
+    measured = results(target, stages, searched, progress, on_ray=on_ray)
+    decision = {**head, **decide(question, searched, measured)}
     write_atomically(folder / DECISION_NAME, json.dumps(decision, indent=1) + "\n")
     best_page(decision).write(folder / PAGE_NAME)
     return decision
@@ -178,7 +161,7 @@ def begin(
     progress: Progress,
     score_shares: int = 1,
 ) -> Stages | None:
-    """The recipe of the finalists, begun or resumed; None: no point may keep the promises."""
+    """The recipe of the finalists, begun or resumed; None if no point may keep the promises."""
     if Stages.is_at(folder):
         return Stages.resume(folder)
     chosen = choose(question, searched, target.asked.finalists)
@@ -201,20 +184,19 @@ def results(
     *,
     on_ray: bool = False,
 ) -> list[dict[str, Any]]:
-    """The results of the finalists, which are made and measured where they were not."""
+    """The results of the finalists, which are made and measured unless they were before."""
     if stages is None:
         return []
-    run = run_recipe(stages, Steps(progress, stages), on_ray=on_ray)
     points = _points(searched)
     return [
-        result_of(target, one, points[one.variant.name], stages.folder, searched["kv_dtype"])
-        for one in run.variants
+        result_of(target, run, points[run.variant.name], stages.folder, searched["kv_dtype"])
+        for run in run_recipe(stages, Steps(progress, stages), on_ray=on_ray).variants
     ]
 
 
 class Steps:
-    """The progress of a whole recipe: every task is shown as a step of it, and what `quantize` notes is left
-    to the manifests."""
+    """The progress of a whole recipe: every task is a step of it, and the notes of `quantize` are left to the
+    manifests."""
 
     def __init__(self, inner: Progress, stages: Stages) -> None:
         self._inner, self._stages = inner, stages
@@ -231,20 +213,19 @@ class Steps:
 
 
 def _points(searched: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {one["id"]: one for one in (*searched["front"], *searched["usual"])}
+    return {point["id"]: point for point in (*searched["front"], *searched["usual"])}
 
 
 def result_of(
-    target: Target, one: VariantRun, point: Mapping[str, Any], folder: Path, kv_dtype: str
+    target: Target, run: VariantRun, point: Mapping[str, Any], folder: Path, kv_dtype: str
 ) -> dict[str, Any]:
-    """A finalist's results for JSON, with the verdicts on the limits on quality; its speed is measured where
+    """A finalist's results for JSON, with the verdicts on the limits on quality; its speed is measured if
     this machine is the target and llmopt the loader, else as the point was planned."""
-    name = one.variant.name
-    checkpoint = folder / "checkpoints" / name
-    quality = one.data.result["llmopt"]["quality"]
-    domains = {name: interval(quality, f"domains.{name}.kl_nats") for name in DOMAINS}
+    name, result = run.variant.name, run.data.result
+    checkpoint, quality = folder / "checkpoints" / name, result["llmopt"]["quality"]
+    domains = {domain: interval(quality, f"domains.{domain}.kl_nats") for domain in DOMAINS}
     limits = target.asked.limits
-    verdicts = check_promises(limits, quality)
+    verdicts = zip(limits, check_promises(limits, quality), strict=True)
     return plain(
         {
             "id": name,
@@ -254,23 +235,22 @@ def result_of(
             "kl": interval(quality, "kl_nats"),
             "top1": interval(quality, "top1_agreement"),
             "flips": interval(quality, "flips.share"),
-            "kl_by_domain": {name: one for name, one in domains.items() if one is not None},
+            "kl_by_domain": {domain: kl for domain, kl in domains.items() if kl is not None},
             "bytes": find_model(str(checkpoint)).stored_bytes,
-            "speed": measured_speed(one.data.result) if target.is_here else point["speed"],
-            "sound": one.is_sound,
-            "verdicts": [judged(*each) for each in zip(limits, verdicts, strict=True)],
+            "speed": measured_speed(result) if target.is_here else point["speed"],
+            "sound": run.is_sound,
+            "verdicts": [judged(limit, verdict) for limit, verdict in verdicts],
         }
     )
 
 
 def interval(quality: Mapping[str, Any], path: str) -> dict[str, Any] | None:
-    """A score with its interval, whose edges are None where the text is too short for one; None where it was
-    not scored."""
-    if (found := score_of(quality, path)) is None:
+    """A score with its interval, with None for edges if the text is too short for one; None without a
+    score."""
+    if (score := score_of(quality, path)) is None:
         return None
-    value, edges = found
-    low, high = edges or (None, None)
-    return {"value": value, "low": low, "high": high}
+    low, high = score[1] or (None, None)
+    return {"value": score[0], "low": low, "high": high}
 
 
 def measured_speed(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,8 +271,8 @@ def measured_speed(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judged(limit: Limit, verdict: LimitVerdict) -> dict[str, Any]:
-    """A verdict for JSON: its outcome, a short sentence, and how far the value is beyond its limit, as a
-    share of it; negative within."""
+    """A verdict for JSON: its outcome, a short sentence, and the excess of the value over its limit as a
+    share of the limit, negative within."""
     value = verdict.new
     if value is None:
         return {"outcome": verdict.outcome.value, "reason": verdict.reason, "excess": 0.0}
@@ -300,13 +280,13 @@ def judged(limit: Limit, verdict: LimitVerdict) -> dict[str, Any]:
     edges = [value if edge is None else edge for edge in verdict.interval or ()]
     between = f" ({edges[0]:.3g} to {edges[1]:.3g})" if edges and edges[0] != edges[1] else ""
     change = "change of " if limit.relative else ""
-    said = f"{change}{limit.quantity.key} {value:.3g}{between}"
+    text = f"{change}{limit.quantity.key} {value:.3g}{between}"
     if verdict.outcome is GateOutcome.NO_VERDICT:  # how much more text or items would tell
-        said += f": {verdict.reason.rpartition(': ')[2]}"
+        text += f": {verdict.reason.rpartition(': ')[2]}"
     else:
-        said += f" {unit} {limit.bound:g}"
+        text += f" {unit} {limit.bound:g}"
     excess = sign * (value - limit.bound) / (abs(limit.bound) or 1.0)
-    return {"outcome": verdict.outcome.value, "reason": said, "excess": excess}
+    return {"outcome": verdict.outcome.value, "reason": text, "excess": excess}
 
 
 def rebuild_words(target: Target, name: str, made: Mapping[str, Any]) -> str:
@@ -320,17 +300,16 @@ def rebuild_words(target: Target, name: str, made: Mapping[str, Any]) -> str:
 
 def serve_words(target: Target, checkpoint: Path, name: str, kv_dtype: str) -> str:
     """The command that serves a finalist by its loader."""
-    asked, found = target.asked, preset(target.asked.loads_in)
+    asked, loader = target.asked, preset(target.asked.loads_in)
     path = str(gguf_file_of(checkpoint) or checkpoint)
-    words = found.arguments(path, f"{short_name(target.path)}-{name}", _PORT)
+    words = loader.arguments(path, f"{short_name(target.path)}-{name}", _PORT)
     if asked.loads_in == "llmopt":
         words = ["llmopt", *words[2:]]
     else:
-        words = [str(found.program), *words]
+        words = [str(loader.program), *words]
     if kv_dtype == "fp8":
         words += ["--kv-cache-dtype", kv_dtype]
-    flag = _LENGTH_FLAGS.get(asked.loads_in)
-    if asked.context is not None and flag is not None:
+    if asked.context is not None and (flag := _LENGTH_FLAGS.get(asked.loads_in)) is not None:
         tokens = PlanContext.of(asked).context
         words += [flag, str(tokens * (asked.sequences if asked.loads_in == "llama.cpp" else 1))]
     return shlex.join(words)

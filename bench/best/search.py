@@ -2,7 +2,7 @@
 
 A lane is one file format with the kinds of weights that the loader takes on the hardware. Its front is solved
 by `search_fronts` (expected KL divergence under a bound on bytes), and each of its points is planned at the
-wanted load by the planner. Beside the fronts stand the usual quantizations, which the answer is held against.
+wanted load by the planner. The usual quantizations next to the fronts are compared with the answer.
 
 The result is written as JSON once, so that a resumed run decides from the same numbers.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -47,29 +48,16 @@ from .decision import mean_speed
 from .target import STATISTICS, BestRequest, local_gpu
 
 SEARCH_NAME, MACHINE = "search.json", "machine"
-POINTS = 16
-"""Bounds of the front of each lane."""
-_ROWS = {
-    "llmopt": "llmopt",
-    "vllm": "vLLM",
-    "transformers": "transformers",
-    "llama.cpp": "llama.cpp",
-}
+POINTS = 16  # bounds of the front of each lane
+_ROWS = {name: name for name in ("llmopt", "transformers", "llama.cpp")} | {"vllm": "vLLM"}
 _DATASET = "sharegpt"
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a lane's mixtures are made.
-
-    Attributes:
-        method: of `quantize`, which searches.
-        base: the method whose plan shows the linears, for the rules of loaders.
-        prefix: of the names of its points.
-        kinds: candidates; none: the method's own.
-        gpu_kinds: those that only GPUs gain from.
-        gpu_only: its solver takes too long on a CPU.
-    """
+    """The making of a lane's mixtures: the searching `method` of `quantize`, the `base` method whose plan
+    shows the linears to the rules of loaders, the prefix of the points' names, candidates (none: the method's
+    own), and candidates that only GPUs gain from. `gpu_only`: its solver takes too long on a CPU."""
 
     method: str
     base: str
@@ -95,20 +83,14 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     "Q4_K_M": {"method": "Q4_K_M"},
     "fp8": {"method": "fp8"},
 }
-"""Quantizations that a user would otherwise run, by the options of `quantize`."""
+"""The usual choices of a user, by the options of `quantize`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A question whose model and hardware were found.
-
-    Attributes:
-        model: as it was named.
-        path: where it lies.
-        is_here: whether the hardware is this machine's and the loader llmopt, so that finalists' speed is
-            measured.
-        measured: the run on this machine that its CPU is planned by; None: there is none.
-    """
+    """A question with its model and hardware. `is_here`: the hardware is this machine's and the loader
+    llmopt, so that finalists' speed is measured. `measured` is the run on this machine that its CPU is
+    planned by."""
 
     asked: BestRequest
     model: str
@@ -119,11 +101,7 @@ class Target:
 
     @classmethod
     def of(cls, asked: BestRequest, model: str) -> Target:
-        """Find the model and the hardware.
-
-        Raises:
-            BadInput: there is no such model, GPU or file format.
-        """
+        """Find the model and the hardware. Raises BadInput: there is no such model, GPU or file format."""
         path = resolve_model(model)
         for name in asked.formats:
             if name not in FORMATS:
@@ -136,10 +114,15 @@ class Target:
                 f"--ctx {longest}: {model} was trained for {shape.max_context} tokens: give fewer"
             )
         here = local_gpu() or "cpu"
-        device, *others = _devices(asked.gpu or here)
+        try:
+            device, *others = choose_devices([asked.gpu or here], None)
+        except BadInput as error:  # its hint is on an option of kv-plan
+            raise BadInput(f"--gpu: {str(error).partition(';')[0]}, or cpu") from error
         if others:
             raise BadInput(f"--gpu {asked.gpu}: name one, or cpu")
-        is_here = device.kind == "cpu" or _is_named(device, here)
+        is_here = device.kind == "cpu"
+        with suppress(BadInput):  # the table may lack this machine's GPU
+            is_here = is_here or choose_devices([here], None) == [device]
         return cls(asked, model, path, device, is_here and asked.loads_in == "llmopt")
 
     def planned(self, recipe: WeightRecipe, kv_dtype: str | None) -> dict[str, Any]:
@@ -161,15 +144,14 @@ class Target:
         speed = None
         if plan.means is not None and plan.fits:
             ttft, tpot = (1e3 * seconds for seconds in plan.means)
-            bands = [plan.band and [factor * value for factor in getattr(plan.band, name)]
-                     for name, value in (("tpot", tpot), ("ttft", ttft))]  # fmt: skip
+            band = plan.band
             speed = {
                 "tpot_ms": tpot,
                 "ttft_ms": ttft,
                 "e2el_ms": ttft + tpot * (self.output_tokens - 1),
                 "tokens_per_s": plan.tokens_per_second,
-                "band": bands[0],
-                "ttft_band": bands[1],
+                "band": band and [factor * tpot for factor in band.tpot],
+                "ttft_band": band and [factor * ttft for factor in band.ttft],
                 "source": "planned",
             }
         why = None
@@ -182,18 +164,16 @@ class Target:
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sequence."""
         return PlanContext.of(self.asked).context
 
     @property
     def output_tokens(self) -> int:
-        """Mean tokens of an answer."""
         return PlanContext.of(self.asked).output
 
 
 @dataclass(frozen=True, slots=True)
 class PlanContext:
-    """Tokens of a request: all of the longest one, and of the mean prompt and answer."""
+    """Tokens of a request: all tokens of the longest one, and of the mean prompt and answer."""
 
     context: int
     prompt: int
@@ -211,21 +191,6 @@ class PlanContext:
         prompts, outputs = zip(*lengths, strict=True)
         count = len(lengths)
         return cls(max(map(sum, lengths)), sum(prompts) // count, sum(outputs) // count)
-
-
-def _devices(name: str) -> list[Device]:
-    try:
-        return choose_devices([name], None)
-    except BadInput as error:  # its hint is on an option of kv-plan
-        raise BadInput(f"--gpu: {str(error).partition(';')[0]}, or cpu") from error
-
-
-def _is_named(device: Device, name: str) -> bool:
-    """Whether a name is the device's; the table may lack this machine's GPU."""
-    try:
-        return choose_devices([name], None) == [device]
-    except BadInput:
-        return False
 
 
 def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
@@ -250,19 +215,23 @@ def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
 
 
 def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
-    """The fronts of all lanes, planned, and the usual quantizations; read where they were written before.
-
-    Raises:
-        BadInput: the loader takes nothing of this model, or the size is impossible.
-    """
+    """The fronts of all lanes, planned, and the usual quantizations; read if they were written before. Raises
+    BadInput: the loader takes nothing of this model, or the size is impossible."""
     path = folder / SEARCH_NAME
     if path.is_file():
         return _with_paths(read_json(path), folder)
     stats = target.asked.stats or folder / STATISTICS
-    kv_dtype = _kv_dtype(target)
+    # fp8 only if the load does not fit by the engine's default dtype of the KV cache, and does by fp8.
+    rule = engine_rule(target.asked.loads_in)
+    kv_dtype = rule.default_kv_dtype
+    if target.device.kind != "cpu" and "fp8" in rule.kv_dtypes:
+        model = find_model(str(target.path))
+        lightest = WeightRecipe("int4", 4, scale_bits=0, plain_bytes=model.plain_bytes)
+        fits = {n: target.planned(lightest, n)["unfit"] is None for n in (kv_dtype, "fp8")}
+        kv_dtype = "fp8" if fits["fp8"] and not fits[kv_dtype] else kv_dtype
     lanes, requests = _lanes(target, stats, kv_dtype)
     if not requests:
-        reasons = "; ".join(f"{one['format']}: {one['refused']}" for one in lanes)
+        reasons = "; ".join(f"{lane['format']}: {lane['refused']}" for lane in lanes)
         raise BadInput(
             f"--loads-in {target.asked.loads_in} takes nothing of {target.model} that was asked for: "
             f"{reasons}"
@@ -271,10 +240,10 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
     target, points = measure_machine(target, folder / MACHINE, progress), []
     for request, lane in zip(requests, fronts, strict=True):
         points += _front(target, lane, request, kv_dtype)
-    named = STATISTICS if target.asked.stats is None else str(stats.resolve())
+    stats_name = STATISTICS if target.asked.stats is None else str(stats.resolve())
     for point in points:
-        point["quantize"] |= {"stats": named, **target.asked.shared}
-    found = {
+        point["quantize"] |= {"stats": stats_name, **target.asked.shared}
+    result = {
         "hardware": {"name": target.device.name, "kind": target.device.kind, "count": 1},
         "context": target.longest,
         "kv_dtype": kv_dtype,
@@ -282,58 +251,37 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
         "front": sorted(points, key=lambda point: point["bytes"]),
         "usual": [_usual(target, name, kv_dtype) for name in USUAL],
     }
-    write_atomically(path, json.dumps(found, indent=1) + "\n")
-    return _with_paths(found, folder)
+    write_atomically(path, json.dumps(result, indent=1) + "\n")
+    return _with_paths(result, folder)
 
 
-def _with_paths(found: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The search with the statistics' folder, which it names from its own, as it is named from here."""
-    for point in found["front"]:
+def _with_paths(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The search with the statistics' folder relative to the working directory, not to its own folder."""
+    for point in result["front"]:
         point["quantize"]["stats"] = str(folder / point["quantize"]["stats"])
-    return found
-
-
-def _kv_dtype(target: Target) -> str:
-    """The engine's default dtype of the KV cache; fp8 where the load does not fit by it, and by fp8 does."""
-    rule = engine_rule(target.asked.loads_in)
-    usual = rule.default_kv_dtype
-    if target.device.kind == "cpu" or "fp8" not in rule.kv_dtypes:
-        return usual
-    model = find_model(str(target.path))
-    lightest = WeightRecipe("int4", 4, scale_bits=0, plain_bytes=model.plain_bytes)
-    fits = {name: target.planned(lightest, name)["unfit"] is None for name in (usual, "fp8")}
-    return "fp8" if fits["fp8"] and not fits[usual] else usual
+    return result
 
 
 def _lanes(
     target: Target, stats: Path, kv_dtype: str
 ) -> tuple[list[dict[str, Any]], list[QuantizeRequest]]:
-    """A record of every lane, with why it is refused, and the search of each that is not."""
+    """A record of every lane, with its reason of refusal, and the search of each lane that is not refused."""
     asked, on_gpu = target.asked, target.device.kind != "cpu"
     lanes, requests = [], []
     for name in asked.formats or FORMATS:
-        one = FORMATS[name]
-        kinds = asked.candidates or (*one.kinds, *(one.gpu_kinds if on_gpu else ()))
-        if one.gpu_only and not on_gpu and name not in asked.formats:
-            kinds, refused = (
-                (),
-                f"its codes take too long to solve on a CPU: ask for --format {name}",
-            )
+        form = FORMATS[name]
+        kinds = asked.candidates or (*form.kinds, *(form.gpu_kinds if on_gpu else ()))
+        if form.gpu_only and not on_gpu and name not in asked.formats:
+            kinds = ()
+            refused = f"its codes take too long to solve on a CPU: ask for --format {name}"
         else:
-            kinds, refused = _taken(target, name, one.base, kinds)
-        lanes.append(
-            {
-                "name": name,
-                "format": name,
-                "kinds": list(kinds),
-                "kv_dtype": kv_dtype,
-                "refused": refused,
-            }
-        )
+            kinds, refused = _taken(target, name, form.base, kinds)
+        lane = {"name": name, "format": name, "kinds": list(kinds)}
+        lanes.append(lane | {"kv_dtype": kv_dtype, "refused": refused})
         if refused is None:
-            given = {"method": one.method, "format": name, "candidates": kinds, "stats": stats}
-            if not one.kinds and not asked.candidates:
-                del given["candidates"]
+            given = {"method": form.method, "format": name, "stats": stats}
+            if form.kinds or asked.candidates:
+                given["candidates"] = kinds
             if kv_dtype == "fp8":
                 given["kv_cache"] = "fp8"
             requests.append(QuantizeRequest.of(target.model, Path(), **asked.shared, **given))
@@ -343,7 +291,7 @@ def _lanes(
 def _taken(
     target: Target, name: str, base: str, kinds: Sequence[str]
 ) -> tuple[tuple[str, ...], str | None]:
-    """The kinds that the loader takes in a mixture, and why there is none within the size."""
+    """The kinds that the loader takes in a mixture, and the reason that there is none within the size."""
     try:
         plan = make_plan(QuantizeRequest.of(target.model, Path(), method=base, format=name))
     except BadInput as error:
@@ -352,20 +300,20 @@ def _taken(
     taken, refused, least, last = [], None, [], {}
     for names in [(kind,) for kind in kinds] or [()]:
         try:
-            found = search_of(plan, None, None, names)
+            candidates = search_of(plan, None, None, names)
         except BadInput as error:
             refused = str(error)
             continue
-        pairs = zip(found.schemes, found.sizes, strict=True)
+        pairs = zip(candidates.schemes, candidates.sizes, strict=True)
         uniform = [(schemes, sum(sizes.values())) for schemes, sizes in pairs if schemes]
-        # With another kind in the last layer: what some loaders take alone they do not mix.
+        # With another kind in the last layer: some loaders take a kind alone and do not mix it.
         reasons = [_refusal(target, with_schemes(plan, schemes | last)) for schemes, _ in uniform]
         refused = next(filter(None, reasons), None)
         if refused is None:
             least += [size for _, size in uniform]
             kept = uniform[-1][0].items() if names else ()
-            last = {one: scheme for one, scheme in kept if one.startswith(layer)}
-            taken += names or sorted({one.label for kind, _ in uniform for one in kind.values()})
+            last = {module: scheme for module, scheme in kept if module.startswith(layer)}
+            taken += names or sorted({s.label for kind, _ in uniform for s in kind.values()})
     if not taken:
         return (), refused
     searched = search_of(plan, None, None, taken if kinds else ())
@@ -379,11 +327,11 @@ def _taken(
 
 
 def _refusal(target: Target, plan: QuantizePlan) -> str | None:
-    """Why the loader does not take a plan."""
+    """The reason that the loader does not take a plan."""
     row, contents = _ROWS[target.asked.loads_in], stored(plan)
-    for one in loaders(contents, plan.format.name):
-        if one.name == row and not one.loads:
-            return one.reason
+    for loader in loaders(contents, plan.format.name):
+        if loader.name == row and not loader.loads:
+            return loader.reason
     on_cpu = target.asked.loads_in == "vllm" and target.device.kind == "cpu"
     return vllm_refuses_on_cpu(contents, plan.format.name) if on_cpu else None
 
@@ -391,8 +339,8 @@ def _refusal(target: Target, plan: QuantizePlan) -> str | None:
 def _front(
     target: Target, lane: Lane, request: QuantizeRequest, kv_dtype: str
 ) -> list[dict[str, Any]]:
-    """The mixtures of a lane under bounds from the fewest bytes to those of its largest kind, or to the bound
-    that is asked for, at equal ratios."""
+    """The mixtures of a lane under bounds at equal ratios, from the fewest bytes to those of its largest kind
+    or to the requested bound."""
     search, asked = lane.search, target.asked
     least = sum(min(choice.bytes) for choice in lane.choices)
     pairs = zip(search.schemes, search.sizes, strict=True)
@@ -401,13 +349,13 @@ def _front(
         most = max(least, min(most, bound))
     bounds = np.geomspace(least, most, POINTS).astype(np.int64)
     bounds[[0, -1]] = least, most  # which rounding may miss
-    found = {one.bytes: one for one in map(lane.allocate, map(int, bounds))}
-    points = [_point(target, lane, found[size], request, kv_dtype) for size in sorted(found)]
+    by_bytes = {mix.bytes: mix for mix in map(lane.allocate, map(int, bounds))}
+    points = [_point(target, lane, mix, request, kv_dtype) for _, mix in sorted(by_bytes.items())]
     return [*{point["id"]: point for point in points}.values()]
 
 
 def _bound(asked: BestRequest, search: Search) -> int | None:
-    """Bytes that the linears may take; None: as many as they like."""
+    """Bytes that the linears may take; None without a limit."""
     if asked.size is not None:
         return asked.size - search.rest_bytes
     if asked.target_bpw is not None:
@@ -453,7 +401,7 @@ def _planned(
     target: Target, schemes: Mapping[str, Scheme], plan: QuantizePlan, size: int, kv_dtype: str
 ) -> dict[str, Any]:
     """Fit of weights of their exact bytes, and expected speed: linears run one after the other, so times are
-    the mean of those of each kind by its share of the weights."""
+    the mean over the kinds by their share of the weights."""
     weights: Counter[str] = Counter()
     bits: dict[str, Fraction] = {}
     for module, (rows, columns) in plan.modules.items():
@@ -467,14 +415,14 @@ def _planned(
         width = (bits[kind] / count).limit_denominator(1 << 20)
         recipe = WeightRecipe(kind, width, scale_bits=0, stored_bytes=size)
         parts.append((count / weights.total(), target.planned(recipe, kv_dtype)))
-    _, found = parts[0]
-    if found["speed"] is None:
-        return found
-    return found | {"speed": mean_speed([(share, part["speed"]) for share, part in parts])}
+    _, plan_of_first = parts[0]
+    if plan_of_first["speed"] is None:
+        return plan_of_first
+    return plan_of_first | {"speed": mean_speed([(share, p["speed"]) for share, p in parts])}
 
 
 def _usual(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
-    """A usual quantization for JSON, with why it is no answer before it is made."""
+    """A usual quantization for JSON, with the reason that it is no answer before it is made."""
     made = dict(USUAL[name])
     record = {"name": name, "id": name.replace(" ", "-"), "quantize": made | target.asked.shared}
     try:
@@ -485,14 +433,13 @@ def _usual(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
         return record | {"refused": f"{target.asked.loads_in} does not load it: {reason}"}
     linears = sum(module_sizes(plan, plan.format).values())
     size = linears + unquantized_bytes(plan, plan.format)
+    num_weights = sum(rows * columns for rows, columns in plan.modules.values())
     return record | {
         "refused": None,
         "lane": plan.format.name,
         "label": name,
         "bytes": size,
-        "bits_per_weight": linears
-        * 8
-        / sum(rows * columns for rows, columns in plan.modules.values()),
+        "bits_per_weight": linears * 8 / num_weights,
         "expected_kl": None,
         "gap": None,
         **_planned(target, plan.schemes, plan, size, kv_dtype),

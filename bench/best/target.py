@@ -25,7 +25,7 @@ from ..options.definitions import QualityOptions
 from ..options.values import parse_duration
 
 DEFAULT_MAX_KL = 0.05
-"""Nats a token that are promised where neither a size nor any promise is given."""
+"""Nats per token that are promised without a size and any promise."""
 QUESTION_NAME, STATISTICS = "question.json", "statistics"
 LOADERS = ("llmopt", "vllm", "transformers", "llama.cpp")
 SHARED = ("calibration", "num_samples", "seq_len", "held_out", "evaluation", "seed", "device")
@@ -43,7 +43,7 @@ def _duration(text: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BestRequest:
-    """The question, as the command line has it; None is not asked."""
+    """The question, as the command line has it."""
 
     PANEL: ClassVar = _PROMISE
 
@@ -168,7 +168,7 @@ class BestRequest:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether bytes are bounded: then the least KL divergence within them is sought, else the fewest
+        """Whether bytes are bounded: then the least KL divergence within them is searched, else the fewest
         bytes that keep the promises."""
         return self.size is not None or self.target_bpw is not None
 
@@ -179,65 +179,54 @@ class BestRequest:
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """Limits on quality.
-
-        Raises:
-            BadInput: a limit that no finalist could be held to.
-        """
+        """Limits on quality. Raises BadInput: a limit that no finalist could be held to."""
         try:
-            found = parse_promises(" ".join(self.promise)) if self.promise else ()
+            promises = parse_promises(" ".join(self.promise)) if self.promise else ()
         except BadInput as error:
-            said = str(error).removeprefix("gate: ").removeprefix("promise: ")
-            raise BadInput(f"--promise {said}") from error
+            reason = str(error).removeprefix("gate: ").removeprefix("promise: ")
+            raise BadInput(f"--promise {reason}") from error
         if not self.quality_full:
-            for limit in found:
+            for limit in promises:
                 if isinstance(limit.quantity, Scored) and not limit.quantity.is_of_passage:
                     raise BadInput(
                         f"--promise {limit.quantity.key}: --no-quality-full leaves it out: give one of them"
                     )
         most = self.max_kl
-        if most is None and not (found or self.is_bounded):
+        if most is None and not (promises or self.is_bounded):
             most = DEFAULT_MAX_KL
-        if most is not None and any(limit.quantity.key == "kl" for limit in found):
+        if most is not None and any(limit.quantity.key == "kl" for limit in promises):
             raise BadInput("--max-kl and --promise kl bound the same: give one")
-        return (*found, *([] if most is None else [Limit(SCORED["kl"], True, most, False)]))
+        return (*promises, *([] if most is None else [Limit(SCORED["kl"], True, most, False)]))
 
     @property
     def shared(self) -> dict[str, Any]:
         """The options that every finalist is quantized with, and that are not the default."""
-        usual = {
-            name: option.default for name, option in QuantizeRequest.__dataclass_fields__.items()
-        }
+        fields = QuantizeRequest.__dataclass_fields__
         given = {name: getattr(self, name) for name in SHARED}
-        return {name: value for name, value in given.items() if value != usual[name]}
+        return {name: value for name, value in given.items() if value != fields[name].default}
 
     def question(self, model: str, hardware: str) -> dict[str, Any]:
         """Everything that the answer depends on, for JSON: a folder holds the answer to one question."""
-        values = {name: getattr(self, name) for name in options_of(BestRequest) if name != "stats"}
-        plain = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in values.items()
-        }
-        return {"model": model, **plain, "gpu": hardware}
+        names = [name for name in options_of(BestRequest) if name != "stats"]
+        values = {name: getattr(self, name) for name in names}
+        lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
+        return {"model": model, **values, **lists, "gpu": hardware}
 
 
 def open_folder(folder: Path, question: dict[str, Any]) -> None:
-    """Make the folder of a question, or resume it.
-
-    Raises:
-        BadInput: the folder holds something else, or the answer to another question.
-    """
+    """Make the folder of a question, or resume it. Raises BadInput: the folder holds something else, or the
+    answer to another question."""
     path = folder / QUESTION_NAME
-    kept = [each for each in folder.iterdir() if each != path] if folder.is_dir() else []
+    kept = [entry for entry in folder.iterdir() if entry != path] if folder.is_dir() else []
     if path.is_file() and kept:  # a question that was refused leaves nothing else
         asked = read_json(path)
         others = [name for name in question if asked.get(name) != question[name]]
         if others:
             name = others[0]
             raise BadInput(
-                f"--output {folder} is of another question, whose {name.replace('_', '-')} is "
-                f"{asked.get(name)}, not {question[name]}: name another folder, which --stats "
-                f"{folder / STATISTICS} spares the measuring"
+                f"--output {folder} is of another question, with {name.replace('_', '-')} "
+                f"{asked.get(name)}, not {question[name]}: name another folder, for which --stats "
+                f"{folder / STATISTICS} saves the measuring"
             )
         return
     if kept or (folder.exists() and not folder.is_dir()):
@@ -247,7 +236,7 @@ def open_folder(folder: Path, question: dict[str, Any]) -> None:
 
 
 def local_gpu() -> str | None:
-    """The name of this machine's first GPU, where torch can use it."""
+    """Name of this machine's first GPU, if torch can use it."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None

@@ -87,7 +87,7 @@ def test_every_layer_has_its_bits_in_the_picture() -> None:
         f"model.layers.{n}.mlp.experts.{e}.down_proj": "nvfp4" for n in (2, 3) for e in (0, 1)
     }
     figure = layers_figure({"id": "one", "label": "mixed", "layers": layers | {"lm_head": "int8"}})
-    assert figure is not None and figure.caption == "Beside the layers: lm_head int8."
+    assert figure is not None and figure.caption == "Outside the layers: lm_head int8."
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", figure.svg)
     assert {"int4 g64", "int8", "nvfp4", "mlp.up_proj", "mlp.experts.*.down_proj"} <= {*texts}
     assert layers_figure({"id": "one", "label": "", "layers": {"lm_head": "int8"}}) is None

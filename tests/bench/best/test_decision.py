@@ -206,7 +206,7 @@ def test_most_finalists_are_searched_and_the_usual_ones_the_nearest() -> None:
 
 def test_the_gap_to_the_optimum_in_words() -> None:
     front = [point("p100", 100, 0.4, gap=0.0), point("p200", 200, 0.1, gap=1e-4), usual("awq")]
-    assert "each of 2 mixtures at most 0.01% above" in gap_words(front)
+    assert "each of the 2 mixtures is within 0.01% of the least expected KL" in gap_words(front)
     assert decide(asked(), searched() | {"front": front[:2]}, [])["front"][1]["gap"] == 1e-4
 
 

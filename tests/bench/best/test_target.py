@@ -80,7 +80,7 @@ def test_a_folder_holds_the_answer_to_one_question(tmp_path: Path) -> None:
     open_folder(folder, first)
     (folder / "statistics").mkdir()
     open_folder(folder, first)  # resumed
-    with pytest.raises(BadInput, match="another question, whose size is 1000000, not 2000000"):
+    with pytest.raises(BadInput, match="another question, with size 1000000, not 2000000"):
         open_folder(folder, BestRequest(size=2 * 10**6).question("stories3M", "cpu"))
     shared = BestRequest(size=10**6, stats=tmp_path / "other")  # its statistics are by content
     open_folder(folder, shared.question("stories3M", "cpu"))
