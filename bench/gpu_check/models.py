@@ -78,22 +78,16 @@ def config_of(name: str, layers: int | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TimedModel:
-    """A model of the planner's table with random weights.
-
-    Attributes:
-        scheme: quantization of the layers' linears; None: bf16.
-        layers: number of its first layers that are built; None: all.
-    """
+    """A model of the planner's table with random weights: its first `layers` layers (None: all), whose
+    linears are quantized by `scheme` (None: bf16)."""
 
     name: str
     scheme: IntScheme | FloatScheme | None = None
     layers: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Write a checkpoint; of a dense model all layers are equal.
-
-        Equal layers take the time of different ones: each has memory of its own, larger than any cache.
-        """
+        """Write a checkpoint. All layers of a dense model are equal: they take the time of different ones,
+        because each has memory of its own, larger than any cache."""
         config = config_of(self.name, self.layers)
         count = config["num_hidden_layers"]
         period = count if "layer_types" in config else 1  # a hybrid's layers differ in kind
@@ -123,7 +117,7 @@ class TimedModel:
         torch.cuda.empty_cache()  # the engine counts what this process holds
 
     def open(self, folder: Path, **options: Any) -> Engine:
-        """An engine with room for each timed case, without prefix cache; written where it is not there."""
+        """An engine with room for each timed case, without prefix cache; writes a missing checkpoint."""
         if not (folder / "config.json").exists():  # a process before this one wrote it
             self.write(folder)
         longest = max(PREFILL, *(context for _, context in DECODE))
@@ -142,10 +136,7 @@ class TimedModel:
         self, folder: Path, engine: Engine, phase: str, batch: int, context: int
     ) -> Iterator[Finding]:
         """Measure decode steps, whose roof is the bytes that they read, or prompts, whose roof is their FLOP.
-
-        Raises:
-            RuntimeError: the KV cache has no room for the batch.
-        """
+        Raises RuntimeError: the KV cache has no room for the batch."""
         model = find_model(str(folder))
         if phase == "decode":
             seconds = decode_seconds(engine, batch, context)
@@ -157,17 +148,13 @@ class TimedModel:
         median, planned = statistics.median(seconds), self.planned(model, phase, batch, context)
         share = work / roofs()["bandwidth" if phase == "decode" else "flops"] / median
         name = self.name if self.layers is None else f"{self.name}, {self.layers} layers"
-        numbers = {
-            "model": name,
-            "weights": model.as_stored().label,
-            "phase": phase,
-            "batch": batch,
-        }
+        weights = model.as_stored().label
+        numbers = {"model": name, "weights": weights, "phase": phase, "batch": batch}
         numbers |= {"context": context, "seconds": median, "share": share}
         numbers["expected_seconds"] = planned
         spread = f"{1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f}"
         yield Finding(
-            f"{phase} of {name} in {numbers['weights']}, batch {batch} at {context} tokens",
+            f"{phase} of {name} in {weights}, batch {batch} at {context} tokens",
             f"{1e3 * planned:.2f} ms, at most {MOST:g} times",
             f"{1e3 * median:.2f} ms ({spread}), {share:.0%} of the roof",
             median <= MOST * planned,
@@ -234,11 +221,8 @@ def prefill_seconds(engine: Engine, length: int) -> list[float]:
 
 
 def decode_seconds(engine: Engine, batch: int, context: int) -> list[float]:
-    """Seconds of decode steps, once every prompt was computed; `context` is that of the middle step.
-
-    Raises:
-        RuntimeError: the KV cache has no room for the batch.
-    """
+    """Seconds of decode steps, once every prompt was computed; `context` is that of the middle step. Raises
+    RuntimeError: the KV cache has no room for the batch."""
     start = max(1, context - STEPS // 2 - WARM_STEPS)
     for index in range(batch):
         _add(engine, str(index), start, STEPS + 2 * WARM_STEPS + batch)

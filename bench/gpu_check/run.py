@@ -1,8 +1,8 @@
 """`llmopt doctor --gpu`: stages in processes that are watched, so that a hang or a crash is a finding.
 
-The process of a stage writes a line before each case and after it. Where it ends within a case, or a case
-takes longer than it may, the process group is killed, the case has failed, and a new process continues with
-the next case.
+The process of a stage writes a line before each case and after it. If it ends within a case, or a case takes
+longer than it may, the process group is killed, the case has failed, and a new process continues with the
+next case.
 """
 
 from __future__ import annotations
@@ -42,12 +42,8 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of the check, with processes of its own.
-
-    Attributes:
-        seconds: time limit; a stage may also use what earlier stages left of theirs.
-        is_pooled: one process for each core shares the cases.
-    """
+    """A part of the check, with processes of its own. `seconds` is its time limit, to which it may add what
+    earlier stages left of theirs; the cases of a pooled stage are shared by one process for each core."""
 
     name: str
     seconds: int
@@ -69,12 +65,8 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result.
-
-    Attributes:
-        met: the expectation holds; None: there is none.
-        numbers: a measurement for programs: model, weights, phase, batch, context, seconds, share.
-    """
+    """One result. `met` is True if the expectation holds, None without one; `numbers` is a measurement for
+    programs: model, weights, phase, batch, context, seconds, share."""
 
     what: str
     expected: str = ""
@@ -95,11 +87,9 @@ class Case:
 def run_cases(
     cases: Iterable[Case], marks: Path, lines: Path, synchronize: Callable[[], None]
 ) -> int:
-    """Run the cases that no process of this stage has begun; returns the exit code.
-
-    Files that begin with `marks` mark cases as begun; `lines` gets a JSON line for each event; `synchronize`
-    raises where the card is lost.
-    """
+    """Run the cases that no process of this stage has begun; returns the exit code. Files that begin with
+    `marks` mark cases as begun; `lines` gets a JSON line for each event; `synchronize` raises if the card is
+    lost."""
     with lines.open("a") as file:
 
         def write(**line: Any) -> None:
@@ -170,12 +160,8 @@ def failures(record: Mapping[str, Any]) -> list[str]:
 
 
 class Worker:
-    """A process of a stage, which starts again after a case that ended it.
-
-    Attributes:
-        ended: the end of the stage in this worker; None: it goes on.
-        log: file of the output of its processes.
-    """
+    """A process of a stage, which starts again after a case that ended it. `ended` is the end of the stage in
+    this worker, None while it runs; `log` is the file of its output."""
 
     def __init__(self, stage: Stage, folder: Path, number: int, say: Callable[[str], None]) -> None:
         self.ended: str | None = None
@@ -218,9 +204,10 @@ class Worker:
             last = self.log.read_text(errors="replace").rstrip().rpartition("\n")[2]
             name = signal.Signals(-code).name if code < 0 else ""
             reason = f"killed by {name}" if name else f"exit code {code}: {last}"
+        elif now >= ends:
+            reason = "cut off at its limit"
         else:
-            is_late = now >= ends
-            reason = "cut off at its limit" if is_late else f"hung: no end in {self._limit:.0f} s"
+            reason = f"hung: no end in {self._limit:.0f} s"
         can_restart = now < ends and (self._case is not None or code == LOST)
         if self._case is not None:
             self._add(asdict(Finding(self._case, "ends", reason, False)))
@@ -256,11 +243,8 @@ class Worker:
 def check_gpu(
     output: Path | None, say: Callable[[str], None], stages: Sequence[Stage] = STAGES
 ) -> Record:
-    """Run the stages; `say` gets a line for each finding, and the record is written after each stage.
-
-    Raises:
-        BadInput: the first stage did not end: no card can serve, or it is in use.
-    """
+    """Run the stages; `say` gets a line for each finding, and the record is written after each stage. Raises
+    BadInput: the first stage did not end: no card can serve, or it is in use."""
     today = datetime.now(UTC).date().isoformat()
     record: Record = {"schema": GPU_SCHEMA, "date": today, "environment": {}}
     record |= {"roofs": {}, "shares": {}, "stages": []}

@@ -48,7 +48,7 @@ TIMED = {
     "mixture": TimedModel(MIXTURE, layers=4),
     "hybrid": TimedModel(HYBRID, layers=4),
 }
-"""The model of each stage that times one."""
+"""Models of the stages that time one."""
 
 
 SELF_TESTS = partial(self_tests, torch.device("cuda"), torch.bfloat16)
@@ -56,11 +56,8 @@ SELF_TESTS = partial(self_tests, torch.device("cuda"), torch.bfloat16)
 
 
 def environment(home: Path) -> Iterator[Case]:
-    """Facts of the machine, and the roofs of the card.
-
-    Raises:
-        BadInput: there is no CUDA device that can serve, or others use it.
-    """
+    """Facts of the machine, and the roofs of the card. Raises BadInput: there is no CUDA device that can
+    serve, or others use it."""
     other = "CUDA_VISIBLE_DEVICES names another card where there are several"
     if (problem := cuda_problem()) is not None:
         raise BadInput(f"{problem}: {other}")

@@ -1,7 +1,7 @@
 """Environment of a measurement, without host name, user or address: hardware, software, state.
 
 `hardware_facts` holds what stays over a reboot and decides whether two machines are the same (limits of
-clocks); `machine_state` the clocks, load and temperatures of the moment.
+clocks); `machine_state` has the present clocks, load and temperatures.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def describe(device: str) -> dict[str, Any]:
     """CPU, memory, GPU, library versions and settings, as plain JSON values."""
     import torch
 
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "machine": machine_name(device),
         "cpu_model": cpu_model(),
         "cpu_count": os.cpu_count(),
@@ -52,26 +53,26 @@ def describe(device: str) -> dict[str, Any]:
     }
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
-        found["gpu"] = {
+        facts["gpu"] = {
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
         }
-    return found
+    return facts
 
 
 def without_secrets(words: Sequence[str]) -> list[str]:
     """A command line with the values of keys and headers removed, as results are shared."""
-    found, is_secret = [], False
+    words_left, is_secret = [], False
     for word in words:
         option, equals, _ = word.partition("=")
         if is_secret:
-            found.append("...")
+            words_left.append("...")
         else:
-            found.append(f"{option}=..." if equals and option in SECRET_OPTIONS else word)
+            words_left.append(f"{option}=..." if equals and option in SECRET_OPTIONS else word)
         is_secret = word in SECRET_OPTIONS
-    return found
+    return words_left
 
 
 def machine_name(device: str) -> str:
@@ -85,17 +86,15 @@ def machine_name(device: str) -> str:
 
 
 def read_line(path: Path) -> str | None:
-    try:
+    with suppress(OSError):
         return path.read_text().strip()
-    except OSError:
-        return None
+    return None
 
 
 def library_version(name: str) -> str | None:
-    try:
+    with suppress(PackageNotFoundError):
         return version(name)
-    except PackageNotFoundError:
-        return None
+    return None
 
 
 def commit() -> str | None:
@@ -113,14 +112,12 @@ def commit() -> str | None:
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """Identity of a checkpoint: a hash of its config and weights, or of its GGUF file.
-
-    Up to 2 GiB all bytes are hashed; beyond, sizes and 64 samples of each shard (prefix `sha256-sampled`).
-    """
+    """Identity of a checkpoint: a hash of its config and weights, or of its GGUF file. Up to 2 GiB all bytes
+    are hashed; beyond, sizes and 64 samples of each shard (prefix `sha256-sampled`)."""
     file = gguf_file_of(folder)
-    files = (
-        sorted([folder / "config.json", *folder.glob("*.safetensors")]) if file is None else [file]
-    )
+    files = [file]
+    if file is None:
+        files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
     whole = sum(path.stat().st_size for path in files) <= WHOLE_HASH_BYTES
     digest = hashlib.sha256()
     for path in files:
@@ -138,42 +135,33 @@ def checkpoint_hash(folder: Path) -> str:
 
 
 def restart_peak_memory() -> None:
-    """Reset the peak of `peak_memory_bytes`, where the system can."""
-    try:
+    """Reset the peak of `peak_memory_bytes`, if the system can: else it is since process start, an upper
+    bound."""
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return  # the peak since process start is an upper bound
 
 
 def peak_memory_bytes() -> int:
     """The largest resident size of this process since `restart_peak_memory`."""
-    try:
+    with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 def hardware_facts(device: str, *, cpuinfo: Path = CPUINFO, sys: Path = SYS) -> dict[str, Any]:
-    """{fact: value} of this machine, with those of the GPU where `device` is one.
-
-    A fact that the system does not have is left out; one that it has, but does not tell, is None.
-    """
+    """{fact: value} of this machine, and of the GPU if `device` is one. A fact that the system does not have
+    is left out; one that the system has, but does not report, is None."""
     cpu = {
         "cpu_model": cpu_model(),
         "microcode": microcode(cpuinfo),
         "cpu_cores": os.cpu_count(),
         "memory_gib": math.ceil(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
     }
-    facts: dict[str, Any] = {
-        "fingerprint": fingerprint(cpu),
-        **cpu,
-        "cpu_governor": governors(sys),
-        "cpu_max_mhz": cpu_max_mhz(sys),
-    }
+    limits = {"cpu_governor": governors(sys), "cpu_max_mhz": cpu_max_mhz(sys)}
+    facts = {"fingerprint": fingerprint(cpu), **cpu, **limits}
     facts = {name: value for name, value in facts.items() if value is not None}
     return {**facts, **gpu_facts(device)} if device.startswith("cuda") else facts
 
@@ -184,7 +172,7 @@ def fingerprint(facts: dict[str, Any]) -> str:
 
 
 def microcode(cpuinfo: Path = CPUINFO) -> str | None:
-    """The microcode revision; on Arm the variant and revision of the core. None where there is neither."""
+    """The microcode revision; on Arm the variant and revision of the core, if there is any."""
     try:
         lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
     except OSError:
@@ -199,13 +187,11 @@ def microcode(cpuinfo: Path = CPUINFO) -> str | None:
 
 def cpu_max_mhz(sys: Path = SYS) -> int | None:
     """The highest clock that the frequency governor may choose, over all cores."""
-    limits = []
-    for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_max_freq"):
-        try:
-            limits.append(int(path.read_text()))
-        except (OSError, ValueError):
-            return None
-    return max(limits) // 1000 if limits else None
+    paths = sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_max_freq")
+    with suppress(OSError, ValueError):
+        limits = [int(path.read_text()) for path in paths]
+        return max(limits) // 1000 if limits else None
+    return None
 
 
 def gpu_facts(device: str) -> dict[str, Any]:
@@ -218,10 +204,8 @@ def gpu_facts(device: str) -> dict[str, Any]:
 
 
 def driver_facts(index: int, library: Any = None) -> dict[str, Any]:
-    """Driver, power limit and application clocks by NVML; all None without it.
-
-    What the card has no setting for is left out. `library` replaces NVML in tests.
-    """
+    """Driver, power limit and application clocks by NVML; all None without it. A setting that the card does
+    not have is left out. `library` replaces NVML in tests."""
     try:
         nvml = Nvml(index, library)
     except OSError:
@@ -236,48 +220,42 @@ def driver_facts(index: int, library: Any = None) -> dict[str, Any]:
 
 
 def machine_state(device: str, sys: Path = SYS) -> dict[str, Any]:
-    """Load, processor clocks in MHz, governor, temperatures in °C, and GPU state; None where unreadable."""
-    found: dict[str, Any] = {
+    """Load, processor clocks in MHz, governor, temperatures in °C, and GPU state; None if unreadable."""
+    state: dict[str, Any] = {
         "load_average": list(os.getloadavg()),
         "cpu_mhz": cpu_clocks(),
         "governor": governors(sys),
         "temperature_celsius": temperatures(sys),
     }
     if device.startswith("cuda"):
-        found["gpu"] = gpu_state(device)
-    return found
+        state["gpu"] = gpu_state(device)
+    return state
 
 
 def cpu_clocks(cpuinfo: Path = CPUINFO) -> list[float] | None:
     """Lowest and highest current CPU clock."""
-    try:
+    with suppress(OSError, ValueError):
         lines = cpuinfo.read_text().splitlines()
         clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
-    except (OSError, ValueError):
-        return None
-    return [min(clocks), max(clocks)] if clocks else None
+        return [min(clocks), max(clocks)] if clocks else None
+    return None
 
 
 def governors(sys: Path = SYS) -> str | None:
     """The frequency governors in use."""
-    names = set()
-    for path in sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor"):
-        try:
-            names.add(path.read_text().strip())
-        except OSError:
-            return None
-    return ", ".join(sorted(names)) or None
+    paths = sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
+    with suppress(OSError):
+        return ", ".join(sorted({path.read_text().strip() for path in paths})) or None
+    return None
 
 
 def temperatures(sys: Path = SYS) -> float | None:
     """The hottest thermal zone."""
-    found = []
+    readings = []
     for path in sys.glob("class/thermal/thermal_zone*/temp"):
-        try:
-            found.append(int(path.read_text()) / 1000)
-        except (OSError, ValueError):
-            continue
-    return max(found, default=None)
+        with suppress(OSError, ValueError):
+            readings.append(int(path.read_text()) / 1000)
+    return max(readings, default=None)
 
 
 def gpu_state(device: str) -> dict[str, Any] | None:

@@ -91,29 +91,28 @@ ROWS = (
 """Operations of rows, and the length of a typical decoder's rows."""
 
 
+def _weight_dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """The dtypes of unquantized weights that a decoder in `dtype` may hold."""
+    return (dtype, *HALVES) if keeps_halves(device, dtype) else (dtype,)
+
+
 def table(device: torch.device, dtype: torch.dtype) -> list[KernelChoice]:
     """The kernels chosen on `device` for a typical decoder in `dtype`."""
-    choices = [
-        *(
-            PAGED_ATTENTION.explain(AttentionKernelQuery(device.type, dtype, 128, 128, mask))
-            for mask in MASKS
-        ),
-        *(operation.explain(RowKernelQuery(device.type, dtype, size)) for operation, size in ROWS),
-        SAMPLING.explain(SamplingKernelQuery(device.type)),
-        *(
-            LINEAR.explain(LinearKernelQuery(device.type, stored, 4096, 4096, dtype))
-            for stored in _weight_dtypes(device, dtype)
-        ),
-        *(
-            EXPERTS.explain(ExpertsKernelQuery(device.type, dtype, is_block_fp8=is_block_fp8))
-            for is_block_fp8 in (False, True)
-        ),
-    ]
+    kind, choices = device.type, []
+    for mask in MASKS:
+        query = AttentionKernelQuery(kind, dtype, 128, 128, mask)
+        choices.append(PAGED_ATTENTION.explain(query))
+    for operation, size in ROWS:
+        choices.append(operation.explain(RowKernelQuery(kind, dtype, size)))
+    choices.append(SAMPLING.explain(SamplingKernelQuery(kind)))
+    for stored in _weight_dtypes(device, dtype):
+        choices.append(LINEAR.explain(LinearKernelQuery(kind, stored, 4096, 4096, dtype)))
+    for is_block_fp8 in (False, True):
+        query = ExpertsKernelQuery(kind, dtype, is_block_fp8=is_block_fp8)
+        choices.append(EXPERTS.explain(query))
     for scheme, input_bits in SCHEMES:
-        kernel_query = QuantizedLinearKernelQuery(
-            device.type, dtype, 4096, 4096, scheme, input_bits
-        )
-        choices.append(QUANTIZED_LINEAR.explain(kernel_query))
+        query = QuantizedLinearKernelQuery(kind, dtype, 4096, 4096, scheme, input_bits)
+        choices.append(QUANTIZED_LINEAR.explain(query))
     return choices
 
 
@@ -129,11 +128,8 @@ def measure(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def renew_verdicts() -> None:
-    """Forget every verdict on the current CUDA device, and try a typical decoder's kernels.
-
-    Raises:
-        BadInput: there is no CUDA device, or trials are switched off.
-    """
+    """Forget every verdict on the current CUDA device, and try a typical decoder's kernels. Raises BadInput:
+    there is no CUDA device, or trials are switched off."""
     verdicts = current_verdicts()
     if verdicts is None:
         raise BadInput(
@@ -181,19 +177,30 @@ FEATURES = {
 
 
 def examine() -> dict[str, Any]:
-    """The report of `llmopt doctor --all`, as plain JSON values: the overview, and what torch says."""
-    found = overview()
+    """The report of `llmopt doctor --all`, as plain JSON values: the overview, and torch's report."""
+    facts = overview()
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *([torch.device("cuda")] if gpus else [])]
     has_mps = torch.backends.mps.is_available()
     devices += [torch.device("mps")] if has_mps else []
-    found["cpu"] |= {
-        "threads": _threads(found["cpu"]["threads"]),
+    threads, build = facts["cpu"]["threads"], native_linear()
+    if (
+        thread_limit() is None
+    ):  # the engine's default number of threads, of the most that it may take
+        choice = choose_threads(threads["chosen"])
+        threads |= {"chosen": choice.num_threads, "step_seconds": dict(choice.seconds)}
+        threads["reason"] = choice.reason
+    facts["cpu"] |= {
         "capability": torch_capability(),
         "features": [name for name, flag in FEATURES.items() if flag in processor_flags()],
     }
-    found["native"] |= _native()
-    return found | {
+    facts["native"] |= {
+        "path": build.path,
+        "reason": build.reason,
+        "bfloat16_products": has_bf16(),
+        "threads": parallel_start().name,
+    }
+    return facts | {
         "cuda": [
             {
                 "name": gpu.name,
@@ -208,29 +215,6 @@ def examine() -> dict[str, Any]:
             for device in devices
             for dtype in (torch.bfloat16, torch.float32)
         ],
-    }
-
-
-def _threads(most: dict[str, Any]) -> dict[str, Any]:
-    """The threads that the engine would take by default of the most that it may, with what they rest on."""
-    if thread_limit() is not None:
-        return most
-    choice = choose_threads(most["chosen"])
-    return most | {
-        "chosen": choice.num_threads,
-        "step_seconds": dict(choice.seconds),
-        "reason": choice.reason,
-    }
-
-
-def _native() -> dict[str, Any]:
-    """The C kernels that are compiled: what only their library, and torch, say."""
-    build = native_linear()
-    return {
-        "path": build.path,
-        "reason": build.reason,
-        "bfloat16_products": has_bf16(),
-        "threads": parallel_start().name,
     }
 
 
@@ -257,12 +241,8 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the checks.
-
-    Attributes:
-        row, out: inputs and outputs of linears; `row` is the length of normed rows too.
-        tokens: batch sizes of linears: for GEMV, a small GEMM, and the prefill path.
-    """
+    """Sizes of the checks: inputs (`row`, also the length of normed rows) and outputs of linears, and their
+    batch sizes, for GEMV, a small GEMM, and the prefill path."""
 
     row: int = 512
     out: int = 384
@@ -271,20 +251,14 @@ class Sizes:
 
 WHOLE = Sizes()
 ONE_LAUNCH = Sizes(256, 128, (20,))
-"""Where a launch takes seconds, as in Triton's interpreter."""
+"""Sizes for launches that take seconds, as in Triton's interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFinding:
-    """The result of one kernel.
-
-    Attributes:
-        situation: the kernel query: device, dtype, shape, scheme.
-        kernel: its name in the table.
-        error: |result - reference| / |reference|, the maximum over its outputs; None if it failed.
-        most: the tolerance.
-        reason: the exception, if it failed.
-    """
+    """The result of one kernel for a kernel query (device, dtype, shape, scheme). `error` is |result -
+    reference| / |reference|, the maximum over its outputs, and `most` its tolerance; None for the `reason` of
+    a failure."""
 
     operation: str
     situation: str
@@ -375,17 +349,14 @@ def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> It
     for stored in _weight_dtypes(device, dtype):
         yield _linear(random, kind, stored, dtype, sizes, most)
     yield _experts(random, kind, dtype, sizes, most)
-    yield _sampling(SamplingKernelQuery(kind))
+    sampling = SAMPLING.trial(SamplingKernelQuery(kind))
+    assert sampling is not None
+    yield Check(SAMPLING, SamplingKernelQuery(kind), sampling.compute, sampling.tolerance)
     for scheme, input_bits in SCHEMES:
         yield _quantized_linear(random, device, dtype, sizes, scheme, input_bits)
 
 
 Random = Callable[..., torch.Tensor]
-
-
-def _weight_dtypes(device: torch.device, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """The dtypes of unquantized weights that a decoder in `dtype` may hold."""
-    return (dtype, *HALVES) if keeps_halves(device, dtype) else (dtype,)
 
 
 def _linear(
@@ -421,12 +392,6 @@ def _experts(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: 
         return [kernel(*routing) for routing in routings]
 
     return Check(EXPERTS, ExpertsKernelQuery(kind, dtype), compute, most)
-
-
-def _sampling(query: SamplingKernelQuery) -> Check:
-    trial = SAMPLING.trial(query)
-    assert trial is not None
-    return Check(SAMPLING, query, trial.compute, trial.tolerance)
 
 
 def _quantized_linear(

@@ -1,8 +1,8 @@
 """Energy, CPU usage, background load and machine state around the passes of a session.
 
 Energy comes from cumulative counters: RAPL for CPUs (Documentation/power/powercap in the Linux kernel),
-NVML for a GPU. A counter covers the whole socket or card, all processes included. Where one is missing the
-value is null, with the reason beside it.
+NVML for a GPU. A counter covers the whole socket or card, all processes included. A missing counter is null,
+with a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POWERCAP = Path("/sys/class/powercap")
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """CPU seconds so far: of the whole machine (None where it cannot be read) and of this process."""
+    """CPU seconds so far: of the whole machine (None if it cannot be read) and of this process."""
 
     wall: float
     machine_busy: float | None
@@ -36,11 +36,8 @@ class CpuTimes:
 
 
 def machine_busy_seconds(stat: Path = STAT) -> float | None:
-    """Busy CPU seconds of the whole machine since boot.
-
-    Fields of the `cpu` line, proc(5): user nice system idle iowait irq softirq steal. Guest time is
-    part of user. Steal time (taken by the hypervisor) counts as busy.
-    """
+    """Busy CPU seconds of the whole machine since boot, with steal time, which the hypervisor takes. Fields
+    of the `cpu` line, proc(5): user nice system idle iowait irq softirq steal; guest is part of user."""
     try:
         words = stat.read_text().split("\n", 1)[0].split()
     except OSError:
@@ -53,10 +50,8 @@ def machine_busy_seconds(stat: Path = STAT) -> float | None:
 
 def other_load(before: CpuTimes, after: CpuTimes, helpers: float = 0.0) -> float | None:
     """Background load: fraction (0 to 1) of the machine's CPUs used by other processes; `helpers` are CPU
-    seconds of our own child processes, which do not count.
-
-    None where the system does not report it, or where the span is below the resolution of its clock.
-    """
+    seconds of our own child processes, which do not count. None if the system does not report it, or the span
+    is below the resolution of its clock."""
     if before.machine_busy is None or after.machine_busy is None:
         return None
     wall = after.wall - before.wall
@@ -114,13 +109,8 @@ def read_rapl(root: Path = POWERCAP) -> tuple[Reading, str | None]:
 
 
 class EnergyMeter:
-    """Accumulates energy over the spans between `start` and `stop`.
-
-    Args:
-        device: the engine's device; NVML is read only for a GPU.
-        nvml: replaces the GPU in tests.
-        not_because: why this machine's energy is not the target's; None where it is.
-    """
+    """Accumulates energy over the spans between `start` and `stop`. NVML is read only for a GPU (`nvml`
+    replaces it in tests); `not_because` is the reason that this machine's energy is not the target's."""
 
     def __init__(
         self,
@@ -146,7 +136,7 @@ class EnergyMeter:
         self._before = self._read()
 
     def stop(self) -> float | None:
-        """End a span; its joules over the counters that can be read, None where none can."""
+        """End a span; its joules over the readable counters, None without one."""
         spans = {name: self._before[name].until(after) for name, after in self._read().items()}
         for name, used in spans.items():
             total = self._joules[name]
@@ -162,32 +152,25 @@ class EnergyMeter:
     def part(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
         """`llmopt.energy` of a result: joules of each counter and per million tokens."""
         reasons = {"cpu": self._cpu_reason, "gpu": self._gpu_reason}
-        found: dict[str, Any] = {}
+        part: dict[str, Any] = {}
         for name, joules in self._joules.items():
             reason = self._elsewhere or reasons[name]
             if joules is None and reason is None:
                 reason = "the counter cannot be read on this machine"
-            found[f"{name}_joules"] = joules if reason is None else None
-            found[f"{name}_reason"] = reason
-        known = [
-            joules for name in ("cpu", "gpu") if (joules := found[f"{name}_joules"]) is not None
-        ]
-        total = sum(known) if known else None
-        found["joules"] = total
+            part[f"{name}_joules"] = joules if reason is None else None
+            part[f"{name}_reason"] = reason
+        known = [part[key] for key in ("cpu_joules", "gpu_joules") if part[key] is not None]
+        total = part["joules"] = sum(known) if known else None
         for side, tokens in (("input", input_tokens), ("output", output_tokens)):
             per = total / tokens * 1e6 if total is not None and tokens else None
-            found[f"joules_per_million_{side}_tokens"] = per
-        return found
+            part[f"joules_per_million_{side}_tokens"] = per
+        return part
 
 
 class MachineMeter:
-    """Reads this machine's counters before, during and after a measurement.
-
-    Args:
-        device: whose counters and clocks are read, `cpu` or a GPU.
-        passes: meters the CPU usage of the target; None where its processes cannot be seen.
-        no_energy_because: why this machine's energy is not the target's; None where it is.
-    """
+    """Reads the counters and clocks of this machine's `device` (`cpu` or a GPU) before, during and after a
+    measurement; `passes` meters the CPU usage of the target, if its processes can be seen, and
+    `no_energy_because` is the reason that this machine's energy is not the target's."""
 
     def __init__(
         self, device: str, *, passes: PassMeter | None, no_energy_because: str | None = None
@@ -199,25 +182,21 @@ class MachineMeter:
         self._clock = CpuTimes.now()
 
     def start(self) -> None:
-        """Begin a pass."""
         self._clock = CpuTimes.now()
         self._energy.start()
         if self._passes is not None:
             self._passes.start()
 
     def stop(self, helper_seconds: float = 0.0) -> dict[str, Any]:
-        """End a pass; returns its fields in the record: `other_load`, `joules` (None where unknown, or
-        another machine's) and those of `PassUsage`.
-
-        `helper_seconds` is the CPU time of our own child processes since `start`.
-        """
+        """End a pass; returns its fields in the record: `other_load`, `joules` (None if unknown or another
+        machine's) and the fields of `PassUsage`. `helper_seconds` is the CPU time of our own child processes
+        since `start`."""
         usage = self._passes.stop() if self._passes is not None else no_usage()
         joules = self._energy.stop()
         others = other_load(self._clock, CpuTimes.now(), helper_seconds)
         return {"other_load": others, "joules": joules, **asdict(usage)}
 
     def energy(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
-        """`llmopt.energy` of a result: over all passes, and per million tokens."""
         return self._energy.part(input_tokens, output_tokens)
 
     def environment(self) -> dict[str, Any]:

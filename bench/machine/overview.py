@@ -1,6 +1,6 @@
-"""Overview of the machine for `llmopt doctor`: what its files and packages say, and what is wrong. No torch.
+"""Overview of the machine for `llmopt doctor`: facts from its files and packages, and problems. No torch.
 
-Nothing is timed, and of the C kernels one is compiled: `machine.py` asks torch and compiles every one.
+Nothing is timed, and one C file is compiled: `kernel_table.py` asks torch and compiles every one.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from ...engine.base.host import (
     thread_limit,
     usable_cores,
 )
+from .environment import library_version
 
 PACKAGES = ("llmopt", "torch", "transformers")
 EXTRAS = {
@@ -61,7 +62,7 @@ EXTRAS = {
 }
 """Purpose of each extra of the distribution."""
 SMALLEST_KERNELS = Path(__file__).parents[2] / "engine/kernels/elementwise/rows.c"
-"""The C kernels that show whether the compiler serves: every model needs them."""
+"""C kernels that show whether the compiler works: every model needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +74,12 @@ class Problem:
 
 
 def overview() -> dict[str, Any]:
-    """The report of `llmopt doctor` without `--all`, but for its problems; memory in bytes.
-
-    Raises:
-        BadInput: `LLMOPT_NATIVE` names an unknown or unsupported path.
-    """
+    """The report of `llmopt doctor` without `--all`, but for its problems; memory in bytes. Raises BadInput:
+    `LLMOPT_NATIVE` names an unknown or unsupported path."""
     known = {flag for path in PATHS for flag in (*path.needs, *dict(path.extras))}
     return {
-        "versions": {"python": platform.python_version()}
-        | {package: _version(package) or "not installed" for package in PACKAGES},
+        "versions": {"python": platform.pythonlibrary_version()}
+        | {package: library_version(package) or "not installed" for package in PACKAGES},
         "cpu": {
             "model": cpu_model(),
             "profile": NATIVE if (chosen := profile()) is None else chosen.name,
@@ -104,11 +102,20 @@ def overview() -> dict[str, Any]:
 
 def problems(facts: Mapping[str, Any]) -> list[Problem]:
     """Faults in the facts of `overview` or of `machine.examine`, each with a remedy."""
-    return [
-        *_package_problems(facts["missing"]),
-        *_native_problems(facts["native"]),
-        *_gpu_problems(facts["nvidia"], facts["versions"]["torch"]),
-    ]
+    found = []
+    for package in facts["missing"]:
+        if package["extra"] is None or package["installed"]:
+            name, installed = package["package"], package["installed"] or "none"
+            what = f"{name} is needed, and {installed} is installed"
+            found.append(Problem(what, f"pip install '{name}'"))
+    found += _native_problems(facts["native"])
+    nvidia, torch = facts["nvidia"], facts["versions"]["torch"]
+    if nvidia["reason"] is not None:
+        found.append(Problem(f"the GPU's driver: {nvidia['reason']}", "load it, or reinstall it"))
+    elif nvidia["gpus"] and torch.endswith("+cpu"):
+        what = f"torch {torch} does not use the GPU"
+        found.append(Problem(what, "install a CUDA build of torch"))
+    return found
 
 
 def _threads() -> dict[str, Any]:
@@ -131,13 +138,12 @@ def _threads() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    """The C kernels: the instruction-set path, or why there is none; the compiler, and the folder."""
+    """The C kernels: the instruction-set path, or the reason that there is none; compiler and folder."""
     path, compiler, built = choose_path(), None, None
     reason = path if isinstance(path, str) else None
     try:
-        compiler = (
-            compiler_version(compiler_command()[0]).decode(errors="replace").partition("\n")[0]
-        )
+        version_text = compiler_version(compiler_command()[0]).decode(errors="replace")
+        compiler = version_text.partition("\n")[0]
         if not isinstance(path, str):
             built = compiled(SMALLEST_KERNELS, path.compiler_options(processor_flags()))
             open_library(built)
@@ -153,49 +159,34 @@ def _native() -> dict[str, Any]:
 
 
 def _nvidia() -> dict[str, Any]:
-    """The driver's GPUs, those hidden from CUDA too; `reason`: why it does not answer, if it is there."""
-    found: dict[str, Any] = {"driver": None, "gpus": [], "reason": None}
+    """The driver's GPUs, including those hidden from CUDA; `reason`: the error of a driver that is there."""
+    facts: dict[str, Any] = {"driver": None, "gpus": [], "reason": None}
     try:
         library = ctypes.CDLL(LIBRARY)
     except OSError:
-        return found
+        return facts
     try:
         first = Nvml(0, library)
         cards = [first, *(Nvml(index, library) for index in range(1, first.count()))]
     except OSError as error:
-        return found | {"reason": str(error)}
+        return facts | {"reason": str(error)}
     gpus = [{"name": card.name(), "memory_bytes": card.memory_bytes()} for card in cards]
-    return found | {"driver": first.driver(), "gpus": gpus}
+    return facts | {"driver": first.driver(), "gpus": gpus}
 
 
 def _missing() -> list[dict[str, Any]]:
-    """Packages that are missing or older or newer than the distribution takes; `extra`: the one that names
-    it, None where it is always needed."""
-    found: dict[str, dict[str, Any]] = {}
+    """Packages that are missing, or older or newer than the distribution needs; `extra`: the extra that needs
+    it, None for a package that is always needed."""
+    missing: dict[str, dict[str, Any]] = {}
     for requirement in map(Requirement, requires("llmopt") or ()):
-        extras = [each for each in ("", *EXTRAS) if _applies(requirement, each)]
-        held = _version(requirement.name)
-        fits = held is not None and requirement.specifier.contains(held, prereleases=True)
+        marker, installed = requirement.marker, library_version(requirement.name)
+        extras = [e for e in ("", *EXTRAS) if marker is None or marker.evaluate({"extra": e})]
+        fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
         if extras and not fits:
             needed = f"{requirement.name}{requirement.specifier}"
-            about = {"package": needed, "extra": extras[0] or None, "installed": held}
-            found.setdefault(requirement.name, about)
-    return list(found.values())
-
-
-def _applies(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
-
-
-def _package_problems(missing: Iterable[Mapping[str, Any]]) -> list[Problem]:
-    return [
-        Problem(
-            f"{each['package']} is needed, and {each['installed'] or 'none'} is installed",
-            f"pip install '{each['package']}'",
-        )
-        for each in missing
-        if each["extra"] is None or each["installed"]
-    ]
+            about = {"package": needed, "extra": extras[0] or None, "installed": installed}
+            missing.setdefault(requirement.name, about)
+    return list(missing.values())
 
 
 def _native_problems(native: Mapping[str, Any]) -> list[Problem]:
@@ -214,18 +205,3 @@ def _native_problems(native: Mapping[str, Any]) -> list[Problem]:
         what = f"{native['cache']} cannot be written by this user alone: every start compiles"
         found.append(Problem(what, "let XDG_CACHE_HOME name a folder of yours"))
     return found
-
-
-def _gpu_problems(nvidia: Mapping[str, Any], torch: str) -> list[Problem]:
-    if nvidia["reason"] is not None:
-        return [Problem(f"the GPU's driver: {nvidia['reason']}", "load it, or reinstall it")]
-    if nvidia["gpus"] and torch.endswith("+cpu"):
-        return [Problem(f"torch {torch} does not use the GPU", "install a CUDA build of torch")]
-    return []
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,7 +1,7 @@
 """CPU usage of a measured pass, and the evidence that others disturbed it.
 
-CPU time does not see a sleep, so the waiting time stands beside it. What the pass itself suffered (time in
-the run queue, involuntary switches, steal) says whether it is to be rejected; the machine's load does not.
+CPU time does not see a sleep, so waiting time is measured too. The pass's own delays (time in the run queue,
+involuntary switches, steal) decide whether it is rejected; the machine's load does not.
 
 Sources: proc(5) for `status` and `stat`, the kernel's sched-stats.rst for `schedstat`, perf_event_open(2) for
 instructions, of which only user space is counted: `perf_event_paranoid` up to 2 allows that.
@@ -39,14 +39,8 @@ _CLOSE_ON_EXEC = 8
 
 
 class InstructionCounter:
-    """Counts from its creation to `stop`. A context is not needed: `stop` closes the counters.
-
-    Args:
-        threads: kernel thread ids; threads that they start are counted with them.
-
-    Raises:
-        OSError: the kernel refuses, or the machine has no counter; the message says which.
-    """
+    """Counts instructions of kernel threads, and of threads that they start, until `stop`, which closes the
+    counters; raises OSError if the kernel refuses, or the machine has no counter."""
 
     def __init__(self, threads: Iterable[int]) -> None:
         self._files: list[int] = []
@@ -58,7 +52,6 @@ class InstructionCounter:
             raise
 
     def stop(self) -> int:
-        """The instructions retired since the creation."""
         try:
             return sum(struct.unpack("Q", os.read(file, 8))[0] for file in self._files)
         finally:
@@ -70,7 +63,7 @@ class InstructionCounter:
 
 
 def why_not_counted() -> str | None:
-    """Why this machine cannot count the instructions of this process; None where it can."""
+    """The reason that this machine cannot count the instructions of this process; None if it can."""
     try:
         InstructionCounter([0]).stop()
     except OSError as error:
@@ -96,13 +89,8 @@ def _open_counter(thread: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ThreadUsage:
-    """Time that the scheduler gave a thread so far.
-
-    Attributes:
-        cpu_seconds: on a CPU.
-        run_delay_seconds: runnable, but in the run queue because others held the CPU.
-        involuntary_switches: times that it lost the CPU while it could have gone on.
-    """
+    """Time that the scheduler gave a thread so far: on a CPU, and in the run queue because others held the
+    CPU; and the times that it lost the CPU although it could go on."""
 
     cpu_seconds: float
     run_delay_seconds: float
@@ -111,10 +99,8 @@ class ThreadUsage:
 
 @dataclass(frozen=True, slots=True)
 class TreeUsage:
-    """A process and its descendants so far: CPU seconds of each process, and the usage of each thread.
-
-    `threads` is empty where the kernel has no schedstat.
-    """
+    """A process and its descendants so far: CPU seconds of each process, and the usage of each thread, empty
+    without the kernel's schedstat."""
 
     processes: dict[int, float]
     threads: dict[int, ThreadUsage]
@@ -164,7 +150,7 @@ def process_cpu_seconds(pid: int) -> float | None:
 
 
 def thread_usage(pid: int, thread: int, proc: Path = PROC) -> ThreadUsage | None:
-    """The usage of a thread; None if it is gone, or where the kernel has no schedstat."""
+    """The usage of a thread; None if it is gone, or the kernel has no schedstat."""
     folder = proc / f"{pid}/task/{thread}"
     try:
         on_cpu, delay, _ = map(int, (folder / "schedstat").read_text().split())
@@ -178,7 +164,7 @@ def thread_usage(pid: int, thread: int, proc: Path = PROC) -> ThreadUsage | None
 
 
 def allowed_cpus(pid: int | None) -> set[int]:
-    """The CPUs that a process may use, by default this one; none where the system does not tell."""
+    """The CPUs that a process may use, by default this one; empty if the system does not report them."""
     try:
         return os.sched_getaffinity(pid or 0)
     except (AttributeError, OSError):
@@ -186,7 +172,7 @@ def allowed_cpus(pid: int | None) -> set[int]:
 
 
 def steal_seconds(cpus: set[int], proc: Path = PROC) -> float | None:
-    """Seconds since boot that the hypervisor ran something else while one of `cpus` had work; None where the
+    """Seconds since boot that the hypervisor ran something else while one of `cpus` had work; None if the
     system does not report it."""
     try:
         lines = (proc / "stat").read_text().splitlines()
@@ -199,18 +185,16 @@ def steal_seconds(cpus: set[int], proc: Path = PROC) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class PassUsage:
-    """CPU time and disturbances of a pass; None where the kernel does not report one.
+    """CPU time and disturbances of a pass over all threads of the process, or of a server's process tree;
+    None if the kernel does not report one. Instructions are counted in user space.
 
     Attributes:
-        cpu_seconds: CPU time over all threads of the process, or of a server's process tree.
         waiting_seconds: the engine thread's wall time that was neither on a CPU nor in the run queue: sleeps,
-            locks, I/O. The engine thread is the one that drives the engine; of a server, the busiest one.
-            Without schedstat it is wall minus CPU time, which holds the time in the run queue.
+            locks, I/O. The engine thread drives the engine; for a server, it is the busiest thread. Without
+            schedstat it is wall minus CPU time, with the time in the run queue.
         run_delay_seconds: the engine thread's time in the run queue while others held the CPU.
-        instructions: retired in user space, over all threads.
-        involuntary_switches: over all threads.
-        steal_seconds: taken by the hypervisor from the CPUs that the process may use.
-        disturbed: whether the pass is to be rejected, by its own evidence; `disturbed_because` says why.
+        steal_seconds: time taken by the hypervisor from the CPUs that the process may use.
+        disturbed: True if the pass is rejected by its own evidence, for the reason in `disturbed_because`.
     """
 
     cpu_seconds: float | None
@@ -229,11 +213,8 @@ def no_usage() -> PassUsage:
 
 
 class PassMeter:
-    """Meters passes of a process tree: `start`, the pass, `stop`.
-
-    Args:
-        pid: the root of the tree; None is this process, whose calling thread is the engine thread.
-    """
+    """Meters passes of a process tree: `start`, the pass, `stop`. `pid` is the root of the tree; None is this
+    process, whose calling thread is the engine thread."""
 
     def __init__(self, pid: int | None = None) -> None:
         self._pid = pid
@@ -261,9 +242,11 @@ class PassMeter:
         stolen = None if steal is None or self._steal is None else steal - self._steal
         cpu = cpu_between(self._before, after)
         threads = threads_between(self._before, after)
-        engine = self._engine_thread(threads)
-        if engine is None and self._pid is None:
-            engine = ThreadUsage(thread_cpu, 0.0, 0)
+        if self._pid is None:
+            own = ThreadUsage(thread_cpu, 0.0, 0)
+            engine = threads.get(threading.get_native_id(), own)
+        else:
+            engine = max(threads.values(), key=lambda usage: usage.cpu_seconds, default=None)
         delay = engine.run_delay_seconds if engine is not None and threads else None
         switches = sum(t.involuntary_switches for t in threads.values()) if threads else None
         waiting = None
@@ -273,11 +256,6 @@ class PassMeter:
         return PassUsage(
             cpu, waiting, delay, instructions, switches, stolen, reason is not None, reason
         )
-
-    def _engine_thread(self, threads: dict[int, ThreadUsage]) -> ThreadUsage | None:
-        if self._pid is None:
-            return threads.get(threading.get_native_id())
-        return max(threads.values(), key=lambda usage: usage.cpu_seconds, default=None)
 
 
 def cpu_between(before: TreeUsage, after: TreeUsage) -> float | None:
@@ -310,7 +288,7 @@ def disturbance(
     switches: int | None,
     stolen: float | None,
 ) -> str | None:
-    """Why a pass of `wall` seconds is to be rejected; None if nothing speaks against it."""
+    """The reason to reject a pass of `wall` seconds; None without one."""
     if wall < LEAST_JUDGED_SECONDS:
         return None
     if run_delay is not None and run_delay > MAX_RUN_DELAY_SHARE * wall:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,14 +42,8 @@ MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Measured roofline ceilings of one device.
-
-    Attributes:
-        far_bandwidth: bytes/s of reading a buffer too large for any cache.
-        near_bandwidth: bytes/s of repeatedly reading a buffer of the model's size.
-        near_bytes: the size of that buffer.
-        peak_flops: FLOP/s of a large matmul, by dtype.
-    """
+    """Measured roofline ceilings of one device: bytes/s of reading a buffer too large for any cache (far) and
+    of repeatedly reading one of the model's size (near), and FLOP/s of a large matmul by dtype."""
 
     far_bandwidth: float
     near_bandwidth: float
@@ -80,22 +75,19 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, model_bytes: int)
 def device_roofs(device: torch.device) -> dict[str, float]:
     """Ceilings for `llmopt doctor`, by name: copy bandwidth and matmul peak through torch; on a CPU with C
     kernels also the read bandwidth of a plain loop, and 8-bit operations per second in registers."""
-    found = {
+    roofs = {
         "copy_bytes_per_second": copy_bandwidth(device),
         "bfloat16_flops": matmul_flops(device, torch.bfloat16),
     }
     if device.type != "cpu":
-        return found
-    try:
-        roofs = CpuRoofs(torch.get_num_threads())
-    except NoRoofs:
-        return found
-    for _ in range(5):
-        roofs.measure()
-    return found | {
-        "read_bytes_per_second": max(roofs.bytes),
-        "int8_operations_per_second": max(roofs.operations),
-    }
+        return roofs
+    with suppress(NoRoofs):
+        native = CpuRoofs(torch.get_num_threads())
+        for _ in range(5):
+            native.measure()
+        roofs["read_bytes_per_second"] = max(native.bytes)
+        roofs["int8_operations_per_second"] = max(native.operations)
+    return roofs
 
 
 def read_bandwidth(device: torch.device, num_bytes: int) -> float:
@@ -107,7 +99,7 @@ def read_bandwidth(device: torch.device, num_bytes: int) -> float:
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read plus written, of copying a large buffer."""
     num_bytes = COPIED_BYTES.get(device.type, FAR_BYTES)
-    if device.type == "cuda":  # small cards, and those that others use
+    if device.type == "cuda":  # small cards, and cards that others use
         free, _ = torch.cuda.mem_get_info(device)
         num_bytes = min(num_bytes, free // 4 // 4 * 4)
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
@@ -152,13 +144,8 @@ def check_health() -> dict[str, Any]:
         # Before the tests: a failing kernel may leave the device unusable.
         roofs = device_roofs(device)
         findings = [finding for dtype in dtypes for finding in self_test(device, dtype)]
-        devices.append(
-            {
-                "device": device.type,
-                "roofs": roofs,
-                "tests": [asdict(one) | {"passed": one.passed} for one in findings],
-            }
-        )
+        results = [asdict(finding) | {"passed": finding.passed} for finding in findings]
+        devices.append({"device": device.type, "roofs": roofs, "tests": results})
     tests = [test for device in devices for test in device["tests"]]
     return {"passed": all(test["passed"] for test in tests), "devices": devices}
 
@@ -203,40 +190,27 @@ class ByteSizes:
 
 
 def decode_point(
-    steps: Sequence[StepRecord],
-    shape: ModelShape,
-    ceilings: Ceilings,
-    sizes: ByteSizes,
+    steps: Sequence[StepRecord], shape: ModelShape, ceilings: Ceilings, sizes: ByteSizes
 ) -> PhasePoint | None:
     """The decode-only steps; None if there were none."""
     chosen = [step for step in steps if step.decode_only]
     moved = computed = 0.0
+    element_bytes = sizes.kv_bytes_per_element, sizes.unquantized_bytes
     for step in chosen:
         batch, context = step.num_sequences, step.context_tokens / step.num_sequences
-        moved += decode_step_bytes(
-            shape,
-            batch,
-            context,
-            sizes.weight_bytes,
-            sizes.kv_bytes_per_element,
-            sizes.unquantized_bytes,
-        )
+        moved += decode_step_bytes(shape, batch, context, sizes.weight_bytes, *element_bytes)
         computed += decode_step_flops(shape, batch, context)
     return _point("decode", chosen, moved, computed, ceilings)
 
 
 def prefill_point(
-    steps: Sequence[StepRecord],
-    shape: ModelShape,
-    ceilings: Ceilings,
-    sizes: ByteSizes,
+    steps: Sequence[StepRecord], shape: ModelShape, ceilings: Ceilings, sizes: ByteSizes
 ) -> PhasePoint | None:
     """All other steps (prefill and mixed); decode tokens in mixed steps are included."""
     chosen = [step for step in steps if not step.decode_only and step.computed_tokens]
     moved = computed = 0.0
     for step in chosen:
-        tokens = step.computed_tokens
-        prompts = max(1, step.num_first)
+        tokens, prompts = step.computed_tokens, max(1, step.num_first)
         moved += streamed_weight_bytes(shape, sizes.weight_bytes, tokens, sizes.unquantized_bytes)
         moved += tokens * shape.kv_bytes_per_token(sizes.kv_bytes_per_element)
         computed += prompts * prefill_flops(shape, max(1, tokens // prompts))
@@ -270,54 +244,48 @@ def _point(
 
 
 def name_bound(intensity: float, mbu: float, mfu: float, ceilings: Ceilings) -> str:
-    """`memory`, `compute`, or `overhead` where the run is far below both ceilings."""
+    """`memory`, `compute`, or `overhead` if the run is far below both ceilings."""
     if max(mbu, mfu) < OVERHEAD_SHARE:
         return "overhead"
     return "memory" if intensity < ridge(ceilings.flops, ceilings.bandwidth) else "compute"
 
 
 def explain(point: PhasePoint) -> str:
-    """One sentence for the report: what limits this phase, and whether smaller weights can help."""
+    """One sentence for the report: the limit of this phase, and whether smaller weights can help."""
+    reason = {
+        "overhead": "neither memory nor arithmetic limits it, its operations are too small for either. A "
+        "difference in speed between formats comes from what their kernels cost on so little work, not from "
+        "the bytes saved.",
+        "memory": "it is limited by reading weights and cache, so a smaller format can make it faster.",
+        "compute": "it is limited by arithmetic, so a format that only shrinks the weights cannot make it "
+        "faster.",
+    }[point.bound]
     share = f"{point.mbu:.1%} of the measured bandwidth and {point.mfu:.1%} of the measured peak"
-    if point.bound == "overhead":
-        return (
-            f"{point.phase.capitalize()} uses {share}: neither memory nor arithmetic limits it, its "
-            "operations are too small for either. A difference in speed between formats comes from "
-            "what their kernels cost on so little work, not from the bytes saved."
-        )
-    if point.bound == "memory":
-        return (
-            f"{point.phase.capitalize()} uses {share}: it is limited by reading weights and cache, "
-            "so a smaller format can make it faster."
-        )
-    return (
-        f"{point.phase.capitalize()} uses {share}: it is limited by arithmetic, so a format that "
-        "only shrinks the weights cannot make it faster."
-    )
+    return f"{point.phase.capitalize()} uses {share}: {reason}"
 
 
 def roofline_part(
-    steps: Sequence[StepRecord],
-    shape: ModelShape,
-    ceilings: Ceilings,
-    sizes: ByteSizes,
+    steps: Sequence[StepRecord], shape: ModelShape, ceilings: Ceilings, sizes: ByteSizes
 ) -> dict[str, Any]:
     """`llmopt.roofline` of a result: the measured ceilings, and a point per phase with its explanation."""
-    points = [measure(steps, shape, ceilings, sizes) for measure in (prefill_point, decode_point)]
-    decode = points[1]
-    generated = sum(step.num_sequences for step in steps if step.decode_only)
+    prefill, decode = (
+        measure(steps, shape, ceilings, sizes) for measure in (prefill_point, decode_point)
+    )
+    moved = None
+    if decode:
+        generated = sum(step.num_sequences for step in steps if step.decode_only)
+        moved = decode.bytes_per_step * decode.num_steps / generated
+    points = [point for point in (prefill, decode) if point is not None]
     return {
         "ceilings": {**asdict(ceilings), "bandwidth": ceilings.bandwidth, "flops": ceilings.flops},
-        "points": [{**asdict(p), "explanation": explain(p)} for p in points if p is not None],
-        "bytes_per_decoded_token": (
-            decode.bytes_per_step * decode.num_steps / generated if decode else None
-        ),
+        "points": [{**asdict(point), "explanation": explain(point)} for point in points],
+        "bytes_per_decoded_token": moved,
     }
 
 
 def memory_part(engine: Engine, model: Path, peak_bytes: int | None) -> dict[str, Any]:
-    """`llmopt.memory`: bytes held by the engine, checkpoint size, and peak resident bytes of the process; the
-    peak is None where other models share the process."""
+    """`llmopt.memory`: bytes held by the engine, checkpoint size, and peak resident bytes of the process,
+    None if other models share the process."""
     checkpoint = open_checkpoint(model)
     text = checkpoint.text_config
     return {
