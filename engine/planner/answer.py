@@ -111,7 +111,13 @@ def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
     if now is None:
         return []
     savings = []
-    for options, other, device in _others(plan, solver, first):
+    others = []
+    for device in devices():
+        if device.name != first.gpu and plan.setup.price_of(device) is not None:
+            others.append((f"--gpu {device.name.lower().replace(' ', '-')}", solver, device))
+    for recipe in lighter_recipes(plan.recipe, plan.model.shape, plan.model.plain_bytes):
+        others.append((f"--weights {recipe.name}", _solver(plan, recipe), first.device))
+    for options, other, device in others:
         cost = None
         with suppress(BadInput):
             cost = _least_cost(plan, other, device)
@@ -121,17 +127,6 @@ def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
             near = expected.band(plan.workload.sequences) is not None
             savings.append(Saving(options, deployment.gpus, device.name, saved, near))
     return sorted(savings, key=lambda saving: -saving.saved)
-
-
-def _others(
-    plan: DeploymentPlan, solver: Solver, first: DevicePlan
-) -> Iterator[tuple[str, Solver, Device]]:
-    for device in devices():
-        if device.name != first.gpu and plan.setup.price_of(device) is not None:
-            key = device.name.lower().replace(" ", "-")
-            yield f"--gpu {key}", solver, device
-    for recipe in lighter_recipes(plan.recipe, plan.model.shape, plan.model.plain_bytes):
-        yield f"--weights {recipe.name}", _solver(plan, recipe), first.device
 
 
 def _solver(plan: DeploymentPlan, recipe: WeightRecipe) -> Solver:

@@ -30,11 +30,8 @@ class KvDtype:
     description: str = ""
 
     def bytes_per_element(self, shape: ModelShape) -> Fraction:
-        """Exact bytes per element, with scales amortized over their elements.
-
-        Raises:
-            BadInput: the model's vectors do not divide into the dtype's blocks.
-        """
+        """Exact bytes per element, with scales amortized over their elements. Raises BadInput: the model's
+        vectors do not divide into the dtype's blocks."""
         if isinstance(shape, ProbedShape):
             return self._of_layers(shape)
         vector = shape.latent.cached_elements if shape.latent else shape.head_dim
@@ -64,11 +61,8 @@ class KvDtype:
         return Fraction(self.block_bytes * width, self.block)
 
     def vector_bytes(self, width: int) -> Fraction:
-        """Bytes of one vector: a key or a value of one head, a latent, or an indexer's key.
-
-        Raises:
-            BadInput: the width does not divide into the dtype's blocks.
-        """
+        """Bytes of one vector: a key or a value of one head, a latent, or an indexer's key. Raises BadInput:
+        the width does not divide into the dtype's blocks."""
         if width % self.block:
             raise BadInput(
                 f"--kv-dtype {self.name} stores blocks of {self.block} elements, which do not divide "
@@ -84,11 +78,8 @@ class LatentKvDtype(KvDtype):
     __slots__ = ()
 
     def bytes_per_element(self, shape: ModelShape) -> Fraction:
-        """Exact bytes per element of a model with such latents.
-
-        Raises:
-            BadInput: the model caches no latent of 512 + 64.
-        """
+        """Exact bytes per element of a model with such latents. Raises BadInput: the model caches no latent
+        of 512 + 64."""
         if shape.latent is None or shape.latent.cached_elements != 576:
             raise BadInput(
                 f"--kv-dtype {self.name} holds latents of 512 + 64 elements, which this model does not "
@@ -155,11 +146,7 @@ fp8_e4m3, has one per layer, and e5m2 none."""
 
 
 def kv_dtype(name: str) -> KvDtype:
-    """The KV dtype of that name, or of vLLM's name for it.
-
-    Raises:
-        BadInput: an unknown dtype.
-    """
+    """The KV dtype of that name, or of vLLM's name for it. Raises BadInput: an unknown dtype."""
     name = VLLM_NAMES.get(name, name)
     if name not in KV_DTYPES:
         raise BadInput(f"no KV dtype {name!r}: choose {', '.join(KV_DTYPES)}")
@@ -275,11 +262,8 @@ def num_blocks_for(
 
 def size_cache(shape: CachedShape, request: CacheRequest, budget: KvCacheBudget) -> CacheSize:
     """Size the KV cache: `num_blocks` if set; else what fits into `memory_bytes` if set; else enough for
-    `max_num_seqs` sequences of `max_model_len` tokens, at most the budget.
-
-    Raises:
-        BadInput: `memory_bytes` does not hold one block, or the budget not one sequence.
-    """
+    `max_num_seqs` sequences of `max_model_len` tokens, at most the budget. Raises BadInput: `memory_bytes`
+    does not hold one block, or the budget not one sequence."""
     size = request.block_size
     block_bytes = size * shape.kv_bytes_per_token(request.bytes_per_element)
     if request.num_blocks is not None:

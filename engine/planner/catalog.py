@@ -57,11 +57,8 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def stored_weight_bytes(folder: Path) -> int | None:
-    """Bytes of all tensors in a folder, without headers and padding; None if it has no weights.
-
-    Raises:
-        BadInput: a shard that the index names is missing, or a header is damaged.
-    """
+    """Bytes of all tensors in a folder, without headers and padding; None if it has no weights. Raises
+    BadInput: a shard that the index names is missing, or a header is damaged."""
     if (folder / SINGLE_NAME).is_file():
         return _tensor_bytes(folder / SINGLE_NAME) or None
     listed = indexed_shards(folder) or {}
@@ -114,11 +111,8 @@ class PlannedModel:
         return 4 if _dtype(self.config) == "float32" else UNQUANTIZED_BYTES
 
     def as_stored(self) -> WeightRecipe:
-        """The recipe of the stored checkpoint; bytes from its headers override those of the recipe.
-
-        Raises:
-            BadInput: an unknown quantization, and no local checkpoint to read its size from.
-        """
+        """The recipe of the stored checkpoint; bytes from its headers override those of the recipe. Raises
+        BadInput: an unknown quantization, and no local checkpoint to read its size from."""
         try:
             recipe = stored_recipe(self.config)
         except BadInput:
@@ -151,11 +145,8 @@ def table_configs() -> dict[str, dict[str, Any]]:
 def shape_of(
     raw: dict[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
 ) -> ModelShape:
-    """The shape of a config: by the table where it has a rule, else as probed.
-
-    Raises:
-        BadInput: the config is invalid, or transformers does not know it either.
-    """
+    """The shape of a config: by the table where it has a rule, else as probed. Raises BadInput: the config is
+    invalid, or transformers does not know it either."""
     check_type(raw)
     if has_table_rule(raw):
         return model_shape(raw)
@@ -273,11 +264,8 @@ _NO_SIZE = frozenset({"_name_or_path", "transformers_version", "architectures"})
 def probed(
     raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
 ) -> ProbedModel:
-    """The bundled or cached answer for this config; else the model is probed and the answer kept.
-
-    Raises:
-        BadInput: the model cannot be probed.
-    """
+    """The bundled or cached answer for this config; else the model is probed and the answer kept. Raises
+    BadInput: the model cannot be probed."""
     key = config_hash(raw)
     if (entry := _bundled().get(key)) is not None:
         return ProbedModel.from_dict(entry)
@@ -344,11 +332,8 @@ class ModelFacts:
 
 
 def facts_of(path: Path) -> ModelFacts:
-    """The facts of a folder with a `config.json`, or of a GGUF file; only headers are read.
-
-    Raises:
-        BadInput: a damaged config or header.
-    """
+    """The facts of a folder with a `config.json`, or of a GGUF file; only headers are read. Raises BadInput:
+    a damaged config or header."""
     if (file := gguf_file_of(path)) is not None:
         from ...quant.gguf.container import GgufFile
         from ...quant.gguf.mix import file_type

@@ -71,11 +71,7 @@ DEFAULT_DEVICES = ("H100 SXM", "A100 80GB SXM", "H200 SXM", "B200", "MI300X", "L
 
 def find_device(name: str) -> Device:
     """Look up a device by name or alias, ignoring case, separators and what people add to a name (NVIDIA,
-    GeForce, SXM5, 80GB).
-
-    Raises:
-        BadInput: no such device; close matches are named.
-    """
+    GeForce, SXM5, 80GB). Raises BadInput: no such device; close matches are named."""
     named = {_key(row["name"]): row["name"] for row in _rows()}
     named |= {_key(alias): row["name"] for row in _rows() for alias in row["aliases"]}
     wanted = next((key for key in _spellings(name) if key in named), None)
@@ -104,10 +100,7 @@ def _spellings(name: str) -> Iterator[str]:
 def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:
     """The devices of these names (`all`: the whole table; `cpu`: this machine's processor, with the memory
     available now), preceded by one of `memory_bytes` without a known speed; `DEFAULT_DEVICES` without either.
-
-    Raises:
-        BadInput: a name that is not in the table.
-    """
+    Raises BadInput: a name that is not in the table."""
     chosen = []
     if memory_bytes is not None:
         chosen.append(Device(f"{memory_bytes / 2**30:.4g} GiB", memory_bytes))

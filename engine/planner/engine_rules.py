@@ -283,11 +283,7 @@ ENGINES = ("vllm", "sglang", "trtllm", "llmopt", "llama.cpp", "transformers")
 
 
 def engine_rule(name: str) -> EngineRule:
-    """The rule of the engine of that name.
-
-    Raises:
-        BadInput: an unknown engine.
-    """
+    """The rule of the engine of that name. Raises BadInput: an unknown engine."""
     if name not in ENGINES:
         raise BadInput(f"no engine {name!r}: {offer(name, (*ENGINES, 'all'))}")
     return RULES["vllm" if name in PAGED_LIKE_VLLM else name]

@@ -50,11 +50,8 @@ class SteadyState:
 @cache
 def dataset_lengths(name: str) -> tuple[Lengths, ...]:
     """Lengths of the requests of a bundled data set, in its order. Those of the traces are recorded; the text
-    of `sharegpt`, the stand-in of `bench`, is counted without a tokenizer.
-
-    Raises:
-        BadInput: no such data set.
-    """
+    of `sharegpt`, the stand-in of `bench`, is counted without a tokenizer. Raises BadInput: no such data
+    set."""
     if name == "azure":
         with (DATA / "azure_conversations.csv").open(encoding="utf-8") as file:
             rows = [(r["ContextTokens"], r["GeneratedTokens"]) for r in csv.DictReader(file)]
@@ -300,11 +297,8 @@ class ImageLoad:
 
 
 def parse_images(text: str) -> tuple[int, int, int]:
-    """Count, width and height of `2x1024x768`; `1024x768` is one image.
-
-    Raises:
-        BadInput: another form, or a number out of range.
-    """
+    """Count, width and height of `2x1024x768`; `1024x768` is one image. Raises BadInput: another form, or a
+    number out of range."""
     match = _ASKED.fullmatch(text.strip().lower())
     if match is None:
         raise BadInput(f"--images {text}: give COUNTxWIDTHxHEIGHT, such as 2x1024x768")
@@ -322,11 +316,8 @@ def image_load(
     probe: Callable[[Path, int, int], ImageTokens | None] | None = None,
 ) -> ImageLoad:
     """The load of the images that `--images` asks for, with tokens by the family's rule, or by `probe`, which
-    asks the checkpoint's processor.
-
-    Raises:
-        BadInput: an invalid option, or a model without vision tower or rule.
-    """
+    asks the checkpoint's processor. Raises BadInput: an invalid option, or a model without vision tower or
+    rule."""
     count, width, height = parse_images(text)
     vision = model.config.get("vision_config")
     if not isinstance(vision, Mapping) or not isinstance(model.shape, ProbedShape):

@@ -221,11 +221,8 @@ class Deployment:
 
 
 def check_evictable(shape: ModelShape, rule: KvEviction) -> None:
-    """Check that a model caches keys and values of every token, which is what the engine can evict.
-
-    Raises:
-        BadInput: it could not.
-    """
+    """Check that a model caches keys and values of every token, which is what the engine can evict. Raises
+    BadInput: it could not."""
     because = f"kv_budget = {rule.budget}"
     if shape.state_bytes:
         refuse({"kv-budget", "states"}, because)

@@ -91,12 +91,8 @@ class MeasuredRun:
 
 def read_runs(path: Path, planned: Deployable, *, on_cpu: bool) -> tuple[MeasuredRun, ...]:
     """Read a run's folder or its `result.json`, or a folder of runs: the runs with a row on a CPU or on a
-    GPU, and only those of the planned model, if there are any.
-
-    Raises:
-        BadInput: there is no such result, it has no roofline points for both phases, or runs are of
-            several machines.
-    """
+    GPU, and only those of the planned model, if there are any. Raises BadInput: there is no such result, it
+    has no roofline points for both phases, or runs are of several machines."""
     if not path.is_dir() or (path / "result.json").exists():
         return (read_run(path, planned[1]),)
     with_rows = [file for file in sorted(path.glob("*/result.json")) if _row(_parts(file))]
@@ -288,10 +284,7 @@ def read_gpu_record(file: Path, record: Mapping[str, Any], weights: str) -> Meas
 
 def read_run(path: Path, weights: str = "bf16") -> MeasuredRun:
     """Read a run folder or its `result.json`; or the record of a check of a GPU, for a plan of these weights.
-
-    Raises:
-        BadInput: there is no such result, or it has no roofline points for both phases.
-    """
+    Raises BadInput: there is no such result, or it has no roofline points for both phases."""
     file = path / "result.json" if path.is_dir() else path
     whole = read_json(file)
     if whole.get("schema") == GPU_SCHEMA:

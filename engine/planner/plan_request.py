@@ -72,15 +72,11 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     plain_bytes = 2 if computes_in_bf16() else 4
     if engine != "llmopt" or ask.weights is not None:
         plain_bytes = None
+    sizes = ("tp", "pp", "ep", "attention_dp")
+    limits = ("utilization", "max_num_batched_tokens", "max_num_seqs")
     setup = Setup(
-        tp=ask.tp,
-        pp=ask.pp,
-        ep=ask.ep,
-        attention_dp=ask.attention_dp,
+        **{name: getattr(ask, name) for name in (*sizes, *limits)},
         engine=engine,
-        utilization=ask.utilization,
-        max_num_batched_tokens=ask.max_num_batched_tokens,
-        max_num_seqs=ask.max_num_seqs,
         kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
         measured=together(runs).efficiency if runs else None,
         own=own_rows(runs, (model.name, recipe.label), devices, engine, plain_bytes)
@@ -219,11 +215,8 @@ def named_recipe(
     file_format: str | None = None,
     plain_bytes: int = UNQUANTIZED_BYTES,
 ) -> WeightRecipe:
-    """The recipe of one of the planner's formats, or of a type or a method of `llmopt quantize`.
-
-    Raises:
-        BadInput: no such name, or an option that it does not have.
-    """
+    """The recipe of one of the planner's formats, or of a type or a method of `llmopt quantize`. Raises
+    BadInput: no such name, or an option that it does not have."""
     options: dict[str, Any] = {"symmetric": symmetric, "plain_bytes": plain_bytes}
     if name.lower() in RECIPES:
         return recipe_for(name.lower(), shape, group_size, file_format=file_format, **options)

@@ -106,12 +106,8 @@ class Solver:
 
     def choose(self, device: Device) -> tuple[Deployment, int | None]:
         """The deployment on this device, and the least number of devices that fits the workload (None: more
-        than were tried). Requested sizes are kept; otherwise the fewest devices that fit the workload, or
-        one full machine if none do.
-
-        Raises:
-            BadInput: the heads or layers do not divide as requested.
-        """
+        than were tried). Requested sizes are kept; otherwise the fewest devices that fit the workload, or one
+        full machine if none do. Raises BadInput: the heads or layers do not divide as requested."""
         tp, pp = self._setup.tp, self._setup.pp
         if device.kind == "cpu":
             tp, pp = tp or 1, pp or 1

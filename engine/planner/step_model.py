@@ -364,11 +364,7 @@ def weight_dtype(recipe: WeightRecipe) -> str:
 
 
 def roofs_of(device: Device, recipe: WeightRecipe) -> Roofs:
-    """Roofs of a device for weights of a recipe.
-
-    Raises:
-        BadInput: the device's speed is unknown.
-    """
+    """Roofs of a device for weights of a recipe. Raises BadInput: the device's speed is unknown."""
     peaks = device.peaks or {}
     plain = peaks.get("bf16", peaks.get("fp16"))
     if device.bandwidth is None or plain is None:

@@ -245,11 +245,8 @@ def stored_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
-    """The recipe of a checkpoint, from its `quantization_config`; bf16 without one.
-
-    Raises:
-        BadInput: an unsupported quantization.
-    """
+    """The recipe of a checkpoint, from its `quantization_config`; bf16 without one. Raises BadInput: an
+    unsupported quantization."""
     stored = stored_quantization(config)
     if not stored:
         return BF16
