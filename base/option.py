@@ -219,17 +219,17 @@ def within(
     def limit(value: float) -> str | None:
         if finite and not math.isfinite(value):
             return "Input should be a finite number"
-        for words, bound, holds in bounds:
+        for comparison, bound, holds in bounds:
             if bound is not None and not holds(value, bound):
-                return f"Input should be {words} {bound:g}"
+                return f"Input should be {comparison} {bound:g}"
         return None
 
     return limit
 
 
 def one_of(*choices: object) -> Limit:
-    words = (" or " if len(choices) == 2 else ", ").join(map(str, choices))
-    return lambda value: None if value in choices else f"choose {words}"
+    listing = (" or " if len(choices) == 2 else ", ").join(map(str, choices))
+    return lambda value: None if value in choices else f"choose {listing}"
 
 
 def share(value: float) -> str | None:
@@ -247,10 +247,10 @@ def offer(name: str, known: Collection[str]) -> str:
     return f"{start}choose one of {', '.join(known)}"
 
 
-def device_names(asked: str) -> tuple[str, ...]:
+def device_names(text: str) -> tuple[str, ...]:
     """The names in `--device`, which has commas between them. Raises `BadInput`: one of them is the name of
     no device."""
-    names = tuple(name.strip() for name in asked.split(","))
+    names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if not re.fullmatch(rf"({'|'.join(KINDS)})(:(0|[1-9][0-9]?))?", name):
             raise BadInput(f"--device {name}: choose cpu, cuda or cuda:N")

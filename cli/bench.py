@@ -139,7 +139,7 @@ def _report(
 
 def _print_client_errors(target: Words, *, as_json: bool) -> None:
     """Client certification: the load client's error against a server of known latency, per concurrency."""
-    from ..bench.load.certify import check_client
+    from ..bench.load.fleet import check_client
     from ..bench.report.run_report import check_table
     from .output.console import TerminalProgress, result_console, say
 

@@ -14,8 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llmopt.bench.load.certify import measure_client
-from llmopt.bench.load.fleet import Fleet
+from llmopt.bench.load.fleet import Fleet, measure_client
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "bench-check"

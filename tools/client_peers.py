@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import median
 from urllib.request import urlopen
 
-from llmopt.bench.load.certify import ROUNDS, TTFT_MS, known_pass, timetable
-from llmopt.bench.load.fleet import Fleet, default_workers
-from llmopt.bench.load.known_server import known_server
+from llmopt.bench.load.fleet import ROUNDS, TTFT_MS, Fleet, default_workers, known_pass, timetable
 from llmopt.bench.machine.environment import describe
 from llmopt.recipes import MODELS
+
+from tests.support.odd_known_server import odd_server
 
 STREAMS = (1, 100, 500, 1000)
 TOKENIZER = str(MODELS / "stories3M")
@@ -97,7 +97,7 @@ def main() -> None:
         for _ in range(given.rounds):
             for name in errors:
                 with (
-                    known_server(TTFT_MS, timetable(streams)[0]) as port,
+                    odd_server(TTFT_MS, timetable(streams)[0]) as port,
                     tempfile.TemporaryDirectory() as folder,
                 ):
                     told = CLIENTS[name](programs[name], port, streams, Path(folder))

@@ -1,7 +1,7 @@
 """Compare load clients with the stamps of servers of unusual forms: thread pool, short backlog, HTTP/1.0.
 
-    python tools/odd_servers.py -o odd-servers.json
-    python tools/odd_servers.py --vllm-client vllm/benchmarks/lib/endpoint_request_func.py -o odd-servers.json
+    python -m tools.odd_servers -o odd-servers.json
+    python -m tools.odd_servers --vllm-client vllm/benchmarks/lib/endpoint_request_func.py -o odd-servers.json
 
 Each client sends the same open loop to a fresh server of each form. A row has the client's median TTFT and
 TPOT over the server's own medians: 1 is a client that adds nothing. The peers are a plain aiohttp loop and
@@ -21,12 +21,12 @@ from statistics import median
 from typing import Any
 from urllib.request import urlopen
 
-from llmopt.bench.load.certify import ITL_MS, TTFT_MS
 from llmopt.bench.load.exchange import EncodedRequest, Endpoint
-from llmopt.bench.load.fleet import Fleet
-from llmopt.bench.load.known_server import VARIANTS, known_server
+from llmopt.bench.load.fleet import ITL_MS, TTFT_MS, Fleet
 from llmopt.bench.load.stream import chunk_tokens
 from llmopt.bench.machine.environment import describe
+
+from tests.support.odd_known_server import VARIANTS, odd_server
 
 COUNT, TOKENS = 60, 10
 LIMIT = 0.05
@@ -121,7 +121,7 @@ def main() -> int:
         ratios: dict[str, list[tuple[float, float]]] = {name: [] for name in clients}
         for _ in range(given.rounds):
             for name, client in clients.items():
-                with known_server(TTFT_MS, ITL_MS, variant) as port:
+                with odd_server(TTFT_MS, ITL_MS, variant) as port:
                     ttfts, tpots = client(port, given.rate)
                     with urlopen(f"http://127.0.0.1:{port}/times") as answer:
                         own = json.load(answer)

@@ -52,7 +52,7 @@ class Start:
         from llmopt.bench.load.inprocess import InjectedDelay, spin
         from llmopt.bench.machine.pass_usage import PassMeter
         from llmopt.bench.options.options import BenchOptions
-        from llmopt.bench.session.engine_session import EngineSession
+        from llmopt.bench.session.target_sessions import EngineSession
 
         options = BenchOptions(
             num_prompts=given.num_prompts,

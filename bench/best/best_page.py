@@ -20,6 +20,7 @@ from ..page.page import (
     Tone,
     drawn,
     number,
+    page_of,
     percent,
     size,
 )
@@ -37,7 +38,6 @@ from ..page.plot_style import (
     title,
     to_svg,
 )
-from ..page.templates import page_of
 from ..quality.summary import FORMULAS
 from .decision import gap_words
 

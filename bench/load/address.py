@@ -1,40 +1,37 @@
-"""Server endpoint from `--base-url` and its options; its model, tokenizer, version and GPU."""
+"""Server endpoint from `--base-url` and its options; its model, tokenizer, version and GPU; its `/metrics`.
+
+llmopt, vLLM, SGLang and llama.cpp name the same metrics differently; the short names are vLLM's without the
+prefix. prometheus-client parses Prometheus' text format.
+"""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ...base.errors import BadInput
 from ...base.extras import import_extra
 from ...quant.source.load_processor import load_tokenizer
 from ...quant.source.models import is_local, resolve_model
+from ..options import values
 from ..options.options import BenchOptions
-from ..options.values import (
-    BACKENDS,
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
-    POOLED,
-    POOLING,
-    RERANK,
-    TRANSFORMERS,
-)
+from ..options.values import BACKENDS, CHAT, COMPLETIONS, POOLING
 from .exchange import Endpoint
 from .json_http import JsonClient, RequestFailed
 
 PATHS = {
     COMPLETIONS: "/v1/completions",
     CHAT: "/v1/chat/completions",
-    TRANSFORMERS: "/v1/completions",
-    EMBEDDINGS: "/v1/embeddings",
-    RERANK: "/v1/rerank",
-    POOLED: "/pooling",
+    values.TRANSFORMERS: "/v1/completions",
+    values.EMBEDDINGS: "/v1/embeddings",
+    values.RERANK: "/v1/rerank",
+    values.POOLED: "/pooling",
 }
 CARD_SECONDS = 10.0
 DEFAULT_CONTEXT = 32768
@@ -53,8 +50,7 @@ class Address:
 
     Attributes:
         url: scheme, host, port and prefix, without a `/v1` at its end, a key or a query.
-        path: of the endpoint, with the prefix.
-        headers: sent with every request.
+        path: path of the endpoint, with the prefix.
         backend: the request format, a value of `BACKENDS`.
     """
 
@@ -75,11 +71,8 @@ class Address:
         headers: Mapping[str, str] | None = None,
         verify_tls: bool = True,
     ) -> Address:
-        """Validate the options and build the address.
-
-        Raises:
-            BadInput: no URL of http or https, an unknown backend, or a header that would break the request.
-        """
+        """Validate the options and build the address. Raises BadInput: no URL of http or https, an unknown
+        backend, or a header that would break the request."""
         try:
             parts = urlsplit(base_url)
             port = parts.port
@@ -112,7 +105,6 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the host is a loopback name or address."""
         host = urlsplit(self.url).hostname or ""
         try:
             return ip_address(host).is_loopback
@@ -123,10 +115,8 @@ class Address:
         """Host, port, TLS and request head (all headers but Content-Length) for the workers."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None
-        lines = [
-            f"POST {self.path} HTTP/1.1",
-            *(f"{name}: {value}" for name, value in self.headers),
-        ]
+        fields = (f"{name}: {value}" for name, value in self.headers)
+        lines = [f"POST {self.path} HTTP/1.1", *fields]
         return Endpoint(
             parts.hostname,
             parts.port or {"http": 80, "https": 443}[parts.scheme],
@@ -138,50 +128,38 @@ class Address:
         )
 
     def model_card(self) -> dict[str, Any]:
-        """The first model of the server's `/v1/models`.
-
-        Raises:
-            BadInput: the server is unreachable, or its response is not a list of models.
-        """
+        """The first model of the server's `/v1/models`. Raises BadInput: the server is unreachable, or its
+        response is not a list of models."""
         url = f"{self.url}/v1/models"
         try:
             card = self.json_client(CARD_SECONDS).get(url)["data"][0]
             if not isinstance(card, dict) or not isinstance(card.get("id"), str):
                 raise TypeError
-        except RequestFailed as error:
-            if error.status is not None:
-                raise BadInput(
-                    f"{url} answers HTTP {error.status}: give --model, or the right key"
-                ) from error
-            if error.is_unreachable:
-                raise BadInput(f"no server answers at {self.url}: {error}") from error
-            raise BadInput(f"{url} gives no list of models: give --model") from error
-        except (LookupError, TypeError) as error:
-            raise BadInput(f"{url} gives no list of models: give --model") from error
+        except (RequestFailed, LookupError, TypeError) as error:
+            complaint = f"{url} gives no list of models: give --model"
+            if isinstance(error, RequestFailed) and error.status is not None:
+                complaint = f"{url} answers HTTP {error.status}: give --model, or the right key"
+            elif isinstance(error, RequestFailed) and error.is_unreachable:
+                complaint = f"no server answers at {self.url}: {error}"
+            raise BadInput(complaint) from error
         return card
 
     def get(self, path: str) -> bytes:
-        """The body of a GET with the headers of every request.
-
-        Raises:
-            RequestFailed: no answer, another status than 2xx, or no HTTP.
-        """
+        """The body of a GET with the headers of every request. Raises RequestFailed: no answer, another
+        status than 2xx, or no HTTP."""
         return self.json_client(CARD_SECONDS).read(self.url + path)
 
     def json_client(self, timeout: float) -> JsonClient:
-        """A client for requests that are not timed."""
         return JsonClient(dict(self.headers), self.verify_tls, timeout)
 
     @property
     def completions_url(self) -> str:
-        """Where prompts are scored and continued: the path of the requests, unless those are chats."""
         if self.path.endswith("/chat/completions"):
             return self.url + PATHS[COMPLETIONS]
         return self.request_url
 
     @property
     def request_url(self) -> str:
-        """The URL of the measured requests."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc}{self.path}"
 
@@ -198,16 +176,12 @@ class ServedModel:
 
     @property
     def knows_completion_length(self) -> bool:
-        """The server is known to read `max_completion_tokens`."""
         return self.owner in KNOWN_OWNERS
 
 
 def find_served(options: BenchOptions, address: Address) -> ServedModel:
-    """Resolve the served model name and its tokenizer.
-
-    Raises:
-        BadInput: no `--model` and a server that does not list one, or no tokenizer under any of its names.
-    """
+    """Resolve the served model name and its tokenizer. Raises BadInput: no `--model` and a server that does
+    not list one, or no tokenizer under any of its names."""
     card: dict[str, Any] = {}
     try:
         card = address.model_card()
@@ -225,8 +199,8 @@ def find_served(options: BenchOptions, address: Address) -> ServedModel:
 
 
 def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Path]:
-    """(name, folder) of the first of `names` that is a model here. Only a name from the options may be looked
-    up on the hub; a name reported by the server is looked up on this machine."""
+    """(name, folder) of the first of `names` that is a model here. Only names from the options are looked up
+    on the hub; names that the server reports are looked up on this machine alone."""
     for name in names:
         given = name in (options.tokenizer, options.model)
         if is_local(name) or (given and (options.tokenizer or "/" in name)):
@@ -238,7 +212,7 @@ def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Pa
 
 
 def server_facts(address: Address) -> dict[str, str | None]:
-    """{`model`, `version`, `gpu`}; None where the server does not say."""
+    """{`model`, `version`, `gpu`}; values are None where the server does not say."""
     try:
         card = address.model_card()
     except BadInput:
@@ -248,19 +222,18 @@ def server_facts(address: Address) -> dict[str, str | None]:
 
 
 def server_version(address: Address) -> str | None:
-    """The server's version by the first path that has one."""
     for path, key in VERSION_PATHS.items():
         try:
-            said: Any = json.loads(address.get(path))
+            answer: Any = json.loads(address.get(path))
         except UNREACHABLE:
             continue
-        if isinstance(said, dict) and isinstance(said.get(key), str):
-            return said[key]
+        if isinstance(answer, dict) and isinstance(answer.get(key), str):
+            return answer[key]
     return None
 
 
 def gpu_of_metrics(address: Address) -> str | None:
-    """The GPUs named by the labels of the server's Prometheus metrics, sorted."""
+    """GPUs named by the labels of the server's Prometheus metrics, sorted."""
     try:
         parser = import_extra("a scrape of server metrics", "serve", "prometheus_client.parser")
         text = address.get("/metrics").decode("utf-8", "replace")
@@ -274,3 +247,214 @@ def gpu_of_metrics(address: Address) -> str | None:
     except UNREACHABLE:
         return None
     return ", ".join(sorted(names)) or None
+
+
+SampleKind = Literal["counter", "gauge", "sum", "count"]
+PREFIXES = ("llmopt_", "vllm:", "sglang:", "llamacpp:")
+"""Where a server has a metric under two of them, the first is read."""
+SYNONYMS = {
+    "kv_cache_usage_ratio": "kv_cache_usage",
+    "kv_cache_usage_perc": "kv_cache_usage",
+    "gpu_cache_usage_perc": "kv_cache_usage",
+    "token_usage": "kv_cache_usage",
+    "num_running_reqs": "num_requests_running",
+    "requests_processing": "num_requests_running",
+    "num_queue_reqs": "num_requests_waiting",
+    "requests_deferred": "num_requests_waiting",
+    "num_preemptions_total": "num_preemptions",
+    "prefix_cache_queries_total": "prefix_cache_queries",
+    "gpu_prefix_cache_queries_total": "prefix_cache_queries",
+    "prefix_cache_hits_total": "prefix_cache_hits",
+    "gpu_prefix_cache_hits_total": "prefix_cache_hits",
+    "prompt_tokens_total": "prompt_tokens",
+    "generation_tokens_total": "generation_tokens",
+    "tokens_predicted_total": "generation_tokens",
+    "spec_decode_num_draft_tokens_total": "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens_total": "spec_decode_num_accepted_tokens",
+}
+SHARES = {"kv_cache_usage", "cache_hit_rate"}
+"""Gauges that are averaged over engines, not summed."""
+PATH = "/metrics"
+EVERY_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A value of a scrape; a histogram has a `sum` and a `count`."""
+
+    kind: SampleKind
+    value: float
+
+
+def parse_samples(text: str) -> dict[str, Sample]:
+    """{short name: sample}, summed over label sets (gauges that are shares: averaged). Metrics that only
+    carry labels (`_info`) and those outside the known prefixes are left out. Raises ValueError: not the text
+    format."""
+    sources: dict[str, dict[tuple[int, str], list[float]]] = {}
+    kinds: dict[str, SampleKind] = {}
+    parser = import_extra("a scrape of server metrics", "serve", "prometheus_client.parser")
+    for family in parser.text_string_to_metric_families(text):
+        rank = next((n for n, p in enumerate(PREFIXES) if family.name.startswith(p)), None)
+        if rank is None or family.name.endswith("_info"):
+            continue
+        for sample in family.samples:
+            if (kind := _kind(family.type, sample.name)) is not None:
+                short: str = sample.name.removeprefix(PREFIXES[rank])
+                name = SYNONYMS.get(short, short)
+                by_source = sources.setdefault(name, {})
+                by_source.setdefault((rank, sample.name), []).append(sample.value)
+                kinds[name] = kind
+    chosen = {name: by_source[min(by_source)] for name, by_source in sources.items()}
+    return {
+        name: Sample(kinds[name], sum(values) / (len(values) if name in SHARES else 1))
+        for name, values in chosen.items()
+    }
+
+
+def _kind(family_type: str, sample_name: str) -> SampleKind | None:
+    if family_type in ("histogram", "summary"):
+        ending = sample_name.rpartition("_")[2]
+        return {"sum": "sum", "count": "count"}.get(ending)  # type: ignore[return-value]
+    if sample_name.endswith("_created"):
+        return None
+    if family_type == "counter":
+        return "counter"
+    return "gauge" if family_type in ("gauge", "unknown") else None
+
+
+class Scraper:
+    """Reads `/metrics` of one server; a thread scrapes it between `start` and `stop`.
+
+    Attributes:
+        reason: reason why there is nothing to scrape; None where the server has metrics.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.url = address.url + PATH
+        self._address = address
+        self._samples: list[dict[str, Sample]] = []
+        self._failed = 0
+        self.reason: str | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        try:
+            if not parse_samples(self._text()):
+                self.reason = f"{self.url} has no Prometheus metrics"
+        except RequestFailed as error:
+            answers = "does not answer:" if error.is_unreachable else "answers"
+            self.reason = f"{self.url} {answers} {error}"
+        except BadInput as error:
+            self.reason = str(error)
+        except ValueError:
+            self.reason = f"{self.url} is not in Prometheus' text format"
+
+    def start(self) -> None:
+        self._samples, self._failed = [], 0
+        if self.reason is not None:
+            return
+        self._scrape()
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._keep_scraping, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> tuple[list[dict[str, Sample]], int]:
+        """(the samples of each scrape in order, how many scrapes failed); the last is of now."""
+        if self._thread is None:
+            return [], self._failed
+        self._stop.set()
+        self._thread.join()
+        self._thread = None
+        self._scrape()
+        return self._samples, self._failed
+
+    def _keep_scraping(self) -> None:
+        while not self._stop.wait(EVERY_SECONDS):
+            self._scrape()
+
+    def _scrape(self) -> None:
+        try:
+            self._samples.append(parse_samples(self._text()))
+        except (RequestFailed, ValueError):
+            self._failed += 1
+
+    def _text(self) -> str:
+        return self._address.get(PATH).decode("utf-8", "replace")
+
+
+def pass_metrics(scrapes: Sequence[Mapping[str, Sample]], failed: int) -> dict[str, Any] | None:
+    """Metrics of one pass; None without two scrapes to compare. Requests of other clients are included.
+    Counters are rises from the first scrape to the last, gauges have mean and maximum over all scrapes, and
+    `means` are the means of the observations in each histogram."""
+    if len(scrapes) < 2:
+        return None
+    first, last = scrapes[0], scrapes[-1]
+    gauges: dict[str, list[float]] = {}
+    for scrape in scrapes:
+        for name, sample in scrape.items():
+            if sample.kind == "gauge":
+                gauges.setdefault(name, []).append(sample.value)
+    grown = {
+        name: sample.value - first[name].value
+        for name, sample in last.items()
+        if sample.kind != "gauge" and name in first and sample.value >= first[name].value
+    }
+    counters = {name: value for name, value in grown.items() if last[name].kind == "counter"}
+    stems = [name.removesuffix("_count") for name in grown if last[name].kind == "count"]
+    return {
+        "num_scrapes": len(scrapes),
+        "failed_scrapes": failed,
+        "counters": counters,
+        "gauges": {
+            name: {"mean": sum(each) / len(each), "max": max(each)} for name, each in gauges.items()
+        },
+        "means": {
+            stem: grown[f"{stem}_sum"] / grown[f"{stem}_count"]
+            for stem in stems
+            if grown[f"{stem}_count"] > 0 and f"{stem}_sum" in grown
+        },
+        "prefix_cache_hit_rate": _ratio(counters, "prefix_cache_hits", "prefix_cache_queries"),
+        "draft_acceptance": _ratio(
+            counters, "spec_decode_num_accepted_tokens", "spec_decode_num_draft_tokens"
+        ),
+    }
+
+
+def _ratio(counters: Mapping[str, float], part: str, whole: str) -> float | None:
+    if part not in counters or not counters.get(whole):
+        return None
+    return counters[part] / counters[whole]
+
+
+def server_metrics_part(
+    scraper: Scraper, passes: Sequence[Mapping[str, Any] | None]
+) -> dict[str, Any]:
+    """`llmopt.server_metrics` of a result: counters summed over the passes, gauges' mean of means and
+    maximum."""
+    known = [each for each in passes if each is not None]
+    reason = scraper.reason
+    if reason is None and not known:
+        reason = f"{scraper.url} could not be scraped during the passes"
+    return {
+        "url": scraper.url,
+        "reason": reason,
+        "scraped_every_s": EVERY_SECONDS,
+        "counters": _over(known, "counters", sum),
+        "gauges": _over(
+            known,
+            "gauges",
+            lambda values: {
+                "mean": sum(value["mean"] for value in values) / len(values),
+                "max": max(value["max"] for value in values),
+            },
+        ),
+        "means": _over(known, "means", lambda values: sum(values) / len(values)),
+        "runs": list(passes),
+    }
+
+
+def _over(passes: Sequence[Mapping[str, Any]], part: str, reduce: Any) -> dict[str, Any]:
+    values: dict[str, list[Any]] = {}
+    for metrics in passes:
+        for name, value in metrics[part].items():
+            values.setdefault(name, []).append(value)
+    return {name: reduce(found) for name, found in values.items()}

@@ -19,9 +19,9 @@ from ...base.errors import BadInput
 from ...base.progress import Progress
 from ..metrics.trace import LoadPass, RequestTrace
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
+from ..options.values import BACKENDS, CHAT, COMPLETIONS, RERANK, TRANSFORMERS
 from ..workloads.workload import ConversationTurn, Message, Workload, WorkloadItem, cycle_seconds
-from .address import BACKENDS, CHAT, COMPLETIONS, RERANK, TRANSFORMERS, Address, ServedModel
-from .certify import ClientError, judge, measure_client
+from .address import Address, ServedModel
 from .exchange import (
     MARK,
     Answer,
@@ -31,7 +31,7 @@ from .exchange import (
     PassWindow,
     encoded_message,
 )
-from .fleet import Fleet, FleetPass, default_workers
+from .fleet import ClientError, Fleet, FleetPass, default_workers, judge, measure_client
 from .load import adapter_of, request_id, window_duration
 from .stream import chunk_tokens
 
@@ -45,11 +45,9 @@ class Body:
     """Encodes workload items as request bodies, with `MARK` in the place of a prompt's first token.
 
     Attributes:
-        model: the model's name on the server.
         backend: `CHAT` sends the prompt as the text of one user message, or the messages of a conversation;
             `COMPLETIONS` as token ids; `TRANSFORMERS` as text, with the length set through
             `generation_config`. The backends of `pooling` send several inputs (`encode_inputs`).
-        decode: token ids to text.
         sends_both_lengths: send a chat's length as `max_tokens` too, for servers that ignore
             `max_completion_tokens`; OpenAI's API refuses the two together.
         extra: fields to add or replace; a field set to None is left out.
@@ -65,7 +63,6 @@ class Body:
     extra: tuple[tuple[str, Any], ...] = ()
 
     def encode(self, item: WorkloadItem) -> EncodedRequest:
-        """The request, or all turns of the conversation."""
         name, due = item.request_id, item.arrival_seconds
         if item.images and self.backend != CHAT:
             raise BadInput(f"images are sent with --backend {CHAT} alone, not {self.backend}")
@@ -81,13 +78,13 @@ class Body:
             fields = self._plain(self._marked_text(item), item.output_len)
         elif self.backend == CHAT:
             text: Any = self._marked_text(item)
-            if item.images:  # behind the text, as vLLM's benchmark sends them
+            if item.images:  # after the text, as vLLM's benchmark sends them
                 parts = [{"type": "image_url", "image_url": {"url": url}} for url in item.images]
                 text = [{"type": "text", "text": text}, *parts]
-            spoken = [{"role": "user", "content": text}]
-            fields = self._chat(spoken, item.output_len)
+            fields = self._chat([{"role": "user", "content": text}], item.output_len)
         else:
-            prompt = {"prompt": _marked_ids(item), "max_tokens": item.output_len}
+            ids = [_MARK_NUMBER, *item.prompt_token_ids[1:]]
+            prompt = {"prompt": ids, "max_tokens": item.output_len}
             fields = self._streamed(prompt, item.output_len)
         return EncodedRequest(name, _marked(self._json(fields)), due)
 
@@ -98,7 +95,7 @@ class Body:
             query, *documents = map(self._marked_text, batch)
             inputs: dict[str, Any] = {"query": query, "documents": documents}
         else:
-            ids = [_marked_ids(item) for item in batch]
+            ids = [[_MARK_NUMBER, *item.prompt_token_ids[1:]] for item in batch]
             inputs = {"input": ids[0] if len(ids) == 1 else ids}
         body = _marked(self._json({"model": self.model, **inputs}), len(batch))
         return EncodedRequest(batch[0].request_id, body, batch[0].arrival_seconds)
@@ -112,11 +109,10 @@ class Body:
     def _turn(self, turn: ConversationTurn) -> EncodedTurn:
         head, tail = self._around(turn.output_len)
         answer = None if turn.answer is None else encoded_message("assistant", turn.answer)
-        said, think, since = _written(*turn.messages), turn.think_seconds, turn.due_seconds
-        return EncodedTurn(head, said, tail, think, since, answer)
+        messages = _written(*turn.messages)
+        return EncodedTurn(head, messages, tail, turn.think_seconds, turn.due_seconds, answer)
 
     def _around(self, output_len: int) -> tuple[bytes, bytes]:
-        """The body of a chat before and behind its messages."""
         fields = self._chat([_MESSAGES], output_len)
         head, _, tail = self._json(fields).partition(json.dumps(_MESSAGES).encode())
         return head, tail
@@ -135,18 +131,14 @@ class Body:
         )
 
     def _streamed(self, prompt: dict[str, Any], output_len: int) -> dict[str, Any]:
-        fields = {"model": self.model, **prompt}
-        fields["temperature"] = self.temperature
+        fields = {"model": self.model, **prompt, "temperature": self.temperature}
         if self.temperature > 0:
             fields["seed"] = self.seed
         if self.ignore_eos:
             # Some servers suppress only one of several EOS tokens under ignore_eos, hence the second field.
             fields |= {"ignore_eos": True, "min_tokens": output_len}
-        fields |= {
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        return fields
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        return fields | {"stream": True, "stream_options": usage}
 
     def _plain(self, prompt: str, output_len: int) -> dict[str, Any]:
         """The fields for `transformers serve`, which rejects unknown ones."""
@@ -177,10 +169,6 @@ def _written(*messages: Message) -> bytes:
     return b",".join(encoded_message(message.role, message.content) for message in messages)
 
 
-def _marked_ids(item: WorkloadItem) -> list[int]:
-    return [_MARK_NUMBER, *item.prompt_token_ids[1:]]
-
-
 def _marked(body: bytes, count: int = 1) -> bytes:
     """JSON with `MARK` in the place of the first `count` marks, all texts or all numbers."""
     for mark in (json.dumps(_MARK_TEXT)[1:-1].encode(), b"%d" % _MARK_NUMBER):
@@ -192,13 +180,8 @@ def _marked(body: bytes, count: int = 1) -> bytes:
 def batches(
     items: Sequence[WorkloadItem], backend: str, batch_size: int
 ) -> list[tuple[WorkloadItem, ...]]:
-    """The items of each request: `batch_size` inputs; of a rerank a query and that many documents.
-
-    The last request may have fewer, but a rerank has a document.
-
-    Raises:
-        BadInput: too few prompts for one request.
-    """
+    """The items of each request: `batch_size` inputs, or for a rerank a query and that many documents (in the
+    last request fewer, but at least one). Raises BadInput: too few prompts for one request."""
     size = batch_size + (backend == RERANK)
     groups = [tuple(items[start : start + size]) for start in range(0, len(items), size)]
     groups = [group for group in groups if len(group) > (backend == RERANK)]
@@ -213,13 +196,8 @@ CYCLES = 256
 
 @dataclass(frozen=True, slots=True)
 class HttpPass:
-    """One pass over a workload.
-
-    Attributes:
-        prefix_cache_hit_rate: fraction of prompt tokens from the server's prefix cache, over the responses
-            that report it; None where none does.
-        worker_seconds: CPU time of the workers.
-    """
+    """One pass over a workload, with the CPU time of the workers. The prefix cache's hit rate is a fraction
+    of the prompt tokens, over the responses that report it; None where none does."""
 
     load: LoadPass
     prefix_cache_hit_rate: float | None
@@ -227,10 +205,7 @@ class HttpPass:
 
 
 class HttpDriver:
-    """Sends passes to one endpoint and accumulates client overhead (lags, late connections).
-
-    `close` ends the worker processes.
-    """
+    """Sends passes to one endpoint and accumulates client overhead (lags, late connections)."""
 
     def __init__(
         self, options: BenchOptions, address: Address, served: ServedModel, progress: Progress
@@ -260,11 +235,9 @@ class HttpDriver:
         self._fleet = Fleet(self.num_workers)
 
     def close(self) -> None:
-        """End the worker processes."""
         self._fleet.__exit__()
 
     def check(self) -> None:
-        """Measure the client's own error against a server of known latency."""
         self._error = measure_client(
             self._fleet,
             self.num_workers,
@@ -274,7 +247,6 @@ class HttpDriver:
         )
 
     def warm_up(self, workload: Workload, description: str) -> LoadPass:
-        """Send a warm-up pass, which is not recorded."""
         warmup = self.drive(workload, 0, description)
         self._reset_account()
         return warmup.load
@@ -282,11 +254,9 @@ class HttpDriver:
     def drive(
         self, workload: Workload, number: int, description: str, window: float | None = None
     ) -> HttpPass:
-        """Pass `number` over the workload, 0 being the warm-up.
-
-        A server's prefix cache cannot be emptied from here. A different first token per pass, and per cycle
-        within a `window`, makes every prompt miss it, while prefixes shared within the cycle stay shared.
-        """
+        """Pass `number` over the workload, 0 being the warm-up. A server's prefix cache cannot be emptied
+        from here. A different first token per pass, and per cycle within a `window`, makes every prompt miss
+        it, while prefixes shared within the cycle stay shared."""
         seconds = self._fleet.cpu_seconds()
         seen = self._fleet.run(
             self._endpoint,
@@ -308,12 +278,12 @@ class HttpDriver:
 
     def client_part(self, metrics: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, Any]:
         """`llmopt.client` of a result: client overhead and certification."""
-        lag = {
-            "mean": float(np.mean([each["mean"] for each in self._lags])),
-            "p99": max(each["p99"] for each in self._lags),
-            "max": max(each["max"] for each in self._lags),
-        }
-        error, late = self._error, self._lateness_ms(passes)
+        lag = {key: max(lags[key] for lags in self._lags) for key in ("p99", "max")}
+        lag = {"mean": float(np.mean([lags["mean"] for lags in self._lags])), **lag}
+        error, late = self._error, None
+        if self._options.concurrency is None:  # under a limit, waiting is part of the load
+            queued = [trace.queued * 1000 for load in passes for trace in load.traces]
+            late = float(np.median(queued or [0]))
         reasons = judge(error, metrics, loop_lag_ms=lag["mean"], send_lag_ms=late)
         return {
             "certified": not reasons,
@@ -331,36 +301,27 @@ class HttpDriver:
         }
 
     def doubts(self) -> list[str]:
-        """Signs of another model under the name (the name in answers, counts of prompt tokens), and fields of
-        the stream that were not read."""
-        asked = {self._body.model, *self._options.loras, ""}
-        found = [
+        """Signs of another model under the name, and unknown fields of the stream."""
+        known = {self._body.model, *self._options.loras, ""}
+        doubts = [
             f"{count} answers are signed {name!r}, not {self._body.model!r}: another model may be behind "
             "the name"
             for name, count in self._models.items()
-            if name not in asked
+            if name not in known
         ]
         if self._num_recounted:
-            found.append(
+            doubts.append(
                 f"{self._num_recounted} answers count other prompt tokens than were sent as ids: the "
                 "server's tokenizer, or its model, is another"
             )
         if self._unread:
             fields = ", ".join(f"{name} ({count} chunks)" for name, count in self._unread.items())
-            found.append(
+            doubts.append(
                 f"the stream has fields that are not known here: {fields}; output in them was not counted"
             )
-        return found
-
-    def _lateness_ms(self, passes: Sequence[LoadPass]) -> float | None:
-        """Median lateness of sending; None under a concurrency limit, where waiting is part of the load."""
-        if self._options.concurrency is not None:
-            return None
-        queued = [trace.queued * 1000 for load in passes for trace in load.traces]
-        return float(np.median(queued or [0]))
+        return doubts
 
     def _reset_account(self) -> None:
-        """Reset the accumulated client overhead."""
         self._counters: Counter[str] = Counter()
         self._models: Counter[str] = Counter()
         self._unread: Counter[str] = Counter()
@@ -369,7 +330,6 @@ class HttpDriver:
         self._late_connections = 0
 
     def _batches(self, workload: Workload) -> list[tuple[WorkloadItem, ...]]:
-        """The items of each request: one item, or several inputs of a pooling request."""
         if not self._endpoint.is_pooled:
             return [(item,) for item in workload.items]
         return batches(workload.items, self._body.backend, self._options.random_batch_size)
@@ -378,21 +338,20 @@ class HttpDriver:
         """The requests that open the workload, each with those that wait for it."""
         waiting: dict[str, list[tuple[int, EncodedRequest]]] = {}
         opening = []
-        # Those that wait are behind what they wait for.
+        # A request stands after the one that it waits for.
         for batch in reversed(self._batches(workload)):
             item = batch[0]
             adapter = self._adapter(item.request_id)
             body = replace(self._body, model=adapter) if adapter else self._body
-            one = body.encode_inputs(batch) if self._endpoint.is_pooled else body.encode(item)
-            one = replace(
-                one, cancel=item.cancel_seconds, waiting=tuple(waiting.pop(one.request_id, ()))
-            )
+            request = body.encode_inputs(batch) if self._endpoint.is_pooled else body.encode(item)
+            followers = tuple(waiting.pop(request.request_id, ()))
+            request = replace(request, cancel=item.cancel_seconds, waiting=followers)
             if item.after is None:
-                opening.append(one)
+                opening.append(request)
                 continue
             before, turn = item.after
-            one = replace(one, due=item.gap_seconds)
-            waiting.setdefault(before, []).append((turn, one))
+            request = replace(request, due=item.gap_seconds)
+            waiting.setdefault(before, []).append((turn, request))
         return opening[::-1]
 
     def _adapter(self, name: str) -> str | None:
@@ -401,13 +360,10 @@ class HttpDriver:
 
     def _load_pass(self, workload: Workload, seen: FleetPass, window: float | None) -> LoadPass:
         by_id = {batch[0].request_id: batch for batch in self._batches(workload)}
-        place = {name: number for number, name in enumerate(by_id)}
-        ordered = sorted(seen.exchanges, key=lambda e: (e.cycle, place[e.request_id], e.turn))
-        traces = [
-            self._trace(by_id[each.request_id], each, seen.origin)
-            for each in ordered
-            if not each.cancelled
-        ]
+        position = {name: number for number, name in enumerate(by_id)}
+        ordered = sorted(seen.exchanges, key=lambda e: (e.cycle, position[e.request_id], e.turn))
+        whole = [exchange for exchange in ordered if not exchange.cancelled]
+        traces = [self._trace(by_id[e.request_id], e, seen.origin) for e in whole]
         began_at = time.time() - (time.perf_counter() - seen.origin)
         seconds = seen.ended - seen.origin
         load = LoadPass(traces, seconds, [], seen.interrupted, began_at)
@@ -421,7 +377,10 @@ class HttpDriver:
         self, batch: tuple[WorkloadItem, ...], exchange: Exchange, origin: float
     ) -> RequestTrace:
         item, answer, is_pooled = batch[0], exchange.answer, self._endpoint.is_pooled
-        tokens, source = chunk_tokens(answer, self._recount(answer))
+        recount = None
+        if answer.total is None and answer.times:
+            recount = len(self._tokenizer.encode(answer.text, add_special_tokens=False))
+        tokens, source = chunk_tokens(answer, recount)
         if not answer.error and not is_pooled:
             self._counters[source] += 1
             self._models[answer.model] += 1
@@ -432,7 +391,7 @@ class HttpDriver:
             self._num_recounted += is_ids and answer.prompt_tokens not in known
         trace = RequestTrace(
             request_id(item.request_id, exchange.cycle, exchange.turn),
-            answer.prompt_tokens or sum(each.prompt_lens[exchange.turn] for each in batch),
+            answer.prompt_tokens or sum(input.prompt_lens[exchange.turn] for input in batch),
             0 if is_pooled else item.output_lens[exchange.turn],
             scheduled=exchange.due,
             sent=exchange.sent - origin,
@@ -453,7 +412,7 @@ class HttpDriver:
     def _incomplete(
         self, batch: tuple[WorkloadItem, ...], answer: Answer, trace: RequestTrace
     ) -> str:
-        """Say what a well-formed response lacks; empty if nothing."""
+        """Words on what a well-formed response lacks; empty if nothing."""
         if not self._endpoint.is_pooled:
             if trace.output_len:
                 return ""
@@ -463,11 +422,6 @@ class HttpDriver:
         if answer.num_results == expected:
             return ""
         return f"the response has {answer.num_results} results for {expected} inputs"
-
-    def _recount(self, answer: Answer) -> int | None:
-        if answer.total is not None or not answer.times:
-            return None
-        return len(self._tokenizer.encode(answer.text, add_special_tokens=False))
 
 
 def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
@@ -480,12 +434,10 @@ def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
 
 def first_tokens(tokenizer: Any, num_passes: int, num_cycles: int) -> list[list[int]]:
     """For every pass, different non-special token ids for its cycles, random in every run and recorded.
-
-    Seeded ones would still be in the prefix cache of a server that has run this benchmark before. Where
-    the vocabulary is small, a pass has fewer.
-    """
+    Seeded ones would still be in the prefix cache of a server that has run this benchmark before. Where the
+    vocabulary is small, a pass has fewer."""
     special = set(tokenizer.all_special_ids)
     ordinary = [token for token in range(len(tokenizer)) if token not in special]
-    each = max(1, min(num_cycles, len(ordinary) // num_passes))
-    tokens = random.SystemRandom().sample(ordinary, num_passes * each)
-    return [tokens[number * each :][:each] for number in range(num_passes)]
+    count = max(1, min(num_cycles, len(ordinary) // num_passes))
+    tokens = random.SystemRandom().sample(ordinary, num_passes * count)
+    return [tokens[number * count :][:count] for number in range(num_passes)]

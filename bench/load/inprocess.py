@@ -47,22 +47,13 @@ class WithAdapter:
 
 @dataclass(slots=True)
 class _InFlightRequest:
-    """A request in flight."""
-
     prompt_len: int
     num_tokens: int = 0
 
 
 class InProcessTarget:
-    """Drives `Engine.add_request` and `Engine.step`; a chunk's time is when its step returned.
-
-    Args:
-        engine: anything with the engine's `add_request`, `step`, `abort`, `has_unfinished`
-            and `stats`.
-        ignore_eos: generate exactly the requested output length, so that two checkpoints do equal work.
-        temperature: 0 is greedy.
-        adapter: the LoRA adapter of a request id; None: the model itself.
-    """
+    """Drives `Engine.add_request` and `Engine.step`; a chunk's time is when its step returned. `ignore_eos`
+    generates exactly the requested lengths, so that two checkpoints do equal work."""
 
     name = "in-process"
 
@@ -154,6 +145,8 @@ class InProcessTarget:
         finished = output.finish_reason is not None
         if finished:
             del self._flights[output.request_id]
+        tokens = output.new_token_ids
+        at_end = output.finish_reason == "stop" and tokens[-1:]
         return Chunk(
             output.request_id,
             now,
@@ -162,14 +155,8 @@ class InProcessTarget:
             finished,
             "the engine aborted it" if output.finish_reason == "abort" else "",
             output.num_cached_tokens,
-            self._spoken(output),
+            tokens[:-1] if at_end and tokens[-1] in self._engine.eos_token_ids else tokens,
         )
-
-    def _spoken(self, output: RequestOutput) -> tuple[int, ...]:
-        """The new tokens, without the end token that stopped the request: the chat template writes it."""
-        tokens = output.new_token_ids
-        at_end = output.finish_reason == "stop" and tokens[-1:]
-        return tokens[:-1] if at_end and tokens[-1] in self._engine.eos_token_ids else tokens
 
 
 @dataclass(slots=True)
@@ -182,11 +169,8 @@ class ImagePreparation:
     seconds: float = 0.0
 
     def prepared(self, item: WorkloadItem, engine: Engine) -> tuple[Sequence[int], Images]:
-        """Token ids and images of a request, which stand behind its text.
-
-        Raises:
-            BadInput: the model takes no images, or one is broken.
-        """
+        """Token ids and images of a request; the images stand after its text. Raises BadInput: the model
+        takes no images, or one is broken."""
         if not item.images:
             return item.prompt_token_ids, NO_IMAGES
         from ...engine.base.image_input import MediaLimits
@@ -212,11 +196,9 @@ def images_part(
     encoders: EncoderCache | None,
     traces: Sequence[RequestTrace],
 ) -> dict[str, Any] | None:
-    """The images of a pass, and the parts of the mean TTFT in milliseconds; None without images.
-
-    `prepare` is decoding and the image processor, `encode` the vision tower (a step's encoding is shared
-    among its images), `prefill` the rest, queueing included.
-    """
+    """Images of a pass, and the parts of the mean TTFT in milliseconds; None without images. `prepare` is
+    decoding and the image processor, `encode` the vision tower (shared among the images of a step), `prefill`
+    the rest with queueing."""
     count = preparation.num_requests
     if encoders is None or not count:
         return None
@@ -248,11 +230,8 @@ def spin(seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InjectedDelay:
-    """Engine phase hook: stretches one phase, or whole steps, by `factor`.
-
-    Attributes:
-        wait: passes the added seconds: `spin`, or `time.sleep` for a delay that CPU time does not see.
-    """
+    """Engine phase hook: stretches one phase, or whole steps, by `factor`. `wait` passes the added seconds:
+    `spin`, or `time.sleep` for a delay that CPU time does not see."""
 
     phase: Literal["sample", "step"]
     factor: float
@@ -300,10 +279,8 @@ FORMULA = (
 def step_split(
     engine: Engine, target: Target, workload: Workload, limit: int | None
 ) -> dict[str, Any] | None:
-    """Milliseconds of a decode step by phase, with their sum; None where there is no decode-only step.
-
-    Sends the first requests of `workload` again.
-    """
+    """Milliseconds of a decode step by phase, with their sum; None where there is no decode-only step. Sends
+    the first requests of `workload` again."""
     items = tuple(
         replace(item, arrival_seconds=0.0, turns=()) for item in workload.items[:MAX_REQUESTS]
     )
@@ -341,26 +318,21 @@ def split_sentence(result: Mapping[str, Any]) -> str | None:
     if not (split := result["llmopt"].get("step_split")):
         return None
     part, spent = max(split["parts_ms"].items(), key=lambda pair: pair[1])
+    replayed = ""
+    if (count := split.get("replayed_steps")) == 0:
+        replayed = " The forward pass is eager."
+    elif count:
+        share = percent(count / split["num_steps"], 0)
+        replayed = f" The forward pass is replayed from a captured graph in {share} of the steps."
     return (
         f"Of the {number(split['step_ms'])} ms of a decode step {percent(spent / split['step_ms'], 0)} go to "
-        f"{part} ({(PARTS | DRAFTING)[part]}).{_replayed(split)}"
+        f"{part} ({(PARTS | DRAFTING)[part]}).{replayed}"
     )
-
-
-def _replayed(split: Mapping[str, Any]) -> str:
-    """Eager or graph replay, as a sentence; empty for a record without it."""
-    if (count := split.get("replayed_steps")) is None:
-        return ""
-    if not count:
-        return " The forward pass is eager."
-    share = percent(count / split["num_steps"], 0)
-    return f" The forward pass is replayed from a captured graph in {share} of the steps."
 
 
 def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
     """Explanation of a decode-time change: the saving that smaller weights allow, and the phase that changed
-    most; None where the weights are not smaller, the breakdown is unknown, or its steps, which are taken one
-    by one, moved against the TPOT of the runs."""
+    most; None without smaller weights or a breakdown, or where its steps moved against the runs' TPOT."""
     splits = [side["llmopt"].get("step_split") for side in (base, new)]
     bytes_held = [side["llmopt"]["memory"]["weight_bytes"] for side in (base, new)]
     roofline = base["llmopt"].get("roofline")

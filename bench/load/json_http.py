@@ -23,33 +23,25 @@ from typing import Any, Literal
 from ...base.errors import BadInput
 from .stream import refusal
 
-# A server that is full for a moment says one of these; so does a proxy before it.
-RETRIED = (429, 502, 503)
+RETRIED = (429, 502, 503)  # the server, or a proxy in front of it, is full for a moment
 RETRY_SECONDS = (0.5, 2.0, 8.0)
 Form = Literal["prompt_logprobs", "echo"]
 FORMS: tuple[Form, ...] = ("prompt_logprobs", "echo")
 # vLLM's default of --max-logprobs, the limit of OpenAI's completions, and the likeliest token alone.
 NUM_TOP = (20, 5, 1)
-# A server says so of a number of top tokens beyond its limit.
-BAD_VALUES = (400, 422)
+BAD_VALUES = (400, 422)  # statuses for a number of top tokens beyond the server's limit
 TOKEN_ID = "token_id:"
 PROBE_TEXT = "The quick brown fox jumps over the lazy dog."
 
 
 class RequestFailed(Exception):
-    """A request without a usable response: refused, unreachable, or not JSON.
-
-    Attributes:
-        status: of the HTTP response; None where there was none, or one of success.
-        is_unreachable: whether no connection carried a response.
-    """
+    """A request without a usable response: refused (`status` is HTTP's), unreachable, or not JSON."""
 
     def __init__(
         self, message: str, status: int | None = None, *, is_unreachable: bool = False
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.is_unreachable = is_unreachable
+        self.status, self.is_unreachable = status, is_unreachable
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +53,18 @@ class JsonClient:
     timeout: float = 600.0
 
     def get(self, url: str) -> Any:
-        """The JSON document at a URL.
-
-        Raises:
-            RequestFailed: there is none.
-        """
-        return self._send(urllib.request.Request(url, headers=self._fields()))
+        return self._send(url)
 
     def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON object that answers `body`.
-
-        Raises:
-            RequestFailed: refused, unreachable, or not an object.
-        """
+        """The JSON object that answers `body`. Raises RequestFailed: no usable answer, or no object."""
         data = json.dumps(body, separators=(",", ":")).encode()
-        answer = self._send(urllib.request.Request(url, data, self._fields()))
+        answer = self._send(url, data)
         if not isinstance(answer, dict):
             raise RequestFailed(f"{url} answers no JSON object")
         return answer
 
     def post_again(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """`post`, which asks again where a server is full."""
+        """`post`, repeated while the server is full."""
         for wait in RETRY_SECONDS:
             try:
                 return self.post(url, body)
@@ -94,8 +77,8 @@ class JsonClient:
     def post_each(
         self, url: str, bodies: Iterable[Mapping[str, Any]], concurrency: int
     ) -> Iterator[dict[str, Any]]:
-        """The answers in the order of the bodies, with up to `concurrency` requests in flight. The first
-        failure, and an interrupt, drop what was not sent."""
+        """Answers in the order of the bodies, up to `concurrency` in flight; a failure drops what was not
+        sent."""
         pool = ThreadPoolExecutor(concurrency, thread_name_prefix="llmopt-scores")
         sent: deque[Future[dict[str, Any]]] = deque()
         try:
@@ -109,43 +92,34 @@ class JsonClient:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _fields(self) -> dict[str, str]:
-        # urllib writes the Host of the URL.
-        return {name: value for name, value in self.headers.items() if name != "Host"}
-
-    def read(self, url: str) -> bytes:
-        """The bytes at a URL.
-
-        Raises:
-            RequestFailed: there are none.
-        """
-        return self._open(urllib.request.Request(url, headers=self._fields()))
-
-    def _send(self, request: urllib.request.Request) -> Any:
+    def _send(self, url: str, data: bytes | None = None) -> Any:
         try:
-            return json.loads(self._open(request))
+            return json.loads(self.read(url, data))
         except ValueError as error:
-            raise RequestFailed(f"{request.full_url} answers no JSON") from error
+            raise RequestFailed(f"{url} answers no JSON") from error
 
-    def _open(self, request: urllib.request.Request) -> bytes:
+    def read(self, url: str, data: bytes | None = None) -> bytes:
+        """The bytes at a URL. Raises RequestFailed: there are none."""
+        # urllib writes the Host of the URL.
+        headers = {name: value for name, value in self.headers.items() if name != "Host"}
+        request = urllib.request.Request(url, data, headers)
         try:
             with _opener(self.verify_tls).open(request, timeout=self.timeout) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             message = refusal(error.code, [(0.0, error.read())])
             raise RequestFailed(message, error.code) from error
-        except urllib.error.URLError as error:
-            raise RequestFailed(_reason(error.reason), is_unreachable=True) from error
-        except OSError as error:
-            raise RequestFailed(_reason(error), is_unreachable=True) from error
+        except OSError as error:  # URLError has the socket's error as its reason
+            reason = getattr(error, "reason", error)
+            said = getattr(reason, "strerror", None) or str(reason)
+            raise RequestFailed(said, is_unreachable=True) from error
         except http.client.HTTPException as error:
-            raise RequestFailed(f"{request.full_url} answers no HTTP") from error
+            raise RequestFailed(f"{url} answers no HTTP") from error
 
 
 @cache
 def _opener(verify_tls: bool) -> urllib.request.OpenerDirector:
-    """Opens URLs. Made once: it reads the system's certificates for 30 ms, and a server's metrics are read
-    every second beside its measurement."""
+    """A cached opener: reading the system's certificates takes 30 ms, and metrics are read every second."""
     context = ssl.create_default_context()
     if not verify_tls:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -153,10 +127,6 @@ def _opener(verify_tls: bool) -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(
         urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
     )
-
-
-def _reason(error: object) -> str:
-    return getattr(error, "strerror", None) or str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +146,10 @@ class ScoredToken:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether no token is likelier."""
         return self.rank == 1
 
     @property
     def top_token(self) -> int | str:
-        """The likeliest token."""
         return max(self.top, key=self.top.__getitem__)
 
 
@@ -191,13 +159,7 @@ class NoPromptLogprobs(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Scoring of prompts by one model of a server.
-
-    Attributes:
-        form: how the server is asked.
-        num_top: number of top tokens per position.
-        concurrency: requests in flight.
-    """
+    """Scoring of prompts by one model of a server, with `num_top` tokens of each position."""
 
     client: JsonClient
     url: str
@@ -217,14 +179,11 @@ class PromptLogprobs:
         num_top: int = NUM_TOP[0],
         concurrency: int = 8,
     ) -> PromptLogprobs:
-        """The form that the server knows, found with a short prompt of two tokens or more.
-
-        Raises:
-            NoPromptLogprobs: it knows none; with what it says to each.
-        """
+        """The form that the server knows, found with a short prompt of two tokens or more. Raises
+        NoPromptLogprobs: it knows none; with what it says to each."""
         reasons = {}
         for form in FORMS:
-            for count in dict.fromkeys(min(num_top, each) for each in NUM_TOP):
+            for count in dict.fromkeys(min(num_top, limit) for limit in NUM_TOP):
                 scoring = cls(client, url, model, form, count, concurrency)
                 try:
                     scoring._parsed(prompt, client.post(url, scoring._body(list(prompt))))
@@ -236,18 +195,13 @@ class PromptLogprobs:
                     reasons[form] = str(error)
                     if error.status not in BAD_VALUES:
                         break
-        words = "; ".join(f"{form}: {reason}" for form, reason in reasons.items())
-        raise NoPromptLogprobs(f"the server gives no logprobs of prompts ({words})")
+        tried = "; ".join(f"{form}: {reason}" for form, reason in reasons.items())
+        raise NoPromptLogprobs(f"the server gives no logprobs of prompts ({tried})")
 
     def scores(self, prompts: Iterable[Sequence[int]]) -> Iterator[list[ScoredToken]]:
-        """Per prompt, the scores of its tokens but the first, which nothing predicts.
-
-        A prompt has two tokens or more, and leaves room for one more in the model's context.
-
-        Raises:
-            RequestFailed: a request failed.
-            NoPromptLogprobs: an answer lacks scores.
-        """
+        """Per prompt, the scores of its tokens but the first, which nothing predicts. A prompt has two tokens
+        or more, and leaves room for one more in the model's context. Raises RequestFailed: a request failed;
+        NoPromptLogprobs: an answer lacks scores."""
         kept = [list(prompt) for prompt in prompts]
         answers = self.client.post_each(self.url, map(self._body, kept), self.concurrency)
         for prompt, answer in zip(kept, answers, strict=True):
@@ -313,11 +267,7 @@ def _key(name: str) -> int | str:
 
 
 def probe_prompt(tokenizer: Any) -> list[int]:
-    """A short prompt for `probed`.
-
-    Raises:
-        BadInput: the tokenizer makes fewer than two tokens of a sentence.
-    """
+    """A short prompt for `probed`. Raises BadInput: the tokenizer makes under two tokens of a sentence."""
     tokens = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))[:6]
     if len(tokens) < 2:
         raise BadInput("the tokenizer makes no two tokens of a sentence")

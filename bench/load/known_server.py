@@ -1,4 +1,4 @@
-"""A server of known latency, on a fixed timetable, in the forms that servers have.
+"""A server of known latency, on a fixed timetable.
 
 It waits, writes, and reports in each event when it read the request and when it wrote the event.
 """
@@ -11,130 +11,33 @@ import json
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import cast
 
 NOTHING = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n"
-DONE = b"data: [DONE]\n\n"
 HURRY_SECONDS = 0.0005  # an event due within this is written now
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A form of server.
-
-    Attributes:
-        threads: connections served at once, each until it has been idle for `idle_seconds`; the others
-            wait. None has no limit.
-        backlog: connections that the system accepts before the server does.
-        idle_seconds: time after which an idle connection is closed.
-        closes: the server closes the connection after each response.
-        is_http_1_0: responses without chunks, which end with the connection.
-        usage_at_end: the usage of each event is zero until the last one.
-    """
-
-    threads: int | None = None
-    backlog: int = 1024
-    idle_seconds: float | None = None
-    closes: bool = False
-    is_http_1_0: bool = False
-    usage_at_end: bool = False
-
-    @property
-    def head(self) -> bytes:
-        version = b"HTTP/1.0" if self.is_http_1_0 else b"HTTP/1.1"
-        lines = [version + b" 200 OK", b"Content-Type: text/event-stream"]
-        lines += [] if self.is_http_1_0 else [b"Transfer-Encoding: chunked"]
-        lines += [b"Connection: close"] if self.closes else []
-        return b"\r\n".join(lines) + b"\r\n\r\n"
-
-    def framed(self, data: bytes) -> bytes:
-        return data if self.is_http_1_0 else b"%x\r\n%s\r\n" % (len(data), data)
-
-    @property
-    def end(self) -> bytes:
-        return self.framed(DONE) + (b"" if self.is_http_1_0 else b"0\r\n\r\n")
-
-
-VARIANTS = {
-    "plain": Variant(),
-    "thread pool": Variant(threads=8, idle_seconds=5.0),
-    "backlog of 16": Variant(backlog=16),
-    "connection: close": Variant(closes=True),
-    "HTTP/1.0": Variant(is_http_1_0=True),
-    "short keep-alive": Variant(idle_seconds=0.1),
-    "usage at the end": Variant(usage_at_end=True),
-}
-
-
-@dataclass(slots=True)
-class Service:
-    """State that all connections share: timetable in seconds, threads, and the server's own TTFT and TPOT
-    of each request in milliseconds."""
-
-    ttft: float
-    itl: float
-    variant: Variant
-    num_served: int = 0
-    waiting: deque[KnownLatencyProtocol] = field(default_factory=deque)
-    ttfts_ms: list[float] = field(default_factory=list)
-    tpots_ms: list[float] = field(default_factory=list)
-
-    def times(self) -> bytes:
-        """The TTFTs and TPOTs since they were last asked for."""
-        body = json.dumps({"ttft": self.ttfts_ms, "tpot": self.tpots_ms}).encode()
-        self.ttfts_ms.clear()
-        self.tpots_ms.clear()
-        return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
-
-    def begin(self, connection: KnownLatencyProtocol) -> None:
-        """Serve a connection now, or when a thread is free."""
-        if self.variant.threads is not None and self.num_served >= self.variant.threads:
-            self.waiting.append(connection)
-            return
-        self.num_served += 1
-        connection.serve()
-
-    def end(self, connection: KnownLatencyProtocol) -> None:
-        """A connection is closed: its thread takes the next one."""
-        if not connection.is_served:
-            self.waiting.remove(connection)
-            return
-        self.num_served -= 1
-        if self.waiting:
-            self.begin(self.waiting.popleft())
-
-
 class KnownLatencyProtocol(asyncio.Protocol):
-    """One connection: every request is answered with `max_tokens` events on a fixed timetable."""
+    """One connection: every request is answered with `max_tokens` events on a fixed timetable in seconds."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    head = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
+    end = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+    def __init__(self, ttft: float, itl: float) -> None:
+        self._ttft, self._itl = ttft, itl
         self._loop = asyncio.get_running_loop()
         self._buffer = b""
-        self._idle: asyncio.TimerHandle | None = None
-        self.is_served = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._service.begin(self)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._service.end(self)
-
-    def serve(self) -> None:
-        """A thread is free for this connection."""
-        self.is_served = True
-        self._watch_idle()
-        self._read()
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        if self.is_served:
-            self._read()
+        self._read()
 
     def _read(self) -> None:
         now = time.perf_counter()
@@ -146,21 +49,18 @@ class KnownLatencyProtocol(asyncio.Protocol):
             name, _, value = line.partition(b":")
             if name.strip().lower() == b"content-length":
                 length = int(value)
-        if len(body) < length:
-            return
-        self._buffer = body[length:]
-        if self._idle is not None:
-            self._idle.cancel()
-        if not head.startswith(b"POST "):  # it has no list of models and no metrics
-            is_times = head.startswith(b"GET /times ")
-            self._transport.write(self._service.times() if is_times else NOTHING)
-            return
-        request = json.loads(body[:length])
+        if len(body) >= length:
+            self._buffer = body[length:]
+            self._answer(head, body[:length], now)
+
+    def _answer(self, head: bytes, body: bytes, now: float) -> None:
+        """Plan the events of a request; it has no list of models, no metrics, and no other paths."""
+        request = json.loads(body) if head.startswith(b"POST ") else {}
         count = request.get("max_tokens") or request.get("max_completion_tokens")
-        if count is None:  # other clients try other paths
+        if count is None:
             self._transport.write(NOTHING)
-            return
-        self._plan(now, now + self._service.ttft, 1, count)
+        else:
+            self._plan(now, now + self._ttft, 1, count)
 
     def _plan(self, received: float, due: float, number: int, count: int) -> None:
         # The loop's clock has another origin, so the delay is passed, not the time.
@@ -168,46 +68,40 @@ class KnownLatencyProtocol(asyncio.Protocol):
         self._loop.call_later(wait, self._write, received, due, number, count)
 
     def _write(self, received: float, due: float, number: int, count: int) -> None:
-        variant, now = self._service.variant, time.perf_counter()
-        is_last = number == count
+        now, is_last = time.perf_counter(), number == count
         event = (
             b'data: {"object":"text_completion",'
             b'"choices":[{"index":0,"text":" x","finish_reason":%s}],'
             b'"usage":{"prompt_tokens":1,"completion_tokens":%d},'
             b'"llmopt_times":{"received":%.7f,"sent":%.7f}}\n\n'
-        ) % (
-            b'"length"' if is_last else b"null",
-            number if is_last or not variant.usage_at_end else 0,
-            received,
-            now,
-        )
-        if number == 1:
-            self._first = now
-            self._service.ttfts_ms.append((now - received) * 1000)
+        ) % (b'"length"' if is_last else b"null", self._usage(number, is_last), received, now)
+        self._written(received, now, number, count)
         if self._transport.is_closing():
             return
-        chunk = (variant.head if number == 1 else b"") + variant.framed(event)
-        self._transport.write(chunk + variant.end if is_last else chunk)
-        if not is_last:
-            self._plan(received, due + self._service.itl, number + 1, count)
-            return
-        self._service.tpots_ms.append((now - self._first) * 1000 / max(1, count - 1))
-        if variant.closes or variant.is_http_1_0:
-            self._transport.close()
-        self._watch_idle()
+        chunk = (self.head if number == 1 else b"") + self._framed(event)
+        self._transport.write(chunk + self.end if is_last else chunk)
+        if is_last:
+            self._ended()
+        else:
+            self._plan(received, due + self._itl, number + 1, count)
 
-    def _watch_idle(self) -> None:
-        if (seconds := self._service.variant.idle_seconds) is not None:
-            self._idle = self._loop.call_later(seconds, self._transport.close)
+    # Tests put other forms of servers in the place of these.
+
+    def _usage(self, number: int, is_last: bool) -> int:
+        return number
+
+    def _framed(self, data: bytes) -> bytes:
+        return b"%x\r\n%s\r\n" % (len(data), data)
+
+    def _written(self, received: float, now: float, number: int, count: int) -> None: ...
+
+    def _ended(self) -> None: ...
 
 
-async def serve(ttft: float, itl: float, variant: Variant) -> None:
+async def serve(protocol: Callable[[], KnownLatencyProtocol], backlog: int = 1024) -> None:
     """Serve on a free loopback port, which is printed, until stdin closes."""
     loop = asyncio.get_running_loop()
-    service = Service(ttft, itl, variant)
-    server = await loop.create_server(
-        lambda: KnownLatencyProtocol(service), "127.0.0.1", 0, backlog=variant.backlog
-    )
+    server = await loop.create_server(protocol, "127.0.0.1", 0, backlog=backlog)
     print(server.sockets[0].getsockname()[1], flush=True)
     gc.freeze()
     gc.disable()
@@ -216,10 +110,12 @@ async def serve(ttft: float, itl: float, variant: Variant) -> None:
 
 
 @contextmanager
-def known_server(ttft_ms: float, itl_ms: float, variant: str = "plain") -> Iterator[int]:
-    """Run the server, one of `VARIANTS`, in a process of its own; yields its port."""
+def known_server(
+    ttft_ms: float, itl_ms: float, *arguments: str, module: str = __name__
+) -> Iterator[int]:
+    """Run the server in a process of its own; yields its port."""
     with subprocess.Popen(
-        [sys.executable, "-m", __name__, str(ttft_ms), str(itl_ms), variant],
+        [sys.executable, "-m", module, str(ttft_ms), str(itl_ms), *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -236,5 +132,5 @@ def known_server(ttft_ms: float, itl_ms: float, variant: str = "plain") -> Itera
 
 
 if __name__ == "__main__":
-    ttft_ms, itl_ms = map(float, sys.argv[1:3])
-    asyncio.run(serve(ttft_ms / 1000, itl_ms / 1000, VARIANTS[sys.argv[3]]))
+    ttft, itl = (float(word) / 1000 for word in sys.argv[1:3])
+    asyncio.run(serve(lambda: KnownLatencyProtocol(ttft, itl)))

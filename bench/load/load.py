@@ -43,8 +43,6 @@ class Chunk:
 
     Attributes:
         time: `time.perf_counter()` at the delivery.
-        num_tokens: tokens in the chunk; 0 for one that carries only the end or an error.
-        error: why the request failed; empty otherwise.
         token_ids: the tokens without an end token, where the target knows them.
     """
 
@@ -91,13 +89,10 @@ def drive(
 ) -> LoadPass:
     """Send every item when it is due and the concurrency limit allows, and record the deliveries.
 
-    A conversation occupies its place until its last answer has ended: each turn is due its think time after
-    the answer before, and a failed turn ends it. With a `window` (seconds) the workload is repeated until it
-    closes, and what is in flight then is drained. A request that the trace's client left is cancelled, and
-    counted instead of measured.
-
-    An interrupt ends the pass: finished requests are kept, requests in flight are dropped, and the pass is
-    marked as interrupted.
+    A conversation keeps its permit until its last answer has ended; a failed turn ends it. With a `window`
+    (seconds) the workload is repeated until it closes, then requests in flight are drained. A request that
+    the trace's client left is cancelled, and counted instead of measured. An interrupt ends the pass and
+    drops the requests in flight.
     """
     shown = PassProgress(progress or Silent(), description, workload.num_requests, window)
     dialogues = Dialogues(workload, max_concurrency, window)
@@ -145,7 +140,7 @@ def drive(
         seconds = time.perf_counter() - origin
         gc.set_threshold(*thresholds)
         shown.finish()
-    order = {item.request_id: place for place, item in enumerate(workload.items)}
+    order = {item.request_id: position for position, item in enumerate(workload.items)}
     ended.sort(key=lambda trace: (trace.cycle, order[trace.conversation], trace.turn))
     duration = seconds if window is None else window_duration(window, seconds, interrupted)
     steps = [step for step in target.take_steps(origin) if step.end <= duration or window is None]
@@ -162,7 +157,6 @@ def drive(
 
 
 def window_duration(window: float, seconds: float, interrupted: bool) -> float:
-    """Seconds that a pass of fixed duration counts: the window, or what an interrupt left of it."""
     return min(window, seconds) if interrupted else window
 
 
@@ -183,7 +177,7 @@ def record(trace: RequestTrace, chunk: Chunk, origin: float) -> bool:
 
 @dataclass(slots=True)
 class Dialogue:
-    """One conversation and its present turn: waiting or in flight, with its prompt and due time."""
+    """A conversation and its present turn, waiting or in flight."""
 
     item: WorkloadItem
     cycle: int
@@ -202,7 +196,6 @@ class Dialogue:
         return self.item.output_lens[self.turn]
 
     def request(self) -> WorkloadItem:
-        """The present turn as a request of its own."""
         return WorkloadItem(
             self.request_id, self.prompt, self.output_len, self.due, images=self.item.images
         )
@@ -233,10 +226,8 @@ class Dialogue:
 
 
 class Dialogues:
-    """The conversations of a pass, in the order in which their turns are due.
-
-    A later turn goes before a conversation that has not begun, and needs no place of the limit: it has one.
-    """
+    """The conversations of a pass, in the order in which their turns are due. Later turns go before
+    conversations that have not begun, and need no permit: their conversation has one."""
 
     def __init__(
         self, workload: Workload, max_concurrency: int | None, window: float | None
@@ -253,7 +244,7 @@ class Dialogues:
         self._waiting: dict[tuple[str, int], list[WorkloadItem]] = {}
         for item in workload.items:
             if item.after is not None:
-                self._waiting.setdefault(item.after, []).append(item)
+                self._waiting.setdefault(item.after, []).append(item)  # by id and turn
 
     def take_due(self, now: float) -> Dialogue | None:
         """The next turn that may be sent at `now` (seconds of the pass), or None."""
@@ -271,7 +262,7 @@ class Dialogues:
         return Dialogue(item, cycle, due, 0, item.prompt_token_ids, opened=due)
 
     def next_due(self) -> float | None:
-        """When the next turn is due, as far as is known without further answers; None if nothing waits."""
+        """When the next turn is due, without further answers; None if nothing waits."""
         times = [self._thinking[0][0]] if self._thinking else []
         if self._next is not None and self._has_place:
             times.append(self._next.due)
@@ -280,10 +271,8 @@ class Dialogues:
         return min(times) if self._window is None else min(self._window, *times)
 
     def answered(self, dialogue: Dialogue, trace: RequestTrace) -> None:
-        """The present turn of `dialogue` has ended: its next one waits, or its place is free.
-
-        A workload of which every item failed at first is not repeated: the target is not there.
-        """
+        """The present turn ended: its next one waits, or its permit is free. A workload of which every item
+        failed in the first cycle is not repeated."""
         self._num_answered += trace.success
         self._num_failed += not trace.success
         if self._num_failed >= self._num_items and not self._num_answered:
@@ -296,7 +285,7 @@ class Dialogues:
             self._num_open -= 1
 
     def ended(self, dialogue: Dialogue, at: float) -> None:
-        """The client of `dialogue` left its last turn: what came of it goes on."""
+        """The client left its last turn: items that wait for it begin."""
         self._num_open -= 1
         self._open_waiting(dialogue, at)
 
@@ -317,7 +306,6 @@ class Dialogues:
         return self._limit is None or self._num_open < self._limit
 
     def _close(self) -> None:
-        """The window is over: nothing else is sent."""
         self._thinking.clear()
         self._next = None
 
@@ -328,15 +316,12 @@ def request_id(item_id: str, cycle: int, turn: int) -> str:
 
 
 def position(name: str) -> int:
-    """The position in the workload of the item that a request id belongs to."""
     return int(name.partition("@")[0].partition("/")[0].rpartition("-")[2])
 
 
 def adapter_of(request_id: str, names: Sequence[str], assignment: str, seed: int) -> str | None:
-    """The adapter of a request; None without adapters. The same in every pass, cycle and turn.
-
-    Round-robin goes by the request's position in the workload, random draws by seed and position.
-    """
+    """The adapter of a request, the same in every pass, cycle and turn; None without adapters. Round-robin
+    goes by the request's position in the workload, random draws by seed and position."""
     if not names:
         return None
     number = position(request_id)
@@ -354,10 +339,10 @@ class PassProgress:
         self._progress = progress
         self._window = window
         self._num_ended = self._shown_seconds = 0
-        total, unit = (
-            (num_requests, "requests") if window is None else (math.ceil(window), "seconds")
-        )
-        progress.start(description, total, unit)
+        if window is None:
+            progress.start(description, num_requests, "requests")
+        else:
+            progress.start(description, math.ceil(window), "seconds")
 
     def request_ended(self, seconds: float) -> None:
         """A request ended, `seconds` into the pass."""
@@ -372,32 +357,26 @@ class PassProgress:
             self._progress.advance(passed)
 
     def finish(self) -> None:
-        """The pass is over."""
         self._progress.finish()
 
 
 def lora_part(
     loads: Sequence[LoadPass], names: Sequence[str], assignment: str
 ) -> dict[str, Any] | None:
-    """`llmopt.lora` of a result: the assignment, and what the requests of each adapter took; None without."""
+    """`llmopt.lora` of a result: the assignment, and the figures of each adapter; None without."""
     if not names:
         return None
     traces = [trace for load in loads for trace in load.traces]
-    by_adapter = {
-        name: _figures([trace for trace in traces if trace.lora == name]) for name in names
-    }
+    by_adapter: dict[str, Any] = {}
+    for name in names:
+        own = [trace for trace in traces if trace.lora == name]
+        values = samples(own)
+        by_adapter[name] = {
+            "requests": len(own),
+            "failed": sum(not trace.success for trace in own),
+            "output_tokens": sum(trace.output_len for trace in own if trace.success),
+        }
+        for metric in ("ttft", "tpot", "e2el"):
+            median = float(np.median(values[metric])) if len(values[metric]) else None
+            by_adapter[name][f"median_{metric}_ms"] = median
     return {"assignment": assignment, "by_adapter": by_adapter}
-
-
-def _figures(traces: Sequence[RequestTrace]) -> dict[str, Any]:
-    values = samples(traces)
-    medians = {
-        f"median_{metric}_ms": float(np.median(values[metric])) if len(values[metric]) else None
-        for metric in ("ttft", "tpot", "e2el")
-    }
-    return {
-        "requests": len(traces),
-        "failed": sum(not trace.success for trace in traces),
-        "output_tokens": sum(trace.output_len for trace in traces if trace.success),
-        **medians,
-    }

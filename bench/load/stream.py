@@ -46,10 +46,8 @@ EVENT_FIELDS, CHOICE_FIELDS, DELTA_FIELDS = (
 
 def events(chunks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes, bytes]]:
     """(time, data, name) of each server-sent event; an event that spans reads has the time of its last read.
-
-    Line ends may be LF, CRLF or CR; comments and other fields are skipped; a last event
-    without its blank line still counts. llama.cpp's `error:` field is an event of that name.
-    """
+    Line ends may be LF, CRLF or CR; comments and other fields are skipped; a last event without its blank
+    line still counts. llama.cpp's `error:` field is an event of that name."""
     rest, lines, name, time = b"", [], b"", 0.0
     for time, data in chunks:
         buffer = rest + data
@@ -86,13 +84,8 @@ def _unix(data: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Chunk:
-    """One event with a choice.
-
-    Attributes:
-        count: `completion_tokens` of its usage, or None.
-        is_delta: a chat's chunk.
-        ends: the chunk holds the finish reason.
-    """
+    """One event with a choice; `count` is `completion_tokens` of its usage, `ends` says that it holds the
+    finish reason, `is_delta` that it is a chat's."""
 
     time: float
     reasoning: str
@@ -133,7 +126,10 @@ def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
                 # LiteLLM sends the usage in a choice of its own, after the finish reason.
                 if not _is_role_only(choice, chunk) and (chunk.text or not has_ended):
                     seen.append(chunk)
-                    _server_times(event, answer)
+                    if written := event.get("llmopt_times"):
+                        if not answer.server_times:
+                            answer.server_times.append(written["received"])
+                        answer.server_times.append(written["sent"])
         except BrokenEvent as broken:
             answer.error = str(broken)
             break
@@ -194,11 +190,9 @@ def refusal(status: int, chunks: Sequence[tuple[float, bytes]]) -> str:
 
 
 def chunk_tokens(answer: Answer, recount: int | None) -> tuple[list[int], str]:
-    """(tokens of each chunk, source of the counts).
-
-    Without per-chunk usage, the server's total, or else `recount` (the text tokenized again), is
-    distributed: one token per chunk, the remainder by text length.
-    """
+    """(tokens of each chunk, source of the counts). Without per-chunk usage, the server's total, or else
+    `recount` (the text tokenized again), is distributed: one token per chunk, the remainder by text
+    length."""
     if answer.tokens:
         return answer.tokens, PER_CHUNK
     total, source = (answer.total, AT_END) if answer.total is not None else (recount, PER_EVENT)
@@ -224,11 +218,8 @@ class BrokenEvent(Exception):
 
 
 def _parsed(data: bytes, name: bytes) -> dict[str, Any]:
-    """The event of `data`.
-
-    Raises:
-        BrokenEvent: the data is no JSON object, an error, or neither a chunk nor a usage.
-    """
+    """The event of `data`. Raises BrokenEvent: the data is no JSON object, an error, or neither a chunk nor a
+    usage."""
     try:
         event = json.loads(data)
     except ValueError:
@@ -256,11 +247,8 @@ def _checked(event: Any, data: bytes, name: bytes = b"") -> dict[str, Any]:
 
 
 def _delivered(choice: dict[str, Any], time: float, count: int | None, answer: Answer) -> Chunk:
-    """The chunk of a choice.
-
-    Raises:
-        BrokenEvent: the choice reports an error, or ended for a reason that is no end of an answer.
-    """
+    """The chunk of a choice. Raises BrokenEvent: the choice reports an error, or ended for a reason that is
+    no end of an answer."""
     reason = choice.get("finish_reason")
     if error := choice.get("error"):
         raise BrokenEvent(f"the server says: {_message({'error': error})}")
@@ -311,7 +299,6 @@ def _is_cumulative(chunks: Sequence[Chunk]) -> bool:
 
 
 def _unread(prefix: str, fields: Mapping[str, Any], known: frozenset[str]) -> list[str]:
-    """Names of the filled fields that are not known."""
     return [prefix + name for name, value in fields.items() if value and name not in known]
 
 
@@ -343,13 +330,6 @@ def _reasoning_tokens(usage: Mapping[str, Any], count: int) -> int:
     # xAI's API counts reasoning outside of completion_tokens; the sum tells.
     is_apart = usage.get("total_tokens") == (usage.get("prompt_tokens") or 0) + count + tokens
     return 0 if is_apart else tokens
-
-
-def _server_times(event: dict[str, Any], answer: Answer) -> None:
-    if times := event.get("llmopt_times"):
-        if not answer.server_times:
-            answer.server_times.append(times["received"])
-        answer.server_times.append(times["sent"])
 
 
 def _set_chunks(chunks: Sequence[Chunk], answer: Answer) -> None:
@@ -407,8 +387,8 @@ def _first(chunks: Sequence[Chunk]) -> int:
 
 
 def _delivering(chunks: Sequence[Chunk], total: int | None) -> list[bool]:
-    """The chunks that carried tokens: those with text, and those without where `total` has exactly one token
-    for each chunk, or where no chunk has text."""
+    """Chunks that carried tokens: those with text, and those without where `total` has exactly one token for
+    each chunk, or where no chunk has text."""
     first = _first(chunks)
     begun = [number >= first for number in range(len(chunks))]
     unended = [

@@ -26,15 +26,17 @@ from typing import Any, BinaryIO
 from .exchange import (
     MARK,
     Answer,
+    Connection,
     EncodedRequest,
     Endpoint,
     Exchange,
+    NotHttp,
     Report,
+    Response,
     WorkerJob,
     encoded_message,
     turn_due,
 )
-from .http1 import Connection, NotHttp, Response
 from .stream import read_document, read_pooled, read_stream, refusal
 
 OPENING_AT_ONCE = 16
@@ -86,13 +88,11 @@ class Pool:
             self._idle.append(connection)
 
     def start_idling(self) -> None:
-        """Count the idle time of the connections opened ahead from now."""
         now = time.perf_counter()
         for connection in self._idle:
             connection.idle_since = now
 
     def close_idle(self) -> None:
-        """Close the connections that have not been used for `IDLE_SECONDS`."""
         before = time.perf_counter() - IDLE_SECONDS
         while self._idle and self._idle[0].idle_since < before:
             self._idle.popleft().close()
@@ -141,20 +141,15 @@ class SharedSemaphore:
                 os.read(self._read, 1)
                 return
             except BlockingIOError:
-                readable = loop.create_future()
-                loop.add_reader(self._read, _resolve, readable)
+                readable = asyncio.Event()
+                loop.add_reader(self._read, readable.set)
                 try:
-                    await readable
+                    await readable.wait()
                 finally:
                     loop.remove_reader(self._read)
 
     def give_back(self, _: object = None) -> None:
         os.write(self._write, b".")
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class Pass:
@@ -193,12 +188,17 @@ class Pass:
     async def _send_all(
         self, semaphore: SharedSemaphore | None, tasks: set[asyncio.Task[None]]
     ) -> None:
+        window, count = self._job.window, len(self._job.requests)
+        left = window and max(0.0, self._origin + window.seconds - time.perf_counter())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._seconds_left()):
+            async with asyncio.timeout(left):
                 for cycle, request, due in openings(self._job):
                     await self._until(due)
-                    if cycle and self._is_lost:
-                        return
+                    first = self._ended[:count] if cycle else ()
+                    if len(first) == count and all(
+                        e.answer.error or r.status != 200 for e, r in first
+                    ):
+                        return  # the first requests all failed: there is no server to go on loading
                     if semaphore is not None:
                         await semaphore.take()
                     task = asyncio.create_task(self._converse(request, cycle, due))
@@ -249,22 +249,9 @@ class Pass:
         await self._until(due)
         await self._converse(request, cycle, due)
 
-    @property
-    def _is_lost(self) -> bool:
-        """Whether the first requests all failed, so that there is no server to go on loading."""
-        first = self._ended[: len(self._job.requests)]
-        return len(first) == len(self._job.requests) and all(
-            exchange.answer.error or response.status != 200 for exchange, response in first
-        )
-
     async def _until(self, due: float) -> None:
         while (wait := self._origin + due - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
-
-    def _seconds_left(self) -> float | None:
-        """Seconds until the window closes; None without one."""
-        window = self._job.window
-        return window and max(0.0, self._origin + window.seconds - time.perf_counter())
 
     async def _exchange(self, exchange: Exchange, body: bytes, patience: float | None) -> Response:
         """One request and its response, with its times and any error in `exchange`; the client leaves after
@@ -278,7 +265,13 @@ class Pass:
             async with asyncio.timeout(patience if exchange.cancelled else timeout):
                 exchange.sent = await self._send(head + body, response)
         except TimeoutError:
-            error = f"no complete response within {timeout:g} s: {_progress(response)}"
+            size = response.num_bytes
+            seen = (
+                f"it stopped after {size:,} bytes"
+                if response.is_head_whole
+                else "no headers received"
+            )
+            error = f"no complete response within {timeout:g} s: {seen}"
         except NotHttp as fault:
             error = str(fault)
         except ssl.SSLError as fault:
@@ -292,11 +285,9 @@ class Pass:
         return response
 
     async def _send(self, message: bytes, response: Response) -> float:
-        """Exchange on a connection of the pool; returns when the request was sent.
-
-        A connection that was opened before, and that the server closed before any byte of the response, is
-        replaced: the server closed it as idle while the request was on its way.
-        """
+        """Exchange on a connection of the pool; returns when the request was sent. A kept connection that the
+        server closed before any byte of the response (as idle, while the request was on its way) is
+        replaced."""
         while True:
             connection, is_kept = await self._pool.take()
             try:
@@ -358,17 +349,10 @@ def _read(response: Response, endpoint: Endpoint) -> Answer:
     return read_stream(response.chunks)
 
 
-def _progress(response: Response) -> str:
-    if not response.is_head_whole:
-        return "no headers received"
-    return f"it stopped after {response.num_bytes:,} bytes"
-
-
 def _connection_error(error: OSError, response: Response) -> str:
     if response.is_head_whole:
-        return (
-            f"the connection ended within the response, {_progress(response).removeprefix('it ')}"
-        )
+        size = response.num_bytes
+        return f"the connection ended within the response, stopped after {size:,} bytes"
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, ConnectionError):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from functools import partial
@@ -30,6 +30,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     create_model,
     field_validator,
     model_validator,
@@ -50,28 +51,25 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def model_of(*configs: type, only: Collection[str] = (), but: Collection[str] = ()) -> Any:
-    """A pydantic model with a field for each option of the configs; values may also be text.
+    """A pydantic model with a field for each option of the configs, `only` some or all `but` some; values may
+    be text.
 
-    A key may be any spelling of the option. The options of a nested config are fields beside it too, as on a
-    command line, and make it where they are given. The class is made when a module is loaded, so it is opaque
-    to type checkers.
-
-    Args:
-        only: of these fields; empty: of all.
-        but: leave these fields out.
+    A key may be any spelling of the option. The options of a nested config are fields too, as on a command
+    line, and make it where they are given. The class is made when a module is loaded, so it is opaque to type
+    checkers.
     """
     definitions: dict[str, Any] = {}
     nested: dict[str, type] = {}
     for config in configs:
         hints, options = get_type_hints(config), options_of(config)
         for field in fields(config):
-            one = options.get(field.name)
-            if one is None or (only and field.name not in only) or field.name in but:
+            known = options.get(field.name)
+            if known is None or (only and field.name not in only) or field.name in but:
                 continue
-            kind, info = _field_of(field, hints[field.name], one)
-            if one.config is not None:
-                nested[field.name], kind = one.config, SkipJsonSchema[kind]
-                definitions |= _words_of_nested(one.config)
+            kind, info = _field_of(field, hints[field.name], known)
+            if known.config is not None:
+                nested[field.name], kind = known.config, SkipJsonSchema[kind]
+                definitions |= _words_of_nested(known.config)
             definitions[field.name] = (kind, info)
     name = configs[0].__name__
     gathered: Any = model_validator(mode="after")(_gathering(nested))
@@ -97,24 +95,24 @@ def _field_of(field: Any, hint: Any, one: Option, **more: Any) -> tuple[Any, Any
 def _words_of_nested(config: type) -> dict[str, Any]:
     """Optional fields for the options of a nested config, by the names of their flags."""
     hints, options = get_type_hints(config), options_of(config)
+    optional: dict[str, Any] = {"default": None, "exclude": True}
     made = {}
     for field in fields(config):
-        one = options[field.name]
-        hint = hints[field.name] | None
-        made[word_name(field.name, one)] = _field_of(field, hint, one, default=None, exclude=True)
+        own, hint = options[field.name], hints[field.name] | None
+        made[word_name(field.name, own)] = _field_of(field, hint, own, **optional)
     return made
 
 
 def _gathering(nested: Mapping[str, type]) -> Callable[[Any], Any]:
-    """A validator that makes nested configs of the fields of their options, and unsets those."""
+    """A validator that makes nested configs of the fields of their options, and unsets those fields."""
 
     def gathered(self: Any) -> Any:
         given = {word: getattr(self, word) for word in self.model_fields_set}
         for field, config in nested.items():
-            names = {word_name(name, one): name for name, one in options_of(config).items()}
-            if found := {names[word]: value for word, value in given.items() if word in names}:
+            names = {word_name(name, known): name for name, known in options_of(config).items()}
+            if own := {names[word]: value for word, value in given.items() if word in names}:
                 make: Any = getattr(config, "asked", config)
-                values = {name: value for name, value in found.items() if value is not None}
+                values = {name: value for name, value in own.items() if value is not None}
                 self.__dict__.update({field: make(**values)}, **dict.fromkeys(names))
                 self.model_fields_set.difference_update(names)
                 self.model_fields_set.add(field)
@@ -124,7 +122,7 @@ def _gathering(nested: Mapping[str, type]) -> Callable[[Any], Any]:
 
 
 def _value(one: Option, value: Any) -> Any:
-    """The value of a field; a text may stand for a list of one."""
+    """The value of a field; a text may stand for a list of one value."""
     is_list = get_origin(one.word) is list and isinstance(value, str)
     return one.value([value] if is_list else value)
 
@@ -139,11 +137,8 @@ def _within(known: Option) -> Callable[[Any], Any]:
 
 
 def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
-    """`model` built from `values`.
-
-    Raises:
-        BadInput: an invalid value or an unknown key; the message names `where`, the key and the reason.
-    """
+    """`model` built from `values`. Raises BadInput: an invalid value or an unknown key; the message names
+    `where`, the key and the reason."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -151,25 +146,23 @@ def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
 
 
 def words_of_error(model: type[BaseModel], error: ValidationError) -> str:
-    """The first error in one line: the key, what is wrong with it, and of an unknown key the nearest one."""
+    """The first error in one line: the key, the fault, and for an unknown key the nearest one."""
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = _keys_beside(model, first["loc"])
+        model = model
+        for step in first["loc"][:-1]:
+            found = next(
+                (f for name, f in model.model_fields.items() if step in _names(name, f)), None
+            )
+            model = model if found is None else _model_in(found.annotation) or model
+        known = [key for name, field in model.model_fields.items() for key in _names(name, field)]
         near = get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.0)
         return f"unknown key {key!r}: the nearest is {near[0]}"
     reason = first["msg"].removeprefix("Value error, ")
     if not key:  # a constraint over several options
         return reason
     return f"{key}: {reason} (given: {first.get('input')!r})"
-
-
-def _keys_beside(model: type[BaseModel], place: Sequence[int | str]) -> list[str]:
-    """The keys that may stand at a place in values of `model`."""
-    for step in place[:-1]:
-        found = next((f for name, f in model.model_fields.items() if step in _names(name, f)), None)
-        model = model if found is None else _model_in(found.annotation) or model
-    return [key for name, field in model.model_fields.items() for key in _names(name, field)]
 
 
 def _names(name: str, field: FieldInfo) -> list[Any]:
@@ -220,133 +213,94 @@ class BenchOptions(BenchFields):
     # Set internally for a server that was started for this run; not an option.
     started_server: SkipJsonSchema[dict[str, Any] | None] = None
 
-    @field_validator("dataset")
-    @classmethod
-    def _located(cls, name: str) -> str:
-        check_dataset(name)
-        return name
-
-    @field_validator("backend")
-    @classmethod
-    def _known_backend(cls, name: str) -> str:
-        if name not in BACKENDS:
-            raise ValueError(f"no --backend {name!r}: {offer(name, BACKENDS)}")
-        return name
-
-    @field_validator("percentile_metrics")
-    @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        for name in names:
-            if name not in METRICS:
-                raise ValueError(f"{name!r} is none of {', '.join(METRICS)}")
-        return names
-
-    @field_validator("api_key")
-    @classmethod
-    def _without_line_end(cls, key: str | None) -> str | None:
-        return key and key.strip()  # a file's last line feed is no part of a key
-
     @field_validator("think_time", mode="before")
     @classmethod
     def _pauses(cls, value: Any) -> str:
         ThinkTime.parse(str(value))
         return str(value)
 
-    @field_validator("goodput")
+    @field_validator("dataset", "backend", "percentile_metrics", "goodput", "api_key")
     @classmethod
-    def _limits(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        parse_slo(words)
-        return words
+    def _known(cls, value: Any, field: ValidationInfo) -> Any:
+        if field.field_name == "dataset":
+            check_dataset(value)
+        elif field.field_name == "backend" and value not in BACKENDS:
+            raise ValueError(f"no --backend {value!r}: {offer(value, BACKENDS)}")
+        elif field.field_name == "goodput":
+            parse_slo(value)
+        elif field.field_name == "percentile_metrics":
+            for name in value:
+                if name not in METRICS:
+                    raise ValueError(f"{name!r} is none of {', '.join(METRICS)}")
+        elif field.field_name == "api_key":
+            return value and value.strip()  # a file's last line feed is no part of a key
+        return value
 
     @model_validator(mode="after")
     def _options_go_together(self) -> Self:
         _ = self.engine
         ProtocolOptions(self.quality_protocol, self.quality_window, self.quality_stride)
+        if complaint := self._load_complaint() or self._target_complaint():
+            raise ValueError(complaint)
         return self
 
-    @model_validator(mode="after")
-    def _whole_ramp(self) -> Self:
+    def _load_complaint(self) -> str | None:
+        """The first contradiction between options of the load."""
         ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
         if None in ramp and ramp != (None, None, None):
-            raise ValueError(
-                "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
-            )
+            return "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
         if self.ramp_up_strategy is not None and self.request_rate is not None:
-            raise ValueError("give --request-rate or a ramp-up, not both")
-        return self
-
-    @model_validator(mode="after")
-    def _sensible_turns(self) -> Self:
-        most = self.multi_turn_max_turns
-        if most is not None and most < self.multi_turn_min_turns:
-            raise ValueError(
-                f"--multi-turn-max-turns {most} is below --multi-turn-min-turns {self.multi_turn_min_turns}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _bounded_duration(self) -> Self:
+            return "give --request-rate or a ramp-up, not both"
+        fewest, most = self.multi_turn_min_turns, self.multi_turn_max_turns
+        if most is not None and most < fewest:
+            return f"--multi-turn-max-turns {most} is below --multi-turn-min-turns {fewest}"
         if self.duration is not None and self.ramp_up_strategy is not None:
-            raise ValueError("a ramp lasts as long as its prompts: leave --duration away")
-        return self
-
-    @model_validator(mode="after")
-    def _task_options_need_tasks(self) -> Self:
+            return "a ramp lasts as long as its prompts: leave --duration away"
         for name in ("tasks_limit", "num_fewshot", "apply_chat_template", "system_instruction"):
             if getattr(self, name) not in (None, False) and not self.tasks:
-                raise ValueError(f"--{name.replace('_', '-')} is for --tasks: name some")
-        return self
+                return f"--{name.replace('_', '-')} is for --tasks: name some"
+        return None
 
-    @model_validator(mode="after")
-    def _reference_is_of_the_same_kind(self) -> Self:
-        if self.reference is None:
-            return self
-        is_url = self.reference.startswith(("http://", "https://"))
-        if is_url != (self.base_url is not None or self.serve is not None):
-            raise ValueError(
-                "--reference is a model beside a model of this process, and the URL of a server beside "
-                "--base-url or --serve"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_and_speculation(self) -> Self:
+    def _target_complaint(self) -> str | None:
+        """The first contradiction between options of the model, the server and the scores."""
         is_served = self.base_url is not None or self.serve is not None
+        if self.reference is not None:
+            is_url = self.reference.startswith(("http://", "https://"))
+            if is_url != is_served:
+                return (
+                    "--reference is a model beside a model of this process, and the URL of a server beside "
+                    "--base-url or --serve"
+                )
         if self.speculation and is_served:
-            raise ValueError(
+            return (
                 "--speculative is for the model in this process: leave --base-url away, or give it to "
                 "the server"
             )
         if self.loras and self.tasks:
-            raise ValueError("--tasks scores the model without adapters: leave --lora away")
+            return "--tasks scores the model without adapters: leave --lora away"
         if len(self.loras) > 1 and self.quality and not is_served:
-            raise ValueError("quality is scored of one adapter: give one --lora, or --no-quality")
-        return self
-
-    @model_validator(mode="after")
-    def _pooling_over_http(self) -> Self:
+            return "quality is scored of one adapter: give one --lora, or --no-quality"
         if not self.is_pooling:
-            if self.random_batch_size > 1:
-                raise ValueError(f"--random-batch-size is for --backend {' or '.join(POOLING)}")
-            return self
-        if self.base_url is None and self.serve is None:
-            raise ValueError(f"--backend {self.backend} needs a server: give --base-url or --serve")
-        if self.tasks:
-            raise ValueError(
-                f"--tasks needs a model that generates: --backend {self.backend} does not"
+            is_batched = self.random_batch_size > 1
+            return (
+                f"--random-batch-size is for --backend {' or '.join(POOLING)}"
+                if is_batched
+                else None
             )
+        if not is_served:
+            return f"--backend {self.backend} needs a server: give --base-url or --serve"
+        if self.tasks:
+            return f"--tasks needs a model that generates: --backend {self.backend} does not"
         if set(parse_slo(self.goodput)) - {"e2el"}:
-            raise ValueError(f"--goodput of --backend {self.backend} has one metric, e2el")
-        return self
+            return f"--goodput of --backend {self.backend} has one metric, e2el"
+        return None
 
     @property
     def engine(self) -> EngineConfig:
-        """The engine configuration (without the model)."""
         return EngineConfig(**{name: getattr(self, name) for name in options_of(EngineConfig)})
 
     @property
     def is_pooling(self) -> bool:
-        """Whether requests are for embeddings, scores or pooled states, not for tokens."""
         return self.backend in POOLING
 
     @property
@@ -358,7 +312,6 @@ class BenchOptions(BenchFields):
 
     @property
     def rate(self) -> float:
-        """Requests per second; infinity when no rate is set."""
         return math.inf if self.request_rate is None else self.request_rate
 
     @property
@@ -371,7 +324,6 @@ class BenchOptions(BenchFields):
 
     @property
     def warmups(self) -> int:
-        """Number of warm-up requests; by default the measured concurrency."""
         if self.num_warmups is not None:
             return self.num_warmups
         return min(self.concurrency or DEFAULT_CONCURRENCY, self.num_prompts)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,8 +18,20 @@ if TYPE_CHECKING:
     import numpy as np
 
 TRACES = ("azure", "burstgpt", "mooncake", "trace")
-NAMES = ("sharegpt", "agentic", "random", "random-mm", "prefix_repetition", "sonnet", "custom")
-NAMES += ("custom_image", "hf", *TRACES, "frozen")
+DATASETS = {
+    "sharegpt": "datasets.sharegpt",
+    "agentic": "conversations.agentic_workload",
+    "random": "synthetic.random_workload",
+    "random-mm": "datasets.random_images",
+    "prefix_repetition": "synthetic.prefix_repetition_workload",
+    "sonnet": "synthetic.sonnet_workload",
+    "custom": "custom.custom_workload",
+    "custom_image": "custom.custom_workload",
+    "hf": "datasets.hub",
+    **dict.fromkeys(TRACES, "datasets.trace"),
+    "frozen": "datasets.read_frozen",
+}
+"""{name of `--dataset`: builder, in `bench/workloads`}; a builder's module is loaded at its use."""
 
 CHAT, COMPLETIONS, TRANSFORMERS = "openai-chat", "openai", "transformers"
 EMBEDDINGS, RERANK, POOLED = "openai-embeddings", "vllm-rerank", "vllm-pooling"
@@ -38,22 +51,17 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def check_dataset(dataset: str) -> None:
-    """Raises BadInput where `dataset` is neither a name nor a file."""
-    if dataset not in NAMES and not expanded(dataset).is_file():
-        raise BadInput(f"no dataset {dataset!r}: {offer(dataset, NAMES)}, or give a file")
+    if dataset not in DATASETS and not expanded(dataset).is_file():
+        raise BadInput(f"no dataset {dataset!r}: {offer(dataset, [*DATASETS])}, or give a file")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `90`, `90s`, `1.5m` or `1h`.
-
-    Raises:
-        ValueError: not a positive number with one of the units.
-    """
+    """Seconds of `90`, `90s`, `1.5m` or `1h`. Raises ValueError: not a positive number with one of the
+    units."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([smh]?)\s*", text)
-    try:
+    seconds = math.nan
+    with suppress(ValueError):
         seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
-    except ValueError:
-        seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ValueError("write a duration such as 60s, 1.5m or 1h")
     return seconds
@@ -82,21 +90,16 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def listed(text: str) -> list[str]:
-    """The names between commas."""
     return [word.strip() for word in text.split(",")]
 
 
 def each(limit: Limit) -> Limit:
-    """A limit that every one of several values must hold."""
     return lambda values: next(filter(None, map(limit, values)), None)
 
 
 def parse_loads(text: str, kind: Kind) -> list[float] | None:
-    """`1,2,4` as numbers, ascending; None for `auto`.
-
-    Raises:
-        BadInput: neither numbers nor `auto`, or an invalid load.
-    """
+    """`1,2,4` as numbers, ascending; None for `auto`. Raises BadInput: neither numbers nor `auto`, or an
+    invalid load."""
     if text.strip() == "auto":
         return None
     flag = f"--sweep-{kind}"
@@ -118,28 +121,22 @@ SHAPES = {
     "normal": ("MEAN", "STD"),
     "lognormal": ("MEAN", "STD"),
 }
-SPELLINGS = "SECONDS, " + ", ".join(
-    ":".join((name, *words)) for name, words in SHAPES.items() if name != "constant"
-)
+SPELLINGS = ", ".join(":".join((name, *words)) for name, words in SHAPES.items())
+SPELLINGS = SPELLINGS.removeprefix("constant:")
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkTime:
-    """A distribution of seconds; a sample below 0 (of the normal one) counts as 0.
-
-    The parameters of `lognormal` are mean and standard deviation of the times, not of their logarithms.
-    """
+    """A distribution of seconds; a sample below 0 (of the normal one) counts as 0. The parameters of
+    `lognormal` are mean and standard deviation of the times, not of their logarithms."""
 
     shape: str = "constant"
     seconds: tuple[float, ...] = (0.0,)
 
     @classmethod
     def parse(cls, text: str) -> ThinkTime:
-        """`2`, `2s`, `exponential:2`, `uniform:1:5`, `normal:3:1` or `lognormal:3:2`.
-
-        Raises:
-            BadInput: none of these, or a parameter that is negative or not a number.
-        """
+        """`2`, `2s`, `exponential:2`, `uniform:1:5`, `normal:3:1` or `lognormal:3:2`. Raises BadInput: none
+        of these, or a parameter that is negative or not a number."""
         shape, *words = text.strip().split(":")
         if shape not in SHAPES:
             shape, words = "constant", [shape, *words]
@@ -148,26 +145,18 @@ class ThinkTime:
         except ValueError:
             seconds = []
         legal = len(seconds) == len(SHAPES[shape]) and all(0 <= s < math.inf for s in seconds)
-        if legal and shape == "uniform":
-            legal = seconds[0] <= seconds[1]
-        if legal and shape == "lognormal":
-            legal = seconds[0] > 0
-        if not legal:
+        disordered = shape == "uniform" and legal and seconds[0] > seconds[1]
+        if not legal or disordered or (shape == "lognormal" and not seconds[0]):
             raise BadInput(f"--think-time {text!r}: write {SPELLINGS}, in seconds")
         return cls(shape, tuple(seconds))
 
     def sample(self, rng: np.random.Generator, count: int) -> list[float]:
         """`count` pauses in seconds."""
-        first, second = self.seconds[0], self.seconds[-1]
-        if self.shape == "exponential":
-            values = rng.exponential(first, count)
-        elif self.shape == "uniform":
-            values = rng.uniform(first, second, count)
-        elif self.shape == "normal":
-            values = rng.normal(first, second, count)
-        elif self.shape == "lognormal":
-            variance = math.log1p((second / first) ** 2)
-            values = rng.lognormal(math.log(first) - variance / 2, math.sqrt(variance), count)
-        else:
+        first, *others = self.seconds
+        if self.shape == "constant":
             return [first] * count
+        if self.shape == "lognormal":
+            variance = math.log1p((others[0] / first) ** 2)
+            first, others = math.log(first) - variance / 2, [math.sqrt(variance)]
+        values = getattr(rng, self.shape)(first, *others, count)
         return values.clip(min=0.0).tolist()

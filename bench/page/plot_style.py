@@ -96,14 +96,12 @@ def canvas(
 
 
 def title(axis: Axes, text: str, pad: float = 8) -> None:
-    """A left-aligned axes title."""
     axis.set_title(text, loc="left", fontsize=10.5, fontweight="bold", pad=pad, color=INK)
 
 
 def label(
     axis: Axes, text: str, at: tuple[float, float], offset: tuple[float, float], **style: Any
 ) -> None:
-    """A text beside a point, `offset` from it in typographic points."""
     axis.annotate(text, at, xytext=offset, textcoords="offset points", **style)
 
 
@@ -167,13 +165,11 @@ def log_scale(axis: Axes, *sides: Literal["x", "y"]) -> None:
 
 
 def whole_numbers(axis: Axes, *sides: Literal["x", "y"]) -> None:
-    """Ticks at whole numbers alone, on axes of counts."""
     for side in sides:
         getattr(axis, f"{side}axis").set_major_locator(MaxNLocator(integer=True))
 
 
 def themed(svg: str) -> str:
-    """The SVG with the style sheet's variables in place of the light colours."""
     return re.sub(r"(?<=: )#[0-9a-f]{6}(?=[;\"])", lambda found: _variable(found[0]), svg)
 
 
@@ -182,11 +178,9 @@ def _variable(colour: str) -> str:
 
 
 def to_svg(figure: Figure, alt: str) -> str:
-    """The figure as an `<svg>` element with no prologue, scalable to its container.
-
-    `alt` is the text for screen readers. Element ids are derived from it, so that the figures of one page do
-    not share clip paths.
-    """
+    """The figure as an `<svg>` element with no prologue, scalable to its container. `alt` is the text for
+    screen readers. Element ids are derived from it, so that the figures of one page do not share clip
+    paths."""
     salt = hashlib.sha256(alt.encode()).hexdigest()[:12]
     buffer = io.StringIO()
     with mpl.rc_context({**STYLE, "svg.hashsalt": salt}):

@@ -7,7 +7,7 @@ taken for a condition, so that nothing unknown passes silently.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -122,9 +122,8 @@ def _differing(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     before, after = _fields(base), _fields(new)
     if {before.get("target"), after.get("target")} == {"in-process", "http"}:
         _align(before, after)
-    pairs = {
-        field: (before.get(field), after.get(field)) for field in dict.fromkeys([*before, *after])
-    }
+    names = dict.fromkeys([*before, *after])
+    pairs = {field: (before.get(field), after.get(field)) for field in names}
     return {
         field: pair
         for field, pair in pairs.items()
@@ -146,7 +145,8 @@ def _fields(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _align(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Take what an in-process run knows of its machine, and a client does not of a server's, for unknown."""
+    """Treat facts that an in-process run knows of its machine, and a client does not of a server's, as
+    unknown."""
     names = sorted((fields["machine"].removeprefix(CLIENT) for fields in (before, after)), key=len)
     if names[1].startswith(names[0]):  # the other names a GPU too
         before["machine"] = after["machine"] = names[0]
@@ -162,7 +162,6 @@ def _shown(value: Any, absent: str = "none") -> str:
 
 
 def without_folders(text: str) -> str:
-    """A path as its last part; other text as it is."""
     return PurePath(text).name if text.startswith(("/", ".", "~")) else text
 
 
@@ -180,13 +179,15 @@ def unknown_facts(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str,
     """Clauses on what of the hardware could not be compared; empty where all of it was."""
     if base["llmopt"]["run_id"] == new["llmopt"]["run_id"]:
         return ()
-    if words := _unknown_words((base, new)):
-        return words
+    imported = [run["llmopt"]["imported"] for run in (base, new) if "imported" in run["llmopt"]]
+    if names := dict.fromkeys(name for run in imported for name in run["unknown"]):
+        tools = " and ".join(dict.fromkeys(run["tool"] for run in imported))
+        return (f"unknown, as {tools} does not say: {', '.join(names)}",)
     identities = base["llmopt"]["identity"], new["llmopt"]["identity"]
     before, after = (identity.get(HARDWARE) for identity in identities)
-    if before is None and after is None:
-        return ("the hardware is unknown: neither result says what it ran on",)
     if before is None or after is None:
+        if before is after:
+            return ("the hardware is unknown: neither result says what it ran on",)
         side = "base" if before is None else "new"
         return (f"the hardware of the {side} run is unknown: its result does not say",)
     where = "server" if identities[1]["target"] == "http" else "machine"
@@ -214,16 +215,13 @@ def clock_change(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 
 def fact_words(name: str) -> str:
-    """`gpu_power_limit_watts` as `GPU power limit watts`."""
     return name.replace("_", " ").replace("gpu", "GPU").replace("cpu", "CPU")
 
 
 def series_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of an identity that the runs of a history's series share: model, workload, load, machine.
-
-    The hash of the weights and a server's version are not in it: their changes are what a series shows. A
-    model given as a path is known by its last part, so that another checkout's folder is the same model.
-    """
+    """The part of an identity that the runs of a series share: model, workload, load, machine. The hash of
+    the weights and a server's version are not in it, because a series shows their changes. A model given as a
+    path is known by its last part, so that another checkout's folder is the same model."""
     name = without_folders(str(identity["model"]))
     hardware = identity.get(HARDWARE) or {}
     known = {key: value for key, value in hardware.items() if value is not None}
@@ -232,19 +230,9 @@ def series_identity(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {"model": name, **{key: identity[key] for key in SERIES_KEYS}, HARDWARE: known, **others}
 
 
-def _unknown_words(runs: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """A clause on what the files of imported runs do not say; empty for runs of our own."""
-    found = [one["llmopt"]["imported"] for one in runs if "imported" in one["llmopt"]]
-    names = dict.fromkeys(name for one in found for name in one["unknown"])
-    tools = " and ".join(dict.fromkeys(one["tool"] for one in found))
-    return (f"unknown, as {tools} does not say: {', '.join(names)}",) if names else ()
-
-
 def served_weight_bytes(result: Mapping[str, Any]) -> int | None:
-    """Bytes of the weights; those of a model that is not quantized are at most its file's.
-
-    A machine that needs float32 holds them in twice as many, which is no reason to quantize.
-    """
+    """Bytes of the weights; for a model that is not quantized at most its file's. A machine that needs
+    float32 holds them in twice as many, which is no reason to quantize."""
     record = result["llmopt"]
     held, stored = record["memory"]["weight_bytes"], record["memory"].get("checkpoint_bytes")
     if held is None or stored is None or record["identity"].get("quantization"):

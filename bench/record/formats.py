@@ -39,11 +39,8 @@ def at(row: Any, path: str) -> Any:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The objects of a JSON file, of a JSON array, or of a file with one on each line.
-
-    Raises:
-        BadInput: it holds something else; a line that is not JSON is named.
-    """
+    """The objects of a JSON file, of a JSON array, or of a file with one on each line. Raises BadInput: it
+    holds something else; a line that is not JSON is named."""
     try:
         value = parse_json(path.read_text(encoding="utf-8-sig"))
     except ValueError:
@@ -59,16 +56,16 @@ class Format:
     """A result format.
 
     Attributes:
-        marks: paths that every row of it has, and those of no other format together.
+        marks: paths that every row of the format has, and no row of another format together.
         metrics: {ttft, tpot, itl or e2el: the path of its statistics}, with the unit.
         statistics: {our statistic: the tool's}; `pattern` joins both to a path.
-        values: {our key: path}, of rates, counts and totals.
+        values: {our key: path} for rates, counts and totals, in our units.
         says: {field of the identity: path}, such as `load.request_rate`; `version.NAME` names a version.
-        date: path of the time at which it was measured.
-        has_units: whether a metric's `unit` stands beside its statistics.
+        date: path of the time of the measurement.
+        has_units: True if a metric has a `unit` next to its statistics.
         target: `http` where a client measured a server.
-        points: the rows of its file, of which each is a pass.
-        requests: the table of requests of a row, where the file has it or names its neighbour.
+        points: function that splits the rows of a file into passes.
+        requests: function that gives the table of requests of a row, where the file has it.
     """
 
     tool: str
@@ -76,7 +73,7 @@ class Format:
     metrics: Mapping[str, Scaled] = field(default_factory=dict)
     statistics: Mapping[str, str] = field(default_factory=lambda: SAME)
     pattern: str = "{metric}.{statistic}"
-    values: Mapping[str, Scaled] = field(default_factory=dict)
+    values: Mapping[str, str] = field(default_factory=dict)
     says: Mapping[str, str] = field(default_factory=dict)
     date: str = "date"
     has_units: bool = False
@@ -85,9 +82,10 @@ class Format:
     requests: Callable[[Row, Path], list[dict[str, Any]]] | None = None
 
 
-def plain_values(*names: str) -> dict[str, Scaled]:
-    """Columns that have our name and unit."""
-    return {name: (name, 1.0) for name in names}
+def columns(text: str) -> dict[str, str]:
+    """{our name: the file's path} of words `OURS=PATH`, or of one word where both are the same."""
+    words = (word.partition("=") for word in text.split())
+    return {name: path or name for name, _, path in words}
 
 
 def detailed_requests(row: Row, _: Path) -> list[dict[str, Any]]:
@@ -96,44 +94,33 @@ def detailed_requests(row: Row, _: Path) -> list[dict[str, Any]]:
     if any(not isinstance(row.get(name), list) for name in names):
         return []
     table = []
-    for number, (prompt, output, ttft, gaps, error) in enumerate(
-        zip(*(row[name] for name in names), strict=False)
-    ):
-        is_good, decode = not error and output > 0, sum(gaps)
-        table.append(
-            {
-                "request_id": f"{number}:{prompt}",
-                "prompt_len": prompt,
-                "output_len": output,
-                "success": is_good,
-                "error": error or "",
-                "ttft_ms": ttft * SECONDS if is_good else None,
-                "tpot_ms": decode * SECONDS / (output - 1) if is_good and output > 1 else None,
-                "e2el_ms": (ttft + decode) * SECONDS if is_good else None,
-            }
-        )
+    columns = zip(*(row[name] for name in names), strict=False)
+    for number, (prompt, output, ttft, gaps, error) in enumerate(columns):
+        times: list[float | None] = [None, None, None]
+        if is_good := not error and output > 0:
+            tpot = sum(gaps) * SECONDS / (output - 1) if output > 1 else None
+            times = [ttft * SECONDS, tpot, (ttft + sum(gaps)) * SECONDS]
+        table.append(_request(f"{number}:{prompt}", prompt, output, is_good, error or "", *times))
     return table
+
+
+def _request(*values: Any) -> dict[str, Any]:
+    """A row of the table of requests; times in milliseconds."""
+    names = ("request_id", "prompt_len", "output_len", "success", "error")
+    return dict(zip((*names, "ttft_ms", "tpot_ms", "e2el_ms"), values, strict=True))
 
 
 def guidellm_requests(row: Row, _: Path) -> list[dict[str, Any]]:
     """The requests, which GuideLLM lists in the order of their ends, by the hash of what was sent."""
     table = []
-    for one in at(row, "requests.successful") or ():
-        sent = one.get("request_args")
-        name = hashlib.sha256(str(sent).encode()).hexdigest()[:16] if sent else one["request_id"]
-        seconds = one.get("request_latency")
-        table.append(
-            {
-                "request_id": name,
-                "prompt_len": one.get("prompt_tokens"),
-                "output_len": one.get("output_tokens"),
-                "success": True,
-                "error": "",
-                "ttft_ms": one.get("time_to_first_token_ms"),
-                "tpot_ms": one.get("inter_token_latency_ms"),
-                "e2el_ms": None if seconds is None else seconds * SECONDS,
-            }
-        )
+    for request in at(row, "requests.successful") or ():
+        sent, seconds = request.get("request_args"), request.get("request_latency")
+        digest = hashlib.sha256(str(sent).encode()).hexdigest()[:16]
+        name = digest if sent else request["request_id"]
+        lengths = request.get("prompt_tokens"), request.get("output_tokens")
+        times = request.get("time_to_first_token_ms"), request.get("inter_token_latency_ms")
+        whole = None if seconds is None else seconds * SECONDS
+        table.append(_request(name, *lengths, True, "", *times, whole))
     return table
 
 
@@ -141,23 +128,16 @@ def aiperf_requests(_: Row, path: Path) -> list[dict[str, Any]]:
     """The records of `profile_export.jsonl` beside the summary."""
     records = path.with_name("profile_export.jsonl")
     table = []
-    for one in read_rows(records) if records.is_file() else ():
-        metrics: Row = one.get("metrics") or {}
+    for record in read_rows(records) if records.is_file() else ():
+        metrics: Row = record.get("metrics") or {}
         length = at(metrics, "input_sequence_length.value")
         # Its own count is of the text tokenized again, which differs between answers of equal lengths.
         output = at(metrics, "usage_completion_tokens.value")
-        table.append(
-            {
-                "request_id": f"{at(one, 'metadata.session_num')}:{length}",
-                "prompt_len": length,
-                "output_len": output or at(metrics, "output_sequence_length.value"),
-                "success": not one.get("error"),
-                "error": str(one.get("error") or ""),
-                "ttft_ms": at(metrics, "time_to_first_token.value"),
-                "tpot_ms": at(metrics, "inter_token_latency.value"),
-                "e2el_ms": at(metrics, "request_latency.value"),
-            }
-        )
+        output = output or at(metrics, "output_sequence_length.value")
+        name, error = f"{at(record, 'metadata.session_num')}:{length}", record.get("error")
+        times = ("time_to_first_token", "inter_token_latency", "request_latency")
+        values = [at(metrics, f"{time}.value") for time in times]
+        table.append(_request(name, length, output, not error, str(error or ""), *values))
     return table
 
 
@@ -206,24 +186,18 @@ VLLM_SERVE = Format(
     ("model_id", "tokenizer_id", "num_prompts", "request_throughput", "duration"),
     {name: (name, 1.0) for name in ("ttft", "tpot", "itl", "e2el")},
     pattern=FLAT,
-    values=plain_values(
-        *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens"),
-        *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
-        *("max_output_tokens_per_s", "max_concurrent_requests"),
+    values=columns(
+        "duration completed failed total_input_tokens total_output_tokens request_throughput "
+        "request_goodput output_throughput total_token_throughput max_output_tokens_per_s "
+        "max_concurrent_requests"
     ),
-    says={
-        "model": "model_id",
-        "load.num_prompts": "num_prompts",
-        "load.request_rate": "request_rate",
-        "load.burstiness": "burstiness",
-        "load.max_concurrency": "max_concurrency",
-        "load.ramp_up_strategy": "ramp_up_strategy",
-        "load.ramp_up_start_rps": "ramp_up_start_rps",
-        "load.ramp_up_end_rps": "ramp_up_end_rps",
-        "engine.backend": "backend",
-        "shape.total_input_tokens": "total_input_tokens",
-        "shape.input_lens": "input_lens",
-    },
+    says=columns(
+        "model=model_id load.num_prompts=num_prompts load.request_rate=request_rate "
+        "load.burstiness=burstiness load.max_concurrency=max_concurrency "
+        "load.ramp_up_strategy=ramp_up_strategy load.ramp_up_start_rps=ramp_up_start_rps "
+        "load.ramp_up_end_rps=ramp_up_end_rps engine.backend=backend "
+        "shape.total_input_tokens=total_input_tokens shape.input_lens=input_lens"
+    ),
     requests=detailed_requests,
 )
 FORMATS: tuple[Format, ...] = (
@@ -232,25 +206,21 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "vllm bench throughput",
         ("elapsed_time", "num_requests", "total_num_tokens", "requests_per_second"),
-        values={
-            "duration": ("elapsed_time", 1.0),
-            "completed": ("num_requests", 1.0),
-            "request_throughput": ("requests_per_second", 1.0),
-            "total_token_throughput": ("tokens_per_second", 1.0),
-        },
-        says={
-            "model": "model_id",
-            "load.num_prompts": "num_requests",
-            "shape.total_num_tokens": "total_num_tokens",
-        },
+        values=columns(
+            "duration=elapsed_time completed=num_requests request_throughput=requests_per_second "
+            "total_token_throughput=tokens_per_second"
+        ),
+        says=columns(
+            "model=model_id load.num_prompts=num_requests shape.total_num_tokens=total_num_tokens"
+        ),
         target="in-process",
     ),
     Format(
         "vllm bench latency",
         ("avg_latency", "latencies", "percentiles"),
         {"e2el": ("iteration", SECONDS)},
-        values={"duration": ("iteration.seconds", 1.0), "completed": ("iteration.batches", 1.0)},
-        says={"model": "model_id"},
+        values=columns("duration=iteration.seconds completed=iteration.batches"),
+        says=columns("model=model_id"),
         target="in-process",
         points=iterations,
     ),
@@ -262,25 +232,19 @@ FORMATS: tuple[Format, ...] = (
             "e2el": ("e2e_latency", 1.0),
         },
         pattern=FLAT,
-        values={
-            **plain_values("duration", "completed", "total_input_tokens", "total_output_tokens"),
-            **plain_values("request_throughput", "input_throughput", "output_throughput"),
-            **plain_values("max_output_tokens_per_s", "max_concurrent_requests"),
-            "total_token_throughput": ("total_throughput", 1.0),
-        },
-        says={
-            "model": "server_info.model_path",
-            "version.sglang": "server_info.version",
-            "load.request_rate": "request_rate",
-            "load.max_concurrency": "max_concurrency",
-            "engine.backend": "backend",
-            "shape.dataset": "dataset_name",
-            "shape.random_input_len": "random_input_len",
-            "shape.random_output_len": "random_output_len",
-            "shape.random_range_ratio": "random_range_ratio",
-            "shape.total_input_tokens": "total_input_tokens",
-            "shape.input_lens": "input_lens",
-        },
+        values=columns(
+            "duration completed total_input_tokens total_output_tokens request_throughput "
+            "input_throughput output_throughput max_output_tokens_per_s max_concurrent_requests "
+            "total_token_throughput=total_throughput"
+        ),
+        says=columns(
+            "model=server_info.model_path version.sglang=server_info.version "
+            "load.request_rate=request_rate load.max_concurrency=max_concurrency "
+            "engine.backend=backend shape.dataset=dataset_name "
+            "shape.random_input_len=random_input_len shape.random_output_len=random_output_len "
+            "shape.random_range_ratio=random_range_ratio "
+            "shape.total_input_tokens=total_input_tokens shape.input_lens=input_lens"
+        ),
         requests=detailed_requests,
     ),
     Format(
@@ -298,25 +262,22 @@ FORMATS: tuple[Format, ...] = (
             "std": "std_dev",
             **{level: f"percentiles.{level}" for level in LEVELS},
         },
-        values={
-            "duration": ("duration", 1.0),
-            "completed": ("metrics.request_totals.successful", 1.0),
-            "failed": ("metrics.request_totals.errored", 1.0),
-            "total_input_tokens": ("metrics.prompt_token_count.successful.total_sum", 1.0),
-            "total_output_tokens": ("metrics.output_token_count.successful.total_sum", 1.0),
-            "request_throughput": ("metrics.requests_per_second.successful.mean", 1.0),
-            "input_throughput": ("metrics.prompt_tokens_per_second.successful.mean", 1.0),
-            "output_throughput": ("metrics.output_tokens_per_second.successful.mean", 1.0),
-            "total_token_throughput": ("metrics.tokens_per_second.successful.mean", 1.0),
-        },
-        says={
-            "model": "config.backend.model",
-            "version.guidellm": "file.metadata.guidellm_version",
-            "load.strategy": "config.strategy",
-            "load.constraints": "config.constraints",
-            "engine.backend": "config.backend.request_format",
-            "shape.prompt_tokens": "metrics.prompt_token_count.successful.median",
-        },
+        values=columns(
+            "duration completed=metrics.request_totals.successful "
+            "failed=metrics.request_totals.errored "
+            "total_input_tokens=metrics.prompt_token_count.successful.total_sum "
+            "total_output_tokens=metrics.output_token_count.successful.total_sum "
+            "request_throughput=metrics.requests_per_second.successful.mean "
+            "input_throughput=metrics.prompt_tokens_per_second.successful.mean "
+            "output_throughput=metrics.output_tokens_per_second.successful.mean "
+            "total_token_throughput=metrics.tokens_per_second.successful.mean"
+        ),
+        says=columns(
+            "model=config.backend.model version.guidellm=file.metadata.guidellm_version "
+            "load.strategy=config.strategy load.constraints=config.constraints "
+            "engine.backend=config.backend.request_format "
+            "shape.prompt_tokens=metrics.prompt_token_count.successful.median"
+        ),
         date="start_time",
         points=guidellm_points,
         requests=guidellm_requests,
@@ -331,25 +292,18 @@ FORMATS: tuple[Format, ...] = (
             "e2el": ("request_latency", 1.0),
         },
         {"mean": "avg", "median": "p50", "std": "std", **{level: level for level in LEVELS}},
-        values={
-            "duration": ("benchmark_duration.avg", 1.0),
-            "completed": ("request_count.avg", 1.0),
-            "failed": ("error_request_count.avg", 1.0),
-            "total_input_tokens": ("total_isl.avg", 1.0),
-            "total_output_tokens": ("total_osl.avg", 1.0),
-            "request_throughput": ("request_throughput.avg", 1.0),
-            "request_goodput": ("goodput.avg", 1.0),
-            "output_throughput": ("output_token_throughput.avg", 1.0),
-            "total_token_throughput": ("total_token_throughput.avg", 1.0),
-        },
-        says={
-            "model": "input_config.models",
-            "version.aiperf": "aiperf_version",
-            "load.phases": "input_config.phases",
-            "load.seed": "run_info.random_seed",
-            "engine.backend": "input_config.endpoint.type",
-            "shape.datasets": "input_config.datasets",
-        },
+        values=columns(
+            "duration=benchmark_duration.avg completed=request_count.avg "
+            "failed=error_request_count.avg total_input_tokens=total_isl.avg "
+            "total_output_tokens=total_osl.avg request_throughput=request_throughput.avg "
+            "request_goodput=goodput.avg output_throughput=output_token_throughput.avg "
+            "total_token_throughput=total_token_throughput.avg"
+        ),
+        says=columns(
+            "model=input_config.models version.aiperf=aiperf_version "
+            "load.phases=input_config.phases load.seed=run_info.random_seed "
+            "engine.backend=input_config.endpoint.type shape.datasets=input_config.datasets"
+        ),
         date="start_time",
         has_units=True,
         requests=aiperf_requests,
@@ -357,29 +311,17 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "llama-bench",
         ("build_commit", "build_number", "n_prompt", "n_gen", "avg_ts"),
-        values={
-            "input_throughput": ("rate.pp", 1.0),
-            "output_throughput": ("rate.tg", 1.0),
-            "total_token_throughput": ("rate.both", 1.0),
-        },
-        says={
-            "model": "model_filename",
-            "model_line": "model_type",
-            "weight_bytes": "model_size",
-            "version.llama.cpp": "build_commit",
-            "hardware.cpu_model": "cpu_info",
-            "hardware.gpu": "gpu_info",
-            "device": "backends",
-            "engine.num_threads": "n_threads",
-            "engine.n_batch": "n_batch",
-            "engine.n_ubatch": "n_ubatch",
-            "engine.n_gpu_layers": "n_gpu_layers",
-            "engine.flash_attn": "flash_attn",
-            "engine.kv_cache_dtype": "type_k",
-            "shape.n_prompt": "n_prompt",
-            "shape.n_gen": "n_gen",
-            "shape.n_depth": "n_depth",
-        },
+        values=columns(
+            "input_throughput=rate.pp output_throughput=rate.tg total_token_throughput=rate.both"
+        ),
+        says=columns(
+            "model=model_filename model_line=model_type weight_bytes=model_size "
+            "version.llama.cpp=build_commit hardware.cpu_model=cpu_info hardware.gpu=gpu_info "
+            "device=backends engine.num_threads=n_threads engine.n_batch=n_batch "
+            "engine.n_ubatch=n_ubatch engine.n_gpu_layers=n_gpu_layers "
+            "engine.flash_attn=flash_attn engine.kv_cache_dtype=type_k shape.n_prompt=n_prompt "
+            "shape.n_gen=n_gen shape.n_depth=n_depth"
+        ),
         date="test_time",
         target="in-process",
         points=repetitions,

@@ -54,16 +54,19 @@ class ImportedRun:
 
 
 def read_imported(path: Path) -> ImportedRun | None:
-    """The run in a file (`results.json`, `results.json#2`) or in a folder with one such file; None where
-    it is of no known format.
-
-    Raises:
-        BadInput: several runs and none is named, or a value that cannot be read.
-    """
+    """The run in a file (`results.json`, `results.json#2`) or in a folder with one such file; None where it
+    is of no known format. Raises BadInput: several runs and none is named, or a value that cannot be read."""
     name, mark, number = path.name.partition("#")
     file = path.with_name(name) if mark and not path.exists() else path
     if file.is_dir():
-        return _in_folder(file)
+        every = [LM_EVAL, *(format.marks for format in FORMATS)]
+        files = sorted(path for path in file.rglob("*") if path.suffix in SUFFIXES)
+        rows = ((path, _rows(path)) for path in files)
+        known = [path for path, row in rows if row and any(_has(row[0], marks) for marks in every)]
+        if len(known) > 1:
+            some = ", ".join(str(path.relative_to(file)) for path in known[:4])
+            raise BadInput(f"{file} holds {len(known)} results, name one: {some}")
+        return read_imported(known[0]) if known else None
     if not file.is_file():
         return None
     if not (rows := read_rows(file) if file.suffix == ".jsonl" else _rows(file)):
@@ -96,21 +99,6 @@ def _rows(file: Path) -> list[Row]:
     return [] if rows and at(rows[0], "llmopt") is not None else rows
 
 
-def _in_folder(folder: Path) -> ImportedRun | None:
-    """The run of the one file in a folder that is a result."""
-    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES)
-    every = [LM_EVAL, *(format.marks for format in FORMATS)]
-    known = [
-        file
-        for file in files
-        if (rows := _rows(file)) and any(_has(rows[0], marks) for marks in every)
-    ]
-    if len(known) > 1:
-        some = ", ".join(str(path.relative_to(folder)) for path in known[:4])
-        raise BadInput(f"{folder} holds {len(known)} results, name one: {some}")
-    return read_imported(known[0]) if known else None
-
-
 def _chosen(one: Format, points: Sequence[Row], file: Path, number: str) -> ImportedRun:
     """The run of the settings that `number` names, from 1; the only one without."""
     groups: dict[str, list[Row]] = {}
@@ -139,7 +127,7 @@ def _said(one: Format, row: Row) -> dict[str, Any]:
     said = {name: at(row, path) for name, path in one.says.items()}
     if isinstance(said.get("shape.input_lens"), list):
         said["shape.input_lens"] = _hash(said["shape.input_lens"])
-    if at(row, one.values.get("failed", ("", 1.0))[0]):
+    if at(row, one.values.get("failed", "")):
         said.pop(TOTAL_TOKENS, None)  # it lacks those of the failed requests
     known = {name: _plain(value) for name, value in said.items()}
     return {name: value for name, value in known.items() if value not in (None, "", UNKNOWN)}
@@ -161,55 +149,47 @@ def _hash(value: Any) -> str:
 
 def _measured(one: Format, row: Row) -> dict[str, float | None]:
     """A pass: our keys in our units, None where the row has no value."""
-    found: dict[str, float | None] = dict.fromkeys(
-        [*KEYS, *(f"{name}_{metric}_ms" for metric in TIMES for name in SAME)]
-    )
-    for key, (path, factor) in one.values.items():
-        found[key] = _number(at(row, path), factor)
+    times = [f"{name}_{metric}_ms" for metric in TIMES for name in SAME]
+    found: dict[str, float | None] = dict.fromkeys([*KEYS, *times])
+    for key, path in one.values.items():
+        found[key] = _number(at(row, path))
     for metric, (path, unit) in one.metrics.items():
         if one.has_units and (said := at(row, f"{path}.unit")) is not None:
             if said not in UNITS:
                 raise ValueError(f"{path} is in {said!r}, which is no known unit of time")
             unit = UNITS[said]
         for name, theirs in one.statistics.items():
-            place = one.pattern.format(metric=path, statistic=theirs)
-            found[f"{name}_{metric}_ms"] = _number(at(row, place), unit)
-        # The 50th percentile under either name.
-        pair = [f"p50_{metric}_ms", f"median_{metric}_ms"]
-        known = next((found[key] for key in pair if found[key] is not None), None)
-        found |= dict.fromkeys(pair, known)
+            value = at(row, one.pattern.format(metric=path, statistic=theirs))
+            found[f"{name}_{metric}_ms"] = _number(value, unit)
+        # The 50th percentile has either name.
+        p50, median = found[f"p50_{metric}_ms"], found[f"median_{metric}_ms"]
+        found |= dict.fromkeys(
+            (f"p50_{metric}_ms", f"median_{metric}_ms"), median if p50 is None else p50
+        )
     return found
 
 
-def _number(value: Any, factor: float) -> float | None:
+def _number(value: Any, factor: float = 1.0) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value * factor if is_number and math.isfinite(value) else None
 
 
 def _run(one: Format, rows: Sequence[Row], file: Path, number: str) -> ImportedRun:
     said, passes = _said(one, rows[0]), [_measured(one, row) for row in rows]
-    tables = [
-        (place, each)
-        for place, row in enumerate(rows)
-        if one.requests
-        for each in one.requests(row, file)
-    ]
-    requests = {key: [each[key] for _, each in tables] for key in tables[0][1]} if tables else None
-    if requests is not None:
-        requests["run"] = [place for place, _ in tables]
-    totals = {key: _over_passes(key, [each[key] for each in passes]) for key in passes[0]}
+    requests: dict[str, list[Any]] = {}
+    for number_of_pass, row in enumerate(rows if one.requests else ()):
+        for request in one.requests(row, file) if one.requests else ():
+            for key, value in (*request.items(), ("run", number_of_pass)):
+                requests.setdefault(key, []).append(value)
+    totals: dict[str, float | None] = {}
+    for key in passes[0]:
+        known = [value for measured in passes if (value := measured[key]) is not None]
+        total = sum(known) if key in COUNTS else sum(known) / max(1, len(known))
+        totals[key] = total if len(known) == len(passes) else None
     record = _record(one.tool, said, file, number, _stamp(at(rows[0], one.date)))
     record["llmopt"]["identity"]["target"] = one.target
     record["llmopt"] |= {"runs": passes, "num_runs": len(passes), "metrics": _distributions(totals)}
-    return ImportedRun({**record, **totals}, requests)
-
-
-def _over_passes(key: str, values: Sequence[float | None]) -> float | None:
-    """The sum of a count, the mean of anything else; None where a pass has none."""
-    known = [value for value in values if value is not None]
-    if len(known) < len(values):
-        return None
-    return sum(known) if key in COUNTS else sum(known) / len(known)
+    return ImportedRun({**record, **totals}, requests or None)
 
 
 def _distributions(totals: Mapping[str, float | None]) -> dict[str, Any]:
@@ -256,6 +236,8 @@ def _record(
     weight_bytes = said.get("weight_bytes")
     memory = dict.fromkeys(("weight_bytes", "checkpoint_bytes"), weight_bytes)
     memory |= dict.fromkeys(("kv_cache_bytes", "peak_resident_bytes", "kv_cache"))
+    absent = ("phases", "preemptions", "quality", "roofline", "energy", "tasks", "client")
+    workload = {"name": identity["workload"], "source": tool, "notes": [], "num_requests": None}
     ours = {
         "schema": 1,
         "run_id": digest[:32],
@@ -266,20 +248,13 @@ def _record(
         "imported": {"tool": tool, "file": str(file), "versions": versions, "unknown": unknown},
         "identity": identity,
         "model": {"line": said.get("model_line")},
-        "workload": {
-            "name": identity["workload"],
-            "source": tool,
-            "notes": [],
-            "num_requests": None,
-        },
+        "workload": workload,
         "num_runs": 0,
         "runs": [],
         "metrics": _distributions({}),
         "spread": {},
         "memory": memory,
-        **dict.fromkeys(
-            ("phases", "preemptions", "quality", "roofline", "energy", "tasks", "client")
-        ),
+        **dict.fromkeys(absent),
         "environment": {"libraries": versions, "commit": None},
     }
     return {"date": date, "model_id": model, **dict.fromkeys(KEYS), "llmopt": ours}
@@ -312,13 +287,14 @@ def _lm_eval(content: Row, file: Path) -> ImportedRun:
         f"system instruction {content.get('system_instruction') or 'none'}, "
         f"shots as turns: {bool(content.get('fewshot_as_multiturn'))}"
     )
-    said = {
+    facts = {
         "model": content.get("model_name") or at(content, "config.model_args"),
         "version.lm_eval": content.get("lm_eval_version"),
         "version.transformers": content.get("transformers_version"),
         "load.seed": at(content, "config.random_seed"),
     }
-    record = _record("lm-eval", _known(said), file, "", _stamp(content.get("date")))
+    known = {name: value for name, value in facts.items() if value is not None}
+    record = _record("lm-eval", known, file, "", _stamp(content.get("date")))
     record["llmopt"]["tasks"] = {
         "lm_eval_version": content.get("lm_eval_version"),
         "protocol": protocol,
@@ -328,7 +304,3 @@ def _lm_eval(content: Row, file: Path) -> ImportedRun:
         "metrics": rows,
     }
     return ImportedRun(record, items=items_of(samples, rows))
-
-
-def _known(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in said.items() if value is not None}

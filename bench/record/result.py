@@ -4,13 +4,14 @@ atomic writes of its folder (write, fsync, rename).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -106,23 +107,14 @@ _KINDS = _MEASURED | {
     },
 }
 """Kinds of what comparisons and reports compute with: `quant.model.checkpoint.kind_fault`."""
-_NEEDED = (
-    "run_id",
-    "name",
-    "arms",
-    "interrupted",
-    "identity",
-    "runs",
-    "metrics",
-    "memory",
-    "quality",
-)
+_NEEDED = ("run_id", "name", "arms", "interrupted", "identity", "runs", "metrics", "memory")
+_NEEDED += ("quality",)
 
 
 @dataclass(slots=True)
 class BenchRun:
-    """A finished benchmark: its record, and what it was computed from: the passes, the quality series, the
-    tasks' scores per item."""
+    """A finished benchmark: its record, its passes, the quality per position, and the tasks' scores per
+    item."""
 
     result: dict[str, Any]
     passes: list[LoadPass]
@@ -155,13 +147,8 @@ def plain(value: Any) -> Any:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A `result.json`, or the one in a run folder.
-
-    A result of another tool is read as `imported` does.
-
-    Raises:
-        BadInput: missing, not JSON, no result, or with a value of another kind.
-    """
+    """A `result.json`, or the one in a run folder. A result of another tool is read as `imported` does.
+    Raises BadInput: missing, not JSON, no result, or with a value of another kind."""
     from ...quant.model.checkpoint import check_kinds, read_json
 
     if (imported := _imported(path)) is not None:
@@ -197,7 +184,6 @@ def _imported(path: Path) -> ImportedRun | None:
 
 
 def has_result(folder: Path) -> bool:
-    """Whether a folder holds a finished run, of ours or of another tool."""
     return (folder / RESULT_NAME).is_file() or (folder.is_dir() and _imported(folder) is not None)
 
 
@@ -280,10 +266,7 @@ class RunData:
     @classmethod
     def read(cls, path: Path) -> RunData:
         """Read a run folder, a `result.json` with the request table beside it, or another tool's result.
-
-        Raises:
-            BadInput: no such result, or a damaged file.
-        """
+        Raises BadInput: no such result, or a damaged file."""
         if (imported := _imported(path)) is not None:
             return cls(imported.result, imported.requests, items=imported.items)
         result = read_result(path)
@@ -301,28 +284,22 @@ class RunData:
         return self.result["llmopt"]["name"]
 
     def values(self, key: str) -> list[float]:
-        """A metric's value in each pass, without passes that have none."""
         values = [value_of_pass(run, key) for run in self.result["llmopt"]["runs"]]
         return [value for value in values if value]
 
     def by_request(self, column: str) -> dict[str, list[float]]:
         """A column's values by request id, in the order of the passes."""
-        found: dict[str, list[float]] = {}
-        if self.requests:
-            for request, value in zip(
-                self.requests["request_id"], self.requests[column], strict=True
-            ):
-                if value is not None:
-                    found.setdefault(request, []).append(value)
-        return found
+        values: dict[str, list[float]] = {}
+        table = self.requests or {"request_id": [], column: []}
+        for request, value in zip(table["request_id"], table[column], strict=True):
+            if value is not None:
+                values.setdefault(request, []).append(value)
+        return values
 
 
 def value_of_pass(run: Mapping[str, Any], key: str) -> float | None:
-    """A metric of a pass; None where it has none.
-
-    Goodput or SLO share of a pass in which no request is good is what half a request would give, since values
-    are compared as ratios.
-    """
+    """A metric of a pass; None where it has none. Goodput or SLO share of a pass without a good request is
+    what half a request would give, because values are compared as ratios."""
     value = run.get(key)
     if value == 0 and key == "request_goodput" and run["duration"]:
         return 0.5 / run["duration"]
@@ -338,33 +315,24 @@ def stamped(root: Path, name: str, now: datetime | None = None) -> Path:
 
 
 def claimed(path: Path) -> Path:
-    """Make an empty folder: `path`, or where that is taken `path-2`, `path-3` and so on.
-
-    Two processes that begin in the same second never get the same one.
-    """
-    candidate, number = path, 1
-    while True:
-        try:
+    """Make an empty folder: `path`, or where that is taken (by another process too) `path-2`, `path-3` and so
+    on."""
+    for number in itertools.count(1):
+        candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+        with suppress(FileExistsError):
             candidate.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            candidate = path.with_name(f"{path.name}-{number}")
-        else:
             return candidate
+    raise AssertionError("unreachable")
 
 
 def is_taken(folder: Path) -> bool:
-    """True where a path holds something other than an empty folder."""
     return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
 
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder to write into, renamed to `target` when the block succeeds.
-
-    Raises:
-        BadInput: something is in `target`, or its parent cannot be created.
-    """
+    """A temporary folder to write into, renamed to `target` when the block succeeds. Raises BadInput:
+    something is in `target`, or its parent cannot be created."""
     if is_taken(target):
         raise BadInput(f"{target} exists: name another folder, or remove it")
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")

@@ -1,4 +1,5 @@
-"""Builder of run records: vLLM's keys on the top level, and the measurement with its target's facts below."""
+"""Builder of run records: vLLM's keys on the top level, and the measurement with its target's facts below;
+with the run's identity, which decides comparability."""
 
 from __future__ import annotations
 
@@ -6,14 +7,19 @@ import math
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ...engine.base.units import parse_slo
-from ..load.load import lora_part
+from ...engine.config.config import EngineConfig
+from ...quant.source.models import open_checkpoint
+from ..load.inprocess import InProcessTarget
+from ..load.load import ROUND_ROBIN, lora_part
+from ..machine.environment import checkpoint_hash, hardware_facts, machine_name
 from ..machine.machine_meter import MachineMeter
-from ..metrics.metrics import aggregate, slo_share, window_part
+from ..metrics.metrics import aggregate, slo_share, turn_figures, window_part
 from ..metrics.run_statistics import (
     client_lag,
     cost_part,
@@ -25,57 +31,23 @@ from ..metrics.run_statistics import (
 from ..metrics.trace import LoadPass, RequestTrace
 from ..options.options import BenchOptions
 from ..quality.positions import QualitySeries
+from ..workloads.datasets import arrival_words
 from ..workloads.workload import Workload, ramp_rates
 from .result import SCHEMA_VERSION, BenchRun, plain
 
+if TYPE_CHECKING:
+    from ...engine.core.engine import Engine
+    from ...engine.scheduling.outputs import EngineStats
+
 # All keys under `llmopt`, in file order. Some kinds of target lack some of them.
-KEYS = (
-    "schema",
-    "run_id",
-    "arms",
-    "name",
-    "interrupted",
-    "slowdown",
-    "slowdown_where",
-    "identity",
-    "model",
-    "workload",
-    "num_warmups",
-    "num_runs",
-    "conversations",
-    "window",
-    "failures",
-    "runs",
-    "rejected_passes",
-    "metrics",
-    "spread",
-    "peaks",
-    "slo",
-    "lora",
-    "steady_state",
-    "client_lag_ms",
-    "client",
-    "silent_failures",
-    "server",
-    "server_metrics",
-    "phases",
-    "step_split",
-    "step_trace",
-    "preemptions",
-    "speculation",
-    "images",
-    "prefix_cache_hit_rate",
-    "memory",
-    "quality",
-    "quality_reason",
-    "layer_errors",
-    "tasks",
-    "roofline",
-    "energy",
-    "environment",
-    "cost",
-    "plan",
+_KEYS = (
+    "schema run_id arms name interrupted slowdown slowdown_where identity model workload "
+    "num_warmups num_runs conversations window failures runs rejected_passes metrics spread "
+    "peaks slo lora steady_state client_lag_ms client silent_failures server server_metrics "
+    "phases step_split step_trace preemptions speculation images prefix_cache_hit_rate memory "
+    "quality quality_reason layer_errors tasks roofline energy environment cost plan"
 )
+KEYS = tuple(_KEYS.split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +55,9 @@ class MeasuredPass:
     """One pass over the workload, with the session's measurements around it.
 
     Attributes:
-        prefix_cache_hit_rate: fraction of prompt tokens from the prefix cache; None where the target does
-            not report it.
+        prefix_cache_hit_rate: fraction of prompt tokens from the prefix cache; None if not reported.
         usage: {key of the record: value}: background load, energy, and `machine.pass_usage.PassUsage`.
         preemptions: sequences preempted in the pass, where the target reports them.
-        server_metrics: what `server.server_metrics.pass_metrics` made of the server's own metrics.
     """
 
     load: LoadPass
@@ -98,7 +68,6 @@ class MeasuredPass:
 
     @property
     def disturbed(self) -> bool:
-        """Whether the pass is to be rejected by its own evidence."""
         return self.usage["disturbed"]
 
 
@@ -109,7 +78,6 @@ class Measurement:
     Attributes:
         paired_runs: shared id of runs whose passes were interleaved; None for a single run.
         rejected: disturbed passes that were measured again, which enter nothing else.
-        metrics: `run_statistics.distributions` over all passes.
     """
 
     options: BenchOptions
@@ -124,18 +92,15 @@ class Measurement:
 
     @property
     def loads(self) -> list[LoadPass]:
-        """The passes as recorded by the load driver."""
         return [measured.load for measured in self.passes]
 
     @property
     def all_tokens(self) -> tuple[int, int]:
-        """(prompt, output) tokens of all passes."""
         prompt, output = zip(*(load.all_tokens for load in self.loads), strict=True)
         return sum(prompt), sum(output)
 
     @property
     def prefix_cache_hit_rate(self) -> float | None:
-        """Mean over the passes where it is known."""
         rates = [measured.prefix_cache_hit_rate for measured in self.passes]
         known = [rate for rate in rates if rate is not None]
         return sum(known) / len(known) if known else None
@@ -143,12 +108,8 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """Facts about the target, provided by its session.
-
-    Attributes:
-        model_id: for vLLM's key, as is `tokenizer_id`, which defaults to the model's.
-        parts: keys and values of the record: `identity`, `memory`, and those of this kind of target.
-    """
+    """Facts about the target, provided by its session: vLLM's `model_id` and `tokenizer_id` (default: the
+    model's), and the `parts` of the record that only this kind of target has."""
 
     model_id: str
     parts: Mapping[str, Any]
@@ -168,59 +129,44 @@ def build_run(
         backend=target.backend,
         date=datetime.now().strftime("%Y%m%d-%H%M%S"),
     )
+    options, loads = measured.options, measured.loads
+    errors = Counter(t.error for load in loads for t in load.traces if not t.success)
+    rows = [{"error": error, "count": count} for error, count in errors.most_common(MOST_ERRORS)]
     parts = {
         "schema": SCHEMA_VERSION,
         "run_id": uuid.uuid4().hex,
-        **_load_parts(measured),
-        **_pass_parts(measured),
-        **_machine_parts(measured, record),
-        **dict.fromkeys(("phases", "preemptions", "quality", "roofline")),
-        **target.parts,
-    }
-    assert parts.keys() <= set(KEYS), f"not in the record's order: {parts.keys() - set(KEYS)}"
-    record["llmopt"] = {key: parts[key] for key in KEYS if key in parts}
-    return BenchRun(plain(record), measured.loads, series)
-
-
-def workload_part(workload: Workload) -> dict[str, Any]:
-    """`llmopt.workload`: source, counts, notes and hash of the requests."""
-    return {
-        "name": workload.name,
-        "source": workload.source,
-        "is_stand_in": workload.is_stand_in,
-        "notes": workload.notes,
-        "num_requests": workload.num_requests,
-        "prompt_tokens": workload.prompt_tokens,
-        "output_tokens": workload.output_tokens,
-    }
-
-
-def _load_parts(measured: Measurement) -> dict[str, Any]:
-    """Record parts on the workload and the overall outcome."""
-    options = measured.options
-    return {
         # The key is kept from older results.
         "arms": measured.paired_runs,
         "name": measured.name,
         "interrupted": measured.interrupted,
         "slowdown": options.slowdown,
         "workload": workload_part(measured.workload),
-        **({"window": window_part(measured.loads)} if options.duration is not None else {}),
-        **failures_part(measured.loads),
+        **({"window": window_part(loads)} if options.duration is not None else {}),
+        **({"failures": rows} if rows else {}),
         "num_warmups": options.warmups,
         "num_runs": len(measured.passes),
+        **_pass_parts(measured),
+        "energy": measured.machine.energy(*measured.all_tokens),
+        "environment": measured.machine.environment(),
+        **dict.fromkeys(("phases", "preemptions", "quality", "roofline")),
+        **target.parts,
     }
+    if (price := options.gpu_hour_price) is not None:
+        tokens = record["total_input_tokens"], record["total_output_tokens"]
+        parts["cost"] = cost_part(price, record["duration"], *tokens)
+    assert parts.keys() <= set(KEYS), f"not in the record's order: {parts.keys() - set(KEYS)}"
+    record["llmopt"] = {key: parts[key] for key in KEYS if key in parts}
+    return BenchRun(plain(record), measured.loads, series)
+
+
+def workload_part(workload: Workload) -> dict[str, Any]:
+    """`llmopt.workload`: source, notes and counts of the requests."""
+    keys = ("name", "source", "is_stand_in", "notes", "num_requests", "prompt_tokens")
+    return {key: getattr(workload, key) for key in (*keys, "output_tokens")}
 
 
 MOST_ERRORS = 5
 """Different errors that a record lists."""
-
-
-def failures_part(loads: Sequence[LoadPass]) -> dict[str, Any]:
-    """`llmopt.failures`: the most frequent errors with their counts, only where a request failed."""
-    errors = Counter(t.error for load in loads for t in load.traces if not t.success)
-    rows = [{"error": error, "count": count} for error, count in errors.most_common(MOST_ERRORS)]
-    return {"failures": rows} if rows else {}
 
 
 def _pass_parts(measured: Measurement) -> dict[str, Any]:
@@ -228,6 +174,8 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
     loads = measured.loads
     limits = parse_slo(measured.options.goodput)
     summaries = [summarize_pass(load, limits) for load in loads]
+    traces = [trace for load in loads for trace in load.traces]
+    share = slo_share(traces, limits)
     return {
         "runs": [
             {
@@ -245,7 +193,7 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
         "metrics": measured.metrics,
         "spread": spread(summaries),
         "peaks": peaks(loads),
-        "slo": slo_part(loads, limits),
+        "slo": (None if share is None else {"limits_ms": dict(limits), "share": share}),
         "lora": lora_part(loads, tuple(measured.options.loras), measured.options.lora_assignment),
         "steady_state": steady_state(loads, measured.options.concurrency),
         "client_lag_ms": client_lag(loads),
@@ -253,29 +201,10 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
     }
 
 
-def slo_part(loads: Sequence[LoadPass], limits_ms: Mapping[str, float]) -> dict[str, Any] | None:
-    """`llmopt.slo`: the limits of `--goodput` and the share of requests that meets them; None without."""
-    traces = [trace for load in loads for trace in load.traces]
-    share = slo_share(traces, limits_ms)
-    return None if share is None else {"limits_ms": dict(limits_ms), "share": share}
-
-
 def joules_per_token(joules: float | None, prompt_tokens: int, output_tokens: int) -> float | None:
     """Energy per generated token; where nothing is generated (embeddings), per prompt token."""
     tokens = output_tokens or prompt_tokens
     return joules / tokens if joules is not None and tokens else None
-
-
-def _machine_parts(measured: Measurement, totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Energy, environment and, with a price, cost."""
-    tokens = totals["total_input_tokens"], totals["total_output_tokens"]
-    parts = {
-        "energy": measured.machine.energy(*measured.all_tokens),
-        "environment": measured.machine.environment(),
-    }
-    if (price := measured.options.gpu_hour_price) is not None:
-        parts["cost"] = cost_part(price, totals["duration"], *tokens)
-    return parts
 
 
 def vllm_part(
@@ -287,10 +216,8 @@ def vllm_part(
     tokenizer_id: str | None = None,
     backend: str = "llmopt",
 ) -> dict[str, Any]:
-    """The top level: the keys, types and order of `vllm bench serve`.
-
-    Per-request arrays (seconds) only with `save_detailed`. A rate without limit is the text "inf".
-    """
+    """The top level: the keys, types and order of `vllm bench serve`. Per-request arrays (seconds) only with
+    `save_detailed`. A rate without limit is the text "inf"."""
     record: dict[str, Any] = {
         "date": date,
         "endpoint_type": backend,
@@ -323,17 +250,10 @@ def vllm_part(
 
 
 def rps_change_events(options: BenchOptions, passes: Sequence[LoadPass]) -> list[dict[str, Any]]:
-    """`rps_change_events` of vLLM: the wall-clock times at which a ramp reached each whole rate.
-
-    The first event is the start; then one for every whole number of requests per second that the rate has
-    passed, when the first request at it was sent. A falling ramp has only the start event.
-    """
-    strategy, first, last = (
-        options.ramp_up_strategy,
-        options.ramp_up_start_rps,
-        options.ramp_up_end_rps,
-    )
-    if strategy is None or first is None or last is None:
+    """`rps_change_events` of vLLM: the wall-clock times of the start of a ramp and of the first request at
+    each whole rate. A falling ramp has only the start event."""
+    strategy, first = options.ramp_up_strategy, options.ramp_up_start_rps
+    if strategy is None or first is None or (last := options.ramp_up_end_rps) is None:
         return []
     rates = ramp_rates(options.num_prompts, strategy, first, last)
     events: list[dict[str, Any]] = []
@@ -367,3 +287,112 @@ def detailed(traces: Sequence[RequestTrace]) -> dict[str, Any]:
         "generated_texts": [t.text for t in traces],
         "errors": [t.error for t in traces],
     }
+
+
+IDENTITY = ("model", "model_hash", "quantization", "dtype", "target", "workload", "workload_sha256")
+IDENTITY += ("load", "engine", "device", "machine", "hardware")
+ALWAYS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "enable_prefix_caching",
+    "num_threads",
+)
+"""Options of the engine that every identity has; others only where they are set."""
+
+
+def identity_part(options: BenchOptions, workload: Workload, **target: Any) -> dict[str, Any]:
+    """`llmopt.identity`: what was measured and how, which decides whether two results are comparable.
+    `target` holds the keys of `IDENTITY` that are not of the workload."""
+    words = {"workload": workload.name, "workload_sha256": workload.sha256}
+    known = {**target, **words, "load": load_words(options, workload)}
+    return {key: known[key] for key in IDENTITY}
+
+
+def engine_identity(
+    options: BenchOptions, engine: Engine, model: Path, workload: Workload
+) -> dict[str, Any]:
+    """The identity of a run on an in-process engine."""
+    quantization = open_checkpoint(model).quantization_config
+    overlaps = engine.config.overlaps(engine.device.type)  # which depends on the device by default
+    return identity_part(
+        options,
+        workload,
+        model=options.model or model.name,
+        model_hash=checkpoint_hash(model),
+        quantization=quantization.get("quant_method") if quantization else None,
+        dtype=str(engine.dtype).removeprefix("torch."),
+        target=InProcessTarget.name,
+        engine={
+            "max_model_len": engine.max_model_len,
+            **{name: getattr(options, name) for name in ALWAYS},
+            **({"cpu_activations": 8} if engine.activation_bits == 8 else {}),
+            **({"overlapped_loop": True} if overlaps else {}),
+            **_unusual(options),
+        },
+        device=str(engine.device),
+        machine=machine_name(str(engine.device)),
+        hardware=hardware_facts(str(engine.device)),
+    )
+
+
+def load_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
+    """The load settings: requests, arrivals, sampling."""
+    return {
+        "num_prompts": options.num_prompts,
+        "request_rate": options.rate if options.request_rate else "inf",
+        "burstiness": options.burstiness,
+        **arrival_words(options, workload),
+        "max_concurrency": options.concurrency,
+        **({"duration": options.duration} if options.duration is not None else {}),
+        **conversation_words(workload),
+        "ignore_eos": options.ignore_eos,
+        "temperature": options.temperature,
+        "seed": options.seed,
+    }
+
+
+def _unusual(options: BenchOptions) -> dict[str, Any]:
+    """Engine options with non-default values only, so that older results stay comparable."""
+    later = ("tensor_parallel_size", "scheduling_policy", "enforce_eager", "prefill_chunk_size")
+    later += ("swap_space_bytes", "kv_cache_dtype", "window", "attention_sinks", "kv_budget")
+    engine, usual = options.engine, EngineConfig()
+    values = {name: getattr(engine, name) for name in (*later, "kv_eviction")}
+    options_set = {name: value for name, value in values.items() if value != getattr(usual, name)}
+    if options.loras:
+        options_set["lora"] = list(options.loras)
+        if options.lora_assignment != ROUND_ROBIN:
+            options_set["lora_assignment"] = options.lora_assignment
+    if options.speculation is not None:
+        options_set["speculation"] = asdict(options.speculation)
+    return options_set
+
+
+def speculation_part(options: BenchOptions, stats: EngineStats) -> dict[str, Any] | None:
+    """Speculative-decoding statistics; None without speculation."""
+    if options.speculation is None:
+        return None
+    return {
+        "method": options.speculation.method,
+        "num_guesses": stats.num_draft_tokens,
+        "num_accepted": stats.num_accepted_tokens,
+        "acceptance": stats.num_accepted_tokens / max(1, stats.num_draft_tokens),
+    }
+
+
+def conversations_part(
+    passes: Sequence[LoadPass], workload: Workload, block_size: int | None
+) -> dict[str, Any]:
+    """`{"conversations": …}` for the record; empty for a workload of single requests. `block_size` is that of
+    an engine in this process with prefix caching, else None."""
+    if not workload.is_multi_turn:
+        return {}
+    part = {"num_conversations": len(workload.items), **conversation_words(workload)}
+    return {"conversations": part | turn_figures(passes, block_size)}
+
+
+def conversation_words(workload: Workload) -> dict[str, Any]:
+    """History and think time of conversations; empty for a workload of single requests."""
+    if not workload.is_multi_turn:
+        return {}
+    return {"history": workload.history, "mean_think_seconds": workload.mean_think_seconds}

@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,13 +25,8 @@ WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """A run in a tracker's terms.
-
-    Attributes:
-        params: what was measured and how, as text, nested keys joined by dots.
-        metrics: finite numbers only.
-        folder: the run folder, logged whole.
-    """
+    """A run in a tracker's terms: what was measured and how as text, finite numbers, and the folder, which is
+    logged whole. Nested keys are joined by dots."""
 
     name: str
     params: Mapping[str, str]
@@ -55,33 +50,12 @@ class TrackingOptions:
     wandb_entity: str | None = option(None, "The project's user or team.")
 
     def trackers(self) -> list[Tracker]:
-        """The trackers, ready to log.
-
-        Raises:
-            BadInput: a package is missing, or a store cannot be used.
-        """
-        if self.mlflow_uri is None and self.wandb_project is None:
-            return []
-        return open_trackers(**{field.name: getattr(self, field.name) for field in fields(self)})
-
-
-def open_trackers(
-    mlflow_uri: str | None = None,
-    mlflow_experiment: str = "llmopt",
-    wandb_project: str | None = None,
-    wandb_entity: str | None = None,
-) -> list[Tracker]:
-    """The trackers that were asked for, ready to log.
-
-    Raises:
-        BadInput: a package is missing, or a store cannot be used.
-    """
-    trackers: list[Tracker] = []
-    if mlflow_uri is not None:
-        trackers.append(MlflowTracker(mlflow_uri, mlflow_experiment))
-    if wandb_project is not None:
-        trackers.append(WandbTracker(wandb_project, wandb_entity))
-    return trackers
+        trackers: list[Tracker] = []
+        if self.mlflow_uri is not None:
+            trackers.append(MlflowTracker(self.mlflow_uri, self.mlflow_experiment))
+        if self.wandb_project is not None:
+            trackers.append(WandbTracker(self.wandb_project, self.wandb_entity))
+        return trackers
 
 
 def log_run(trackers: Sequence[Tracker], run: TrackedRun, say: Callable[[str], object]) -> None:
@@ -96,8 +70,8 @@ def log_run(trackers: Sequence[Tracker], run: TrackedRun, say: Callable[[str], o
 
 
 def of_result(result: Mapping[str, Any], folder: Path) -> TrackedRun:
-    """The tracked run of a `result.json`: its identity as parameters, every number of its top level as a
-    metric, and of `llmopt` the quality, memory, energy, SLO share and server metrics."""
+    """The tracked run of a `result.json`: its identity as parameters; as metrics the numbers of its top
+    level, and of `llmopt` quality, memory, energy, SLO share and server metrics."""
     ours = result["llmopt"]
     server = ours.get("server_metrics") or {}
     parts = {
@@ -134,7 +108,6 @@ def flattened(part: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def texts(part: Mapping[str, Any]) -> dict[str, str]:
-    """The known values of nested mappings, as text."""
     return {key: str(value) for key, value in flattened(part).items() if value is not None}
 
 
@@ -148,11 +121,8 @@ def numbers(part: Mapping[str, Any]) -> dict[str, float]:
 
 
 class MlflowTracker:
-    """Logs into one experiment of the tracking server, database or folder at `uri`.
-
-    Raises:
-        BadInput: the package is missing, or the tracking store cannot be used; before anything is measured.
-    """
+    """Logs into one experiment of the tracking server, database or folder at `uri`. Raises BadInput: the
+    package is missing, or the tracking store cannot be used; before anything is measured."""
 
     name = "MLflow"
 
@@ -187,7 +157,6 @@ class MlflowTracker:
 
 
 def _key(name: str) -> str:
-    """The name with the characters that MLflow takes."""
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
@@ -196,11 +165,8 @@ def _one_line(error: Exception) -> str:
 
 
 class WandbTracker:
-    """Logs into one project. `WANDB_MODE=offline` writes locally, for `wandb sync`.
-
-    Raises:
-        BadInput: the package is missing, or there is no login; before anything is measured.
-    """
+    """Logs into one project. `WANDB_MODE=offline` writes locally, for `wandb sync`. Raises BadInput: the
+    package is missing, or there is no login; before anything is measured."""
 
     name = "W&B"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ..gate.compare import Comparison, RunData
-from ..gate.limits import SCORED, GateOutcome, Scored
+from ..gate.limits import SCORED, GateOutcome
 from ..gate.verdict import (
     FALSE_PASS,
     FALSE_REGRESSION,
@@ -41,23 +42,16 @@ def deltas_table(
     deltas: Sequence[MeasuredVerdict], caption: str = "", checks: Sequence[LimitVerdict] = ()
 ) -> ReportTable:
     """The gated metrics with change, interval, limit and verdict."""
-    rows, tones = [], {}
-    for row, delta in enumerate(deltas):
-        rows.append(
-            [
-                f"{delta.label} ({delta.unit})",
-                number(delta.base),
-                number(delta.new),
-                percent(delta.change, signed=True),
-                interval_words(delta),
-                delta.limit,
-                delta.outcome.value,
-            ]
-        )
-        tones[row] = TONES[delta.outcome]
-    for row in check_rows(checks):
-        tones[len(rows)] = TONES[GateOutcome(row[-1])]
-        rows.append(row)
+    rows = []
+    for delta in deltas:
+        ends = [number(delta.base), number(delta.new)]
+        change = [percent(delta.change, signed=True), interval_words(delta)]
+        name = f"{delta.label} ({delta.unit})"
+        rows.append([name, *ends, *change, delta.limit, delta.outcome.value])
+    rows += check_rows(checks)
+    tones: dict[int, Tone] = {
+        number: TONES[GateOutcome(row[-1])] for number, row in enumerate(rows)
+    }
     header = ["metric", "base", "new", "change", "90 % interval", "limit", "verdict"]
     return ReportTable(header, rows, caption=caption, tones=tones)
 
@@ -83,10 +77,8 @@ def operating_table(curves: Sequence[OperatingCurve]) -> ReportTable:
         for curve in curves
         for point in curve.points
     ]
-    caption = (
-        "Simulated from the residuals of the pairs, for at most "
-        f"{max(curve.max_pairs for curve in curves)} pairs of starts."
-    )
+    pairs = max(curve.max_pairs for curve in curves)
+    caption = f"Simulated from the residuals of the pairs, for at most {pairs} pairs of starts."
     header = ["limit", "truly worse by", "pass", "regression", "no verdict", "pairs"]
     return ReportTable(header, rows, caption=caption)
 
@@ -105,23 +97,16 @@ def check_rows(checks: Sequence[LimitVerdict]) -> list[list[str]]:
 
 
 def score_interval_words(check: LimitVerdict) -> str:
-    """The interval of a score, or of its change; the 95 % one, as the label says."""
+    """The 95 % interval of a score, or of its change."""
     if check.interval is None or check.interval[0] == check.interval[1]:
         return ""
     is_change = check.limit.endswith("%")
-    sides = (
-        "unbounded"
-        if side is None
-        else percent(side, 2, signed=True)
-        if is_change
-        else number(side, 4)
-        for side in check.interval
-    )
+    shown = partial(percent, digits=2, signed=True) if is_change else partial(number, digits=4)
+    sides = ("unbounded" if side is None else shown(side) for side in check.interval)
     return " to ".join(sides) + " (95 %)"
 
 
 def memory_rows(comparison: Comparison) -> list[list[str]]:
-    """Memory of base and new."""
     names = {
         "served_weight_bytes": "Weights as served",
         "weight_bytes": "Weights held",
@@ -141,64 +126,39 @@ def quality_rows(comparison: Comparison) -> list[list[str]]:
     scored = comparison.quality
     if not scored:
         return []
-    base, new = scored["perplexity"]
-    return [
-        [
-            "Perplexity",
-            number(base, 4),
-            number(new, 4),
-            percent(scored["perplexity_change"], 2, signed=True) + _interval_of_change(scored),
-        ],
-        [
-            "KL from the reference (nats)",
-            *(number(scored.get(key), 5) for key in ("base_kl_nats", "kl_nats")),
-            "",
-        ],
-        [
-            "Top-1 agreement with the reference",
-            *(percent(scored.get(key), 2) for key in ("base_top1_agreement", "top1_agreement")),
-            "",
-        ],
-        *(
-            [SCORED[key].label, *(_felt(SCORED[key], value) for value in sides), ""]
-            for key, sides in scored.get("felt", {}).items()
-        ),
+
+    def felt(unit: str, value: float | None) -> str:
+        if value is None:
+            return ""
+        return percent(value, 2) if unit == "share" else f"{number(value, 5)} {unit}"
+
+    change = percent(scored["perplexity_change"], 2, signed=True)
+    if bounds := scored.get("perplexity_change_interval"):  # positions were paired
+        change += f" ({' to '.join(percent(side, 2, signed=True) for side in bounds)})"
+    kl = (number(scored.get(key), 5) for key in ("base_kl_nats", "kl_nats"))
+    top1 = (percent(scored.get(key), 2) for key in ("base_top1_agreement", "top1_agreement"))
+    rows = [
+        ["Perplexity", *(number(value, 4) for value in scored["perplexity"]), change],
+        ["KL from the reference (nats)", *kl, ""],
+        ["Top-1 agreement with the reference", *top1, ""],
     ]
-
-
-def _felt(scored: Scored, value: float | None) -> str:
-    if value is None:
-        return ""
-    return percent(value, 2) if scored.unit == "share" else f"{number(value, 5)} {scored.unit}"
-
-
-def task_rows(comparison: Comparison) -> list[list[str]]:
-    """Task scores of base and new, with the interval of the change where items were paired."""
-    rows = []
-    for change in comparison.tasks:
-        low, high = change.interval
-        between = "" if low == high else f" ({_share(low)} to {_share(high)})"
-        rows.append(
-            [
-                f"{change.key.removeprefix('task.').removesuffix('.none')} ({change.words})",
-                number(change.base, 4),
-                number(change.new, 4),
-                _share(change.change) + between,
-            ]
-        )
+    for key, sides in scored.get("felt", {}).items():
+        rows.append([SCORED[key].label, *(felt(SCORED[key].unit, side) for side in sides), ""])
     return rows
 
 
-def _share(value: float) -> str:
-    return percent(value, 2, signed=True) if math.isfinite(value) else "unbounded"
+def task_rows(comparison: Comparison) -> list[list[str]]:
+    def share(value: float) -> str:
+        return percent(value, 2, signed=True) if math.isfinite(value) else "unbounded"
 
-
-def _interval_of_change(scored: Mapping[str, Any]) -> str:
-    """` (+0.10 % to +0.30 %)`, where positions were paired."""
-    bounds = scored.get("perplexity_change_interval")
-    if not bounds:
-        return ""
-    return f" ({' to '.join(percent(side, 2, signed=True) for side in bounds)})"
+    rows = []
+    for change in comparison.tasks:
+        low, high = change.interval
+        between = "" if low == high else f" ({share(low)} to {share(high)})"
+        name = f"{change.key.removeprefix('task.').removesuffix('.none')} ({change.words})"
+        ends = [number(change.base, 4), number(change.new, 4)]
+        rows.append([name, *ends, share(change.change) + between])
+    return rows
 
 
 ASPECT_TONES: dict[str, Tone] = {
@@ -210,14 +170,12 @@ ASPECT_TONES: dict[str, Tone] = {
 
 
 def aspect_rows(comparison: Comparison) -> list[list[str]]:
-    """The verdicts on speed, quality and memory with what they are by, and the overall one."""
     rows = [[one.aspect, one.verdict, one.words] for one in comparison.aspects]
     decided = ", ".join(comparison.decided_by) or "; ".join(comparison.reasons)
     return [*rows, ["overall", comparison.outcome.value, decided]]
 
 
 def aspects_table(comparison: Comparison) -> ReportTable:
-    """`aspect_rows` for the page."""
     rows = aspect_rows(comparison)
     tones: dict[int, Tone] = {
         place: ASPECT_TONES.get(verdict, "plain") for place, (_, verdict, _) in enumerate(rows)
@@ -234,7 +192,6 @@ HEADLINES = {
 
 
 def verdict_of(comparison: Comparison) -> ReportVerdict:
-    """The verdict as headline and sentence."""
     headline = f"{HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
     return ReportVerdict(TONES[comparison.outcome], headline, f"{comparison.sentence}.")
 
@@ -247,7 +204,6 @@ def comparison_page(
     template: str = "report/comparison.jinja",
     **more: Any,
 ) -> Page:
-    """The page comparing two runs."""
     results = {base.name: base.result, label_of(base, new): new.result}
     figures = captioned(
         comparison_figures(base, new, comparison),
@@ -282,7 +238,7 @@ PLOT_WIDTH = 41
 
 
 def summary(comparison: Comparison) -> str:
-    """The verdict in Markdown for the page of a job: sentence, table, plot, and how sure it is."""
+    """The verdict in Markdown for the page of a job: sentence, table, plot, and error rates."""
     table = deltas_table(comparison.deltas, checks=comparison.checks)
     head = f"### {HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
     lines = [head, "", f"{comparison.sentence}.", ""]
@@ -332,16 +288,10 @@ def plot_lines(deltas: Sequence[MeasuredVerdict]) -> list[str]:
 
 
 def delta_cards(comparison: Comparison) -> list[Card]:
-    """The changes as key figures."""
-    cards = [
-        Card(
-            delta.label,
-            percent(delta.change, signed=True),
-            "",
-            f"{number(delta.base)} → {number(delta.new)} {delta.unit}",
-        )
-        for delta in comparison.deltas
-    ]
+    cards = []
+    for delta in comparison.deltas:
+        ends = f"{number(delta.base)} → {number(delta.new)} {delta.unit}"
+        cards.append(Card(delta.label, percent(delta.change, signed=True), "", ends))
     scored = comparison.quality
     if scored and scored["perplexity_change"] is not None:
         base, new = scored["perplexity"]
@@ -349,7 +299,6 @@ def delta_cards(comparison: Comparison) -> list[Card]:
         cards.append(Card("Perplexity", change, "", f"{number(base, 4)} → {number(new, 4)}"))
     base, new = comparison.memory.get("served_weight_bytes", (None, None))
     if base and new:
-        cards.append(
-            Card("Weights", signed_percent(new / base - 1), "", " → ".join(sizes(base, new)))
-        )
+        ends = " → ".join(sizes(base, new))
+        cards.append(Card("Weights", signed_percent(new / base - 1), "", ends))
     return cards

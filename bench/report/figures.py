@@ -61,10 +61,8 @@ SHARED_ROOFLINE = (
 
 @drawn
 def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
-    """Empirical distribution functions of TTFT, TPOT, ITL and end-to-end latency.
-
-    `values` is {series name: {metric: milliseconds}}; several series share the axes.
-    """
+    """Empirical distribution functions of TTFT, TPOT, ITL and end-to-end latency. `values` is {series name:
+    {metric: milliseconds}}; several series share the axes."""
     figure, axes = canvas(4, width=11, height=2.9, sharey=True)
     for axis, (metric, name_of) in zip(axes, SHORT.items(), strict=True):
         for (name, sample), colour in zip(values.items(), cycle(SERIES), strict=False):
@@ -74,12 +72,12 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
             share = np.arange(1, len(ordered) + 1) / len(ordered)
             axis.step(ordered, share, where="post", color=colour, label=name, linewidth=1.8)
             if len(values) == 1:
-                marks = {}
+                marks = []
                 for percentile, line in ((50, "-"), (99, ":")):
-                    marks[percentile] = float(np.percentile(ordered, percentile))
-                    axis.axvline(marks[percentile], color=MUTED, linewidth=0.9, linestyle=line)
-                said = " · ".join(f"p{percentile} {at:.3g}" for percentile, at in marks.items())
-                axis.set_title(said, loc="right", fontsize=8.5, color=MUTED)
+                    at = float(np.percentile(ordered, percentile))
+                    axis.axvline(at, color=MUTED, linewidth=0.9, linestyle=line)
+                    marks.append(f"p{percentile} {at:.3g}")
+                axis.set_title(" · ".join(marks), loc="right", fontsize=8.5, color=MUTED)
         title(axis, name_of)
         axis.set_xlabel("ms")
         axis.set_xlim(left=0)
@@ -96,10 +94,8 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
 @drawn
 def timeline_svg(one: LoadPass) -> str:
     """Timeline: every request of a pass as a bar, and below it the output tokens per second."""
-    figure, axes = canvas(
-        1, 2, width=11, height=4.6, sharex=True, gridspec_kw={"height_ratios": [3, 1]}
-    )
-    bars, rate = axes
+    ratios = {"height_ratios": [3, 1]}
+    figure, (bars, rate) = canvas(1, 2, width=11, height=4.6, sharex=True, gridspec_kw=ratios)
     done = [trace for trace in one.traces if trace.success][:MAX_BARS]
     done.sort(key=lambda trace: trace.sent)
     rows = np.arange(len(done))
@@ -137,9 +133,8 @@ def turns_svg(turns: Sequence[Mapping[str, Any]]) -> str:
     numbers = np.array([turn["turn"] for turn in seen])
     for key, style in (("median", "-"), ("p99", ":")):
         values = [turn["ttft_ms"][key] for turn in seen]
-        latency.plot(
-            numbers, values, style, marker="o", markersize=4, color=PREFILL, label=f"{key} TTFT"
-        )
+        named = {"color": PREFILL, "label": f"{key} TTFT"}
+        latency.plot(numbers, values, style, marker="o", markersize=4, **named)
     title(latency, "Time to first token")
     latency.set_ylabel("ms")
     latency.set_ylim(bottom=0)
@@ -166,19 +161,14 @@ def steps_svg(load_pass: LoadPass) -> str:
     edges = np.linspace(0.0, max(load_pass.duration, ends[-1]), NUM_BINS + 1)
     decode = _rate([s.decode_tokens for s in steps], starts, ends, edges)
     prefill = _rate([s.prefill_tokens for s in steps], starts, ends, edges)
-    figure, (tokens, blocks) = canvas(
-        1, 2, width=11, height=4.2, sharex=True, gridspec_kw={"height_ratios": [2, 1]}
-    )
+    ratios = {"height_ratios": [2, 1]}
+    figure, (tokens, blocks) = canvas(1, 2, width=11, height=4.2, sharex=True, gridspec_kw=ratios)
+    both = decode + prefill
     tokens.stairs(decode, edges, fill=True, color=DECODE, alpha=0.85, label="decode")
-    tokens.stairs(
-        decode + prefill, edges, baseline=decode, fill=True, color=PREFILL, label="prefill"
-    )
-    preempted = [step.start for step in steps if step.num_preemptions]
-    if preempted:
-        top = float((decode + prefill).max())
-        tokens.plot(
-            preempted, [top] * len(preempted), "v", color=BAD, markersize=5, label="preemption"
-        )
+    tokens.stairs(both, edges, baseline=decode, fill=True, color=PREFILL, label="prefill")
+    if preempted := [step.start for step in steps if step.num_preemptions]:
+        tops = [float(both.max())] * len(preempted)
+        tokens.plot(preempted, tops, "v", color=BAD, markersize=5, label="preemption")
     tokens.set_ylabel("tokens/s")
     tokens.legend(loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.16), frameon=False)
     title(tokens, "Tokens computed by the steps")
@@ -207,7 +197,7 @@ def _rate(
 
 @drawn
 def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
-    """Log-log roofline from {name: `llmopt.roofline`}: of one run in FLOP/s, of several as shares of each
+    """Log-log roofline from {name: `llmopt.roofline`}: for one run in FLOP/s, for several as shares of each
     run's own ceilings, which differ from run to run."""
     alone = next(iter(series.values()))["ceilings"] if len(series) == 1 else None
     points = []
@@ -219,9 +209,8 @@ def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
             at = point["intensity"] / unit, point["achieved_flops"] / peak
             marker = "o" if point["phase"] == "decode" else "s"
             style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "none"}
-            points.append(
-                (at, point["of_roof"], f"{said}: {point['of_roof']:.1%} of the roof", style)
-            )
+            said = f"{said}: {point['of_roof']:.1%} of the roof"
+            points.append((at, point["of_roof"], said, style))
     ridge = alone["flops"] / alone["bandwidth"] if alone else 1.0
     across = [ridge, *(x for (x, _), *_ in points)]
     figure, (axis,) = canvas(width=11, height=4.2)
@@ -234,7 +223,7 @@ def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _draw_roofs(axis: Axes, grid: np.ndarray, ceilings: Mapping[str, float] | None) -> None:
-    """The ceilings of one run over the intensities of `grid`, or those that runs have as shares."""
+    """The ceilings of one run over the intensities of `grid`, or their shares for several runs."""
     if ceilings is None:
         log_scale(axis, "x", "y")
         axis.set_xlim(grid[0], grid[-1])
@@ -257,13 +246,11 @@ def _draw_roofs(axis: Axes, grid: np.ndarray, ceilings: Mapping[str, float] | No
 
 
 def captioned(svgs: Mapping[str, str], **captions: str) -> dict[str, Figure]:
-    """{file stem: figure} with the usual captions, or those given."""
     known = {**CAPTIONS, **captions}
     return {name: Figure(name, svg, known[name]) for name, svg in svgs.items()}
 
 
 def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, str]:
-    """{file stem: svg} of one run."""
     traces = [trace for one in passes for trace in one.traces]
     figures: dict[str, str] = {}
     if any(trace.success for trace in traces):
@@ -278,7 +265,6 @@ def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[s
 
 
 def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> dict[str, str]:
-    """{file stem: svg} of a comparison."""
     results = {base.name: base.result, label_of(base, new): new.result}
     figures = {"side-by-side": bars_svg(results)}
     if comparison.deltas:
@@ -286,22 +272,19 @@ def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> d
     if comparison.curves:
         figures["operating-curve"] = operating_curve_svg(comparison.curves)
     if base.requests and new.requests:
-        figures["distributions"] = distributions_svg(
-            {base.name: latency_samples(base), label_of(base, new): latency_samples(new)}
-        )
+        both = {base.name: latency_samples(base), label_of(base, new): latency_samples(new)}
+        figures["distributions"] = distributions_svg(both)
     if len(roofs := rooflines(results)) == len(results):
         figures["roofline"] = roofline_svg(roofs)
     return figures
 
 
 def rooflines(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The rooflines of the runs that have points on them."""
     roofs = {name: result["llmopt"]["roofline"] for name, result in results.items()}
     return {name: roof for name, roof in roofs.items() if roof and roof["points"]}
 
 
 def label_of(base: RunData, new: RunData) -> str:
-    """The new run's name, told apart from the base's when they are the same."""
     return new.name if new.name != base.name else f"{new.name} (new)"
 
 
@@ -335,11 +318,9 @@ def operating_curve_svg(curves: Sequence[OperatingCurve]) -> str:
     figure, axes = canvas(columns, width=11, height=2.9, sharey=True)
     for axis, curve in zip(axes, shown, strict=True):
         worse = [point.worse * 100 for point in curve.points]
-        for name, colour, key in (
-            ("pass", GOOD, "passes"),
-            ("regression", BAD, "regressions"),
-            ("no verdict", UNSURE, "undecided"),
-        ):
+        names = ("pass", "regression", "no verdict")
+        keys = ("passes", "regressions", "undecided")
+        for name, colour, key in zip(names, (GOOD, BAD, UNSURE), keys, strict=True):
             chances = [100 * getattr(point, key) for point in curve.points]
             axis.plot(worse, chances, color=colour, label=name)
         axis.axvline(worse[STEPS.index(1.0)], color=BAD, linewidth=1, linestyle="--")
@@ -383,7 +364,7 @@ def bars_svg(results: Mapping[str, Mapping[str, Any]]) -> str:
 def _draw_bars(
     axis: Axes, values: Sequence[float | None], names: Sequence[str], *, lying: bool
 ) -> None:
-    """Bars with their values at the ends; names that do not fit beside each other stand below each other."""
+    """Bars with their values at the ends; names that do not fit in a row are stacked."""
     places, lengths = range(len(values)), [value or 0.0 for value in values]
     colours = [SERIES[place % len(SERIES)] for place in places]
     draw, side = (axis.barh, "y") if lying else (axis.bar, "x")

@@ -29,8 +29,8 @@ QUALITY_LABELS = {"kl": "KL (nats)", "perplexity": "Perplexity"}
 
 @dataclass(frozen=True, slots=True)
 class ParetoPoint:
-    """A checkpoint as a point. `kl` is None for the reference itself; `tokens` names the scored text; without
-    `throughput` speeds were measured under other conditions."""
+    """A checkpoint as a point. `kl` is None for the reference itself; `tokens` names the scored text;
+    `throughput` is None where speeds were measured under other conditions."""
 
     weight_bytes: float | None
     throughput: float | None
@@ -45,7 +45,7 @@ class ParetoPoint:
 
 
 def beats(one: ParetoPoint, other: ParetoPoint, quality_name: str) -> bool:
-    """Pareto dominance: whether `one` is nowhere worse and somewhere better (size, speed, quality)."""
+    """Pareto dominance: `one` is nowhere worse and somewhere better (size, speed, quality)."""
     pairs = [(one.quality(quality_name), other.quality(quality_name))]
     if one.throughput is not None and other.throughput is not None:
         pairs.append((-one.throughput, -other.throughput))
@@ -75,7 +75,13 @@ def pareto_svg(
     for name, one in candidates.items():
         x = one.throughput if against == "speed" else (one.weight_bytes or 0.0) / 2**20
         points[name] = (x or 0.0, one.quality(quality_name))
-    is_crowded = _are_crowded([*points.values()])
+    spans = (max(values) - min(values) or 1.0 for values in zip(*points.values(), strict=True))
+    x_span, y_span = spans
+    # Names next to points that are this close would cover each other.
+    is_crowded = any(
+        abs(a[0] - b[0]) < 0.3 * x_span and abs(a[1] - b[1]) < 0.2 * y_span
+        for a, b in combinations(points.values(), 2)
+    )
     figure, (axis,) = canvas(width=5.4, height=3.7 if is_crowded else 3.1)
     sign = -1 if against == "speed" else 1
     best = sorted(
@@ -109,22 +115,9 @@ def pareto_svg(
     return to_svg(figure, f"Quality against {what} of {len(points)} runs")
 
 
-def _are_crowded(points: Sequence[tuple[float, float]]) -> bool:
-    """Whether some points are so close that names beside them would cover each other."""
-    width, height = (max(values) - min(values) or 1.0 for values in zip(*points, strict=True))
-    return any(
-        abs(one[0] - other[0]) < 0.3 * width and abs(one[1] - other[1]) < 0.2 * height
-        for one, other in combinations(points, 2)
-    )
-
-
 def joined_page(runs: Sequence[RunData]) -> Page:
     """The page of two or more runs; conditions in which they differ are warnings on top, and then no speed is
-    compared.
-
-    Raises:
-        BadInput: fewer than two runs.
-    """
+    compared. Raises BadInput: fewer than two runs."""
     if len(runs) < 2:
         raise BadInput("a joined report needs two runs or more: a single run has its report.html")
     named = unique_names(runs)
@@ -193,19 +186,15 @@ def candidate(result: Mapping[str, Any], is_comparable: bool = True) -> ParetoPo
 
 def shared_quality(candidates: Mapping[str, ParetoPoint]) -> str | None:
     """The common quality metric: `kl` where all but one run (the reference) have it, `perplexity` where all
-    have it on the same tokens, None where quality is not comparable."""
+    have it on the same tokens, else None."""
     every = list(candidates.values())
-    if len({candidate_.tokens for candidate_ in every}) > 1 or any(
-        candidate_.perplexity is None for candidate_ in every
-    ):
+    if len({point.tokens for point in every}) > 1 or None in [point.perplexity for point in every]:
         return None
-    if len(every) > 1 and sum(candidate_.kl is None for candidate_ in every) <= 1:
-        return "kl"
-    return "perplexity"
+    has_kl = len(every) > 1 and sum(point.kl is None for point in every) <= 1
+    return "kl" if has_kl else "perplexity"
 
 
 def are_comparable(candidates: Mapping[str, ParetoPoint]) -> bool:
-    """Whether the speeds of all were measured under the same conditions."""
     return all(one.throughput is not None for one in candidates.values())
 
 
@@ -220,19 +209,17 @@ def joined_verdict(
     clauses = ["Their speeds are not comparable"]
     if are_comparable(candidates):
         clauses = [f"Fastest: {max(speeds, key=lambda name: speeds[name])}"]
-    held = {name: one.weight_bytes for name, one in candidates.items()}
-    known = {name: value for name, value in held.items() if value is not None}
-    if known:
+    sizes = {name: one.weight_bytes for name, one in candidates.items()}
+    if known := {name: value for name, value in sizes.items() if value is not None}:
         clauses.append(f"smallest: {min(known, key=lambda name: known[name])}")
     if quality_name is None:
         headline = "No quality was scored alike in all of them"
         return ReportVerdict("unsure", headline + ".", "; ".join(clauses) + ".")
-    behind = [name for name in results if name not in best]
     headline = f"Worth choosing among: {', '.join(best)}"
-    if behind:
+    if dominated := ", ".join(name for name in results if name not in best):
         fast = ", as fast" if are_comparable(candidates) else ""
         clauses.append(
-            f"{', '.join(behind)}: another is at least as small{fast} and as close to the original"
+            f"{dominated}: another is at least as small{fast} and as close to the original"
         )
     return ReportVerdict("plain", headline + ".", "; ".join(clauses) + ".")
 

@@ -27,12 +27,8 @@ MAX_OTHER_LOAD = 0.25
 
 def write_otava(csv_path: Path, paths: Sequence[Path]) -> list[str]:
     """Write a row for each sound run, oldest first; returns a sentence for each run that was left out.
-
-    `paths`: run folders or `result.json` files. A run that is given twice has one row.
-
-    Raises:
-        BadInput: no sound run, runs of several series, a run without a date, or an incomplete result.
-    """
+    `paths`: run folders or `result.json` files. A run that is given twice has one row. Raises BadInput: no
+    sound run, runs of several series, a run without a date, or an incomplete result."""
     rows, omitted, series = {}, [], {}
     for path in paths:
         result = read_result(path)
@@ -40,8 +36,16 @@ def write_otava(csv_path: Path, paths: Sequence[Path]) -> list[str]:
             if reason := _unsound(result):
                 omitted.append(f"{path} was left out: {reason}")
                 continue
-            series[path] = series_identity(result["llmopt"]["identity"])
-            rows[result["llmopt"]["run_id"]] = _row(path, result)
+            record = result["llmopt"]
+            series[path] = series_identity(record["identity"])
+            try:
+                time = datetime.strptime(str(result["date"]), "%Y%m%d-%H%M%S").isoformat()
+            except ValueError as error:
+                raise BadInput(f"{path} does not say when it was measured") from error
+            commit = record["environment"].get("commit") or "unknown"
+            row = {"time": time, "commit": commit, "name": record["name"]}
+            run_id = record["run_id"]
+            rows[run_id] = {**row, "run_id": run_id, **_metric_values(result)}
         except (KeyError, TypeError) as error:
             raise BadInput(f"{path} is no whole result of llmopt bench: {error}") from error
     if not rows:
@@ -58,7 +62,7 @@ def write_otava(csv_path: Path, paths: Sequence[Path]) -> list[str]:
 
 
 def _unsound(result: Mapping[str, Any]) -> str | None:
-    """Why a run's speed says nothing about its commit; None for a sound run."""
+    """Reason why a run's speed says nothing about its commit; None for a sound run."""
     record = result["llmopt"]
     if record["interrupted"]:
         return "it was interrupted"
@@ -75,21 +79,6 @@ def _unsound(result: Mapping[str, Any]) -> str | None:
 
 def _quiet_passes(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [run for run in record["runs"] if (run.get("other_load") or 0.0) <= MAX_OTHER_LOAD]
-
-
-def _row(path: Path, result: Mapping[str, Any]) -> dict[str, Any]:
-    record = result["llmopt"]
-    try:
-        time = datetime.strptime(str(result["date"]), "%Y%m%d-%H%M%S")
-    except ValueError as error:
-        raise BadInput(f"{path} does not say when it was measured") from error
-    return {
-        "time": time.isoformat(),
-        "commit": record["environment"].get("commit") or "unknown",
-        "name": record["name"],
-        "run_id": record["run_id"],
-        **_metric_values(result),
-    }
 
 
 def _metric_values(result: Mapping[str, Any]) -> dict[str, float]:
@@ -113,11 +102,7 @@ def _metric_values(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _check_one_series(series: Mapping[Path, Mapping[str, Any]]) -> None:
-    """Refuse runs whose difference is no change of speed: another model, load or machine.
-
-    Raises:
-        BadInput: it names two runs and the fields in which they differ.
-    """
+    """Raises BadInput for runs that differ in more than speed: another model, load or machine."""
     (first, expected), *others = series.items()
     for path, identity in others:
         if differing := [

@@ -15,35 +15,37 @@ from ...base.atomic_io import write_atomically
 from ...quant.model.checkpoint import read_json
 from ...quant.plan.manifest import MANIFEST_NAME
 from ..gate.limits import SCORED
-from ..load import certify
+from ..load.fleet import FORMULAS as CLIENT_FORMULAS
 from ..load.inprocess import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
 from ..machine import roofline
 from ..metrics import metrics, run_statistics
-from ..page.page import MarkedText, Page, ReportTable, number, percent, to_html, to_markdown
-from ..page.templates import flat, page_of
+from ..page.page import (
+    MarkedText,
+    Page,
+    ReportTable,
+    flat,
+    number,
+    page_of,
+    percent,
+    sentence,
+    to_html,
+    to_markdown,
+)
 from ..quality import summary
 from ..quality.summary import score_of
 from ..quality.task_items import metric_name, score_words, task_rows
 
 
 def report_page(template: str, **record: Any) -> Page:
-    """The page of a template that uses the parts of `report/parts.jinja`."""
     return page_of(template, **shared(), **record)
 
 
 def shared() -> dict[str, Any]:
-    """{name in the templates: function or constant} of all reports."""
     functions = (facts, felt_scores, formula_table, layer_rows, load_words, marked, metric_name)
     functions = (*functions, reason_in_words, score_words, split_sentence, task_rows)
-    return {
-        "COST_FORMULAS": run_statistics.COST_FORMULAS,
-        "SCORES": SCORES,
-        "SHADES": SHADES,
-        "SHARES": SHARES,
-        "STEP_FORMULA": FORMULA,
-        "STEP_PARTS": PARTS | DRAFTING,
-        **{each.__name__: each for each in functions},
-    }
+    constants = {"SCORES": SCORES, "SHADES": SHADES, "SHARES": SHARES, "STEP_FORMULA": FORMULA}
+    constants |= {"COST_FORMULAS": run_statistics.COST_FORMULAS, "STEP_PARTS": PARTS | DRAFTING}
+    return constants | {function.__name__: function for function in functions}
 
 
 def load_words(load: Mapping[str, Any]) -> str:
@@ -55,8 +57,8 @@ def load_words(load: Mapping[str, Any]) -> str:
 
 def _arrivals(load: Mapping[str, Any], what: str) -> str:
     if "request_rate" not in load:  # of a tool that says it in its own words, or not at all
-        said = ", ".join(f"{key} {value}" for key, value in load.items())
-        return f"load: {said}" if said else "load unknown"
+        known = ", ".join(f"{key} {value}" for key, value in load.items())
+        return f"load: {known}" if known else "load unknown"
     limit = load.get("max_concurrency")
     closed = f"closed loop of {limit}" + (" conversations" if what == "conversations" else "")
     if strategy := load.get("ramp_up_strategy"):
@@ -65,19 +67,19 @@ def _arrivals(load: Mapping[str, Any], what: str) -> str:
         return f"{ramp}, at most {limit} in flight" if limit else ramp
     if load["request_rate"] == "inf":
         return closed if limit else f"all {what} at once"
-    shape = {1: "Poisson", math.inf: "constant"}.get(
-        load.get("burstiness", 0) or math.inf, f"gamma, burstiness {load.get('burstiness')}"
-    )
-    if "burstiness" not in load:
-        shape = "arrivals unknown"
+    burstiness = load.get("burstiness", 0)
+    shape = {1: "Poisson", math.inf: "constant"}.get(burstiness or math.inf)
     if load.get("arrivals") == "replayed":
         shape = "mean of the replayed times"
+    elif "burstiness" not in load:
+        shape = "arrivals unknown"
+    shape = shape or f"gamma, burstiness {burstiness}"
     rate = f"{load['request_rate']:g} {what}/s ({shape})"
     return f"{rate}, at most {limit} in flight" if limit else rate
 
 
 def disturbed_words(record: Mapping[str, Any]) -> list[str]:
-    """Notes on passes rejected by their own evidence: those that count all the same, those measured again."""
+    """Notes on passes with evidence of a disturbance: the kept ones, and those measured again."""
     kept = [run["disturbed_because"] for run in record["runs"] if run.get("disturbed")]
     rejected = [run["disturbed_because"] for run in record.get("rejected_passes", ())]
     notes = []
@@ -91,19 +93,19 @@ def disturbed_words(record: Mapping[str, Any]) -> list[str]:
 
 
 def warnings(result: Mapping[str, Any]) -> list[str]:
-    """Caveats: certification, injected delay, disturbed passes, few samples, preemptions; and what
-    speculation and images did."""
+    """Caveats: certification, injected delay, disturbed passes, few samples, preemptions; speculation and
+    images."""
     record = result["llmopt"]
     notes = []
     if (client := record.get("client")) and not client["certified"]:
         notes += [f"Not certified: {reason}." for reason in client["reasons"]]
-    notes += [f"{each[0].upper()}{each[1:]}." for each in record.get("silent_failures") or ()]
+    notes += map(sentence, record.get("silent_failures") or ())
     if record["slowdown"] != 1.0:
         notes.append(
             f"Every {'sampling phase' if record.get('slowdown_where') == 'sampler' else 'step'} was "
             f"made {record['slowdown']:g} times as long on purpose (--slowdown)."
         )
-    notes += [f"{note[0].upper()}{note[1:]}." for note in record["workload"]["notes"]]
+    notes += map(sentence, record["workload"]["notes"])
     notes += disturbed_words(record)
     metric_count = record["metrics"]["e2el"]["count"]
     if 0 < metric_count < 300:
@@ -131,17 +133,17 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
 
 
 def named_notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The caveats of several runs, each once: those of all, then those of some with their names."""
+    """The caveats of several runs, each once: first those of all runs, then the others with the names."""
     holders: dict[str, list[str]] = {}
     for name, result in results.items():
         for note in warnings(result):
             holders.setdefault(note, []).append(name)
     notes = [f"Every run: {note}" for note, names in holders.items() if len(names) == len(results)]
-    of_some: dict[str, list[str]] = {}
+    by_names: dict[str, list[str]] = {}
     for note, names in holders.items():
         if len(names) < len(results):
-            of_some.setdefault(", ".join(names), []).append(note)
-    return notes + [f"{names}: {' '.join(said)}" for names, said in of_some.items()]
+            by_names.setdefault(", ".join(names), []).append(note)
+    return notes + [f"{names}: {' '.join(some)}" for names, some in by_names.items()]
 
 
 def facts(known: Mapping[str, Any] | None) -> str:
@@ -152,39 +154,20 @@ def facts(known: Mapping[str, Any] | None) -> str:
 
 
 def formula_table() -> ReportTable:
-    """The formula of every metric that a report shows."""
-    return ReportTable(
-        ["metric", "formula"],
-        [[name, text] for name, text in formulas().items()],
-        is_prose=True,
-        caption="Latency and throughput definitions are those of vllm bench serve.",
-    )
-
-
-def formulas() -> dict[str, str]:
-    """{metric: formula} of all metrics."""
-    return {
-        **metrics.FORMULAS,
-        **run_statistics.STEADY_FORMULAS,
-        **metrics.TURN_FORMULAS,
-        **summary.FORMULAS,
-        **roofline.FORMULAS,
-        **certify.FORMULAS,
-    }
+    formulas = metrics.FORMULAS | run_statistics.STEADY_FORMULAS | metrics.TURN_FORMULAS
+    formulas |= summary.FORMULAS | roofline.FORMULAS | CLIENT_FORMULAS
+    caption = "Latency and throughput definitions are those of vllm bench serve."
+    rows = [[name, text] for name, text in formulas.items()]
+    return ReportTable(["metric", "formula"], rows, caption, is_prose=True)
 
 
 def write_page(page: Page, folder: Path) -> None:
-    """Write the files of a page; the HTML last, so that it exists only when all files do."""
     for section in page.sections:
         for figure in section.figures:
-            write_atomically(folder / f"{figure.name}.svg", standalone(figure.svg))
+            svg = '<?xml version="1.0" encoding="utf-8"?>\n' + figure.svg
+            write_atomically(folder / f"{figure.name}.svg", svg)
     write_atomically(folder / "report.md", to_markdown(page))
     write_atomically(folder / "report.html", to_html(page))
-
-
-def standalone(svg: str) -> str:
-    """The SVG as a standalone file, with an XML prologue."""
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + svg
 
 
 # KL divergence in nats from which a token gets each shade.
@@ -208,7 +191,7 @@ SHARES = (
 
 
 def felt_scores(quality: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Rows of the scores where users feel it: at sure positions, by domain, and flips."""
+    """Rows of the scores where users notice them: at sure positions, by domain, and flips."""
     rows = []
     for key, scored in SCORED.items():
         found = score_of(quality, scored.name) if scored.is_felt else None
@@ -230,10 +213,8 @@ LAYER = re.compile(r"\.layers?\.(\d+)\.|\.h\.(\d+)\.")
 def marked(passage: Mapping[str, Any]) -> MarkedText:
     """A hurt passage as text, its tokens shaded by their KL divergence."""
     tokens: Sequence[str] = passage["tokens"]
-    caption = (
-        f"Window {passage['window']}, from token {passage['position']}: mean KL "
-        f"{passage['mean_kl_nats']:.3f} nats"
-    )
+    where = f"Window {passage['window']}, from token {passage['position']}"
+    caption = f"{where}: mean KL {passage['mean_kl_nats']:.3f} nats"
     pieces = [
         (token, sum(value >= limit for limit in SHADES), f"{value:.3f} nats")
         for token, value in zip(tokens, passage["kl_nats"], strict=True)
@@ -242,23 +223,18 @@ def marked(passage: Mapping[str, Any]) -> MarkedText:
 
 
 def layer_errors(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Per decoder layer: mean relative output error of its linears, and the name of the worst one.
-
-    Modules without a measured error, such as those of a conversion, are skipped.
-    """
+    """Per decoder layer: mean relative output error of its linears, and the name of the worst one. Modules
+    without a measured error, such as those of a conversion, are skipped."""
     by_layer: dict[int, list[tuple[float, str]]] = {}
     for record in manifest["modules"]:
         match = LAYER.search(f".{record['module']}.")
         if match is not None and record.get("error") is not None:
-            within = record["module"].rpartition(f".{match.group(1) or match.group(2)}.")[2]
-            layer = int(match.group(1) or match.group(2))
-            by_layer.setdefault(layer, []).append((record["error"], within))
+            layer = match.group(1) or match.group(2)
+            within = record["module"].rpartition(f".{layer}.")[2]
+            by_layer.setdefault(int(layer), []).append((record["error"], within))
+    means = {layer: sum(e for e, _ in errors) / len(errors) for layer, errors in by_layer.items()}
     return [
-        {
-            "layer": layer,
-            "error": sum(error for error, _ in errors) / len(errors),
-            "worst": max(errors)[1],
-        }
+        {"layer": layer, "error": means[layer], "worst": max(errors)[1]}
         for layer, errors in sorted(by_layer.items())
     ]
 
@@ -273,7 +249,7 @@ def layer_rows(
     results: Mapping[str, Mapping[str, Any]],
 ) -> list[tuple[int, list[Mapping[str, Any] | None]]]:
     """(layer, its errors in each run whose checkpoint has some), by layer."""
-    found = [result["llmopt"].get("layer_errors") for result in results.values()]
-    columns = [{one["layer"]: one for one in errors} for errors in found if errors]
+    recorded = [result["llmopt"].get("layer_errors") for result in results.values()]
+    columns = [{error["layer"]: error for error in errors} for errors in recorded if errors]
     layers = sorted({layer for column in columns for layer in column})
     return [(layer, [column.get(layer) for column in columns]) for layer in layers]

@@ -18,9 +18,8 @@ from ...engine.planner.plan import DeploymentPlan, DevicePlan
 from ...engine.planner.plan_json import WrittenPlan, read_plan
 from ...engine.planner.speed import attainable_flops
 from ..metrics.trace import LoadPass, RequestTrace
-from ..page.page import Figure, Page, ReportVerdict, drawn, to_html
+from ..page.page import Figure, ReportVerdict, drawn, page_of, to_html
 from ..page.plot_style import BASE, GRID, INK, MUTED, NEW, SERIES, canvas, label, title, to_svg
-from ..page.templates import page_of
 
 if TYPE_CHECKING:
     from ...engine.core.engine import Engine
@@ -33,10 +32,6 @@ COMPONENTS = ("weights", "working memory", "KV in use", "KV room")
 
 def plan_page(plan: DeploymentPlan) -> str:
     """The page as one self-contained HTML text."""
-    return to_html(_page(plan))
-
-
-def _page(plan: DeploymentPlan) -> Page:
     timed = [device for device in plan.devices if device.decode and device.prefill]
     svgs = {"memory": _memory_svg(plan.devices), "sequences": _sequences_svg(plan)}
     captions = {
@@ -54,7 +49,7 @@ def _page(plan: DeploymentPlan) -> Page:
         captions["roofline"] = (
             f"{timed[0].gpu}: data-sheet ceilings, and the prediction for each phase."
         )
-    return page_of(
+    page = page_of(
         "report/plan.jinja",
         plan=plan,
         first=plan.first_that_fits,
@@ -64,6 +59,7 @@ def _page(plan: DeploymentPlan) -> Page:
         gib=format_gib,
         tokens=format_tokens,
     )
+    return to_html(page)
 
 
 def _verdict(plan: DeploymentPlan, first: DevicePlan) -> ReportVerdict:
@@ -73,11 +69,9 @@ def _verdict(plan: DeploymentPlan, first: DevicePlan) -> ReportVerdict:
     more = first.relaxations[0] if first.relaxations else None
     hint = f" {more.change} would bring {more.gained_sequences} more." if more else ""
     if first.fits:
+        count = f"{first.max_concurrent_sequences} sequences of {plan.workload.context:,} tokens"
         return ReportVerdict(
-            "good",
-            f"Fits on {where}.",
-            f"{first.max_concurrent_sequences} sequences of {plan.workload.context:,} tokens at once; "
-            f"the limit is {limit}.{hint}",
+            "good", f"Fits on {where}.", f"{count} at once; the limit is {limit}.{hint}"
         )
     return ReportVerdict("bad", f"Does not fit on {where}.", f"The limit is {limit}.{hint}")
 
@@ -88,7 +82,13 @@ def _memory_svg(devices: Sequence[DevicePlan]) -> str:
     names = [f"{device.deployment.gpus} x {device.gpu}" for device in devices]
     places = range(len(devices))
     left = [0.0] * len(devices)
-    parts = zip(*(_components(device) for device in devices), strict=True)
+    parts = []
+    for device in devices:
+        used = min(device.kv_bytes, device.kv_budget_bytes)
+        work = device.activation_bytes + device.overhead_bytes
+        held = (device.weight_bytes, work, used, device.kv_budget_bytes - used)
+        parts.append([num_bytes / GIB for num_bytes in held])
+    parts = zip(*parts, strict=True)
     for name, sizes, colour in zip(COMPONENTS, parts, (*SERIES[:3], GRID), strict=True):
         axis.barh(places, sizes, left=left, color=colour, label=name, height=0.6)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
@@ -103,13 +103,6 @@ def _memory_svg(devices: Sequence[DevicePlan]) -> str:
         *axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False
     )
     return to_svg(figure, "Memory by component: " + ", ".join(names))
-
-
-def _components(device: DevicePlan) -> tuple[float, ...]:
-    used = min(device.kv_bytes, device.kv_budget_bytes)
-    work = device.activation_bytes + device.overhead_bytes
-    sizes = (device.weight_bytes, work, used, device.kv_budget_bytes - used)
-    return tuple(size / GIB for size in sizes)
 
 
 @drawn
@@ -142,7 +135,7 @@ def _sequences_svg(plan: DeploymentPlan) -> str:
 
 @drawn
 def _times_svg(devices: Sequence[DevicePlan], measured: bool) -> str:
-    """Bars of the expected times, with the bands that measured ones were in as whiskers."""
+    """Bars of the expected times; whiskers are the bands of measured times."""
     loaded = [(device, device.loaded) for device in devices if device.loaded is not None]
     figure, axes = canvas(2, width=9, height=0.9 + 0.42 * len(loaded), sharey=True)
     names = [f"{device.deployment.gpus} x {device.gpu}" for device, _ in loaded]
@@ -194,11 +187,8 @@ def _roofline_svg(device: DevicePlan) -> str:
 
 
 def plan_for_folder(path: Path, folder: Path) -> WrittenPlan:
-    """Read a plan file and check it against the model in a folder.
-
-    Raises:
-        BadInput: the file is not a plan, or it is for another model.
-    """
+    """Read a plan file and check it against the model in a folder. Raises BadInput: the file is not a plan,
+    or it is for another model."""
     return read_plan(path, find_model(str(folder)))
 
 
@@ -210,12 +200,12 @@ def residuals(
     clients: int | None,
 ) -> dict[str, Any]:
     """`llmopt.plan` of a result: a row per quantity, the settings that differ from the plan, and the run as a
-    row of this machine, which `kv-plan --measured` takes; None where no `clients` sent a closed loop.
+    row of this machine for `kv-plan --measured` (None unless `clients` sent a closed loop).
 
-    `metrics` are the distributions of the run, in milliseconds. Times are predicted again for its mean
-    prompt and for the mean batch and context of its decode steps, so that a residual reflects the machine
-    model and not a different load. A first token that waited for other prompts shows as a
-    residual: the prediction is for an idle engine.
+    `metrics` are the distributions of the run, in milliseconds. Times are predicted again for its mean prompt
+    and for the mean batch and context of its decode steps, so that a residual reflects the machine model and
+    not a different load. A first token that waited for other prompts shows as a residual: the prediction is
+    for an idle engine.
     """
     traces = [trace for one in passes for trace in one.traces if trace.success]
     steps = [step for one in passes for step in one.steps if step.decode_only]
@@ -239,8 +229,8 @@ def residuals(
             _row("weights in the checkpoint", "bytes", plan.weight_bytes, plan.model.stored_bytes),
             _row("weights in memory", "bytes", planned, held, layouts),
             _row("KV cache", "tokens", plan.kv_tokens, tokens),
-            _row("TTFT", "ms", _milliseconds(ttft), metrics["ttft"].get("median"), load),
-            _row("TPOT", "ms", _milliseconds(tpot), metrics["tpot"].get("median"), step),
+            _row("TTFT", "ms", ttft and 1e3 * ttft, metrics["ttft"].get("median"), load),
+            _row("TPOT", "ms", tpot and 1e3 * tpot, metrics["tpot"].get("median"), step),
         ],
         "differs": _differences(plan, engine),
         "row": None if clients is None else _own_row(plan, engine, traces, metrics, clients),
@@ -287,18 +277,9 @@ def _own_row(
 def _row(
     quantity: str, unit: str, predicted: float | None, measured: float | None, load: str = ""
 ) -> dict[str, Any]:
-    """A row; `residual` is measured / predicted − 1."""
-    share = None
-    if predicted and measured is not None:
-        share = measured / predicted - 1
-    return {
-        "quantity": quantity,
-        "unit": unit,
-        "predicted": predicted,
-        "measured": measured,
-        "residual": share,
-        "load": load,
-    }
+    residual = measured / predicted - 1 if predicted and measured is not None else None
+    row = {"quantity": quantity, "unit": unit, "predicted": predicted, "measured": measured}
+    return {**row, "residual": residual, "load": load}
 
 
 def _differences(plan: WrittenPlan, engine: Engine) -> list[str]:
@@ -315,7 +296,3 @@ def _differences(plan: WrittenPlan, engine: Engine) -> list[str]:
         for what, planned, found, option in pairs
         if planned != found
     ]
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds

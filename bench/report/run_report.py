@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..load.certify import ClientError
+from ..load.fleet import ClientError
 from ..metrics.metrics import METRICS, percentile_word, window_sentence
 from ..metrics.run_statistics import STEADY_FORMULAS
 from ..metrics.trace import LoadPass
-from ..page.page import MISSING, Page, ReportTable, ReportVerdict, drawn, number, percent
+from ..page.page import MISSING, Page, ReportTable, ReportVerdict, drawn, number, page_of, percent
 from ..page.plot_style import BASE, MUTED, NEW, canvas, label, title, to_svg
-from ..page.templates import page_of
 from ..quality.task_items import metric_name, score_words
 from ..record.result import atomic_folder, to_json
 from .figures import SHORT, captioned, run_figures, turns_svg
@@ -44,7 +43,6 @@ def write_report(result: Mapping[str, Any], passes: Sequence[LoadPass], folder: 
 
 
 def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
-    """The page of one run from its record and its figures."""
     drawn = dict(figures)
     if talks := result["llmopt"].get("conversations"):
         drawn["turns"] = turns_svg(talks["turns"])
@@ -64,7 +62,6 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
 
 
 def run_verdict(result: Mapping[str, Any]) -> ReportVerdict:
-    """The run's result in one sentence."""
     reasons = failure_lines(result)
     if result["completed"] == 0:
         reason = reasons[0] if reasons else "There is nothing to measure."
@@ -75,7 +72,7 @@ def run_verdict(result: Mapping[str, Any]) -> ReportVerdict:
     if tpot is not None:
         clauses.append(f"then one token every {number(tpot, 2)} ms")
     rate = f"{number(result['output_throughput'], 0)} output tokens/s"
-    if not result["total_output_tokens"]:  # embeddings, rerank
+    if not result["total_output_tokens"]:  # embeddings or scores
         clauses = [f"Median request: {number(metrics['e2el']['median'], 1)} ms"]
         rate = f"{number(result['request_throughput'], 1)} requests/s"
     headline = f"{rate} under a {load_words(result['llmopt']['identity']['load'])}"
@@ -102,14 +99,14 @@ WIDTH, LABEL = 50, 40
 def console_table(
     result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]
 ) -> str:
-    """The lines that vLLM prints for a result; what was not measured reads `n/a`."""
+    """The lines that vLLM prints for a result; unmeasured values read `n/a`."""
     lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}"]
 
     def count(label: str, value: Any) -> None:
         lines.append(f"{label:<{LABEL}} {value:<10}")
 
     def figure(label: str, value: float | None) -> None:
-        lines.append(f"{label:<{LABEL}} {'n/a' if value is None else f'{value:.2f}':<10}")
+        count(label, "n/a" if value is None else f"{value:.2f}")
 
     count("Successful requests:", result["completed"])
     count("Failed requests:", result["failed"])
@@ -142,9 +139,7 @@ def console_table(
         title = "Tasks" if version is None else f"lm-eval {version}"
         lines.append(f"{title:-^{WIDTH}}")
         for row in tasks["metrics"]:
-            lines.append(
-                f"{row['task'] + ' ' + metric_name(row) + ':':<{LABEL}} {score_words(row)}"
-            )
+            count(f"{row['task']} {metric_name(row)}:", score_words(row))
         if tasks["error"] is not None:
             lines.append(f"The tasks failed: {tasks['error']}")
     lines.append("=" * WIDTH)
@@ -152,7 +147,7 @@ def console_table(
 
 
 def certificate(client: Mapping[str, Any]) -> str:
-    """One sentence: certified or not, and why."""
+    """One sentence: certified, or the reasons against it."""
     if not client["certified"]:
         return f"Not certified: {'; '.join(client['reasons'])}."
     ttft, itl = client["client_ttft_error_ms"], client["client_itl_error_ms"]
@@ -163,26 +158,31 @@ def certificate(client: Mapping[str, Any]) -> str:
 
 
 def check_table(errors: Sequence[ClientError]) -> str:
-    """The client's error at several numbers of streams, as text."""
-    header = (
-        f"{'streams':>8} {'workers':>8} {'failed':>7} {'TTFT error ms':>24} {'ITL error ms':>24} "
-        f"{'server late ms':>15} {'loop lag ms':>12}"
-    )
-    under = f"{'':>25} {'median / p99':>24} {'median / p99':>24} {'median':>15} {'p99':>12}"
-    lines = [header, under]
-    for one in errors:
-        ttft, itl = one.client_ttft_error_ms, one.client_itl_error_ms
-        lines.append(
-            f"{one.streams:>8} {one.workers:>8} {one.failed:>7} "
-            f"{number(ttft['median']) + ' / ' + number(ttft['p99']):>24} "
-            f"{number(itl['median']) + ' / ' + number(itl['p99']):>24} "
-            f"{number(one.server_lateness_ms['median']):>15} {number(one.loop_lag_ms['p99']):>12}"
-        )
-    return "\n".join(lines)
+    both = "median / p99"
+    rows: list[tuple[Any, ...]] = [
+        (
+            "streams",
+            "workers",
+            "failed",
+            "TTFT error ms",
+            "ITL error ms",
+            "server late ms",
+            "loop lag ms",
+        ),
+        ("", "", "", both, both, "median", "p99"),
+    ]
+    for error in errors:
+        pairs = [
+            f"{number(each['median'])} / {number(each['p99'])}"
+            for each in (error.client_ttft_error_ms, error.client_itl_error_ms)
+        ]
+        late, lag = error.server_lateness_ms["median"], error.loop_lag_ms["p99"]
+        counts = (error.streams, error.workers, error.failed)
+        rows.append((*counts, *pairs, number(late), number(lag)))
+    return "\n".join("{:>8} {:>8} {:>7} {:>24} {:>24} {:>15} {:>12}".format(*row) for row in rows)
 
 
 def planned(value: float | None) -> str:
-    """A quantity of a plan as text."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
@@ -203,7 +203,6 @@ def write_sweep(record: Mapping[str, Any], target: Path) -> Path:
 def sweep_page(
     record: Mapping[str, Any], template: str = "report/sweep.jinja", **more: Any
 ) -> Page:
-    """The page of a record of `Sweep.as_dict` or `SloSearch.as_dict`."""
     figures = {}
     if any(point["latency_ms"] for point in record["points"]):
         caption = "Every point is one load. Up is higher throughput, right is higher latency."
@@ -222,7 +221,6 @@ def sweep_page(
 
 
 def knee_point(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The point at the knee."""
     kind = record["kind"]
     return next((p for p in record["points"] if p[kind] == record["knee"]), None)
 
@@ -235,7 +233,6 @@ def load_text(value: float, kind: str) -> str:
 
 
 def sweep_verdict(record: Mapping[str, Any]) -> ReportVerdict:
-    """The result of a search, or the knee of a sweep, in one sentence."""
     kind = record["kind"]
     if slo := record.get("slo"):
         asked = f"{slo['limits']} for {percent(slo['share'], 0)} of the requests"
@@ -249,12 +246,11 @@ def sweep_verdict(record: Mapping[str, Any]) -> ReportVerdict:
             said = "No heavier load was tried: this is the most that the workload can press."
         else:
             failed = next(p for p in record["points"] if p[kind] == slo["lowest_failed"])
-            why = (
-                f": {percent(failed['good_share'])} are within"
-                if failed["kept_up"]
-                else f", it is not kept up with: {number(failed['request_throughput'])} requests/s "
-                f"of it completed (with more --num-prompts the drain counts for less)"
-            )
+            rate = number(failed["request_throughput"])
+            why = f": {percent(failed['good_share'])} are within"
+            if not failed["kept_up"]:
+                why = f", it is not kept up with: {rate} requests/s of it completed"
+                why += " (with more --num-prompts the drain counts for less)"
             said = f"{load_text(slo['lowest_failed'], kind)} does not{why}."
         return ReportVerdict("good", f"{best} keeps {asked}.", said)
     point = knee_point(record)
@@ -301,14 +297,9 @@ def points_table(record: Mapping[str, Any]) -> ReportTable:
         columns["within"] = lambda p: percent(p["good_share"], 0)
     cells = {name: [read(point) for point in record["points"]] for name, read in columns.items()}
     # Open loops have no steady state, and not every server reports cache hits.
-    shown = {
-        name: column for name, column in cells.items() if any(cell != MISSING for cell in column)
-    }
-    return ReportTable(
-        list(shown),
-        list(zip(*shown.values(), strict=True)),
-        caption="* is the knee. TTFT and TPOT are medians, E2E a mean; hits: of the prefix cache.",
-    )
+    shown = {name: column for name, column in cells.items() if {*column} - {MISSING}}
+    caption = "* is the knee. TTFT and TPOT are medians, E2E a mean; hits: of the prefix cache."
+    return ReportTable(list(shown), list(zip(*shown.values(), strict=True)), caption)
 
 
 @drawn

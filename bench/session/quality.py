@@ -49,12 +49,8 @@ CACHE_TOKENS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ScoredQuality:
-    """The scores of a model.
-
-    Attributes:
-        record: `llmopt.quality`; None where nothing was scored.
-        reason: why a server has no scores, or none from the reference; None where nothing is missing.
-    """
+    """The scores of a model: `llmopt.quality`, the series, and the reason why a server, or its reference, has
+    no scores."""
 
     record: dict[str, Any] | None = None
     series: QualitySeries | None = None
@@ -62,11 +58,8 @@ class ScoredQuality:
 
 
 def quality_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> Passage:
-    """The passage that the options name, in windows of at most `max_model_len` tokens.
-
-    Raises:
-        BadInput: the text or the protocol does not fit.
-    """
+    """The passage that the options name, in windows of at most `max_model_len` tokens. Raises BadInput: the
+    text or the protocol does not fit."""
     return read_passage(
         tokenizer,
         max_model_len=max_model_len,
@@ -85,11 +78,8 @@ def score_quality(
     progress: Progress,
     shared: SharedScores | None = None,
 ) -> ScoredQuality:
-    """Score the engine, beside the reference if there is one; nothing where all `shared` scores are there.
-
-    Raises:
-        BadInput: the reference does not fit, or a file of scores is damaged.
-    """
+    """Score the engine, and the reference if there is one; nothing where all `shared` scores exist. Raises
+    BadInput: the reference does not fit, or a file of scores is damaged."""
     from ..quality.scoring import score_passage
 
     rounding = None
@@ -122,11 +112,9 @@ def score_quality(
 def _cache_rounding(
     options: BenchOptions, model: WithAdapter, passage: Passage, progress: Progress
 ) -> dict[str, Any] | None:
-    """The distance of the model from itself on a KV cache that rounds nothing; None where its own does not.
-
+    """Distance of the model from itself on a KV cache that rounds nothing; None where its own does not round.
     A 16-bit cache next to float32 activations, or one of 8 bits, is a cost of its own: the reference has the
-    cache that the engine takes by default, so that a model is at no distance from itself.
-    """
+    cache that the engine takes by default, so that a model is at no distance from itself."""
     from ..quality.scoring import score_passage
 
     totals = accumulate(window.num_scored for window in passage.windows)
@@ -165,11 +153,8 @@ def score_share(
     share: tuple[int, int],
     progress: Progress,
 ) -> None:
-    """Score one share, `(number, count)`, of what `score_quality` scores of the same options.
-
-    Raises:
-        BadInput: the text, the protocol or the reference does not fit.
-    """
+    """Score one share, `(number, count)`, of what `score_quality` scores of the same options. Raises
+    BadInput: the text, the protocol or the reference does not fit."""
     passage = quality_passage(options, engine.tokenizer, engine.max_model_len)
     full = full_passage(options, engine.tokenizer, engine.max_model_len)
     passages = [passage] if full is None else [passage, full.passage]
@@ -181,13 +166,12 @@ def score_share(
 def _scorers(
     options: BenchOptions, engine: Engine, passages: Sequence[Passage]
 ) -> tuple[WithAdapter, Engine | None]:
-    """The engine with its first adapter, and the engine of the reference."""
     reference = None if options.reference is None else load_reference(options, passages)
     return WithAdapter(engine, next(iter(options.loras), None)), reference
 
 
 def full_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> FullPassage | None:
-    """The domains and items that `--quality-full` scores beside a reference; None without both."""
+    """The domains and items that `--quality-full` scores with a reference; None without both."""
     if not options.quality_full or options.reference is None:
         return None
     # A bundled model has read stories alone, and answers of it to anything else are noise.
@@ -201,11 +185,8 @@ def full_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> F
 
 
 def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine:
-    """The reference model's engine, with KV blocks for two windows: it only scores text.
-
-    Raises:
-        BadInput: the model cannot be served, or its context is shorter than a window.
-    """
+    """The reference model's engine, with KV blocks for two windows: it only scores text. Raises BadInput: the
+    model cannot be served, or its context is shorter than a window."""
     from ...engine.base.device import choose_device
     from ...engine.core.engine import Engine
     from ...engine.planner.cache_size import DEFAULT_BLOCK_SIZE
@@ -235,8 +216,7 @@ def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine
 
 
 def _cache_tokens(options: BenchOptions, kind: str, passages: Sequence[Passage]) -> int:
-    """Tokens of a KV cache that holds a window, the step after it, and a block for each document shorter than
-    one, on a device of that kind."""
+    """Tokens of a KV cache that holds a window, the step after it, and a block for each shorter document."""
     from ...engine.planner.cache_size import DEFAULT_BLOCK_SIZE, DEFAULT_MAX_NUM_BATCHED_TOKENS
 
     block_size = options.block_size or DEFAULT_BLOCK_SIZE[kind]
@@ -248,19 +228,13 @@ def _cache_tokens(options: BenchOptions, kind: str, passages: Sequence[Passage])
 
 @dataclass(frozen=True, slots=True)
 class ScoringServer:
-    """A server that scores prompts."""
-
     name: str
     max_model_len: int
     scoring: PromptLogprobs
 
     @classmethod
     def at(cls, options: BenchOptions, address: Address, served: ServedModel) -> ScoringServer:
-        """Probe a server.
-
-        Raises:
-            NoPromptLogprobs: it scores no prompts.
-        """
+        """Probe a server. Raises NoPromptLogprobs: it scores no prompts."""
         scoring = PromptLogprobs.probed(
             address.json_client(options.request_timeout),
             address.completions_url,
@@ -271,22 +245,16 @@ class ScoringServer:
         return cls(address.url, served.max_model_len, scoring)
 
     def scores(self, windows: Sequence[PassageWindow]) -> Iterator[list[ScoredToken]]:
-        """Per window, the scores of its scored tokens."""
-        each = self.scoring.scores(window.token_ids for window in windows)
-        for window, tokens in zip(windows, each, strict=True):
+        scored = self.scoring.scores(window.token_ids for window in windows)
+        for window, tokens in zip(windows, scored, strict=True):
             yield tokens[window.first_scored - 1 :]
 
 
 def score_served(
     options: BenchOptions, address: Address, served: ServedModel, progress: Progress
 ) -> ScoredQuality:
-    """Score the server, beside the one at `options.reference` if there is one.
-
-    A server that cannot be scored is a reason, not an error: the rest of the run is kept.
-
-    Raises:
-        BadInput: the text or the protocol does not fit.
-    """
+    """Score the server, and the one at `options.reference` if there is one. A server that cannot be scored is
+    a reason, not an error. Raises BadInput: the text or the protocol does not fit."""
     try:
         model = ScoringServer.at(options, address, served)
     except NoPromptLogprobs as error:
@@ -309,12 +277,8 @@ def score_served(
 
 
 def reference_server(options: BenchOptions, url: str) -> ScoringServer:
-    """The server of the reference; its model is the first that it lists.
-
-    Raises:
-        BadInput: no server there, or none with a list of models.
-        NoPromptLogprobs: it scores no prompts.
-    """
+    """The server of the reference; its model is the first that it lists. Raises BadInput: no server there, or
+    none with a list of models; NoPromptLogprobs: it scores no prompts."""
     address = Address.parse(
         url, headers=options.header, api_key=options.api_key, verify_tls=not options.insecure
     )
@@ -324,8 +288,8 @@ def reference_server(options: BenchOptions, url: str) -> ScoringServer:
 
 
 def served_passage(options: BenchOptions, served: ServedModel, max_model_len: int) -> Passage:
-    """The passage as in process; where a window fills the context, windows that leave room for the token
-    that a server generates behind a prompt."""
+    """The passage as in process; windows that fill the context are one token shorter, for the token that a
+    server generates after a prompt."""
     passage = quality_passage(options, served.tokenizer, max_model_len)
     if passage.longest < max_model_len:
         return passage
@@ -394,22 +358,22 @@ def _served_series(
 def _columns(
     scores: Sequence[Sequence[ScoredToken]], forms: Sequence[str], rests: list[float]
 ) -> dict[str, np.ndarray]:
-    """Columns of `PositionScores` of one window; appends the reference's probability in the bucket of each
-    position to `rests`."""
+    """Columns of `PositionScores` of one window; appends the reference's probability outside the top tokens
+    to `rests`."""
     model, *others = scores
     columns = {"nll": _nll(model)}
     if forms[0] == "prompt_logprobs":
-        columns["rank"] = _ranks(model)
+        columns["rank"] = np.array([token.rank for token in model])
     for reference in others:
         columns["reference_nll"] = _nll(reference)
         if forms[1] == "prompt_logprobs":
-            columns["reference_rank"] = _ranks(reference)
+            columns["reference_rank"] = np.array([token.rank for token in reference])
         if type(reference[0].top_token) is not type(model[0].top_token):
             continue
         pairs = list(zip(reference, model, strict=True))
-        distances = [truncated_kl(p.top, q.top) for p, q in pairs]
-        rests += [distance.rest for distance in distances]
-        columns["kl"] = np.array([distance.kl for distance in distances])
+        kls = [truncated_kl(p.top, q.top) for p, q in pairs]
+        rests += [kl.rest for kl in kls]
+        columns["kl"] = np.array([kl.kl for kl in kls])
         columns["top1"] = np.array([p.top_token == q.top_token for p, q in pairs])
         columns["reference_top"] = np.exp([max(p.top.values(), default=-np.inf) for p in reference])
     return columns
@@ -417,7 +381,3 @@ def _columns(
 
 def _nll(scores: Sequence[ScoredToken]) -> np.ndarray:
     return -np.array([token.logprob for token in scores])
-
-
-def _ranks(scores: Sequence[ScoredToken]) -> np.ndarray:
-    return np.array([token.rank for token in scores])

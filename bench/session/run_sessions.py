@@ -40,9 +40,8 @@ from ..record.result import (
     write_requests_csv,
 )
 from ..report.run_report import write_report
-from .engine_session import EngineSession
-from .http_session import HttpSession
 from .session import BenchSession, RunProgress
+from .target_sessions import EngineSession, HttpSession
 
 if TYPE_CHECKING:
     from ..quality.scoring import SharedScores
@@ -64,11 +63,7 @@ class PassTurns:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PassTurns:
-        """Read LLMOPT_PASS_TURNS.
-
-        Raises:
-            BadInput: it is malformed.
-        """
+        """Read LLMOPT_PASS_TURNS. Raises BadInput: it is malformed."""
         words = environment.get(VARIABLE)
         if not words:
             return cls()
@@ -196,10 +191,8 @@ def run_interleaved(
     options: Sequence[BenchOptions], progress: Progress | None = None
 ) -> list[BenchRun]:
     """Measure several models or servers under the same load with interleaved passes; all are loaded at once.
-
     Each round begins with a different one, to balance order effects. An interrupt ends all of them; those
-    with at least one pass are returned.
-    """
+    with at least one pass are returned."""
     paired_runs = uuid.uuid4().hex
     shared = RunProgress.of(progress, options[0], len(options))
     with ExitStack() as stack:
@@ -224,7 +217,6 @@ def open_session(
     *,
     shared: SharedScores | None = None,
 ) -> BenchSession:
-    """The session for the model, or for the server at `base_url`."""
     if options.base_url is None:
         return EngineSession(options, progress, paired_runs=paired_runs, shared=shared)
     return HttpSession(options, progress, paired_runs=paired_runs)
@@ -242,13 +234,8 @@ class Judged:
 def run_judged(
     options: BenchOptions, wanted: VerdictWanted | None, progress: Progress | None = None
 ) -> Judged:
-    """Run the benchmark and, if requested, the gate; the record holds the verdict under `llmopt.verdict`.
-
-    An interrupted run has no verdict.
-
-    Raises:
-        BadInput: the model, the data set or an option is unusable.
-    """
+    """Run the benchmark and, if requested, the gate; the record holds the verdict under `llmopt.verdict`. An
+    interrupted run has no verdict. Raises BadInput: the model, the data set or an option is unusable."""
     base_run = None
     if wanted is not None and wanted.against is not None:
         runs = run_interleaved(paired_options(options, wanted.against), progress)
@@ -292,10 +279,8 @@ def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
 
 
 def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
-    """The server at `against` and the one of `options`, with the same prompts for both.
-
-    The model name is resolved per server: served names of one model usually differ.
-    """
+    """The server at `against` and the one of `options`, with the same prompts for both. The model name is
+    resolved per server: served names of one model usually differ."""
     address = Address.parse(options.base_url or against)
     served = find_served(options, address)
     name = options.name or options.label or Path(served.model).name

@@ -26,27 +26,15 @@ from ..workloads.workload import Workload
 from .quality import ScoredQuality
 from .tasks import TaskBackend, TaskScores, TaskSet, run_tasks
 
-LOAD, WARM_UP, PASS, QUALITY, TASKS, REPORT = (
-    "load",
-    "warm-up",
-    "pass",
-    "quality",
-    "tasks",
-    "report",
-)
+LOAD, WARM_UP, PASS, QUALITY = "load", "warm-up", "pass", "quality"
+TASKS, REPORT = "tasks", "report"
 # Seconds where nothing is known, such that the first pass counts most.
 _GUESSES = {LOAD: 5.0, WARM_UP: 2.0, PASS: 30.0, QUALITY: 15.0, TASKS: 60.0, REPORT: 10.0}
 _PARTS = 1000
 
 
 class RunProgress:
-    """A `Progress` for each stage's own units, shown as one for the run.
-
-    Args:
-        progress: where the run's share is shown.
-        stages: how many there are of each kind.
-        clock: in seconds.
-    """
+    """A `Progress` for each stage's own units, shown as one for the run. `stages` counts each kind."""
 
     def __init__(
         self,
@@ -67,7 +55,7 @@ class RunProgress:
 
     @classmethod
     def of(cls, progress: Progress | None, options: BenchOptions, sessions: int = 1) -> RunProgress:
-        """The progress itself where it is a run's already, else one for the stages of `options`."""
+        """The progress itself if it is a run's already, else a new one for the stages of `options`."""
         if isinstance(progress, cls):
             return progress
         stages = Counter({LOAD: 1, WARM_UP: int(options.warmups > 0), PASS: options.num_runs})
@@ -77,14 +65,14 @@ class RunProgress:
         return cls(progress or Silent(), "bench", every)
 
     def begin(self, stage: str, what: str) -> None:
-        """The next stage begins: `what` is done until it counts units of its own."""
+        """Begin the next stage; `what` is its description until it counts units of its own."""
         self.end()
         self._left[stage] = max(0, self._left[stage] - 1)
         self._stage, self._stage_began = stage, self._clock()
         self.start(what, 0, "")
 
     def end(self) -> None:
-        """The stage is over; its time is what the others of its kind are expected to take."""
+        """End the stage; its time enters the expectation of the others of its kind."""
         if self._stage is None:
             return
         seconds, count = self._clock() - self._stage_began, self._measured[self._stage]
@@ -96,13 +84,12 @@ class RunProgress:
         self._show()
 
     def expect(self, stage: str, seconds: float) -> None:
-        """Correct the guess of a stage that was not measured yet."""
         if not self._measured[stage]:
             self._expected[stage] = seconds
 
     @property
     def seconds_left(self) -> float:
-        """The time that the stage and those after it are expected to take."""
+        """Expected time of the stage and those after it."""
         after = sum(count * self._expected[stage] for stage, count in self._left.items())
         if self._stage is None:
             return after
@@ -117,14 +104,9 @@ class RunProgress:
 
     def advance(self, count: int = 1) -> None:
         self._done += count
-        if (
-            self._stage is not None
-            and self._done
-            and self._total
-            and not self._measured[self._stage]
-        ):
+        if self._stage is not None and self._done and self._total:
             passed = self._clock() - self._stage_began
-            self._expected[self._stage] = passed * self._total / self._done
+            self.expect(self._stage, passed * self._total / self._done)
         self._show()
 
     def status(self, text: str) -> None:
@@ -147,17 +129,9 @@ class RunProgress:
 
 
 class BenchSession(ABC):
-    """Passes over one workload, and their record. A context manager.
-
-    A subclass knows one kind of target: how to warm it up, measure a pass, score it, and state its facts.
-
+    """Passes over one workload, and their record. A context manager; a subclass knows one kind of target.
     Several sessions may be open at once with interleaved passes (paired runs), so that drift of the machine
-    affects all alike. They share the id `paired_runs`, and their results are compared pass by pass.
-
-    Attributes:
-        name: of the target in the record and its reports.
-        workload: of every pass.
-    """
+    affects all alike. They share the id `paired_runs`, and their results are compared pass by pass."""
 
     def __init__(
         self,
@@ -169,12 +143,9 @@ class BenchSession(ABC):
         paired_runs: str | None,
         tasks: TaskSet | None = None,
     ) -> None:
-        self._options = options
-        self.name = name
-        self.workload = workload
-        self._machine = machine
+        self._options, self.name, self.workload = options, name, workload
+        self._machine, self._paired_runs = machine, paired_runs
         self._progress = RunProgress.of(progress, options)
-        self._paired_runs = paired_runs
         self._passes: list[MeasuredPass] = []
         self._rejected: list[MeasuredPass] = []
         self._quality = ScoredQuality()
@@ -192,7 +163,6 @@ class BenchSession(ABC):
 
     @property
     def passes(self) -> Sequence[LoadPass]:
-        """The completed passes."""
         return [measured.load for measured in self._passes]
 
     @property
@@ -204,16 +174,12 @@ class BenchSession(ABC):
         """Print the model's facts."""
 
     def say_notes(self) -> None:
-        """Print notes on the workload."""
         for note in self.workload.notes:
             self._progress.note(f"{self.workload.name}: {note}")
 
     def run_pass(self) -> bool:
-        """Run a pass over the workload; False when it was interrupted.
-
-        A pass that was disturbed by its own evidence is rejected and measured again, up to
-        `max_redone_passes` times in the session.
-        """
+        """Run a pass; False when it was interrupted. A pass that was disturbed by its own evidence is
+        measured again, up to `max_redone_passes` times in the session."""
         number = len(self._passes) + 1
         description = f"{self.name}, pass {number} of {self._options.num_runs}"
         while True:
@@ -228,11 +194,8 @@ class BenchSession(ABC):
         return not measured.load.interrupted
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
-        """Score quality and tasks, and build the run with its record. Needs one pass.
-
-        After an interrupt (of a pass, of scoring, or elsewhere: `interrupted`) unfinished scores are left out
-        and the record is marked.
-        """
+        """Score quality and tasks, and build the run with its record. After an interrupt (of a pass, of
+        scoring, or elsewhere: `interrupted`) unfinished scores are left out and the record is marked."""
         interrupted = interrupted or any(load.interrupted for load in self.passes)
         self._progress.end()
         if not interrupted:

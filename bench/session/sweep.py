@@ -18,9 +18,8 @@ from ..options.options import BenchOptions
 from ..options.values import Kind
 from ..record.result import plain
 from ..record.run_record import workload_part
-from .engine_session import EngineSession
-from .http_session import HttpSession
 from .session import BenchSession
+from .target_sessions import EngineSession, HttpSession
 
 SCHEMA_VERSION = 1
 METRICS = ("ttft", "tpot", "itl", "e2el", "e2el_including_client_queue")
@@ -54,12 +53,8 @@ RULE = (
 
 @dataclass(slots=True)
 class Sweep:
-    """The measured points, one record per load, in order of measurement.
-
-    Attributes:
-        identity: the identity of a run, without the parts that vary over the sweep.
-        serial_rate: requests per second at concurrency 1, where measured.
-    """
+    """The measured points, one record per load, in order of measurement; the identity of a run, without the
+    parts that vary; and the requests per second at concurrency 1, where measured."""
 
     kind: Kind
     name: str
@@ -71,12 +66,7 @@ class Sweep:
 
     @property
     def knee(self) -> dict[str, Any] | None:
-        """The point of highest power (throughput / latency); None when no request succeeded."""
         return find_knee(self.points)
-
-    def ordered(self) -> list[dict[str, Any]]:
-        """The points, lightest load first."""
-        return sorted(self.points, key=lambda point: point[self.kind])
 
     def as_dict(self) -> dict[str, Any]:
         """The record for `sweep.json`."""
@@ -94,7 +84,7 @@ class Sweep:
                 "knee_rule": KNEE_RULE,
                 "auto_rule": AUTO_RULE,
                 "kept_up_rule": KEPT_UP_RULE,
-                "points": self.ordered(),
+                "points": sorted(self.points, key=lambda point: point[self.kind]),
             }
         )
 
@@ -106,10 +96,8 @@ def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
 
 
 class SweepTarget:
-    """A target measured under successive loads. The model is loaded once.
-
-    A context manager: leaving it ends the load workers of HTTP measurements.
-    """
+    """A target measured under successive loads. The model is loaded once. A context manager: leaving it ends
+    the load workers of HTTP measurements."""
 
     def __init__(self, options: BenchOptions, kind: Kind, progress: Progress | None = None) -> None:
         chosen = options.num_runs if "num_runs" in options.model_fields_set else 1
@@ -126,21 +114,23 @@ class SweepTarget:
 
     @property
     def max_requests(self) -> int:
-        """Requests per pass, the upper bound on concurrency."""
         return self._options.num_prompts
 
     def measure(self, kind: Kind, value: float) -> dict[str, Any]:
-        """Run all passes under one load; the record joins `sweep` if it is of this target's kind.
-
-        Raises:
-            KeyboardInterrupt: interrupted; this point is lost.
-        """
+        """Run all passes under one load; the record joins `sweep` if it is of this target's kind. Raises
+        KeyboardInterrupt: interrupted; this point is lost."""
         if kind == "concurrency":
             load = {"max_concurrency": int(value), "request_rate": None}
         else:
             load = {"request_rate": float(value)}
         options = self._options.model_copy(update=load)
-        with self._open(options) as session:
+        session: BenchSession
+        if options.base_url is not None:
+            session = HttpSession(options, self._progress)
+        else:
+            session = EngineSession(options, self._progress, engine=self._engine)
+            self._engine = session.engine
+        with session:
             if session.workload.is_timed:
                 raise BadInput(
                     f"{session.workload.source} has arrival times of its own, so there is no rate "
@@ -164,11 +154,7 @@ class SweepTarget:
         return point
 
     def serial_rate(self) -> float:
-        """Requests per second at concurrency 1.
-
-        Raises:
-            BadInput: no request succeeded.
-        """
+        """Requests per second at concurrency 1. Raises BadInput: no request succeeded."""
         point = self.measure("concurrency", 1)
         rate = point["request_throughput"]
         if not rate:
@@ -179,23 +165,12 @@ class SweepTarget:
         self.sweep.serial_rate = rate
         return rate
 
-    def _open(self, options: BenchOptions) -> BenchSession:
-        if options.base_url is not None:
-            return HttpSession(options, self._progress)
-        session = EngineSession(options, self._progress, engine=self._engine)
-        self._engine = session.engine
-        return session
-
 
 def varied_away(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity without the parts that vary between points: the load, and the workload hash, which
-    includes arrival times."""
-    load = {
-        key: value
-        for key, value in identity["load"].items()
-        if key not in ("request_rate", "max_concurrency")
-    }
+    """An identity without the parts that vary between points: the load, and the workload hash."""
     kept = {key: value for key, value in identity.items() if key != "workload_sha256"}
+    varied = ("request_rate", "max_concurrency")
+    load = {key: value for key, value in identity["load"].items() if key not in varied}
     return {**kept, "load": load}
 
 
@@ -206,16 +181,14 @@ def point_record(
     hit_rates: Sequence[float | None],
     limits_ms: Mapping[str, float],
 ) -> dict[str, Any]:
-    """The figures of one load: vLLM's aggregate keys over its passes, and the sweep's decision quantities."""
+    """Figures of one load: vLLM's aggregate keys over its passes, and the sweep's decision quantities."""
     figures = aggregate(
         passes, metrics=METRICS, percentiles=(50, 90, 99), goodput_ms=limits_ms or None
     )
     latency = figures["mean_e2el_including_client_queue_ms" if kind == "rate" else "mean_e2el_ms"]
     throughput = figures["output_throughput"]
-    each = [
-        aggregate([load_pass], metrics=(), percentiles=())["output_throughput"]
-        for load_pass in passes
-    ]
+    alone = [aggregate([load], metrics=(), percentiles=()) for load in passes]
+    by_pass = [figures["output_throughput"] for figures in alone]
     known = [rate for rate in hit_rates if rate is not None]
     return {
         kind: int(value) if kind == "concurrency" else value,
@@ -225,7 +198,7 @@ def point_record(
         "kept_up": kind == "concurrency"
         or (figures["request_throughput"] or 0.0) >= KEPT_UP * value,
         "power": throughput / (latency / 1000) if throughput and latency else None,
-        "run_cv": run_cv(each) if len(each) > 1 and all(each) else None,
+        "run_cv": run_cv(by_pass) if len(by_pass) > 1 and all(by_pass) else None,
         "prefix_cache_hit_rate": sum(known) / len(known) if known else None,
         "steady_state": steady_state(passes, int(value) if kind == "concurrency" else None),
         "good_share": slo_share(
@@ -237,14 +210,8 @@ def point_record(
 
 
 def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> Sweep:
-    """Measure the given loads, or (None) double the load until throughput levels off.
-
-    An automatic sweep over rates begins at half the serial rate, which it measures first. An
-    interrupt ends the sweep; completed points are kept.
-
-    Raises:
-        BadInput: an option is invalid.
-    """
+    """Measure the given loads, or (None) double the load until throughput levels off; an automatic sweep over
+    rates begins at half the serial rate. An interrupt ends the sweep and keeps the completed points."""
     kind = sweep_target.kind
     try:
         if loads is None:
@@ -287,8 +254,7 @@ class SloSearch:
 
     def as_dict(self) -> dict[str, Any]:
         """The record of the sweep with the result of the search under `slo`."""
-        said = self.sweep.as_dict()
-        said["slo"] = {
+        slo = {
             "limits": self.limits,
             "share": self.share,
             "by": self.sweep.kind,
@@ -297,18 +263,13 @@ class SloSearch:
             "precision": PRECISION if self.sweep.kind == "rate" else 1,
             "rule": RULE,
         }
-        return said
+        return {**self.sweep.as_dict(), "slo": slo}
 
 
 def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearch:
-    """Find the highest rate (to within 5 %) or concurrency (exactly) that meets the limits.
-
-    `limits` are also the goodput limits of the sweep target. Rates start at a quarter of the serial rate.
-
-    Raises:
-        BadInput: an option is invalid.
-        KeyboardInterrupt: interrupted; an unfinished search has no result.
-    """
+    """Find the highest rate (to within 5 %) or concurrency (exactly) that meets the limits, which are also
+    the goodput limits of the sweep target. Rates start at a quarter of the serial rate. An interrupted search
+    has no result."""
     if not 0 < share <= 1:
         raise BadInput(f"--slo-share is {share}: it must be above 0 and at most 1")
 

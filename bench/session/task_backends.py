@@ -47,22 +47,20 @@ class EngineBackend:
     def score(self, windows: Sequence[TaskWindow], what: str) -> list[list[TargetScore]]:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         # A request holds the last target and one generated token beyond the inputs of a window.
-        fits = [len(window.inputs) + 2 <= self.longest for window in windows]
-        prompts = [
-            ([*window.inputs, window.targets[-1]], params)
-            for window, is_short in zip(windows, fits, strict=True)
-            if is_short
-        ]
+        fits = [window for window in windows if len(window.inputs) + 2 <= self.longest]
+        prompts = [([*window.inputs, window.targets[-1]], params) for window in fits]
         answers = iter(self._complete(prompts, what))
-        return [
-            _scores(
-                next(answers)[1][-len(window.targets) :] if is_short else self._score_full(window)
-            )
-            for window, is_short in zip(windows, fits, strict=True)
-        ]
+        scored = []
+        for window in windows:
+            is_short = len(window.inputs) + 2 <= self.longest
+            tokens = next(answers)[1] if is_short else self._score_full(window)
+            targets = filter(None, tokens[-len(window.targets) :])
+            scored.append([TargetScore(token.logprob, token.rank == 1) for token in targets])
+        return scored
 
     def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
-        answers = self._complete([(each.token_ids, each.params) for each in requests], what)
+        prompts = [(request.token_ids, request.params) for request in requests]
+        answers = self._complete(prompts, what)
         return [
             decode(self.tokenizer, tokens, request.params.stop)
             for (tokens, _), request in zip(answers, requests, strict=True)
@@ -105,13 +103,9 @@ class EngineBackend:
         return list(zip(written, scores, strict=True))
 
 
-def _scores(scored: Sequence[TokenLogprobs | None]) -> list[TargetScore]:
-    return [TargetScore(token.logprob, token.rank == 1) for token in scored if token is not None]
-
-
 class ServedBackend:
     """A `TaskBackend` over HTTP. With the chat backend the server applies its template, and only generation
-    tasks can be scored."""
+    tasks are scored."""
 
     def __init__(
         self,
@@ -123,9 +117,7 @@ class ServedBackend:
         concurrency: int,
         progress: Progress | None = None,
     ) -> None:
-        self._client = client
-        self._address = address
-        self._served = served
+        self._client, self._address, self._served = client, address, served
         self._concurrency = concurrency
         self._progress = progress or Silent()
         self._scoring: PromptLogprobs | None = None
@@ -173,16 +165,11 @@ class ServedBackend:
 
     def _body(self, request: TaskGeneration) -> dict[str, Any]:
         params = request.params
-        body: dict[str, Any] = {
-            "model": self._served.model,
-            "temperature": params.temperature,
-            "seed": params.seed,
-            **{
-                name: getattr(params, name)
-                for name in EXTRA
-                if getattr(params, name) != EXTRA[name]
-            },
-        }
+        body: dict[str, Any] = {"model": self._served.model, "temperature": params.temperature}
+        body["seed"] = params.seed
+        for name, usual in EXTRA.items():
+            if (value := getattr(params, name)) != usual:
+                body[name] = value
         if params.stop:  # OpenAI's limit is four; the text is cut at every one of them here
             body["stop"] = list(params.stop[:4])
         if request.messages is not None:

@@ -46,23 +46,18 @@ class TaskScores:
 
 
 def prepare_tasks(words: Sequence[str], options: BenchOptions | None = None) -> TaskSet:
-    """Resolve tasks and load their data, before anything is measured.
-
-    A word is the name of a bundled task, the name or pattern of one of lm-eval's, or the path of a task's
-    YAML file. Data sets on the hub are downloaded unless cached.
-
-    Raises:
-        BadInput: lm-eval is missing where a task needs it, or a task or its data is.
-    """
+    """Resolve tasks and load their data, before anything is measured. A word is the name of a bundled task,
+    the name or pattern of one of lm-eval's, or the path of a task's YAML file. Data sets on the hub are
+    downloaded unless cached. Raises BadInput: lm-eval, a task or its data is missing."""
     names = [word for word in words if word in BUNDLED_TASKS]
     if names and options is not None:
-        for one in ("num_fewshot", "apply_chat_template", "system_instruction"):
-            if getattr(options, one):
-                flag = f"--{one.replace('_', '-')}"
+        for option in ("num_fewshot", "apply_chat_template", "system_instruction"):
+            if getattr(options, option):
+                flag = f"--{option.replace('_', '-')}"
                 raise BadInput(f"{flag} is for lm-eval's tasks: {names[0]} is asked plainly")
     others = [word for word in words if word not in BUNDLED_TASKS]
-    found = _lm_eval_tasks(others) if others else TaskSet()
-    return replace(found, bundled=tuple(bundled_task(name) for name in names))
+    tasks = _lm_eval_tasks(others) if others else TaskSet()
+    return replace(tasks, bundled=tuple(map(bundled_task, names)))
 
 
 def _lm_eval_tasks(words: Sequence[str]) -> TaskSet:
@@ -95,7 +90,7 @@ def lm_eval_model(scorer: TaskScorer) -> Any:
     base: Any = import_module("lm_eval.api.model").LM
 
     class ScorerModel(base):
-        tokenizer_name = scorer.tokenizer_name
+        tokenizer_name = str(scorer.tokenizer.name_or_path)
 
         def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
             return scorer.loglikelihoods([request.args for request in requests])
@@ -120,11 +115,8 @@ def lm_eval_model(scorer: TaskScorer) -> Any:
 
 
 def check_template(options: BenchOptions, backend: TaskBackend) -> None:
-    """Refuse, before anything is measured, tasks whose conversations could not be rendered.
-
-    Raises:
-        BadInput: a chat template is asked for and there is none, or the other way round for chats.
-    """
+    """Raises BadInput, before anything is measured, for tasks whose conversations could not be rendered: a
+    chat template is asked for and there is none, or the other way round for chats."""
     if backend.sends_messages:
         if not options.apply_chat_template:
             raise BadInput(
@@ -138,10 +130,8 @@ def check_template(options: BenchOptions, backend: TaskBackend) -> None:
 
 
 def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> TaskScores:
-    """Metrics with standard errors, versions, sample counts, and the scores per item.
-
-    A failing task does not lose the measurements before it: `error` of the record then holds the reason.
-    """
+    """Metrics with standard errors, versions, sample counts, and the scores per item. A failing task does not
+    lose the measurements before it: `error` of the record then holds the reason."""
     record: dict[str, Any] = {
         "lm_eval_version": tasks.version,
         "protocol": protocol_words(options, backend),
@@ -233,13 +223,9 @@ class TaskBackend(Protocol):
     longest: int
     sends_messages: bool
 
-    def score(self, windows: Sequence[TaskWindow], what: str) -> list[list[TargetScore]]:
-        """Scores of the targets of each window."""
-        ...
+    def score(self, windows: Sequence[TaskWindow], what: str) -> list[list[TargetScore]]: ...
 
-    def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
-        """The text that follows each prompt, up to its first stop string."""
-        ...
+    def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]: ...
 
 
 def summed(scores: Iterable[TargetScore]) -> tuple[float, bool]:
@@ -254,7 +240,6 @@ def decode(tokenizer: Any, token_ids: Sequence[int], stops: Sequence[str] = ()) 
 
 
 def before_stops(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of the stop strings."""
     for stop in stops:
         text = text.split(stop)[0]
     return text
@@ -285,11 +270,8 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 
 
 def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int) -> TaskWindow:
-    """The continuation with the context truncated on the left to `max_inputs` tokens.
-
-    Raises:
-        BadInput: a part is empty, or the continuation alone does not fit.
-    """
+    """The continuation with the context truncated on the left to `max_inputs` tokens. Raises BadInput: a part
+    is empty, or the continuation alone does not fit."""
     if not context or not continuation:
         raise BadInput("a task gives a context or a continuation without any token")
     if len(continuation) > max_inputs:
@@ -301,10 +283,8 @@ def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iterator[TaskWindow]:
-    """Windows over a text that predict each token once, the first one after `prefix`.
-
-    Each holds `max_inputs` tokens where the text is long enough; the last one overlaps for context.
-    """
+    """Windows over a text that predict each token once, the first one after `prefix`. Each holds `max_inputs`
+    tokens where the text is long enough; the last one overlaps for context."""
     whole = [prefix, *tokens]  # tokens[i] is predicted by whole[: i + 1]
     for begin in range(0, len(tokens), max_inputs):
         end = min(begin + max_inputs, len(tokens))
@@ -312,11 +292,8 @@ def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iter
 
 
 def generation_params(wanted: Mapping[str, Any], seed: int) -> SamplingParams:
-    """A task's `generation_kwargs` as sampling parameters: greedy unless it samples.
-
-    Raises:
-        BadInput: a key without a counterpart in the engine.
-    """
+    """A task's `generation_kwargs` as sampling parameters: greedy unless it samples. Raises BadInput: an
+    unknown key."""
     given = dict(wanted)
     lengths = [given.pop(name, None) for name in LENGTHS]
     until = given.pop("until", None) or []
@@ -344,42 +321,22 @@ class TaskScorer:
     """lm-eval's model requests on a backend."""
 
     def __init__(self, backend: TaskBackend, seed: int = 0) -> None:
-        self._backend = backend
-        self._tokenizer = backend.tokenizer
-        self._seed = seed
-
-    @property
-    def max_inputs(self) -> int:
-        """Most input tokens of a scored window."""
-        return self._backend.max_inputs
-
-    @property
-    def prefix_token(self) -> int:
-        """The replacement of an empty context: BOS, else EOS."""
-        return prefix_token(self._tokenizer)
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Name of the tokenizer, for lm-eval's records."""
-        return str(self._tokenizer.name_or_path)
+        self.backend, self.tokenizer, self._seed = backend, backend.tokenizer, seed
 
     @property
     def chat_template(self) -> str | None:
         """Source of the tokenizer's chat template; None without one, or where the server applies its own."""
-        return None if self._backend.sends_messages else self._tokenizer.chat_template
+        return None if self.backend.sends_messages else self.tokenizer.chat_template
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text; as JSON for a server that applies the template.
-
-        Raises:
-            BadInput: the template rejects the conversation.
-        """
-        if self._backend.sends_messages:
+        """A conversation as text; as JSON for a server that applies the template. Raises BadInput: the
+        template rejects the conversation."""
+        if self.backend.sends_messages:
             return json.dumps(messages, ensure_ascii=False)
         try:
-            return self._tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -388,38 +345,27 @@ class TaskScorer:
         except Exception as error:  # templates raise what they like
             raise BadInput(f"the chat template rejects a conversation: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text with special tokens, without a duplicate BOS."""
-        return encode(self._tokenizer, text)
-
-    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Token ids of both, split after the context's tokens; trailing spaces move to the continuation."""
-        return encode_pair(self._tokenizer, context, continuation)
-
     def loglikelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Per (context, continuation): log-probability in nats, and whether it is the greedy continuation."""
-        windows = [clipped(*self.encode_pair(*pair), self.max_inputs) for pair in pairs]
-        return [summed(each) for each in self._backend.score(windows, "continuations of the tasks")]
+        split = (encode_pair(self.tokenizer, *pair) for pair in pairs)
+        windows = [clipped(*pair, self.backend.max_inputs) for pair in split]
+        scored = self.backend.score(windows, "continuations of the tasks")
+        return [summed(scores) for scores in scored]
 
     def rolling_loglikelihoods(self, texts: Sequence[str]) -> list[float]:
         """Log-probability of each whole text in nats, in windows where it exceeds the context."""
-        windows = [
-            list(rolling_windows(self.encode(text), self.prefix_token, self.max_inputs))
-            for text in texts
-        ]
-        flat = [window for each in windows for window in each]
-        scores = iter(self._backend.score(flat, "texts of the tasks"))
-        return [math.fsum(summed(next(scores))[0] for _ in each) for each in windows]
+        prefix, most = prefix_token(self.tokenizer), self.backend.max_inputs
+        tokens = (encode(self.tokenizer, text) for text in texts)
+        by_text = [list(rolling_windows(ids, prefix, most)) for ids in tokens]
+        flat = [window for windows in by_text for window in windows]
+        scores = iter(self.backend.score(flat, "texts of the tasks"))
+        return [math.fsum(summed(next(scores))[0] for _ in windows) for windows in by_text]
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """The generated text for each context up to a stop string, which is excluded.
-
-        A context too long for the new tokens is truncated on the left.
-
-        Raises:
-            BadInput: the new tokens alone exceed the context length.
-        """
-        longest = self._backend.longest
+        """The generated text for each context up to a stop string, which is excluded. A context too long for
+        the new tokens is truncated on the left. Raises BadInput: the new tokens alone exceed the context
+        length."""
+        longest = self.backend.longest
         prompts = []
         for number, (context, wanted) in enumerate(requests):
             params = generation_params(wanted, self._seed + number)
@@ -428,8 +374,9 @@ class TaskScorer:
                 raise BadInput(
                     f"a task generates up to {params.max_tokens} tokens; {longest} fit, prompt included"
                 )
-            if self._backend.sends_messages:
+            if self.backend.sends_messages:
                 prompts.append(TaskGeneration([], params, json.loads(context)))
             else:
-                prompts.append(TaskGeneration(self.encode(context)[-max_context:], params))
-        return self._backend.generate(prompts, "generations of the tasks")
+                tokens = encode(self.tokenizer, context)[-max_context:]
+                prompts.append(TaskGeneration(tokens, params))
+        return self.backend.generate(prompts, "generations of the tasks")

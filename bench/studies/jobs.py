@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from ...base.errors import BadInput
+from ...base.errors import BadInput, first_line
 from ...base.extras import import_extra
 from ...base.progress import Progress
 from ...base.version import VERSION
@@ -33,12 +33,10 @@ class Job:
     """One stage of a recipe.
 
     Attributes:
-        of: the variant, or the original.
-        share: of the windows, `(number, count)` with numbers from 1, where their scoring is shared out.
-        device: as in the options of the stage.
-        gpus: GPUs that it computes on, where it does.
-        is_here: whether it is left to the process that ends the recipe: what is measured in turns is measured
-            by one process, and two that measure one running server disturb each other.
+        of: name of the variant, or the original.
+        share: share of the windows, `(number, count)` with numbers from 1, where scoring is shared out.
+        is_here: True if the job is left to the process that ends the recipe: passes in turns need one
+            process, and two that measure one running server disturb each other.
     """
 
     kind: Kind
@@ -50,19 +48,18 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The job in the journal."""
         share = "" if self.share is None else f" {self.share[0]}/{self.share[1]}"
         return f"{self.kind} {self.of}{share}"
 
     def after(self, jobs: Sequence[Job]) -> list[Job]:
-        """Those of `jobs` that must have ended before this one begins."""
+        """The jobs of `jobs` that must have ended before this one begins."""
         earlier = KINDS[: KINDS.index(self.kind)]
         return [job for job in jobs if job.of == self.of and job.kind in earlier]
 
     def is_whole(self, stages: Stages) -> bool:
         """Whether the job has ended and what it made is there."""
         if self.kind == "quantize":  # written atomically: one that exists is complete
-            from ...quant.plan.manifest import MANIFEST_NAME  # torch
+            from ...quant.plan.manifest import MANIFEST_NAME  # loads torch
 
             return (stages.checkpoint(self.of) / MANIFEST_NAME).is_file()
         if not stages.is_done(self.name):
@@ -72,21 +69,13 @@ class Job:
 
 
 def check_jobs(recipe: Recipe) -> None:
-    """Check that a recipe has jobs.
-
-    Raises:
-        BadInput: it finds a capacity, which is that of one machine.
-    """
     if recipe.capacity is not None:
         raise BadInput(f"recipe {recipe.name} finds the capacity of one machine: it has no jobs")
 
 
 def jobs_of(stages: Stages) -> list[Job]:
-    """The jobs of a recipe, in an order in which one process can do them.
-
-    Raises:
-        BadInput: it finds a capacity.
-    """
+    """The jobs of a recipe, in an order in which one process can do them. Raises BadInput: it finds a
+    capacity."""
     recipe, count = stages.recipe, stages.score_shares
     check_jobs(recipe)
     quantized, scored, measured = [], [], []
@@ -125,45 +114,35 @@ _SMALL = 0.001  # of a resource that only says which kind of node it is
 
 
 def require_ray() -> Any:
-    """The package `ray`.
-
-    Raises:
-        BadInput: it is not installed.
-    """
     return import_extra("--on ray", "ray", "ray")
 
 
 def run_on_ray(stages: Stages, work: Callable[[Path, str], None], progress: Progress) -> None:
     """Do the jobs of a recipe that are left as tasks of the Ray cluster, or of one on this machine.
 
-    A job that fails stops only those that need it. Ray tries one again whose node is gone.
-
-    Args:
-        work: does the job of a name in a recipe's folder; can be pickled.
-
-    Raises:
-        BadInput: Ray is not installed, there is no cluster at `RAY_ADDRESS`, or a job failed.
-        KeyboardInterrupt: interrupted; the tasks are cancelled.
+    A job that fails stops only those that need it. Ray retries a job whose node is gone. `work` does the job
+    of a name in a recipe's folder; it must be picklable. Raises BadInput: Ray is not installed, there is no
+    cluster at `RAY_ADDRESS`, or a job failed. An interrupt cancels the tasks.
     """
     jobs = [job for job in jobs_of(stages) if not (job.is_here or job.is_whole(stages))]
     ray = require_ray()
     if not jobs:
         return
-    is_ours = not ray.is_initialized()
-    if is_ours:
+    if is_ours := not ray.is_initialized():
         _connect(ray)
     refs: dict[str, Any] = {}
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         node = node_kind(nodes, on_gpu=any(job.device != CPU for job in jobs))
-        progress.note(f"Ray: {len(nodes)} nodes; jobs on those with {_words_of(node)}")
+        resources = ", ".join(f"{name} {amount:g}" for name, amount in node.items())
+        progress.note(f"Ray: {len(nodes)} nodes; jobs on those with {resources}")
         # A node sees by the journal that it shares the folder.
         journal = (stages.folder / JOURNAL_NAME).resolve()
-        place = (VERSION, str(Path.cwd()), str(journal))
+        here = (VERSION, str(Path.cwd()), str(journal))
         for job in jobs:
             task = ray.remote(max_retries=_RETRIES, **job_resources(job, node))(_job_on_node)
-            needed = [refs[one.name] for one in job.after(jobs)]
-            refs[job.name] = task.remote(work, *place, job.name, *needed)
+            needed = [refs[earlier.name] for earlier in job.after(jobs)]
+            refs[job.name] = task.remote(work, *here, job.name, *needed)
         _collect(ray, stages, refs, progress)
     except KeyboardInterrupt:
         for ref in refs.values():
@@ -185,16 +164,12 @@ def _connect(ray: Any) -> None:
         ray.init(log_to_driver=False, logging_level="error")
     except (OSError, RuntimeError, ValueError) as error:
         where = f"no cluster at RAY_ADDRESS={address}" if address else "Ray does not start"
-        raise BadInput(f"--on ray: {where}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+        raise BadInput(f"--on ray: {where}: {first_line(error)}") from error
 
 
 def node_kind(nodes: Sequence[Mapping[str, float]], *, on_gpu: bool) -> dict[str, float]:
-    """The resources of the largest kind of node, by GPUs where jobs may use them, then by CPUs: what is
-    measured on several kinds is not compared. Nodes with the resource `NODE_MARK` go before all others."""
+    """Resources of the largest kind of node, by GPUs where jobs may use them, then by CPUs: speeds of several
+    kinds of nodes are not compared. Nodes with the resource `NODE_MARK` go before all others."""
     marked = [node for node in nodes if NODE_MARK in node]
     sizes = ("GPU", "CPU") if on_gpu else ("CPU",)
     largest = max(marked or nodes, key=lambda node: [node.get(name, 0) for name in sizes])
@@ -207,8 +182,8 @@ def node_kind(nodes: Sequence[Mapping[str, float]], *, on_gpu: bool) -> dict[str
 
 
 def job_resources(job: Job, node: Mapping[str, float]) -> dict[str, Any]:
-    """Options of the task of a job: all of a node for what measures speed and for what computes on its CPUs;
-    for other jobs the GPUs that they use, with their share of the CPUs."""
+    """Options of the task of a job: a whole node for benchmarks and for jobs on CPUs; other jobs get the GPUs
+    that they use, with their share of the CPUs."""
     gpus = 0 if job.device == CPU else int(node.get("GPU", 0))
     share = 1.0
     if gpus and job.kind != "bench":
@@ -222,14 +197,11 @@ def job_resources(job: Job, node: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def _words_of(node: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {amount:g}" for name, amount in node.items())
-
-
 def _job_on_node(
     work: Callable[[Path, str], None], llmopt: str, cwd: str, journal: str, name: str, *_: object
 ) -> str:
-    """Do a job in a process of Ray's, behind those whose results are the last arguments; returns its node."""
+    """Do a job in a process of Ray's, after the jobs whose results are the last arguments; returns its
+    node."""
     node = socket.gethostname()
     if llmopt != VERSION:
         raise BadInput(
@@ -250,11 +222,8 @@ def _job_on_node(
 
 
 def _collect(ray: Any, stages: Stages, refs: Mapping[str, Any], progress: Progress) -> None:
-    """Wait for every task, and say how each ended.
-
-    Raises:
-        BadInput: a job failed, or what it made is not to be seen from here.
-    """
+    """Wait for every task, and note how each ended. Raises BadInput: a job failed, or its output is not
+    visible here."""
     names, failures = {ref: name for name, ref in refs.items()}, list[BaseException]()
     progress.start("jobs on Ray", len(names), "jobs")
     while names:
@@ -267,17 +236,13 @@ def _collect(ray: Any, stages: Stages, refs: Mapping[str, Any], progress: Progre
                 raise BadInput(f"done on node {node}, but not seen here: {_SHARED}")
             progress.note(f"{name}: done on node {node}")
         except (BadInput, ray.exceptions.RayError) as error:
-            failures.append(_failure(name, error))
-            progress.note(f"failed: {_first_line(failures[-1])}")
+            cause = getattr(error, "cause", None)  # the error of the job, or of one that it needs
+            is_defect = cause is not None and not isinstance(cause, BadInput)
+            # A defect ends with the node's traceback, bad input in one line.
+            complaint = BadInput(f"{name}: {first_line(cause or error)}")
+            failures.append(error if is_defect else complaint)
+            progress.note(f"failed: {first_line(failures[-1])}")
         progress.advance()
     progress.finish()
     if failures:
         raise failures[0]
-
-
-def _failure(name: str, error: BaseException) -> BaseException:
-    """The error to end with: bad input in one line; a defect with the node's traceback."""
-    cause = getattr(error, "cause", None)  # where the job, or one that it needs, raised it
-    if cause is not None and not isinstance(cause, BadInput):
-        return error
-    return BadInput(f"{name}: {_first_line(cause or error)}")

@@ -67,11 +67,6 @@ class BenchStep(model_of(TrackingOptions), BenchOptions):
 
     @property
     def trackers(self) -> list[Tracker]:
-        """Where runs are logged.
-
-        Raises:
-            BadInput: a package is missing, or a store cannot be used.
-        """
         return TrackingOptions(**_given(self, TrackingOptions)).trackers()
 
 
@@ -94,7 +89,6 @@ class QuantizeStep(model_of(QuantizeRequest), _Strict):
 
     @property
     def words(self) -> str:
-        """The method and its width, in words."""
         method = METHODS.get(self.method)
         width = f"{self.bits or (method and method.bits)} bits"
         if self.target_bpw is not None:
@@ -104,16 +98,10 @@ class QuantizeStep(model_of(QuantizeRequest), _Strict):
         return f"{self.method}, {self.gguf_type or width}"
 
     def request(self, model: Path, output: Path, name: str) -> QuantizeRequest:
-        """The quantization of `model` as `llmopt quantize` does it.
-
-        Raises:
-            BadInput: options that no model could fulfil.
-        """
-        given = {
-            "rotations": None,
-            "options": MethodOptions.asked(),
-            **_given(self, QuantizeRequest),
-        }
+        """The quantization of `model` as `llmopt quantize` does it. Raises BadInput: options that no model
+        could fulfil."""
+        usual: dict[str, Any] = {"rotations": None, "options": MethodOptions.asked()}
+        given = usual | _given(self, QuantizeRequest)
         return QuantizeRequest(model=model, output=output, model_name=name, **given)
 
 
@@ -139,11 +127,8 @@ class ServeStep(model_of(*_SERVER, but=("served_model_name", "print_command", "s
 
     @property
     def arguments(self) -> str:
-        """The options as words of the server's command line.
-
-        Raises:
-            BadInput: options that contradict each other, or that the server has no equivalent of.
-        """
+        """The options as words of the server's command line. Raises BadInput: options that contradict each
+        other, or that the server has no equivalent of."""
         asked: dict[str, Any] = {}
         for config in _SERVER:
             asked |= words_of(config, _given(self, config))
@@ -160,20 +145,16 @@ class ServeStep(model_of(*_SERVER, but=("served_model_name", "print_command", "s
 
 
 def server_words(params: Mapping[str, Any]) -> list[str]:
-    """Command-line words of a server's parameters, as vLLM makes them.
-
-    `max_num_seqs: 8` is `--max-num-seqs 8`; true and false are `--x` and `--no-x`, of a nested parameter
-    (`a.b`) `--a.b=true`; a list repeats the option; a mapping is JSON.
-    """
+    """Command-line words of a server's parameters, as vLLM makes them. `max_num_seqs: 8` is `--max-num-seqs
+    8`; true and false are `--x` and `--no-x`, of a nested parameter (`a.b`) `--a.b=true`; a list repeats the
+    option; a mapping is JSON."""
     words: list[str] = []
     for key, value in params.items():
         head, dot, rest = key.partition(".")
         flag = "--" + head.replace("_", "-") + dot + rest
         if isinstance(value, bool):
-            negative = flag.replace("--", "--no-", 1)
-            words.append(
-                f"{flag}={_as_text(value)}" if dot else flag if value else negative,
-            )
+            plain = flag if value else flag.replace("--", "--no-", 1)
+            words.append(f"{flag}={_as_text(value)}" if dot else plain)
             continue
         for item in value if isinstance(value, list) else [value]:
             words += [flag, _as_text(item)]
@@ -181,7 +162,6 @@ def server_words(params: Mapping[str, Any]) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
-    """A value as a word of a command line; mappings and lists as JSON."""
     return json.dumps(value) if isinstance(value, bool | Mapping | list) else str(value)
 
 
@@ -197,11 +177,10 @@ class Variant(_Strict):
     """Another checkpoint, GGUF file, server or set of options, measured against the original.
 
     Attributes:
-        model: a folder, a GGUF file, a bundled model's name or a hub id; by default the recipe's. Of a server
-            at `bench.base_url`: the model's name there.
+        model: a folder, a GGUF file, a bundled model's name or a hub id; by default the recipe's. For a
+            server at `bench.base_url` the model's name there.
         quantize: makes a checkpoint of `model`. A variant of a name alone is quantized with the defaults.
         serve_local: options of the server to start; `bench.serve` names others.
-        bench: options that differ from those of the recipe.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
@@ -234,7 +213,6 @@ class Variant(_Strict):
 
     @property
     def made(self) -> QuantizeStep | None:
-        """The quantization to make; None: there is nothing to make."""
         is_alone = self.model_fields_set == {"name"}
         return QuantizeStep() if is_alone else self.quantize
 
@@ -334,13 +312,13 @@ class CapacityStep(_Strict):
 
 
 class Recipe(_Strict):
-    """Quantize a model in one or several ways, verify each, bench them and other variants beside it, compare,
-    report; or find the `capacity` of one model.
+    """Quantize a model in one or several ways, verify each, bench them and other variants, compare, report;
+    or find the `capacity` of one model.
 
     `interleave` loads all models, or starts all servers, at once and interleaves their passes (paired runs),
-    so that drift of the machine affects all alike; without it they run one after another. `num_threads` are
-    the CPU threads of every step here. `bench` and `serve_local` hold for the original, and for each variant
-    that says nothing else. A `grid` becomes variants, behind the others.
+    so that drift of the machine affects all alike. `num_threads` are the CPU threads of every step here.
+    `bench` and `serve_local` hold for the original and for each variant without its own. A `grid` becomes
+    variants, after the others.
     """
 
     name: Annotated[str, Field(min_length=1)]
@@ -400,7 +378,6 @@ class Recipe(_Strict):
 
     @property
     def threads(self) -> int | None:
-        """CPU threads of a benchmark."""
         return self.bench.num_threads or self.num_threads
 
     def dump(self, *, exclude_unset: bool = False) -> dict[str, Any]:
@@ -417,14 +394,8 @@ _WHERE = ("serve", "serve_args", "serve_program", "base_url", "endpoint", "backe
 
 
 def bench_of(recipe: Recipe, variant: Variant | None, model: str | None = None) -> BenchOptions:
-    """The benchmark of the original, or of a variant: the recipe's, with what the variant says.
-
-    Args:
-        model: of the variant, where it is made.
-
-    Raises:
-        BadInput: options that contradict each other.
-    """
+    """The benchmark of the original, or of a variant (with its `model`, where it is made): the recipe's, with
+    the variant's options. Raises BadInput: options that contradict each other."""
     given, serve = _given(recipe.bench), recipe.serve_local
     given = {key: value for key, value in given.items() if key in BenchOptions.model_fields}
     name, own = BASE_NAME, {}

@@ -41,17 +41,17 @@ Place = tuple[int | str, ...]
 
 
 def read_recipe(name: str, model: str | None = None, changes: Sequence[str] = ()) -> Recipe:
-    """A recipe from a YAML file, or the bundled one of that name.
-
-    Args:
-        model: in place of the recipe's.
-        changes: `PATH=VALUE` in place of the file's, such as `bench.num_prompts=200`.
-
-    Raises:
-        BadInput: no such recipe, YAML that does not parse (with the line), an unknown key or a value
-            that does not fit (naming the key, and the file and the line, or the change).
-    """
-    path = _path_of(name)
+    """A recipe from a YAML file, or the bundled one of that name. `model` replaces the recipe's, and
+    `changes` (`PATH=VALUE`, such as `bench.num_prompts=200`) the file's values. Raises BadInput: no such
+    recipe, YAML that does not parse (with the line), an unknown key or a bad value (naming the key, and the
+    file and the line, or the change)."""
+    path = expanded(name)
+    if not path.is_file():
+        bundled = {file.stem: file for file in ROOT.glob("*.yaml")}
+        if name not in bundled:
+            names = offer(name, sorted(bundled))
+            raise BadInput(f"no recipe {name!r}: give a YAML file, or a bundled recipe: {names}")
+        path = bundled[name]
     values, root = _parsed(path)
     changed: dict[Place, str] = {}
     if model is not None:
@@ -91,18 +91,6 @@ def read_recipe(name: str, model: str | None = None, changes: Sequence[str] = ()
     return recipe
 
 
-def _path_of(name: str) -> Path:
-    path = expanded(name)
-    if path.is_file():
-        return path
-    bundled = {file.stem: file for file in ROOT.glob("*.yaml")}
-    if name not in bundled:
-        raise BadInput(
-            f"no recipe {name!r}: give a YAML file, or a bundled recipe: {offer(name, sorted(bundled))}"
-        )
-    return bundled[name]
-
-
 def _parsed(path: Path) -> tuple[dict[str, Any], Node | None]:
     """The values of a recipe's file, and its nodes with their lines."""
     import yaml
@@ -121,11 +109,10 @@ def _parsed(path: Path) -> tuple[dict[str, Any], Node | None]:
 
 
 def _set(values: dict[str, Any], change: str) -> Place:
-    """Put the value of `PATH=VALUE` into the recipe; returns its place.
+    """Put the value of `PATH=VALUE` into the recipe; returns its place. Raises BadInput: another form, an
+    unknown variant, or a path through a plain value."""
+    import yaml
 
-    Raises:
-        BadInput: another form, a variant that there is none of, or a path through a plain value.
-    """
     path, equals, text = change.partition("=")
     keys = path.split(".")
     if not equals or not all(keys):
@@ -142,7 +129,10 @@ def _set(values: dict[str, Any], change: str) -> Place:
                 node[step] = {}
             node = node[step]
     last = _step(node, keys[-1], change)
-    node[last] = _value(text)
+    node[last] = text  # the schema converts it
+    if text == "null" or text.startswith(("[", "{")):
+        with suppress(yaml.YAMLError, ValueError, RecursionError):
+            node[last] = yaml.safe_load(text)
     return (*place, last)
 
 
@@ -161,38 +151,23 @@ def _step(node: Any, key: str, change: str) -> int | str:
     raise BadInput(f"--set {change}: no item {key!r}: the nearest is {near[0] if near else 'none'}")
 
 
-def _value(text: str) -> Any:
-    """A list or mapping as YAML, null, or a text, which the schema converts."""
-    import yaml
-
-    if text == "null" or text.startswith(("[", "{")):
-        try:
-            return yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError):
-            return text
-    return text
-
-
 def line_of(root: Node | None, path: Sequence[int | str]) -> int:
-    """The line, from 1, of the value at `path` (keys and indexes), or of its nearest existing ancestor;
-    for a key, the line of the key."""
+    """The line, from 1, of the value at `path` (keys and indexes), or of its nearest ancestor; of a key, the
+    key's line."""
     import yaml
 
     line, node = 1, root
     for step in path:
         if isinstance(node, yaml.MappingNode):
             pairs = [(key, value) for key, value in node.value if key.value == str(step)]
-            if not pairs:
-                break
-            key, node = pairs[-1]
-            line = key.start_mark.line + 1
-        elif (
-            isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value)
-        ):
-            node = node.value[step]
-            line = node.start_mark.line + 1
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+            pairs = [(value, value) for value in node.value[step : step + 1]]
         else:
             break
+        if not pairs:
+            break
+        key, node = pairs[-1]
+        line = key.start_mark.line + 1
     return line
 
 
@@ -204,20 +179,13 @@ _LOCKS, _SCORES = ".locks", ".scores"
 
 
 class Stages:
-    """The journal of a recipe's folder: the recipe, and the names of finished stages.
-
-    Several processes may do stages of one folder, on machines that share it.
-
-    Attributes:
-        score_shares: how many jobs share the scoring of a model.
-    """
+    """The journal of a recipe's folder: the recipe, and the names of finished stages. Several processes, on
+    machines that share the folder, may do stages; `score_shares` jobs share the scoring of a model."""
 
     def __init__(
         self, folder: Path, recipe: Recipe, done: tuple[str, ...] = (), score_shares: int = 1
     ) -> None:
-        self.folder = folder
-        self.recipe = recipe
-        self.score_shares = score_shares
+        self.folder, self.recipe, self.score_shares = folder, recipe, score_shares
         self._done = list(done)
 
     @classmethod
@@ -230,16 +198,11 @@ class Stages:
 
     @staticmethod
     def is_at(folder: Path) -> bool:
-        """Whether the folder has a journal."""
         return (folder / JOURNAL_NAME).is_file()
 
     @classmethod
     def resume(cls, folder: Path) -> Stages:
-        """Read the journal of an earlier run's folder.
-
-        Raises:
-            BadInput: there is none, or it is damaged.
-        """
+        """Read the journal of an earlier run's folder. Raises BadInput: there is none, or it is damaged."""
         path = folder / JOURNAL_NAME
         if not cls.is_at(folder):
             raise BadInput(f"{folder} holds no {JOURNAL_NAME}: give the folder of a `llmopt run`")
@@ -255,7 +218,6 @@ class Stages:
 
     @property
     def num_done(self) -> int:
-        """How many stages are finished."""
         return len(self._done)
 
     def finish(self, name: str) -> None:
@@ -267,13 +229,13 @@ class Stages:
             self._write()
 
     def refresh(self) -> None:
-        """Take over the stages that other processes have finished."""
+        """Read the stages that other processes have finished."""
         done = read_json(self.folder / JOURNAL_NAME)["done"]
         self._done += [name for name in done if name not in self._done]
 
     @contextmanager
     def hold(self, name: str, progress: Progress) -> Iterator[None]:
-        """Keep other processes from a stage, behind the one that does it now."""
+        """Keep other processes from a stage; waits for the one that does it now."""
         if self.is_held(name):
             progress.note(f"{name}: another process does it: waiting for its end")
         with self._locked(name):
@@ -281,7 +243,7 @@ class Stages:
             yield
 
     def is_held(self, name: str) -> bool:
-        """Whether a process does the stage."""
+        """True if a process does the stage."""
         with suppress(OSError), self._lock_file(name).open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -290,7 +252,6 @@ class Stages:
         return False
 
     def remove_locks(self) -> None:
-        """Leave nothing of the locks: all is done."""
         shutil.rmtree(self.folder / _LOCKS, ignore_errors=True)
 
     @contextmanager
@@ -309,7 +270,6 @@ class Stages:
         return self.folder / _LOCKS / name.replace("/", " of ")
 
     def checkpoint(self, variant: str) -> Path:
-        """The folder of the checkpoint that a variant is made into."""
         return self.folder / "checkpoints" / variant
 
     def scores(self, variant: str) -> Path:
@@ -343,13 +303,11 @@ class VariantRun:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the checkpoint, if it was verified, holds what was computed."""
         return self.verified is None or self.verified.ok
 
     def record(self) -> dict[str, Any]:
-        """The variant's part of `result.json`."""
-        one = self.verified
-        verified = one and {**asdict(one), "folder": None, "ok": one.ok}
+        report = self.verified
+        verified = report and {**asdict(report), "folder": None, "ok": report.ok}
         return {"verified": verified, "comparison": self.comparison.as_dict()}
 
 
@@ -364,8 +322,7 @@ class RecipeRun:
 
     @property
     def exit_code(self) -> int:
-        """1 for a checkpoint that failed its verification; then, if the recipe gates, the worst
-        verdict: regression before no verdict before pass."""
+        """1 for a checkpoint that failed its verification; then, if the recipe gates, the worst verdict."""
         if not all(variant.is_sound for variant in self.variants):
             return 1
         if not self.recipe.compare.gate:
@@ -373,12 +330,11 @@ class RecipeRun:
         return GateOutcome.of(variant.comparison.outcome for variant in self.variants).exit_code
 
     def record(self) -> dict[str, Any]:
-        """The recipe's own `result.json`."""
         return {
             "recipe": self.recipe.dump(),
             "exit_code": self.exit_code,
             "base": BASE_NAME,
-            "variants": {one.variant.name: one.record() for one in self.variants},
+            "variants": {run.variant.name: run.record() for run in self.variants},
         }
 
 
@@ -399,12 +355,7 @@ FORMULAS = {
 
 @dataclass(frozen=True, slots=True)
 class CapacityRun:
-    """A finished capacity recipe.
-
-    Attributes:
-        sweep: the record of the sweep.
-        record: the recipe's `result.json`.
-    """
+    """A finished capacity recipe: the record of its sweep, and its `result.json`."""
 
     folder: Path
     sweep: Mapping[str, Any]

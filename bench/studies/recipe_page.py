@@ -29,18 +29,8 @@ from ..report.run_report import load_text, sweep_page, sweep_verdict
 from .recipe import BASE_NAME
 from .recipe_files import FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
 
-HEADER = (
-    "model",
-    "weights",
-    "perplexity",
-    "KL nats",
-    "top-1",
-    "tokens/s",
-    "TTFT",
-    "TPOT",
-    "speed",
-    "overall",
-)
+HEADER = ("model", "weights", "perplexity", "KL nats", "top-1", "tokens/s", "TTFT", "TPOT")
+HEADER += ("speed", "overall")
 WEIGHTS_CAPTION = (
     "Weights: as held; of a model that is not quantized, at most the bytes of its file."
 )
@@ -53,7 +43,10 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
     for name, result in all_results(run).items():
         record = result["llmopt"]
         scored = record["quality"] or {}
-        comparison = comparisons.get(name)
+        comparison, verdicts = comparisons.get(name), ("reference", "")
+        if comparison is not None:
+            speed = (a.verdict for a in comparison.aspects if a.aspect == SPEED)
+            verdicts = next(speed, ""), comparison.outcome.value
         rows.append(
             [
                 name,
@@ -64,14 +57,14 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
                 number(result["output_throughput"], 0),
                 f"{number(record['metrics']['ttft']['median'], 1)} ms",
                 f"{number(record['metrics']['tpot']['median'], 2)} ms",
-                *(("reference", "") if comparison is None else _verdicts(comparison)),
+                *verdicts,
             ]
         )
     return rows
 
 
 def recipe_verdict(run: RecipeRun) -> ReportVerdict:
-    """One sentence: the best variant by quality, and whether all checkpoints were verified."""
+    """The best variant by quality in one sentence, and whether all checkpoints were verified."""
     broken = [variant.variant.name for variant in run.variants if not variant.is_sound]
     if broken:
         return ReportVerdict(
@@ -106,21 +99,15 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
 
 
 def speed_words(comparison: Comparison) -> str:
-    """The change of throughput with its verdict, and where another decided, the overall one by that."""
-    delta = next((one for one in comparison.deltas if one.key == "output_throughput"), None)
+    """The change of throughput with its verdict, and the overall verdict where another limit decided it."""
+    delta = next((d for d in comparison.deltas if d.key == "output_throughput"), None)
     overall = comparison.outcome.value
     if comparison.decided_by:
         overall += f" by {', '.join(comparison.decided_by)}"
     if delta is None:
         return f"Throughput was not compared: {overall}."
-    said = f"Throughput changes by {percent(delta.change, 0, signed=True)} ({delta.outcome.value}"
-    return said + (")." if delta.outcome is comparison.outcome else f"; overall {overall}).")
-
-
-def _verdicts(comparison: Comparison) -> tuple[str, str]:
-    """The verdict on speed, and the overall one."""
-    speed = next((one.verdict for one in comparison.aspects if one.aspect == SPEED), "")
-    return speed, comparison.outcome.value
+    clause = f"Throughput changes by {percent(delta.change, 0, signed=True)} ({delta.outcome.value}"
+    return clause + (")." if delta.outcome is comparison.outcome else f"; overall {overall}).")
 
 
 def _share_of_bytes(comparison: Comparison) -> float | None:
@@ -139,13 +126,12 @@ def quality_key(variant: VariantRun) -> float:
 
 
 def gate_sentence(run: RecipeRun) -> str:
-    """Whether the verdicts gate, and what limits decoding."""
     if run.recipe.compare.gate:
-        said = ["The verdicts gate: a regression makes the command fail."]
-        for one in run.variants:
-            decided = ", ".join(one.comparison.decided_by) or "every limit is kept"
-            said.append(f"{one.variant.name}: {one.comparison.outcome.value} ({decided}).")
-        return " ".join(said)
+        sentences = ["The verdicts gate: a regression makes the command fail."]
+        for tried in run.variants:
+            decided = ", ".join(tried.comparison.decided_by) or "every limit is kept"
+            sentences.append(f"{tried.variant.name}: {tried.comparison.outcome.value} ({decided}).")
+        return " ".join(sentences)
     decode = decode_explanation(run.base.result)
     best = min(run.variants, key=quality_key)
     if reason := reason_in_words(run.base.result, best.data.result):
@@ -157,7 +143,6 @@ def gate_sentence(run: RecipeRun) -> str:
 
 
 def decode_explanation(result: Mapping[str, Any]) -> str:
-    """The roofline's explanation of the decode phase."""
     roofline = result["llmopt"]["roofline"]
     points = roofline["points"] if roofline else []
     return next((p["explanation"] for p in points if p["phase"] == "decode"), "")
@@ -167,17 +152,15 @@ def decode_explanation(result: Mapping[str, Any]) -> str:
 def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
     """Slowdown of each variant with its 90 % interval, one panel per metric."""
     keys = {d.key: d.label for variant in variants for d in variant.comparison.deltas}
-    figure, axes = canvas(
-        max(len(keys), 1), width=11, height=1.3 + 0.45 * len(variants), sharey=True
-    )
+    height = 1.3 + 0.45 * len(variants)
+    figure, axes = canvas(max(len(keys), 1), width=11, height=height, sharey=True)
     for axis, (key, label) in zip(axes, keys.items(), strict=False):
         for row, variant in enumerate(variants):
             colour = SERIES[(row + 1) % len(SERIES)]
             for delta in (d for d in variant.comparison.deltas if d.key == key):
                 low, high = slowdown_bounds(delta)
-                axis.plot(
-                    [low * 100, high * 100], [row, row], color=colour, linewidth=3, alpha=0.45
-                )
+                ends = [low * 100, high * 100]
+                axis.plot(ends, [row, row], color=colour, linewidth=3, alpha=0.45)
                 axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
         axis.axvline(0, color=INK, linewidth=1)
         axis.axvline(threshold * 100, color=BAD, linewidth=1, linestyle="--")
@@ -202,7 +185,6 @@ def summary_table(run: RecipeRun) -> ReportTable:
 
 
 def recipe_page(run: RecipeRun) -> Page:
-    """The page of a finished recipe."""
     results = all_results(run)
     explained = [decode_explanation(result) for result in results.values()]
     return report_page(
@@ -268,7 +250,6 @@ def capacity_verdict(run: CapacityRun) -> ReportVerdict:
 
 
 def capacity_table(run: CapacityRun) -> ReportTable:
-    """Predicted and measured values, one row per load."""
     rows = [
         [
             load_text(row["users"], "concurrency"),
@@ -290,7 +271,6 @@ def capacity_table(run: CapacityRun) -> ReportTable:
 
 
 def capacity_page(run: CapacityRun) -> Page:
-    """The sweep's page with the plan in front of it."""
     return sweep_page(
         run.sweep,
         "studies/capacity.jinja",

@@ -35,10 +35,10 @@ from ..record.result import BenchRun, plain, to_json
 from ..record.tracking import log_run, of_result, of_sweep
 from ..report.parts import write_page
 from ..report.run_report import SWEEP_NAME, write_sweep
-from ..session.engine_session import load_engine
 from ..session.quality import score_share
 from ..session.run_sessions import run_bench, run_interleaved, write_run
 from ..session.sweep import SweepTarget, sweep_loads
+from ..session.target_sessions import load_engine
 from .jobs import Job, jobs_of, run_on_ray
 from .recipe import BASE_NAME, Recipe, Variant, bench_of
 from .recipe_files import CapacityRun, RecipeRun, Stages, VariantRun
@@ -50,17 +50,9 @@ SINGLE, SWEEP, PLAN_NAME, JUNIT_NAME = "single", "sweep", "plan.json", "verdict.
 def run_recipe(
     stages: Stages, progress: Progress | None = None, *, on_ray: bool = False
 ) -> RecipeRun:
-    """Run a recipe with variants in its folder, skipping finished stages.
-
-    Outputs are written atomically, so an interrupt keeps the finished stages.
-
-    Args:
-        on_ray: whether Ray does the jobs, before this process does what is left.
-
-    Raises:
-        BadInput: a step of the recipe is impossible.
-        KeyboardInterrupt: interrupted.
-    """
+    """Run a recipe with variants in its folder, skipping finished stages; with `on_ray` Ray does the jobs,
+    before this process does the rest. Outputs are written atomically, so an interrupt keeps the finished
+    stages."""
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
     _ = recipe.bench.trackers  # which may not be there, before anything is measured
@@ -72,13 +64,13 @@ def run_recipe(
         make_checkpoint(stages, variant, progress)
         proofs.append(verified_files(bench_options(stages, variant), progress))
     runs = [bench_options(stages, variant) for variant in (None, *recipe.variants)]
-    for one in runs:
-        if one.base_url is None and one.serve is None:
-            resolve_model(one.model)
-    progress.note(f"bench {', '.join(str(one.name) for one in runs)}")
+    for options in runs:
+        if options.base_url is None and options.serve is None:
+            resolve_model(options.model)
+    progress.note(f"bench {', '.join(str(options.name) for options in runs)}")
     for job in jobs_of(stages):
         do_job(stages, job, progress)
-    base, *others = [RunData.read(folder / str(one.name)) for one in runs]
+    base, *others = [RunData.read(folder / str(options.name)) for options in runs]
     variants = tuple(
         VariantRun(variant, manifest, verified, data, judge(recipe, base, data))
         for variant, (manifest, verified), data in zip(recipe.variants, proofs, others, strict=True)
@@ -95,19 +87,15 @@ def run_recipe(
 
 
 def bench_options(stages: Stages, variant: Variant | None) -> BenchOptions:
-    """The benchmark of the original or a variant; where that is made, of its checkpoint."""
-    made = variant is not None and variant.made is not None
-    model = str(served_path(stages.checkpoint(variant.name))) if variant and made else None
+    model = None
+    if variant is not None and variant.made is not None:
+        folder = stages.checkpoint(variant.name)
+        model = str(gguf_file_of(folder) or folder)  # llama.cpp's server asks for the file
     return bench_of(stages.recipe, variant, model)
 
 
 def do_job(stages: Stages, job: Job, progress: Progress) -> None:
-    """Do a job whose checkpoint is made, unless it is done.
-
-    Raises:
-        BadInput: the job is impossible.
-        KeyboardInterrupt: interrupted.
-    """
+    """Do a job whose checkpoint is made, unless it is done. Raises BadInput: the job is impossible."""
     variants = {variant.name: variant for variant in stages.recipe.variants}
     if job.kind == "quantize":
         make_checkpoint(stages, variants[job.of], progress)
@@ -117,25 +105,29 @@ def do_job(stages: Stages, job: Job, progress: Progress) -> None:
             return
         original = bench_options(stages, None)
         if job.kind == "score":
-            one = with_reference(bench_options(stages, variants.get(job.of)), original)
-            score(stages, one, job, progress)
-        elif stages.recipe.interleave:
-            measure_in_turns(
-                stages,
-                [original, *(bench_options(stages, variants[name]) for name in variants)],
-                progress,
+            options = with_reference(bench_options(stages, variants.get(job.of)), original)
+            progress.note(job.name)
+            engine, scores = (
+                load_engine(options, resolve_model(options.model)),
+                stages.scores(job.of),
             )
+            assert job.share is not None
+            score_share(options, engine, SharedScores(scores), job.share, progress)
+        elif stages.recipe.interleave:
+            others = [bench_options(stages, variant) for variant in stages.recipe.variants]
+            runs = [original, *others]
+            with ExitStack() as stack:
+                ready = [stack.enter_context(served(one, progress)) for one in runs]
+                paired = [with_reference(one, ready[0]) for one in ready]
+                keep(run_interleaved(paired, progress), stages, progress)
         else:
             measure(stages, bench_options(stages, variants.get(job.of)), original, progress)
         stages.finish(job.name)
 
 
 def do_named_job(stages: Stages, name: str, progress: Progress) -> None:
-    """Do the job of that name, unless it is done.
-
-    Raises:
-        BadInput: there is none, it needs another that is left, or it is impossible.
-    """
+    """Do the job of that name, unless it is done. Raises BadInput: unknown, it needs another one first, or
+    impossible."""
     jobs = jobs_of(stages)
     named = {job.name: job for job in jobs}
     if name not in named:
@@ -148,7 +140,6 @@ def do_named_job(stages: Stages, name: str, progress: Progress) -> None:
 
 
 def job_on_node(folder: Path, name: str) -> None:
-    """Do a job of a recipe's folder in a process of its own."""
     do_named_job(Stages.resume(folder), name, Silent())
 
 
@@ -172,44 +163,24 @@ def verified_files(
 
 
 def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
-    """The recipe's comparison of one variant."""
     limits, quality = recipe.compare.limits, recipe.compare.quality_gate
     return compare(base, new, threshold=recipe.compare.share, limits=limits, gate=quality)
 
 
 def measure(stages: Stages, one: BenchOptions, original: BenchOptions, progress: Progress) -> None:
-    """Carry out a benchmark into a folder of its name, on a server that is started and stopped, if it asks
-    for one. Scores that jobs have shared out are joined."""
+    """Run a benchmark into a folder of its name, on a server that is started and stopped, if it asks for one;
+    scores that jobs have shared out are joined."""
     scores = stages.scores(str(one.name))
     with served(one, progress) as ready:
         options = with_reference(ready, original)
-        if scores.is_dir():
-            run = run_bench(options, progress, shared=SharedScores(scores))
-        else:
-            run = run_bench(options, progress)
-        keep([run], stages, progress)
+        shared = {"shared": SharedScores(scores)} if scores.is_dir() else {}
+        keep([run_bench(options, progress, **shared)], stages, progress)
     shutil.rmtree(scores, ignore_errors=True)
 
 
-def measure_in_turns(stages: Stages, runs: Sequence[BenchOptions], progress: Progress) -> None:
-    """Carry out every benchmark, the first being of the original, with their passes interleaved."""
-    with ExitStack() as stack:
-        ready = [stack.enter_context(served(one, progress)) for one in runs]
-        paired = [with_reference(one, ready[0]) for one in ready]
-        keep(run_interleaved(paired, progress), stages, progress)
-
-
-def score(stages: Stages, one: BenchOptions, job: Job, progress: Progress) -> None:
-    """Score one share of the windows of a model of this process."""
-    assert job.share is not None
-    progress.note(job.name)
-    engine = load_engine(one, resolve_model(one.model))
-    score_share(one, engine, SharedScores(stages.scores(job.of)), job.share, progress)
-
-
 def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:
-    """The options with the original as the reference of quality: its model beside a model of this process,
-    its server, if that runs, beside a server."""
+    """The options with the original as the reference of quality: its model for a model of this process, its
+    server, if that runs, for a server."""
     if options.name == BASE_NAME or options.reference is not None or not options.quality:
         return options
     if options.base_url is not None:
@@ -223,7 +194,7 @@ def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:
 
 
 def keep(runs: Sequence[BenchRun], stages: Stages, progress: Progress) -> None:
-    """Write the folder of every run, named like the run, and log it. An interrupted run with finished
+    """Write the folder of every run, named like the run, and log it; an interrupted run with finished
     requests is written too, and then ends the recipe."""
     wanted = stages.recipe.bench
     for run in runs:
@@ -253,44 +224,29 @@ def make_checkpoint(stages: Stages, variant: Variant, progress: Progress) -> Non
             stages.finish(job.name)
 
 
-def served_path(folder: Path) -> Path:
-    """A checkpoint's folder, or the GGUF file in it, which llama.cpp's server asks for."""
-    return gguf_file_of(folder) or folder
-
-
 def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRun:
-    """Run a capacity recipe in its folder, skipping finished stages.
-
-    Raises:
-        BadInput: a step of the recipe is impossible.
-        KeyboardInterrupt: interrupted; finished stages are kept.
-    """
+    """Run a capacity recipe in its folder, skipping finished stages. An interrupt keeps the finished ones."""
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
     step = recipe.capacity
     assert step is not None
     _ = recipe.bench.trackers
-    options = recipe.bench.model_copy(
-        update={
-            "model": recipe.model,
-            "num_threads": recipe.threads,
-            "max_model_len": recipe.bench.max_model_len or step.max_model_len,
-        }
-    )
+    limit = recipe.bench.max_model_len or step.max_model_len
+    given = {"model": recipe.model, "num_threads": recipe.threads, "max_model_len": limit}
+    options = recipe.bench.model_copy(update=given)
     if not stages.is_done(SINGLE):
         alone = options.model_copy(update={"max_concurrency": 1, "name": SINGLE, "num_runs": 1})
         keep([run_bench(alone, progress)], stages, progress)
         stages.finish(SINGLE)
     written = planned(stages, options)
     if not stages.is_done(SWEEP):
-        sweep_target = SweepTarget(
-            options.model_copy(update={"name": recipe.name}), "concurrency", progress
-        )
-        found = sweep_loads(sweep_target, parse_loads(step.sweep_concurrency, "concurrency"))
-        record = found.as_dict()
+        named = options.model_copy(update={"name": recipe.name})
+        loads = parse_loads(step.sweep_concurrency, "concurrency")
+        measured = sweep_loads(SweepTarget(named, "concurrency", progress), loads)
+        record = measured.as_dict()
         write_sweep(record, stages.clear(SWEEP))
         log_run(recipe.bench.trackers, of_sweep(record, folder / SWEEP), progress.note)
-        if found.interrupted:
+        if measured.interrupted:
             raise KeyboardInterrupt
         stages.finish(SWEEP)
     sweep = read_json(folder / SWEEP / SWEEP_NAME)
@@ -332,17 +288,15 @@ def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
 
 
 def beside(plan: WrittenPlan, sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """Predicted beside measured: how many sequences fit, and a row for each load."""
+    """Predicted and measured values: how many sequences fit, and a row for each load."""
     workload = sweep["workload"]
     requests = workload["num_requests"]
     prompt = max(1, round(workload["prompt_tokens"] / requests))
     context = prompt + round(workload["output_tokens"] / requests / 2)
     rows = []
     for point in sweep["points"]:
-        users = point["concurrency"]
-        times = plan.times(prompt, context, users)
-        predicted = None if times is None else times[1]
-        measured = point["median_tpot_ms"]
+        users, measured = point["concurrency"], point["median_tpot_ms"]
+        _, predicted = plan.times(prompt, context, users) or (None, None)
         rows.append(
             {
                 "users": users,

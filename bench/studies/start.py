@@ -32,11 +32,7 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """`0,2-3` as a set of CPUs.
-
-    Raises:
-        BadInput: malformed, or a CPU that this process may not use.
-    """
+    """`0,2-3` as a set of CPUs. Raises BadInput: malformed, or a CPU that this process may not use."""
     cpus: set[int] = set()
     for part in text.split(","):
         match = RANGE.fullmatch(part.strip())
@@ -51,29 +47,21 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def cpus_of_pair(pin: str, options: Sequence[str], *, has_server: bool) -> frozenset[int] | None:
-    """The CPUs of the next two starts; None leaves them to the scheduler.
-
-    `auto` takes as many CPUs as the engine has threads. Client and server of one start compete for CPUs, and
-    so do the threads of an engine that may use all of them: they are not pinned.
-    """
+    """The CPUs of the next two starts; None leaves them to the scheduler. `auto` takes as many CPUs as the
+    engine has threads. A start with a server, or whose engine may use all CPUs, is not pinned: its processes
+    would compete."""
     if pin == NONE:
         return None
     if pin != AUTO:
         return parse_cpus(pin)
-    threads = value_of(options, "--num-threads")
-    allowed = allowed_cpus(None)
-    if (
-        has_server
-        or threads is None
-        or not threads.isdigit()
-        or not 0 < int(threads) < len(allowed)
-    ):
+    threads, allowed = value_of(options, "--num-threads") or "", allowed_cpus(None)
+    if has_server or not threads.isdigit() or not 0 < int(threads) < len(allowed):
         return None
     return idlest(allowed, int(threads))
 
 
 def idlest(allowed: set[int], count: int, proc: Path = PROC) -> frozenset[int] | None:
-    """The `count` CPUs that were idle longest while it looked; None where the system does not tell."""
+    """The `count` CPUs that were idle longest during a short look; None where the system does not tell."""
     before = idle_ticks(proc)
     time.sleep(LOOK_SECONDS)
     after = idle_ticks(proc)
@@ -85,7 +73,7 @@ def idlest(allowed: set[int], count: int, proc: Path = PROC) -> frozenset[int] |
 
 
 def idle_ticks(proc: Path = PROC) -> dict[int, int]:
-    """{CPU: clock ticks that it was idle since boot}; empty where the system does not tell."""
+    """{CPU: clock ticks of idle time since boot}; empty where the system does not tell."""
     try:
         lines = (proc / "stat").read_text().splitlines()
     except OSError:
@@ -95,7 +83,6 @@ def idle_ticks(proc: Path = PROC) -> dict[int, int]:
 
 
 def pin(pid: int, cpus: frozenset[int] | None) -> None:
-    """Let every thread of a running process run on `cpus`; None changes nothing."""
     for thread in thread_ids(pid) if cpus is not None else ():
         with suppress(OSError):
             os.sched_setaffinity(thread, cpus or set())
@@ -134,7 +121,7 @@ class OutOfTime(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A start of the build `name`, which writes its run to `folder`; another tool finds the folder made."""
+    """A start of the build `name`, which writes its run to `folder`; another tool needs the folder made."""
 
     name: str
     command: Sequence[str]
@@ -169,27 +156,19 @@ class RunningStart:
         return self._process.pid
 
     def wait(self, deadline: float) -> None:
-        """Wait for its end.
-
-        Raises:
-            OutOfTime: it is still running at `deadline` (`time.monotonic`).
-        """
+        """Wait for its end. Raises OutOfTime: it is still running at `deadline` (`time.monotonic`)."""
         try:
             self._process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             raise OutOfTime from None
 
     def stop(self) -> None:
-        """Stop it, if it still runs."""
         if self._process.poll() is None:
             stop(self._process)
 
     def check(self) -> None:
-        """Raises `Crash` if it wrote no run; else its log is removed.
-
-        All requests of a run may have failed: that is a result, which the gate judges. What another tool
-        leaves that fails is none.
-        """
+        """Raises `Crash` if it wrote no run; else its log is removed. A run whose requests all failed is a
+        result, which the gate judges; the output of another tool that fails is none."""
         code = self._process.returncode
         if has_result(self._start.folder) and (not code or not self._start.makes_folder):
             self._log.unlink()
@@ -200,13 +179,8 @@ class RunningStart:
 
 
 def run_alone(start: Start, *, cpus: frozenset[int] | None, deadline: float) -> None:
-    """Run one start to its end.
-
-    Raises:
-        Crash: it wrote no run.
-        OutOfTime: it was still running at `deadline`, and was stopped.
-        KeyboardInterrupt: it was stopped.
-    """
+    """Run one start to its end. Raises Crash: it wrote no run; OutOfTime: it was still running at `deadline`,
+    and was stopped; KeyboardInterrupt: it was stopped."""
     with affinity(cpus):
         running = RunningStart(start)
     try:
@@ -218,17 +192,14 @@ def run_alone(start: Start, *, cpus: frozenset[int] | None, deadline: float) -> 
 
 
 def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadline: float) -> None:
-    """Run starts that are alive together: they load at the same time, then take turns on `cpus`.
-
-    Raises: as `run_alone`, for the first of the starts in their order.
-    """
+    """Run starts that are alive together: they load at the same time, then take turns on `cpus`. Raises as
+    `run_alone`, for the first of the starts in their order."""
     pair = uuid.uuid4().hex
     turns = [TurnPipe(pair) for _ in starts]
     running: list[RunningStart] = []
     # Reading a turn blocks; a process that is stopped ends it.
-    watchdog = threading.Timer(
-        max(deadline - time.monotonic(), 0.0), lambda: [one.stop() for one in running]
-    )
+    left = max(deadline - time.monotonic(), 0.0)
+    watchdog = threading.Timer(left, lambda: [process.stop() for process in running])
     try:
         for start, turn in zip(starts, turns, strict=True):
             running.append(RunningStart(start, turn.environment, turn.descriptors))
@@ -260,17 +231,13 @@ def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadli
 
 
 def environment_of(inherit_sources: bool) -> dict[str, str]:
-    """The environment, without what would put the sources of this installation into another one."""
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if inherit_sources or key not in NOT_INHERITED
-    }
+    """The environment, without variables that would put this installation's sources into another one."""
+    hidden = () if inherit_sources else NOT_INHERITED
+    return {key: value for key, value in os.environ.items() if key not in hidden}
 
 
 def has_option(command: Sequence[str], option: str, *, inherit_sources: bool) -> bool:
-    """Whether a help screen of the command names the option: an older version may not know it, nor a screen
-    with every option."""
+    """True if a help screen of the command names the option: an older version may not know it."""
     environment = {**environment_of(inherit_sources), "COLUMNS": "200"}
     for screen in ("--help-all", "--help"):
         try:
@@ -290,6 +257,5 @@ def has_option(command: Sequence[str], option: str, *, inherit_sources: bool) ->
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that says something."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:500]

@@ -43,11 +43,7 @@ RESERVED = (
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A named build.
-
-    Attributes:
-        spec: as given: a folder with `bin/`, a command line, or a URL.
-    """
+    """A named build; `spec` is a folder with `bin/`, a command line, or a URL."""
 
     OUTPUT: ClassVar = "{output}"
     FOLDER: ClassVar = "{folder}"
@@ -61,38 +57,23 @@ class Build:
 
     @property
     def is_other_tool(self) -> bool:
-        """Whether it is a benchmark of its own, which writes its result to a named file or folder."""
+        """True for a benchmark of its own, which writes its result to a named file or folder."""
         return self.OUTPUT in self.spec or self.FOLDER in self.spec
-
-    def benchmark(self, folder: Path) -> list[str]:
-        """The command line of another tool's benchmark, with its result in `folder`."""
-        places = {self.OUTPUT: str(folder / OUTPUT_NAME), self.FOLDER: str(folder)}
-        words = self.words()
-        for mark, place in places.items():
-            words = [word.replace(mark, place) for word in words]
-        return words
 
     @property
     def is_environment(self) -> bool:
         return (expanded(self.spec) / "bin").is_dir()
 
     def program(self, name: str) -> str:
-        """The path of a program of the virtual environment.
-
-        Raises:
-            BadInput: it has none of that name.
-        """
+        """The path of a program of the virtual environment. Raises BadInput: it has none of that name."""
         path = expanded(self.spec).absolute() / "bin" / name
         if not path.is_file():
             raise BadInput(f"--run {self.name}={self.spec}: there is no bin/{name} in it")
         return str(path)
 
     def words(self) -> list[str]:
-        """The words of the command line.
-
-        Raises:
-            BadInput: they cannot be split, or the program does not exist.
-        """
+        """The words of the command line. Raises BadInput: they cannot be split, or the program does not
+        exist."""
         try:
             words = shlex.split(self.spec)
         except ValueError as error:
@@ -126,11 +107,8 @@ class Build:
 
 
 def parse_builds(given: Sequence[str]) -> tuple[Build, Build]:
-    """The base and the new build of two `NAME=SPEC`.
-
-    Raises:
-        BadInput: not two of them, no name, the same name twice, or a URL beside something that is none.
-    """
+    """The base and the new build of two `NAME=SPEC`. Raises BadInput: not two of them, no name, the same name
+    twice, or a URL beside something that is none."""
     if len(given) != 2:
         raise BadInput(f"--run was given {len(given)} times: give --run base=SPEC --run new=SPEC")
     builds = []
@@ -150,11 +128,8 @@ def parse_builds(given: Sequence[str]) -> tuple[Build, Build]:
 
 
 def check_options(builds: Sequence[Build], options: Sequence[str]) -> None:
-    """Refuse what no start could run with.
-
-    Raises:
-        BadInput: an option that the runner sets itself, an unknown server, or a build that is nothing.
-    """
+    """Raises BadInput for an option that the runner sets itself, an unknown server, or a build that is
+    nothing."""
     if options and builds[0].is_other_tool:
         raise BadInput(
             "options behind `--` are of llmopt bench: put yours into the command of --run"
@@ -188,12 +163,8 @@ ONE_THREAD = ("--num-threads", "1")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The latest end of a comparison.
-
-    Attributes:
-        max_starts: of both builds together.
-        max_minutes: of one invocation; a start that is running then is stopped.
-    """
+    """The latest end of a comparison: starts of both builds together, and minutes of one invocation, after
+    which a running start is stopped."""
 
     max_starts: int = 80
     max_minutes: float = 10.0
@@ -214,10 +185,9 @@ class StartsPlan:
     """Everything that a resumed comparison needs.
 
     Attributes:
-        options: of `llmopt bench`, the same for both builds.
+        options: options of `llmopt bench`, the same for both builds.
         limits: the limits as given on the command line, by field of `LimitOptions`.
-        pin_cpus: `auto`, `none`, or CPUs.
-        interleave: whether the starts of a pair are alive together and take turns pass by pass.
+        interleave: True if the starts of a pair are alive together and take turns pass by pass.
         num_pairs: the pairs that fit the budget, by the time of the second one; None before it. The
             sequential test spends its errors over them, so a resumed comparison keeps them.
     """
@@ -233,33 +203,29 @@ class StartsPlan:
 
     def gate(self, *sides: Mapping[str, Any]) -> tuple[Limit, ...]:
         """The limits that decide; without any, those of the metrics that the results of both `sides` have.
-
-        Raises:
-            BadInput: a malformed limit.
-        """
+        Raises BadInput: a malformed limit."""
         if (gate := self.limits.get("gate")) is not None:
             return parse_gate(gate)
         share = parse_share(self.limits.get("threshold") or "5%")
         return default_limits(share, *sides) if sides else speed_limits(share)
 
     def quality(self) -> QualityGate:
-        """The limits on quality; raises `BadInput` for a malformed one."""
         names = ("max_ppl_increase", "max_kl", "min_top1")
         return QualityGate.parse(*map(self.limits.get, names))
 
     def scores_quality(self) -> bool:
-        """Whether the first start of each build scores quality: if a limit or a reference asks for it."""
+        """True if the first start of each build scores quality: a limit or a reference asks for it."""
         limited = any(isinstance(limit.quantity, Scored | TaskScored) for limit in self.gate())
         asked = any(value is not None for value in asdict(self.quality()).values())
         return limited or asked or value_of(self.options, "--reference") is not None
 
     def command(self, build: Build, number: int, folder: Path, *, is_current: bool) -> list[str]:
-        """The command line of a build's start `number`, from 1, which writes the run folder `folder`.
-
-        Only the first start takes the time for a report, if both builds are current enough to leave it.
-        """
+        """The command line of a build's start `number`, from 1, which writes the run folder `folder`. Only
+        the first start takes the time for a report, if both builds are current enough to leave it."""
         if build.is_other_tool:
-            return build.benchmark(folder)
+            output = str(folder / OUTPUT_NAME)
+            marked = [word.replace(build.OUTPUT, output) for word in build.words()]
+            return [word.replace(build.FOLDER, str(folder)) for word in marked]
         has_quality = number == 1 and self.scores_quality()
         leaves_report = number > 1 and is_current
         options = [
@@ -272,7 +238,6 @@ class StartsPlan:
 
     @property
     def max_pairs(self) -> int:
-        """The planned number of pairs."""
         return self.num_pairs or self.budget.max_pairs
 
     def paced(self, pair_seconds: float, seconds_left: float, done: int) -> StartsPlan:
@@ -283,28 +248,20 @@ class StartsPlan:
 
     @property
     def all_options(self) -> tuple[str, ...]:
-        """The options of the benchmark with their defaults."""
         return (*SHORT_PASSES, *(() if self.has_server else ONE_THREAD), *self.options)
 
     @property
     def has_server(self) -> bool:
-        """Whether a start is a client beside a server, or another tool's, which may have one."""
-        return (
-            self.base.is_url
-            or self.base.is_other_tool
-            or value_of(self.options, "--serve") is not None
-        )
+        """True if a start is a client next to a server, or another tool's, which may have one."""
+        is_served = value_of(self.options, "--serve") is not None
+        return self.base.is_url or self.base.is_other_tool or is_served
 
     def write(self, folder: Path) -> None:
         write_atomically(folder / PLAN_NAME, to_json(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> StartsPlan:
-        """The plan of an interrupted comparison.
-
-        Raises:
-            BadInput: the folder holds none, or a damaged one.
-        """
+        """The plan of an interrupted comparison. Raises BadInput: the folder holds none, or a damaged one."""
         path = folder / PLAN_NAME
         if not path.is_file():
             raise BadInput(f"{folder} holds no comparison by starts: there is no {PLAN_NAME} in it")
@@ -315,8 +272,8 @@ class StartsPlan:
 
 
 def can_interleave(plan: StartsPlan) -> bool:
-    """Whether two starts can be alive together: not as two servers, nor as two engines on a GPU, of which
-    each takes the memory that is free."""
+    """True if two starts can be alive together: not two servers, nor two engines on a GPU, of which each
+    takes the free memory."""
     if plan.base.is_url or plan.base.is_other_tool:
         return plan.base.is_url
     has_gpu = Path("/proc/driver/nvidia/version").exists()

@@ -21,8 +21,7 @@ from ...base.progress import Progress, Silent
 from ..gate.compare import Comparison, judge_starts
 from ..gate.limits import MEASURED, GateOutcome, Limit, Measured
 from ..gate.measured import value_of_start
-from ..page.page import Page
-from ..page.templates import page_of
+from ..page.page import Page, page_of
 from ..record.result import RunData, has_result, plain, to_json
 from ..report.comparison import comparison_page, verdict_of
 from .start import (
@@ -43,8 +42,8 @@ MAX_DISCARDED = 0.5
 
 
 def num_cold(passes: Sequence[Mapping[str, Any]]) -> int:
-    """How many leading passes are discarded: those before the first two whose CPU time, or wall time where
-    that is unknown, differs by at most 3 %; never more than half of the passes."""
+    """Number of leading passes to discard: those before the first two whose CPU time, or else wall time,
+    differs by at most 3 %; never more than half of the passes."""
     most = int(len(passes) * MAX_DISCARDED)
     for number in range(most):
         times = [one.get("cpu_seconds") or one["duration"] for one in passes[number : number + 2]]
@@ -90,12 +89,9 @@ class Finished:
 
 @dataclass(slots=True)
 class PairedSeries:
-    """The starts of a comparison in its folder: those that exist already are not run again.
-
-    Raises:
-        BadInput: a plan that cannot be carried out, or a base that crashes.
-        KeyboardInterrupt: from `run`; what was finished is in the folder.
-    """
+    """The starts of a comparison in its folder: those that exist already are not run again. Raises BadInput:
+    a plan that cannot be carried out, or a base that crashes; KeyboardInterrupt: from `run`; what was
+    finished is in the folder."""
 
     plan: StartsPlan
     folder: Path
@@ -125,7 +121,14 @@ class PairedSeries:
                 comparison = self._judge(final=pair >= self.plan.max_pairs)
                 self.progress.status(f"{comparison.outcome.value} so far")
                 if comparison.settled:
-                    return self._finished(comparison, self._why_settled(comparison))
+                    reason = "the verdict is settled"
+                    if comparison.outcome is GateOutcome.NO_VERDICT:
+                        reason = f"--max-minutes {budget.max_minutes:g}"
+                        if len(self.new) < self.plan.max_pairs:
+                            reason = "more starts would not settle it"
+                        elif len(self.new) >= budget.max_pairs:
+                            reason = f"--max-starts {budget.max_starts:g}"
+                    return self._finished(comparison, reason)
         except Crash as crash:
             return self._crashed(crash)
         except OutOfTime:
@@ -136,24 +139,12 @@ class PairedSeries:
                 ) from None
         return self._finished(self._judge(final=True), f"--max-minutes {budget.max_minutes:g}")
 
-    def _why_settled(self, comparison: Comparison) -> str:
-        budget = self.plan.budget
-        if comparison.outcome is not GateOutcome.NO_VERDICT:
-            return "the verdict is settled"
-        if len(self.new) < self.plan.max_pairs:
-            return "more starts would not settle it"
-        is_out_of_starts = len(self.new) >= budget.max_pairs
-        limit = (
-            ("starts", budget.max_starts) if is_out_of_starts else ("minutes", budget.max_minutes)
-        )
-        return f"--max-{limit[0]} {limit[1]:g}"
-
     def _run_pair(self, pair: int, deadline: float) -> None:
         """Pair `pair`, from 1; both starts of it on the same CPUs."""
         builds = [self.plan.base, self.plan.new]
         order = builds if pair % 2 else builds[::-1]
         began = time.monotonic()
-        missing = [build for build in order if not self._has_run(build, pair)]
+        missing = [build for build in order if not has_result(self._folder_of(build, pair))]
         if missing:
             self._run_missing(missing, pair, deadline)
         for build, starts in zip(builds, (self.base, self.new), strict=True):
@@ -194,16 +185,14 @@ class PairedSeries:
         base, new = self.plan.base.name, self.plan.new.name
         pairs = len(self.new)
         reason = f"the new build crashes and the base does not: {crash}"
+        regression = GateOutcome.REGRESSION
         blank = Comparison(
-            GateOutcome.REGRESSION, (reason,), base, new, 0.0, num_pairs=pairs, decided_by=(CRASH,)
+            regression, (reason,), base, new, 0.0, num_pairs=pairs, decided_by=(CRASH,)
         )
         if not self.new:
             return Finished(self.plan, (), (), blank, "the new build crashed")
         judged = replace(
-            self._judge(final=True),
-            outcome=GateOutcome.REGRESSION,
-            reasons=(reason,),
-            decided_by=(CRASH,),
+            self._judge(final=True), outcome=regression, reasons=(reason,), decided_by=(CRASH,)
         )
         return self._finished(judged, "the new build crashed")
 
@@ -238,23 +227,17 @@ class PairedSeries:
     def _folder_of(self, build: Build, number: int) -> Path:
         return self.folder / f"{number:03}-{build.name}"
 
-    def _has_run(self, build: Build, number: int) -> bool:
-        return has_result(self._folder_of(build, number))
-
 
 def is_current(build: Build) -> bool:
-    """Whether the version of a build can leave the report away, and take turns: both came together."""
+    """True if a build's version can leave the report away and take turns: both came together."""
     return has_option(build.command(()), "--no-report", inherit_sources=not build.is_environment)
 
 
 def known_limits(
     limits: Sequence[Limit], base: Sequence[RunData], new: Sequence[RunData]
 ) -> tuple[tuple[Limit, ...], tuple[str, ...]]:
-    """(limits that can be judged, a note for each metric without a value).
-
-    An older version does not record every metric of today, and not every machine counts instructions. Such a
-    metric is left out by name, so that a change is judged by the others.
-    """
+    """(limits that can be judged, a note for each metric without a value). An older version does not record
+    every metric, and not every machine counts instructions; a change is then judged by the others."""
     kept: list[Limit] = []
     notes: list[str] = []
     for limit in limits:
@@ -283,14 +266,8 @@ def record_of(finished: Finished) -> dict[str, Any]:
         name: [{key: value_of_start(one, key) for key in SHOWN} for one in side]
         for name, side in (("base", finished.base), ("new", finished.new))
     }
-    return plain(
-        {
-            **finished.comparison.as_dict(),
-            "stopped_because": finished.stopped_because,
-            "plan": asdict(finished.plan),
-            "starts": starts,
-        }
-    )
+    record = {"stopped_because": finished.stopped_because, "plan": asdict(finished.plan)}
+    return plain({**finished.comparison.as_dict(), **record, "starts": starts})
 
 
 def write_comparison(finished: Finished, folder: Path) -> None:
@@ -323,8 +300,8 @@ def starts_page(finished: Finished) -> Page:
 
 
 def pooled(starts: Sequence[RunData]) -> RunData:
-    """The passes of all starts as one run, for figures and dashboards, with the medians over the starts that
-    the verdict shows; the rest is the first start's."""
+    """The passes of all starts as one run, for figures and dashboards, with the medians over the starts; the
+    rest is the first start's."""
     first = starts[0]
     values = {key: [value_of_start(start, key) for start in starts] for key in MEASURED}
     medians = {

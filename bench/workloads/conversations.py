@@ -11,7 +11,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -29,10 +29,8 @@ _ANSWER = "\ue000answer\ue001"
 
 @dataclass(frozen=True, slots=True)
 class SourceTurn:
-    """One turn of a source conversation: its new messages, the answer, and how many tokens to generate.
-
-    `output_len` None is the length of the answer.
-    """
+    """One turn of a source conversation: its new messages, the answer, and how many tokens to generate (None:
+    the length of the answer)."""
 
     messages: tuple[Message, ...]
     answer: str
@@ -40,10 +38,8 @@ class SourceTurn:
 
 
 class ChatSegments:
-    """A tokenizer's chat template, split at the answers of a conversation.
-
-    A model without a template gets the plain one of serve-local: a line per message.
-    """
+    """A tokenizer's chat template, split at the answers of a conversation. A model without a template gets
+    the plain one of serve-local: a line per message."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -51,34 +47,27 @@ class ChatSegments:
         self._template = PLAIN_TEMPLATE if self.is_plain else None
 
     def split(self, exchanges: Sequence[SourceTurn]) -> list[tuple[int, ...]]:
-        """Token ids that each turn appends: the first prompt, then what lies between two answers.
-
-        Raises:
-            BadInput: the template refuses the conversation, or does not render every answer.
-        """
-        spoken: list[dict[str, str]] = []
+        """Token ids that each turn appends: the first prompt, then what lies between two answers. Raises
+        BadInput: the template refuses the conversation, or does not render every answer."""
+        messages: list[dict[str, str]] = []
         for number, exchange in enumerate(exchanges):
             if number:
-                spoken.append({"role": "assistant", "content": _ANSWER})
-            spoken += [{"role": m.role, "content": m.content} for m in exchange.messages]
-        pieces = self._rendered(spoken).split(_ANSWER)
+                messages.append({"role": "assistant", "content": _ANSWER})
+            messages += [asdict(message) for message in exchange.messages]
+        pieces = self._rendered(messages).split(_ANSWER)
         if len(pieces) != len(exchanges):
             raise BadInput("the model's chat template leaves answers out of the history")
         # The plain template writes a space before an answer, which the model generates itself.
         first, *later = pieces if not self.is_plain else [piece.rstrip(" ") for piece in pieces]
-        return [
-            self.encode(first, starts=True),
-            *(self.encode(piece, starts=False) for piece in later),
-        ]
+        return [self.encode(first, starts=True), *(self.encode(p, starts=False) for p in later)]
 
     def rewrites_history(self) -> bool:
-        """Whether the template renders an earlier turn otherwise than when it was the last one, so that
-        appending is not what a chat server does."""
+        """True if the template renders an earlier turn otherwise than as the last one: then appending is not
+        what a chat server does."""
         asked = {"role": "user", "content": "a"}
         answered = [asked, {"role": "assistant", "content": _ANSWER}, asked]
-        return self._rendered(answered).split(_ANSWER)[0].rstrip(" ") != self._rendered(
-            [asked]
-        ).rstrip(" ")
+        alone = self._rendered([asked]).rstrip(" ")
+        return self._rendered(answered).split(_ANSWER)[0].rstrip(" ") != alone
 
     def encode(self, text: str, *, starts: bool) -> tuple[int, ...]:
         """Token ids of a rendered piece. A model's template writes the special tokens itself."""
@@ -122,7 +111,7 @@ class ConversationBuilder:
         self._counts: Counter[str] = Counter()
 
     def item(self, exchanges: Sequence[SourceTurn]) -> WorkloadItem | None:
-        """The item of a conversation, without a position; None where too few turns fit."""
+        """The item of a conversation, without an id; None where too few turns fit."""
         rules = self._rules
         if len(exchanges) < rules.min_turns:
             self.drop(f"under {rules.min_turns} turns")
@@ -144,7 +133,8 @@ class ConversationBuilder:
                 for turn, answer, exchange in zip(turns[1:], answers, kept, strict=False)
             ]
         whole = _item(turns)
-        fitting = _fitting_turns(whole, rules.max_model_len)
+        ends = [p + o for p, o in zip(whole.prompt_lens, whole.output_lens, strict=True)]
+        fitting = sum(end <= rules.max_model_len for end in ends)
         if fitting < rules.min_turns:
             self.drop(f"longer than the model's context of {rules.max_model_len} tokens")
             return None
@@ -155,11 +145,10 @@ class ConversationBuilder:
         return _item([turns[0], *(replace(turn, think_seconds=s) for turn, s in later)])
 
     def drop(self, reason: str) -> None:
-        """Count a conversation that is left out."""
         self._counts[f"dropped: {reason}"] += 1
 
     def notes(self) -> list[str]:
-        """Say what was cut or dropped, and what the template implies."""
+        """Notes on conversations that were cut or dropped, and on the chat template."""
         notes = [f"{count} conversations {what}" for what, count in self._counts.items()]
         if self._segments.is_plain:
             notes.append(
@@ -180,19 +169,12 @@ def _item(turns: Sequence[ConversationTurn]) -> WorkloadItem:
     )
 
 
-def _fitting_turns(item: WorkloadItem, max_model_len: int) -> int:
-    """How many turns, from the first, have a prompt and an answer that fit the context."""
-    ends = [p + o for p, o in zip(item.prompt_lens, item.output_lens, strict=True)]
-    return sum(end <= max_model_len for end in ends)
-
-
 def in_order(items: Sequence[WorkloadItem]) -> tuple[WorkloadItem, ...]:
-    """The items with ids by position."""
     return tuple(replace(item, request_id=f"bench-{number}") for number, item in enumerate(items))
 
 
 NUM_TURNS, TOOL_OUTPUT_GROWTH = 8, 1.25
-SYSTEM_LEN, TASK_LEN, TOOL_OUTPUT_LEN, OUTPUT_LEN = 1024, 64, 128, 48
+AGENTIC_DEFAULTS = {"system": 1024, "task": 64, "tool-output": 128, "output": 48}
 # Tokens by which the text of a message may differ from its length, once the template surrounds it.
 SLACK = 2
 SHORTEST = 4
@@ -222,28 +204,24 @@ def agentic_workload(
     output_len: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """`num_prompts` sessions of `num_turns` requests each, behind one system prompt that all share.
+    """`num_prompts` sessions of `num_turns` requests each, after one system prompt that all share.
 
     The first turn asks with a task of `task_len` tokens; each later one appends a tool result, the first of
     `tool_output_len` tokens and every next one `tool_output_growth` times as long. Lengths are of the
-    messages: the chat template's tokens are added.
-
-    Default lengths shrink to the context, then the default number of turns.
-
-    Raises:
-        BadInput: lengths that were asked for do not fit the context.
+    messages: the chat template's tokens are added. Default lengths shrink to the context, then the default
+    number of turns. Raises BadInput: explicit lengths that do not fit the context.
     """
-    asked = {
-        "system": system_len,
-        "task": task_len,
-        "tool-output": tool_output_len,
-        "output": output_len,
-    }
+    asked = {"system": system_len, "task": task_len, "tool-output": tool_output_len}
+    asked["output"] = output_len
     segments = ChatSegments(tokenizer)
     for turns in [num_turns] if num_turns else range(NUM_TURNS, 0, -1):
         results = [tool_output_growth**number for number in range(turns - 1)]
         weights = {"system": 1.0, "task": 1.0, "tool-output": sum(results), "output": float(turns)}
-        room = rules.max_model_len - template_tokens(segments, turns)
+        opening = SourceTurn((Message("system", ""), Message("user", "")), "")
+        later = [SourceTurn((Message("user", TOOL_RESPONSE.format("")),), "")] * (turns - 1)
+        room = rules.max_model_len - (
+            sum(map(len, segments.split([opening, *later]))) + SLACK * (turns + 1)
+        )
         if fitted := fit_session(asked, weights, room):
             break
     else:
@@ -275,26 +253,13 @@ def agentic_workload(
     return Workload("agentic", source, in_order(items), tuple(notes))
 
 
-def template_tokens(segments: ChatSegments, num_turns: int) -> int:
-    """Tokens of a session whose messages are empty, and the slack of its messages."""
-    opening = SourceTurn((Message("system", ""), Message("user", "")), "")
-    later = [SourceTurn((Message("user", TOOL_RESPONSE.format("")),), "")] * (num_turns - 1)
-    return sum(map(len, segments.split([opening, *later]))) + SLACK * (num_turns + 1)
-
-
 def fit_session(
     asked: dict[str, int | None], weights: dict[str, float], max_tokens: int
 ) -> tuple[dict[str, int], list[str]] | None:
-    """Message lengths whose weighted sum fits `max_tokens`, and a note if defaults were reduced; None where
-    they cannot fit."""
-    defaults = {
-        "system": SYSTEM_LEN,
-        "task": TASK_LEN,
-        "tool-output": TOOL_OUTPUT_LEN,
-        "output": OUTPUT_LEN,
-    }
+    """Message lengths whose weighted sum fits `max_tokens`, and a note if defaults were reduced; None if they
+    cannot fit."""
     fixed = {name: length for name, length in asked.items() if length is not None}
-    free = {name: length for name, length in defaults.items() if name not in fixed}
+    free = {name: length for name, length in AGENTIC_DEFAULTS.items() if name not in fixed}
     left = max_tokens - sum(length * weights[name] for name, length in fixed.items())
     wanted = sum(length * weights[name] for name, length in free.items())
     if wanted <= left:
@@ -338,14 +303,12 @@ class _Writer:
         return " ".join(words) + ". "
 
     def call(self) -> str:
-        """A tool call: the answer of the data set."""
         name = f"{self._rng.choice(VERBS)}_{self._rng.choice(OBJECTS)}"
         arguments = {self._rng.choice(OBJECTS): self.sentence().strip(". ")}
         called = json.dumps({"name": name, "arguments": arguments})
         return f"<tool_call>\n{called}\n</tool_call>"
 
     def tool_response(self, length: int) -> str:
-        """A tool result, of `length` tokens between its tags."""
         return TOOL_RESPONSE.format(self.text(length, self.row))
 
     def row(self) -> str:

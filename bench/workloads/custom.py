@@ -64,14 +64,11 @@ def custom_workload(
     shuffle: bool = True,
     oversample: bool = True,
 ) -> Workload:
-    """Requests from a JSON-lines file of `{"prompt": …}` with an optional `"output_len"` and
-    `"image_files"`.
+    """Requests from a JSON-lines file of `{"prompt": …}` with an optional `"output_len"` and `"image_files"`.
 
-    The output length is the line's, else `output_len`, else 256. It is cut to the model's context; a prompt
-    that does not fit is left out; both are counted in the notes, as are keys that are not read.
-
-    Raises:
-        BadInput: no such file, an invalid line (with its number), or no prompt left.
+    The output length is the line's, else `output_len`, else 256, cut to the model's context; prompts that do
+    not fit are left out. Notes count both, and keys that are not read. Raises BadInput: no such file, an
+    invalid line (with its number), or no prompt left.
     """
     prompts, unread = read_prompts(path)
     if shuffle:
@@ -114,17 +111,17 @@ class _Fitted:
         return ids, max(1, min(output_len, room))
 
     def notes(self, without: int = 0) -> list[str]:
-        """Say what was left out and cut; `without` rows had no text."""
-        said = (
+        """Notes on prompts that were left out and lengths that were cut; `without` rows had no text."""
+        notes = (
             (self.left_out, f"prompts left out: longer than the context of {self._max_model_len}"),
             (without, "rows left out: no question with text at their start"),
             (self._cut, f"output lengths cut to the context of {self._max_model_len}"),
         )
-        return [f"{count} {words}" for count, words in said if count]
+        return [f"{count} {note}" for count, note in notes if count]
 
 
 def _sent(name: str, path: Path) -> str:
-    """An image as it is sent: a URL as it is, a file as a data URL."""
+    """An image as it is sent: a URL unchanged, a file as a data URL."""
     if name.partition(":")[0] in ("data", "http", "https"):
         return name
     file = path.parent / expanded(name)
@@ -172,11 +169,8 @@ def _output_len(entry: Mapping[str, Any], where: str) -> int | None:
 
 
 def download_sharegpt() -> Path:
-    """Download ShareGPT's usual file (640 MB), or take it from the hub's cache.
-
-    Raises:
-        BadInput: the download failed.
-    """
+    """Download ShareGPT's usual file (640 MB), or take it from the hub's cache. Raises BadInput: the download
+    failed."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -192,13 +186,8 @@ def download_sharegpt() -> Path:
 def hub_rows(
     name: str, *, subset: str | None, split: str, seed: int, shuffle: bool
 ) -> Iterator[Mapping[str, Any]]:
-    """Stream the rows of a data set, loading only what is read.
-
-    With `shuffle` they come through a buffer of 1,000 rows that the seed shuffles.
-
-    Raises:
-        BadInput: the package `datasets`, the data set, the subset or the split is missing.
-    """
+    """Stream the rows of a data set, shuffled by the seed through a buffer of 1,000 rows. Raises BadInput:
+    the package `datasets`, the data set, the subset or the split is missing."""
     datasets = import_extra("--dataset hf", "hub", "datasets")
     try:
         rows = datasets.load_dataset(name, name=subset, split=split, streaming=True)
@@ -223,23 +212,19 @@ def hub_workload(
 ) -> Workload:
     """The first `num_prompts` rows with a prompt that fits the context.
 
-    The prompt is the first question of a conversation (`conversations`, `conversation`, `messages`) with the
-    system messages before it, or a column such as `prompt`, `question`, `instruction` or `text`. The output
-    length is `output_len`, else that of the row's response (the answer to that question, or `output`,
-    `response`, `completion`, `answer`), else 256; it is cut to the context.
-
-    Raises:
-        BadInput: no such column, or no row that fits.
+    The prompt is the first question of a conversation with the system messages before it, or a column of
+    `PROMPTS`. The output length is `output_len`, else that of the row's response (the answer to that
+    question, or a column of `ANSWERS`), else 256; it is cut to the context. Raises BadInput: no such column,
+    or no row that fits.
     """
     fitted = _Fitted(tokenizer, max_model_len)
     pairs: list[Pair] = []
     without = 0
     for row in rows:
-        found = prompt_and_answer(row, source)
-        if found is None:
+        prompt, answer = prompt_and_answer(row, source) or ("", None)
+        if not prompt:
             without += 1
             continue
-        prompt, answer = found
         length = output_len
         if length is None:
             length = len(tokenizer.encode(answer)) if answer else DEFAULT_OUTPUT_LEN
@@ -259,11 +244,8 @@ def hub_workload(
 
 
 def prompt_and_answer(row: Mapping[str, Any], source: str) -> tuple[str, str | None] | None:
-    """(prompt, response or None) of a row; None for an empty row.
-
-    Raises:
-        BadInput: no column that could hold a prompt.
-    """
+    """(prompt, response or None) of a row; None for an empty row. Raises BadInput: no column that could hold
+    a prompt."""
     if (turns := turns_of(row)) is not None:
         return first_pair(turns)
     for column in PROMPTS:

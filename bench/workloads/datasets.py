@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,17 +20,8 @@ from ...base.json_lines import json_objects
 from ...quant.source.load_processor import load_tokenizer
 from ...quant.source.models import open_checkpoint, resolve_model
 from ..options.options import BenchOptions
-from ..options.values import BACKENDS, CHAT, NAMES, TRACES, ThinkTime, check_dataset
-from .conversations import ConversationRules, agentic_workload
-from .custom import custom_workload, download_sharegpt, hub_rows, hub_workload
-from .sharegpt import sharegpt_threads_workload, sharegpt_workload
-from .synthetic import (
-    prefix_repetition_workload,
-    random_workload,
-    sonnet_workload,
-    with_random_images,
-)
-from .traces import trace_workload
+from ..options.values import BACKENDS, CHAT, DATASETS, ThinkTime, check_dataset
+from .conversations import ConversationRules
 from .workload import (
     ConversationTurn,
     Message,
@@ -47,15 +39,10 @@ Built = TypeVar("Built")
 
 
 def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
-    """Resolve (name, path) from a name, a name with a path, or a path alone.
-
-    A path alone is a frozen workload if it begins with its header, else `custom` when it ends
-    in `.jsonl`, else `sharegpt`.
-
-    Raises:
-        BadInput: neither a name nor a file, or a name that needs a path without one.
-    """
-    if dataset in NAMES:
+    """Resolve (name, path) from a name, a name with a path, or a path alone. A path alone is a frozen
+    workload if it begins with its header, else `custom` when it ends in `.jsonl`, else `sharegpt`. Raises
+    BadInput: neither a name nor a file, or a name that needs a path without one."""
+    if dataset in DATASETS:
         if dataset in ("custom", "custom_image", "frozen") and path is None:
             raise BadInput(f"--dataset {dataset} needs --dataset-path FILE.jsonl")
         if dataset == "hf" and path is None:
@@ -73,12 +60,8 @@ def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
 
 
 def build_workload(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -> Workload:
-    """Build the requests of `options`, with their arrival times.
-
-    Raises:
-        BadInput: the data set is unusable, it has arrival times and a rate is given too, or a run of fixed
-            duration has no limit.
-    """
+    """Build the requests of `options`, with their arrival times. Raises BadInput: the data set is unusable,
+    it has arrival times and a rate is given too, or a run of fixed duration has no limit."""
     workload = _arriving(options, tokenizer, max_model_len)
     if options.duration is not None:
         check_endless(workload, resolved_options(options, workload).concurrency)
@@ -96,18 +79,19 @@ def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -
         raise BadInput(
             f"--multi-turn wants conversations, and {name} has none: give sharegpt or agentic"
         )
+    module, _, builder = DATASETS[name].partition(".")
     asked = DatasetRequest(name, path, options, tokenizer, max_model_len)
-    workload = asked.build(_BUILDERS[name])
+    workload: Workload = asked.build(getattr(import_module(f"{__package__}.{module}"), builder))
     if options.think_time != "0" and (name == "frozen" or not workload.is_multi_turn):
         raise BadInput(
             "--think-time is drawn when conversations are built: give it with --multi-turn or --dataset "
             "agentic, or to llmopt freeze"
         )
-    held = len(workload.items)
-    asked = options.num_prompts if "num_prompts" in options.model_fields_set else held
-    if name == "frozen" and asked != held:
+    count = len(workload.items)
+    is_partial = "num_prompts" in options.model_fields_set and options.num_prompts != count
+    if name == "frozen" and is_partial:
         raise BadInput(
-            f"{workload.source} has {held} requests and is used whole: leave --num-prompts away"
+            f"{workload.source} has {count} requests and is used whole: leave --num-prompts away"
         )
     if workload.is_timed:
         if options.request_rate is not None or options.ramp_up_strategy is not None:
@@ -119,7 +103,7 @@ def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -
     if options.ramp_up_strategy is not None:
         assert options.ramp_up_start_rps is not None and options.ramp_up_end_rps is not None
         offsets = ramp_offsets(
-            held,
+            count,
             options.ramp_up_strategy,
             options.ramp_up_start_rps,
             options.ramp_up_end_rps,
@@ -128,17 +112,14 @@ def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -
         )
     else:
         offsets = arrival_offsets(
-            held, options.rate, burstiness=options.burstiness, seed=options.seed
+            count, options.rate, burstiness=options.burstiness, seed=options.seed
         )
     return workload.with_arrivals(offsets.tolist())
 
 
 def freeze_workload(options: BenchOptions, path: Path) -> Workload:
-    """Write the workload of `options` to a file, for the tokenizer and the context of their model.
-
-    Raises:
-        BadInput: the model, the data set or the output path is unusable.
-    """
+    """Write the workload of `options` to a file, for the tokenizer and the context of their model. Raises
+    BadInput: the model, the data set or the output path is unusable."""
     folder = resolve_model(options.model)
     context = open_checkpoint(folder).config.get("max_position_embeddings")
     limit = options.max_model_len or context
@@ -165,13 +146,9 @@ def arrival_words(options: BenchOptions, workload: Workload) -> dict[str, Any]:
     """The source of the arrival times, where they are not sampled at a rate."""
     if workload.is_timed:
         return {"arrivals": "replayed"}
-    if options.ramp_up_strategy is None:
-        return {}
-    return {
-        "ramp_up_strategy": options.ramp_up_strategy,
-        "ramp_up_start_rps": options.ramp_up_start_rps,
-        "ramp_up_end_rps": options.ramp_up_end_rps,
-    }
+    names = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
+    is_ramp = options.ramp_up_strategy is not None
+    return {name: getattr(options, name) for name in names} if is_ramp else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +165,14 @@ class DatasetRequest:
         """Call a builder. A parameter `x` that is not `known` takes the data set's own option (`NAME_x`)
         if it is set, else the value that all data sets share, else the builder's default."""
         options = self.options
+        rules = ConversationRules(
+            self.max_model_len,
+            options.multi_turn_history,
+            ThinkTime.parse(options.think_time),
+            options.multi_turn_min_turns,
+            options.multi_turn_max_turns,
+            options.seed,
+        )
         shared: dict[str, Any] = {
             "asked": self,
             "tokenizer": self.tokenizer,
@@ -198,7 +183,7 @@ class DatasetRequest:
             "seed": options.seed,
             "shuffle": not options.disable_shuffle,
             "oversample": not options.no_oversample,
-            "rules": self.rules,
+            "rules": rules,
         }
         arguments = dict(known)
         for name in signature(builder).parameters.keys() - known.keys():
@@ -209,20 +194,11 @@ class DatasetRequest:
                 arguments[name] = shared[name]
         return builder(**arguments)
 
-    @property
-    def rules(self) -> ConversationRules:
-        options = self.options
-        return ConversationRules(
-            self.max_model_len,
-            options.multi_turn_history,
-            ThinkTime.parse(options.think_time),
-            options.multi_turn_min_turns,
-            options.multi_turn_max_turns,
-            options.seed,
-        )
 
+def sharegpt(asked: DatasetRequest) -> Workload:
+    from .custom import download_sharegpt
+    from .sharegpt import sharegpt_threads_workload, sharegpt_workload
 
-def _sharegpt(asked: DatasetRequest) -> Workload:
     path = asked.path
     if path is not None and str(path) == HUB and not path.exists():
         path = download_sharegpt()
@@ -230,7 +206,9 @@ def _sharegpt(asked: DatasetRequest) -> Workload:
     return asked.build(builder, path=path)
 
 
-def _trace(asked: DatasetRequest) -> Workload:
+def trace(asked: DatasetRequest) -> Workload:
+    from .traces import trace_workload
+
     options = asked.options
     is_chat = BACKENDS[options.backend] == CHAT
     # A server takes its own answers back as chat messages alone.
@@ -249,14 +227,18 @@ def _trace(asked: DatasetRequest) -> Workload:
     )
 
 
-def _random_mm(asked: DatasetRequest) -> Workload:
+def random_images(asked: DatasetRequest) -> Workload:
     """Random prompts with images; the texts have the options of `random`, as in vLLM."""
+    from .synthetic import random_workload, with_random_images
+
     names = ("input_len", "output_len", "prefix_len", "range_ratio")
     given = {name: getattr(asked.options, f"random_{name}") for name in names}
     return asked.build(with_random_images, texts=asked.build(random_workload, **given))
 
 
-def _hub(asked: DatasetRequest) -> Workload:
+def hub(asked: DatasetRequest) -> Workload:
+    from .custom import hub_rows, hub_workload
+
     rows = asked.build(hub_rows, name=str(asked.path), subset=asked.options.hf_subset)
     return asked.build(hub_workload, rows=rows, source=f"hub data set {asked.path}")
 
@@ -267,13 +249,8 @@ KEY = "llmopt_workload"
 
 
 def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
-    """Write JSON lines: a header with the hash, then the requests in order.
-
-    `model` names the model of the tokenizer. An existing file is replaced.
-
-    Raises:
-        BadInput: the folder of `path` does not exist.
-    """
+    """Write JSON lines: a header with the hash, then the requests in order. `model` names the model of the
+    tokenizer. An existing file is replaced. Raises BadInput: the folder of `path` does not exist."""
     if workload.num_images:
         raise BadInput(f"cannot write {path}: a frozen workload holds token ids, and no images")
     if not path.parent.is_dir():
@@ -296,7 +273,8 @@ def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
             "prompt_token_ids": item.prompt_token_ids,
             "output_len": item.output_len,
             "arrival_seconds": item.arrival_seconds,
-            **_conversation(item),
+            **({"messages": [asdict(message) for message in item.messages]} if item.turns else {}),
+            **({"turns": [turn.record for turn in item.turns]} if item.turns else {}),
             **_links(item),
         }
         for item in workload.items
@@ -304,25 +282,11 @@ def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
     write_atomically(path, "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines))
 
 
-def _conversation(item: WorkloadItem) -> dict[str, Any]:
-    """The messages and later turns of a conversation; nothing for a single request."""
-    if not item.turns:
-        return {}
-    return {
-        "messages": [asdict(message) for message in item.messages],
-        "turns": [turn.record for turn in item.turns],
-    }
-
-
 def _links(item: WorkloadItem) -> dict[str, Any]:
-    """How a request hangs on others and on its client's patience; empty where it does on neither."""
+    """The request that this one waits for, and its client's patience; empty without either."""
     if item.after is None and item.cancel_seconds is None:
         return {}
-    return {
-        "after": item.after,
-        "gap_seconds": item.gap_seconds,
-        "cancel_seconds": item.cancel_seconds,
-    }
+    return {key: getattr(item, key) for key in ("after", "gap_seconds", "cancel_seconds")}
 
 
 def is_frozen(path: Path) -> bool:
@@ -336,12 +300,8 @@ def is_frozen(path: Path) -> bool:
 
 
 def read_frozen(path: Path, tokenizer: Tokenizer, *, max_model_len: int) -> Workload:
-    """Read a file of `write_frozen`, complete and unchanged.
-
-    Raises:
-        BadInput: an invalid line (with its number), a hash mismatch, ids outside the vocabulary, or a
-            request that exceeds the context.
-    """
+    """Read a file of `write_frozen`, complete and unchanged. Raises BadInput: an invalid line (with its
+    number), a hash mismatch, ids outside the vocabulary, or a request that exceeds the context."""
     lines = json_objects(path)
     _, head = next(lines)
     if head[KEY] not in FORMATS:
@@ -404,9 +364,8 @@ def _read_turn(entry: dict[str, Any]) -> ConversationTurn:
 def _check_item(
     item: WorkloadItem, where: str, tokenizer: Tokenizer, max_model_len: int, model: Any
 ) -> None:
-    """Raises:
-    BadInput: a value out of range, an id outside the vocabulary, or more tokens than the context holds.
-    """
+    """Raises BadInput for a value out of range, an id outside the vocabulary, or more tokens than the context
+    holds."""
     pauses = [item.arrival_seconds, item.gap_seconds, item.cancel_seconds or 0.0]
     pauses += [turn.think_seconds + (turn.due_seconds or 0.0) for turn in item.turns]
     ids = [*item.prompt_token_ids]
@@ -429,18 +388,3 @@ def _check_item(
             f"{where}: {prompt} prompt and {output} output tokens exceed the context of "
             f"{max_model_len}; freeze it again for this model"
         )
-
-
-_BUILDERS: Mapping[str, Callable[..., Workload]] = {
-    "sharegpt": _sharegpt,
-    "agentic": agentic_workload,
-    "random": random_workload,
-    "random-mm": _random_mm,
-    "prefix_repetition": prefix_repetition_workload,
-    "sonnet": sonnet_workload,
-    "custom": custom_workload,
-    "custom_image": custom_workload,
-    "hf": _hub,
-    **dict.fromkeys(TRACES, _trace),
-    "frozen": read_frozen,
-}

@@ -40,13 +40,9 @@ STAND_IN_NOTE = (
     "the prompts are a bundled stand-in in ShareGPT's shape, not ShareGPT: give the real "
     "file with --dataset-path for numbers to compare with others"
 )
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(
-        ("gpt", "chatgpt", "bing", "bard", "assistant", "model", "bot", "ai"), "assistant"
-    ),
-    **dict.fromkeys(("system", "developer"), "system"),
-}
+_ASSISTANTS = ("gpt", "chatgpt", "bing", "bard", "assistant", "model", "bot", "ai")
+ROLES = {"human": "user", "user": "user", "system": "system", "developer": "system"}
+ROLES |= dict.fromkeys(_ASSISTANTS, "assistant")
 TURNS = ("conversations", "conversation", "messages")
 TEXT_PARTS = ("text", "input_text", "output_text")
 NO_PAIR = "its first messages are not a question and an answer"
@@ -55,11 +51,8 @@ STAND_IN_TURNS = (2, 6)
 
 
 def load_conversations(path: Path) -> list[list[Any]]:
-    """The turns of each entry of a ShareGPT file that has at least two.
-
-    Raises:
-        BadInput: no such file, not JSON (with the line), not a list, or nothing with two turns.
-    """
+    """The turns of each entry of a ShareGPT file that has at least two. Raises BadInput: no such file, not
+    JSON (with the line), not a list, or nothing with two turns."""
     text = read_text(path)
     try:
         data = parse_json(text)
@@ -92,30 +85,24 @@ def read_turn(turn: Any) -> Message | None:
     name, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
     role = "" if name is None else ROLES.get(str(name).lower())
     if isinstance(text, list):
-        parts = [
-            part.get("text")
-            if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
-            else part
-            for part in text
-        ]
-        texts = [part for part in parts if isinstance(part, str)]
-        text = "".join(texts) if len(texts) == len(parts) else None
+        is_part = [isinstance(p, Mapping) and p.get("type") in TEXT_PARTS for p in text]
+        parts = [p.get("text") if known else p for p, known in zip(text, is_part, strict=True)]
+        text = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     return Message(role, text) if role is not None and isinstance(text, str) else None
 
 
 def _opened(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """(system messages at the start, the others without an answer to no question, as split threads begin)"""
+    """(system messages at the start, the others without an answer to no question, which split threads begin
+    with)"""
     opening = [*takewhile(lambda message: message.role == "system", messages)]
     others = messages[len(opening) :]
     return opening, others[1:] if others and others[0].role == "assistant" else others
 
 
 def first_pair(turns: Sequence[Any]) -> tuple[str, str | None] | None:
-    """(prompt, answer) of the first question of a conversation, by its roles or else by position.
-
-    System messages go in front of the question. The answer is None where there is none; the pair is None
-    where no question comes first.
-    """
+    """(prompt, answer) of the first question of a conversation, by its roles or else by position. System
+    messages go in front of the question. The answer is None where there is none; the pair is None where no
+    question comes first."""
     readable = takewhile(lambda message: message is not None, map(read_turn, turns))
     opening, others = _opened([message for message in readable if message is not None])
     roles = [message.role for message in others[:2]]
@@ -126,7 +113,7 @@ def first_pair(turns: Sequence[Any]) -> tuple[str, str | None] | None:
 
 
 def drop_reason(prompt_len: int, output_len: int, *, length_is_forced: bool) -> str | None:
-    """Why a pair of these lengths (in tokens) is dropped, or None if it is kept."""
+    """Reason to drop a pair of these lengths (in tokens); None if it is kept."""
     if prompt_len < MIN_TOKENS:
         return f"prompt under {MIN_TOKENS} tokens"
     if output_len < MIN_TOKENS and not length_is_forced:
@@ -149,13 +136,9 @@ def sharegpt_workload(
     shuffle: bool = True,
     oversample: bool = True,
 ) -> Workload:
-    """`num_prompts` requests from a ShareGPT file, or from the bundled stand-in when `path` is None.
-
-    Pairs that exceed the model's context are dropped too, and counted in the notes.
-
-    Raises:
-        BadInput: the file is unusable, or the filter leaves no prompt.
-    """
+    """`num_prompts` requests from a ShareGPT file, or from the bundled stand-in when `path` is None. Pairs
+    that exceed the model's context are dropped too, and counted in the notes. Raises BadInput: the file is
+    unusable, or the filter leaves no prompt."""
     entries = load_conversations(path or STAND_IN)
     if shuffle:
         random.Random(seed).shuffle(entries)
@@ -203,14 +186,18 @@ def sharegpt_threads_workload(
     """`num_prompts` conversations from a ShareGPT file, or from the bundled stand-in when `path` is None.
 
     Each turn's output length is that of the data set's answer, or `output_len`. The lengths filter of single
-    prompts does not apply: a thread is cut where the model's context ends.
-
-    Raises:
-        BadInput: the file is unusable, or no conversation has enough turns.
+    prompts does not apply: a thread is cut where the model's context ends. Raises BadInput: the file is
+    unusable, or no conversation has enough turns.
     """
     builder = ConversationBuilder(tokenizer, rules)
     items: list[WorkloadItem] = []
-    threads = stand_in_threads(seed) if path is None else file_threads(path, seed, shuffle=shuffle)
+    if path is None:
+        threads = stand_in_threads(seed)
+    else:
+        entries = load_conversations(path)
+        if shuffle:
+            random.Random(seed).shuffle(entries)
+        threads = map(exchanges_of, entries)
     for thread in threads:
         if len(items) == num_prompts:
             break
@@ -229,20 +216,9 @@ def sharegpt_threads_workload(
     return Workload("sharegpt", source, in_order(items), tuple(notes), is_stand_in=path is None)
 
 
-def file_threads(path: Path, seed: int, *, shuffle: bool) -> Iterator[list[SourceTurn]]:
-    """The threads of a ShareGPT file; an empty one where a thread does not alternate from its start."""
-    entries = load_conversations(path)
-    if shuffle:
-        random.Random(seed).shuffle(entries)
-    return map(exchanges_of, entries)
-
-
 def exchanges_of(messages: list[Any]) -> list[SourceTurn]:
-    """The alternating (question, answer) pairs of a thread, up to the first message that breaks them.
-
-    System messages at the start go with the first question; an answer without a question before it, as
-    split threads begin with, is left out.
-    """
+    """The alternating (question, answer) pairs of a thread, up to the first message that breaks them. System
+    messages at the start go with the first question; an answer without a question before it is left out."""
     spoken: list[Message] = []
     for message in map(read_turn, messages):
         if message is None or not message.content.strip():
@@ -259,7 +235,7 @@ def exchanges_of(messages: list[Any]) -> list[SourceTurn]:
 
 
 def stand_in_threads(seed: int) -> Iterator[list[SourceTurn]]:
-    """Threads without end, chained from the stand-in's pairs: each pair is used once before any is again."""
+    """Endless threads, chained from the stand-in's pairs: each pair is used once before any is used again."""
     rng = random.Random(seed)
     pairs = [exchanges_of(turns)[0] for turns in load_conversations(STAND_IN)]
     deck: list[SourceTurn] = []

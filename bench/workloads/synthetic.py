@@ -9,7 +9,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 from io import BytesIO
-from math import ceil, floor
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -34,13 +34,12 @@ IMAGE_NOTE = "prompt tokens are those of the text: the tokens of images come on 
 
 
 def allowed_tokens(tokenizer: Tokenizer) -> np.ndarray:
-    """The vocabulary without its special tokens, ascending."""
     special = set(tokenizer.all_special_ids)
     return np.array([token for token in range(len(tokenizer)) if token not in special])
 
 
 def length_range(length: int, range_ratio: float) -> tuple[int, int]:
-    """Smallest and largest length, both included: `length` ± `range_ratio`, rounded outwards."""
+    """Smallest and largest length: `length` ± `range_ratio`, rounded outwards."""
     return math.floor(length * (1 - range_ratio)), math.ceil(length * (1 + range_ratio))
 
 
@@ -57,11 +56,9 @@ def random_workload(
 ) -> Workload:
     """`num_prompts` prompts of random length around `input_len`, after a common random prefix.
 
-    Prompt i is `(offset_i + i + 0, 1, 2 …)` modulo the vocabulary without its special tokens, as in
-    vLLM; the ids go to the engine as they are, so that the length is exact.
-
-    Raises:
-        BadInput: an invalid length or ratio, or one that exceeds the model's context.
+    Prompt i is `(offset_i + i + 0, 1, 2 …)` modulo the vocabulary without its special tokens, as in vLLM; the
+    ids go to the engine as they are, so that the length is exact. Raises BadInput: an invalid length or
+    ratio, or one that exceeds the model's context.
     """
     if not 0 <= range_ratio < 1:
         raise BadInput(f"--random-range-ratio is {range_ratio}: it must be at least 0 and below 1")
@@ -107,8 +104,8 @@ def random_workload(
 def warmup_workload(
     workload: Workload, count: int, tokenizer: Tokenizer, *, seed: int
 ) -> Workload | None:
-    """`count` requests with the lengths of the first of `workload` but different tokens, so that the
-    measurement gets no prefix-cache hits from the warm-up. None when `count` is 0."""
+    """`count` requests with the lengths of the first of `workload` and other tokens, so that the measurement
+    gets no prefix-cache hits from the warm-up. None when `count` is 0."""
     if count == 0:
         return None
     pairs = []
@@ -139,26 +136,19 @@ def prefix_repetition_workload(
     seed: int = 0,
     shuffle: bool = True,
 ) -> Workload:
-    """`num_prompts` prompts that each begin with one of `num_prefixes` random prefixes.
+    """`num_prompts` prompts that each begin with one of `num_prefixes` random prefixes, shuffled.
 
-    Prefixes are assigned round-robin and the order is then shuffled with the seed. vLLM generates
-    `num_prompts // num_prefixes` prompts per prefix and drops the rest; here exactly `num_prompts` are
-    generated, so the counts of two prefixes may differ by one.
-
-    Raises:
-        BadInput: fewer prompts than prefixes, or explicit lengths that do not fit.
+    vLLM generates `num_prompts // num_prefixes` prompts per prefix and drops the rest; here exactly
+    `num_prompts` are generated, so the counts of two prefixes may differ by one. Raises BadInput: fewer
+    prompts than prefixes, or explicit lengths that do not fit.
     """
     if num_prompts < num_prefixes:
         raise BadInput(
             f"--num-prompts is {num_prompts}, fewer than --prefix-repetition-num-prefixes "
             f"{num_prefixes}: no prefix would repeat"
         )
-    lengths, notes = fit_lengths(
-        {"prefix": prefix_len, "suffix": suffix_len, "output": output_len},
-        PREFIX_DEFAULTS,
-        max_model_len,
-        "--prefix-repetition-",
-    )
+    asked = {"prefix": prefix_len, "suffix": suffix_len, "output": output_len}
+    lengths, notes = fit_lengths(asked, PREFIX_DEFAULTS, max_model_len, "--prefix-repetition-")
     allowed = allowed_tokens(tokenizer)
     rng = np.random.default_rng(seed)
 
@@ -187,35 +177,24 @@ def sonnet_workload(
     prefix_len: int | None = None,
     seed: int = 0,
 ) -> Workload:
-    """`num_prompts` prompts of exactly `input_len` tokens of Shakespeare's sonnets.
-
-    The first `prefix_len` tokens are the collection's first lines, the same in every prompt; lines
-    drawn at random with replacement follow. vLLM's data set of this name works alike, with more
-    text and with only approximate lengths.
-
-    Raises:
-        BadInput: explicit lengths that exceed the model's context.
-    """
-    behind = None
+    """`num_prompts` prompts of exactly `input_len` tokens of Shakespeare's sonnets: the first `prefix_len`
+    are the same in every prompt, lines drawn with replacement follow. vLLM's data set of this name has more
+    text and approximate lengths. Raises BadInput: explicit lengths that exceed the model's context."""
+    lines_len = None
     if input_len is not None:
-        prefix_len = (
-            min(SONNET_DEFAULTS["prefix"], input_len // 2) if prefix_len is None else prefix_len
-        )
-        behind = input_len - prefix_len
-    lengths, notes = fit_lengths(
-        {"prefix": prefix_len, "input": behind, "output": output_len},
-        SONNET_DEFAULTS,
-        max_model_len,
-        "--sonnet-",
-    )
+        if prefix_len is None:
+            prefix_len = min(SONNET_DEFAULTS["prefix"], input_len // 2)
+        lines_len = input_len - prefix_len
+    asked = {"prefix": prefix_len, "input": lines_len, "output": output_len}
+    lengths, notes = fit_lengths(asked, SONNET_DEFAULTS, max_model_len, "--sonnet-")
     total = lengths["prefix"] + lengths["input"]
     lines = [line + "\n" for line in VERSE.read_text(encoding="utf-8").splitlines() if line]
     pieces = [list(tokenizer.encode(line, add_special_tokens=False)) for line in lines]
     prefix = list(tokenizer.encode("", add_special_tokens=True))
-    place = 0
-    while len(prefix) < lengths["prefix"]:
-        prefix += pieces[place % len(pieces)]
-        place += 1
+    for piece in cycle(pieces):
+        if len(prefix) >= lengths["prefix"]:
+            break
+        prefix += piece
     rng = random.Random(seed)
     pairs = []
     for _ in range(num_prompts):
@@ -235,11 +214,8 @@ def with_random_images(
     bucket_config: str | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Prompts of `random`, with images of random pixels behind each.
-
-    Raises:
-        BadInput: options of images out of range.
-    """
+    """Prompts of `random` with images of random pixels after each. Raises BadInput: image options out of
+    range."""
     buckets = ImageBuckets.parse(bucket_config)
     fewest, most = items_per_request(
         base_items_per_request, num_mm_items_range_ratio, limit_mm_per_prompt
@@ -262,17 +238,16 @@ class ImageBuckets:
 
     @classmethod
     def parse(cls, text: str | None) -> ImageBuckets:
-        """Buckets of `{(height, width, num_frames): probability}`, a Python literal as vLLM takes it.
-
-        Raises:
-            BadInput: another form, videos, or no probability above 0.
-        """
+        """Buckets of `{(height, width, num_frames): probability}`, a Python literal as vLLM takes it. Raises
+        BadInput: another form, videos, or no probability above 0."""
         given = DEFAULT_BUCKETS if text is None else text
         where = f"--random-mm-bucket-config {given}"
         usage = f"{where}: give {{(height, width, 1): probability, ...}}"
         try:
             buckets: dict[Any, Any] = dict(ast.literal_eval(given))
-            weights = {_size(key): float(weight) for key, weight in buckets.items()}
+            weights = {(*key,): float(weight) for key, weight in buckets.items()}
+            if any([*map(type, size)] != [int] * 3 for size in weights):
+                raise TypeError
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
             raise BadInput(usage) from error
         drawn = {size: weight for size, weight in weights.items() if weight}
@@ -299,43 +274,23 @@ class ImageBuckets:
 
 
 def items_per_request(base: int, range_ratio: float, limit: str | None) -> tuple[int, int]:
-    """Fewest and most images of a request: `base` ± `range_ratio`, at most the limit.
-
-    Raises:
-        BadInput: numbers out of range, or a limit that is no `{"image": N}`.
-    """
+    """Fewest and most images of a request: `base` ± `range_ratio`, at most the limit. Raises BadInput:
+    numbers out of range, or a limit that is no `{"image": N}`."""
     if base < 0 or not 0 <= range_ratio <= 1:
         raise BadInput(
             f"--random-mm-base-items-per-request {base} with --random-mm-num-mm-items-range-ratio "
             f"{range_ratio}: at least 0, and 0 to 1"
         )
-    most = min(ceil(base * (1 + range_ratio)), _image_limit(limit))
-    return min(floor(base * (1 - range_ratio)), most), most
+    fewest, most = length_range(base, range_ratio)
+    try:
+        count = json.loads("{}" if limit is None else limit).get("image", DEFAULT_LIMIT)
+        if type(count) is not int or count < 0:
+            raise ValueError
+    except (ValueError, AttributeError) as error:
+        usage = "give JSON such as '{\"image\": 3}'"
+        raise BadInput(f"--random-mm-limit-mm-per-prompt {limit}: {usage}") from error
+    return min(fewest, most, count), min(most, count)
 
 
 def data_url(data: bytes, kind: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def _size(key: Any) -> tuple[int, int, int]:
-    height, width, frames = key
-    if not all(type(number) is int for number in key):
-        raise TypeError
-    return height, width, frames
-
-
-def _image_limit(text: str | None) -> int:
-    if text is None:
-        return DEFAULT_LIMIT
-    try:
-        limits = json.loads(text)
-        count = limits.get("image", DEFAULT_LIMIT)
-    except (ValueError, AttributeError) as error:
-        raise _limit_usage(text) from error
-    if type(count) is not int or count < 0:
-        raise _limit_usage(text)
-    return count
-
-
-def _limit_usage(text: str) -> BadInput:
-    return BadInput(f"--random-mm-limit-mm-per-prompt {text}: give JSON such as '{{\"image\": 3}}'")

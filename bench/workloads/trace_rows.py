@@ -1,16 +1,20 @@
-"""Recorded requests of one form: their record, the block hashes of a prompt, and the readers of trace files.
+"""Readers of trace files: recorded requests of one form, known by the content of the file.
 
-A file is known by its content. Azure's LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens),
-BurstGPT (CSV: Timestamp in seconds, Request tokens, Response tokens), Mooncake (JSON lines: timestamp in
-milliseconds, input_length, output_length, and hash_ids that name the prompt's blocks of 512 tokens; equal
-ids are equal text with equal text before it), and agents' sessions (`agent_traces`).
+- Azure's LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens)
+- BurstGPT (CSV: Timestamp in seconds, Request tokens, Response tokens)
+- Mooncake (JSON lines: timestamp in milliseconds, input_length, output_length, and hash_ids that name the
+  prompt's blocks of 512 tokens; equal ids are equal text with equal text before it)
+- agents' sessions with tool gaps, sub-agents, compaction and shared prefixes: WEKA's traces, whose prompts
+  are block hashes, and AIPerf's conversation graphs, whose text becomes block hashes. A folder is one trace.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import blake2b
@@ -33,14 +37,12 @@ class TraceRow:
     """One recorded request.
 
     Attributes:
-        seconds: when it came, on the trace's own clock.
-        prompt_len, output_len: in tokens.
+        seconds: arrival time on the trace's own clock.
         blocks: ids of the prompt's blocks; equal ids are equal text with equal text before it.
         filled: number of blocks that the prompt fills; the last one is rarely full.
         block_tokens: tokens of a block; 0 where the prompt's tokens are spread over its blocks evenly.
-        name: names the request in `parent` of others.
-        parent: the request that had ended before this one was made; empty where none is known.
-        extends: the prompt is the parent's, its answer, and more.
+        parent: name of the request that had ended before this one was made; empty if unknown.
+        extends: True if the prompt is the parent's, its answer, and more.
         gap: seconds from the parent's end to this request: a tool's time, or a person's.
     """
 
@@ -57,10 +59,8 @@ class TraceRow:
 
 
 def block_hashes(text: bytes) -> tuple[int, ...]:
-    """Hash the whole blocks of a prompt's UTF-8 text, and the rest as one more.
-
-    Each hash holds those before it, as in a prefix cache: equal ids are equal prefixes.
-    """
+    """Hash the whole blocks of a prompt's UTF-8 text, and the rest as one more. A hash covers the blocks
+    before it, as in a prefix cache: equal ids are equal prefixes."""
     hashes, digest = [], b""
     for start in range(0, len(text), BLOCK_BYTES):
         block = digest + text[start : start + BLOCK_BYTES]
@@ -70,8 +70,8 @@ def block_hashes(text: bytes) -> tuple[int, ...]:
 
 
 def message_text(part: Any) -> str:
-    """Messages as text: the same whether their content is a string or a list of parts, and whether a cache
-    breakpoint stands on it, which clients move from turn to turn."""
+    """Messages as text: the same for content as a string or a list of parts, and with or without a cache
+    breakpoint, which clients move from turn to turn."""
     if isinstance(part, str):
         return part
     if isinstance(part, list):
@@ -87,16 +87,18 @@ def message_text(part: Any) -> str:
 
 
 def table_rows(kind: str, lines: Any, path: Path) -> Iterator[TraceRow] | None:
-    """The requests of a trace in lines; None where `kind` is none and the content is of none of these forms.
-
-    Raises:
-        BadInput: a malformed line, with its number.
-    """
+    """Requests of a trace in lines; None where neither `kind` nor the content is of these forms. Raises
+    BadInput: a malformed line, with its number."""
     columns = {"azure": AZURE, "burstgpt": BURSTGPT}
     if kind not in (*columns, "mooncake"):
         first = next((line for line in lines if line.strip()), "")
         lines.seek(0)
-        kind = _kind(first, columns)
+        try:
+            head = json.loads(first)
+            kind = "mooncake" if isinstance(head, dict) and "input_length" in head else ""
+        except json.JSONDecodeError:
+            names = set(next(csv.reader([first]), ()))
+            kind = next((kind for kind, wanted in columns.items() if names >= set(wanted)), "")
     if kind == "mooncake":
         return _mooncake(json_objects(path, "trace"))
     if kind == "azure":
@@ -104,18 +106,6 @@ def table_rows(kind: str, lines: Any, path: Path) -> Iterator[TraceRow] | None:
     if kind == "burstgpt":
         return _csv(lines, path, BURSTGPT, float, " in seconds")
     return None
-
-
-def _kind(first: str, columns: Mapping[str, tuple[str, ...]]) -> str:
-    """The form of a trace by its first line; empty where it is none of these."""
-    try:
-        head = json.loads(first)
-    except json.JSONDecodeError:
-        names = set(next(csv.reader([first]), ()))
-        return next((kind for kind, wanted in columns.items() if names >= set(wanted)), "")
-    if not isinstance(head, dict):
-        return ""
-    return "mooncake" if "input_length" in head else ""
 
 
 def _azure_seconds() -> Callable[[str], float]:
@@ -133,11 +123,7 @@ def _azure_seconds() -> Callable[[str], float]:
 
 
 def _csv(
-    lines: Any,
-    path: Path,
-    columns: tuple[str, str, str],
-    seconds: Callable[[str], float],
-    unit: str,
+    lines: Any, path: Path, columns: tuple[str, ...], seconds: Callable[[str], float], unit: str
 ) -> Iterator[TraceRow]:
     """The rows of a CSV file by its `columns` of time, prompt tokens and output tokens."""
     reader = csv.DictReader(lines)
@@ -166,37 +152,24 @@ def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
         time = row.get("timestamp", before + delay if session is not None else None)
         if isinstance(time, bool) or not isinstance(time, int | float):
             raise BadInput(f'{where}: "timestamp" is {time!r}, not milliseconds')
-        blocks = _blocks(row, where)
+        blocks = tuple(hashes) if isinstance(hashes := row.get("hash_ids", []), list) else (-1,)
+        if not all(type(name) is int and name >= 0 for name in blocks):
+            raise BadInput(f'{where}: "hash_ids" wants a list of whole numbers')
         prompt_len = _count(row, "input_length", where)
         if blocks and prompt_len > MOONCAKE_TOKENS * len(blocks):
             raise BadInput(
                 f"{where}: {prompt_len} prompt tokens do not fit {len(blocks)} blocks of "
                 f"{MOONCAKE_TOKENS}"
             )
-        output_len = _count(row, "output_length", where)
-        yield TraceRow(
-            time / 1000,
-            prompt_len,
-            output_len,
-            blocks,
-            float(len(blocks)),
-            MOONCAKE_TOKENS if blocks else 0,
-            name := f"{session}#{number}" if session is not None else "",
-            parent,
-            gap=delay / 1000 if parent else 0.0,
-        )
+        lengths = prompt_len, _count(row, "output_length", where)
+        prompt = blocks, float(len(blocks)), MOONCAKE_TOKENS if blocks else 0
+        name = f"{session}#{number}" if session is not None else ""
+        gap = delay / 1000 if parent else 0.0
+        yield TraceRow(time / 1000, *lengths, *prompt, name, parent, gap=gap)
         sessions[str(session)] = name, time
 
 
-def _blocks(row: Mapping[str, Any], where: str) -> tuple[int, ...]:
-    blocks = row.get("hash_ids", [])
-    if not isinstance(blocks, list) or not all(type(name) is int and name >= 0 for name in blocks):
-        raise BadInput(f'{where}: "hash_ids" wants a list of whole numbers')
-    return tuple(blocks)
-
-
 def _count(row: Mapping[str, Any], key: str, where: str) -> int:
-    """A number of tokens."""
     value = row.get(key)
     try:
         if isinstance(value, bool | float):
@@ -207,3 +180,173 @@ def _count(row: Mapping[str, Any], key: str, where: str) -> int:
     if count < 0:
         raise BadInput(f"{where}: {key} is {count}, below 0")
     return count
+
+
+TOKEN_BYTES = 4
+"""Bytes of a token, where a file has text and no count."""
+CALL_SECONDS = 0.001
+INHERITS = {"forks": True, "spawns": False}
+"""Ways to begin a conversation in AIPerf's graphs: whether with the text so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a model by an `agent`, which `spawner` (another agent) may have started. Times are seconds
+    on the clock of the trace; `filled` is the number of `blocks` that the prompt fills."""
+
+    name: str
+    agent: str
+    spawner: str
+    start: float
+    end: float
+    prompt_len: int
+    output_len: int
+    blocks: tuple[int, ...] = ()
+    filled: float = 0.0
+    block_tokens: int = 0
+
+
+def read_agents(paths: Sequence[Path]) -> list[TraceRow] | None:
+    """The calls in session files, linked; None where a file is of none of the known forms. Raises BadInput: a
+    file of a known form that lacks what it should have."""
+    calls: list[Call] = []
+    for path in paths:
+        objects = _objects(path)
+        reader = next((reader for knows, reader in _FORMS if any(map(knows, objects[:50]))), None)
+        if reader is None:
+            return None
+        try:
+            calls += reader(objects, path)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise BadInput(f"trace {path}: {reader.__name__.strip('_')} without {what}") from error
+    return linked(calls)
+
+
+def _objects(path: Path) -> list[dict[str, Any]]:
+    """The objects of JSON lines, or of one document: an object, or a list of them. Raises BadInput: a line
+    that is not JSON, after one that is."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        document = json.loads(text)
+        found = document if isinstance(document, list) else [document]
+    except json.JSONDecodeError:
+        found = []
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                found += [json.loads(line)] if line.strip() else []
+            except json.JSONDecodeError as error:
+                if not found:  # no JSON at all
+                    return []
+                raise BadInput(f"trace {path}, line {number}: not JSON ({error.msg})") from error
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def linked(calls: Iterable[Call]) -> list[TraceRow]:
+    """Rows of a trace. A call waits for the last of these that ended before it: its agent's call before, the
+    call of the spawner that started its agent, and agents that its own agent had started."""
+    by_agent: dict[str, list[Call]] = defaultdict(list)
+    for call in sorted(calls, key=lambda call: (call.start, call.end)):
+        by_agent[call.agent].append(call)
+    spawned: dict[str, list[Call]] = defaultdict(list)
+    for own in by_agent.values():
+        last = max(own, key=lambda call: call.end)
+        spawned[last.spawner].append(last)
+    rows = []
+    for own in by_agent.values():
+        for number, call in enumerate(own):
+            before = own[number - 1] if number and own[number - 1].end <= call.start else None
+            above = [] if before else by_agent.get(call.spawner, [])
+            since = before.end if before else call.start
+            done = [last for last in spawned.get(call.agent, ()) if last.end > since]
+            earlier = [c for c in (before, *above, *done) if c and c.end <= call.start]
+            parent = max(earlier, key=lambda call: call.end, default=None)
+            extends = before is not None and parent is before and _extends(before, call)
+            prompt = (call.blocks, call.filled, call.block_tokens)
+            gap = call.start - parent.end if parent else 0.0
+            links = (call.name, parent.name if parent else "", extends, gap)
+            rows.append(TraceRow(call.start, call.prompt_len, call.output_len, *prompt, *links))
+    return rows
+
+
+def _extends(before: Call, call: Call) -> bool:
+    """True if the prompt begins with the one before; unknown without blocks."""
+    shared = before.blocks[: int(before.filled)]
+    return bool(shared) and call.blocks[: len(shared)] == shared
+
+
+def _weka(traces: Sequence[dict[str, Any]], path: Path) -> Iterator[Call]:
+    """WEKA's kv-cache-tester: a document for each conversation; sub-agents lie nested in it."""
+    for trace in traces:
+        name, size = str(trace["id"]), int(trace["block_size"])
+        is_local = trace.get("hash_id_scope", "local") == "local"
+        scope = zlib.crc32(name.encode()) << 32 if is_local else 0
+        yield from _weka_calls(trace["requests"], name, "", 0.0, size, scope)
+
+
+def _weka_calls(
+    entries: Sequence[dict[str, Any]], agent: str, spawner: str, since: float, size: int, scope: int
+) -> Iterator[Call]:
+    for number, entry in enumerate(entries):
+        start = since + float(entry["t"])
+        if entry["type"] == "subagent":
+            inner = entry["requests"]
+            # Published traces have times of the whole conversation, raw ones those since the marker.
+            is_relative = min((call["t"] for call in inner), default=0) < entry["t"]
+            name = f"{agent}/{entry['agent_id']}"
+            yield from _weka_calls(inner, name, agent, start if is_relative else since, size, scope)
+            continue
+        prompt_len, end = int(entry["in"]), start + float(entry.get("api_time") or 0.0)
+        blocks = tuple(scope + int(block) for block in entry.get("hash_ids", ()))
+        lengths = (prompt_len, int(entry["out"]))
+        names = (f"{agent}#{number}", agent, spawner)
+        yield Call(*names, start, end, *lengths, blocks, prompt_len / size, size)
+
+
+def _graph(entries: Sequence[dict[str, Any]], path: Path) -> Iterator[Call]:
+    """AIPerf's conversations with forks and spawns. They are authored, so lengths are estimated from their
+    text, and calls take no time to speak of."""
+    sessions = {str(entry["session_id"]): entry["turns"] for entry in entries}
+    turns = [turn for session in sessions.values() for turn in session]
+    begun = {child for turn in turns for kind in INHERITS for child in _children(turn, kind)}
+    for name in sessions.keys() - begun:
+        yield from _turns(sessions, name, "", 0.0, b"")
+
+
+def _turns(
+    sessions: Mapping[str, Sequence[dict[str, Any]]],
+    name: str,
+    spawner: str,
+    clock: float,
+    text: bytes,
+) -> Generator[Call, None, float]:
+    """The calls of a conversation and of those that it begins; returns when it ends."""
+    for number, turn in enumerate(sessions[name]):
+        start = clock + float(turn.get("delay") or 0.0) / 1000
+        clock = start + CALL_SECONDS
+        parts = [turn.get("tools") or "", turn.get("messages", turn.get("text", ""))]
+        text += message_text(parts).encode("utf-8", "replace")
+        output_len = int(turn.get("max_tokens") or turn.get("output_length") or 0)
+        names, lengths = (
+            (f"{name}#{number}", name, spawner),
+            (-(-len(text) // TOKEN_BYTES), output_len),
+        )
+        yield Call(*names, start, clock, *lengths, block_hashes(text), len(text) / BLOCK_BYTES)
+        ends = [clock]
+        for kind, inherits in INHERITS.items():
+            for child in _children(turn, kind):
+                end = yield from _turns(sessions, child, name, clock, text if inherits else b"")
+                ends += [] if inherits else [end]
+        clock = max(ends)  # the next turn waits for what was spawned
+    return clock
+
+
+def _children(turn: Mapping[str, Any], kind: str) -> list[str]:
+    entries = [e if isinstance(e, dict) else {"child": e} for e in turn.get(kind, ())]
+    return [str(child) for e in entries for child in e.get("children", [e.get("child")])]
+
+
+_FORMS = (
+    (lambda entry: "block_size" in entry and "requests" in entry, _weka),
+    (lambda entry: "session_id" in entry and "turns" in entry, _graph),
+)

@@ -19,10 +19,9 @@ import numpy as np
 
 from ...base.errors import BadInput
 from ...recipes import DATA
-from .agent_traces import read_agents
 from .conversations import ChatSegments, SourceTurn
 from .synthetic import allowed_tokens
-from .trace_rows import TraceRow, table_rows
+from .trace_rows import TraceRow, read_agents, table_rows
 from .workload import ConversationTurn, Message, Tokenizer, Workload, WorkloadItem
 
 BUNDLED = {"azure": DATA / "azure_conversations.csv", "mooncake": DATA / "mooncake.jsonl"}
@@ -50,25 +49,19 @@ def trace_workload(
     as_text: bool = False,
 ) -> Workload:
     """`num_prompts` requests of a trace at their recorded times: the first at 0, gaps divided by `speed`.
+    Raises BadInput: no such file, a malformed line (with its number), or no request left.
 
     Args:
-        kind: `azure`, `burstgpt`, `mooncake`, or `trace`: whatever the file's content says.
         num_prompts: None is all of them.
         path: the trace; None is the bundled slice of Azure's or Mooncake's.
-        start_seconds: begin that long after the trace's first request.
-        lengths: how requests longer than the context are fitted. `clip` cuts the output to
-            half the context at most and then the prompt to the rest; `scale` multiplies all lengths
-            (and the blocks) by one factor under which nine requests in ten fit, and cuts
-            the others. The changes are counted in the notes. Default: `clip`, for traces with blocks
-            `scale`.
+        lengths: rule for requests longer than the context. `clip` cuts the output to half the context at most
+            and then the prompt to the rest; `scale` multiplies all lengths (and the blocks) by one factor
+            under which nine requests in ten fit, and cuts the others. Default: `LENGTH_RULES`.
         replay: `dependency` sends a request that has a parent after the parent's end and the recorded gap.
         decode: token ids to text: then a prompt that extends its parent's is a further turn of a
             conversation, with the model's own answer; None repeats a random one.
         as_text: prompts are sent as chat messages: of tokens that the tokenizer reads back from their text,
             and fewer by those that the chat template adds.
-
-    Raises:
-        BadInput: no such file, a malformed line (with its number), or no request left.
     """
     if path is None and kind not in BUNDLED:
         raise BadInput(f"--dataset {kind} needs --dataset-path: no slice of it is bundled")
@@ -97,11 +90,7 @@ def trace_workload(
 def _chosen(
     rows: Sequence[TraceRow], source: str, start_seconds: float, num_prompts: int | None
 ) -> tuple[list[TraceRow], list[str]]:
-    """The requests that are replayed, and notes on those that are not.
-
-    Raises:
-        BadInput: there is none.
-    """
+    """The requests to replay, and notes on the others. Raises BadInput: there is none."""
     origin, empty = rows[0].seconds, 0
     chosen: list[TraceRow] = []
     for row in rows:
@@ -127,7 +116,7 @@ def _chosen(
 
 
 def _factor(chosen: Sequence[TraceRow], rule: str, max_model_len: int) -> tuple[float, list[str]]:
-    """The factor of all lengths, at most 1, and notes on what a context makes shorter."""
+    """The factor of all lengths, at most 1, and notes on the requests that a context makes shorter."""
     totals = sorted(row.prompt_len + row.output_len for row in chosen)
     large = totals[math.ceil(SHARE_TO_FIT * len(totals)) - 1]
     factor = min(1.0, max_model_len / large) if rule == "scale" else 1.0
@@ -143,11 +132,8 @@ def _factor(chosen: Sequence[TraceRow], rule: str, max_model_len: int) -> tuple[
 
 
 def read_trace(kind: str, path: Path) -> list[TraceRow]:
-    """Every request of a trace file, in the order of its times; `kind` is `trace` where the content tells.
-
-    Raises:
-        BadInput: no such file, a form that is not known, or a malformed line (with its number).
-    """
+    """Every request of a trace file, in the order of its times; for `trace` the content tells the kind.
+    Raises BadInput: no such file, a form that is not known, or a malformed line (with its number)."""
     rows = None
     try:
         if not path.is_dir():
@@ -182,13 +168,14 @@ def read_back(
     tokenizer: Tokenizer, allowed: np.ndarray, decode: Callable[[Sequence[int]], str], seed: int
 ) -> np.ndarray:
     """Tokens whose text, repeated, is read as the same tokens; all, where there are none."""
+
+    def is_read_back(token: int) -> bool:
+        text = decode([token] * 3)
+        return list(tokenizer.encode(text, add_special_tokens=False)) == [token] * 3
+
     drawn = np.random.default_rng(seed).permutation(allowed)[:CANDIDATES].tolist()
-    kept = [
-        token
-        for token in drawn
-        if list(tokenizer.encode(decode([token] * 3), add_special_tokens=False)) == [token] * 3
-    ]
-    return np.array(sorted(kept)) if kept else allowed
+    kept = sorted(filter(is_read_back, drawn))
+    return np.array(kept) if kept else allowed
 
 
 def template_lens(tokenizer: Tokenizer) -> tuple[int, int]:
@@ -201,7 +188,7 @@ def template_lens(tokenizer: Tokenizer) -> tuple[int, int]:
 class BlockTokens:
     """Random tokens of prompts: the same ones for the same block and seed.
 
-    Blocks of unknown size take an even share of what their prompt has beside the blocks that are known: text
+    Blocks of unknown size share evenly the tokens that the known blocks of their prompt leave, because text
     of equal bytes has other numbers of tokens in code and in prose. The last block takes as much less as it
     is short of a whole one.
     """
@@ -211,7 +198,8 @@ class BlockTokens:
         self._blocks: dict[int, list[int]] = {}
 
     def prompt(self, number: int, row: TraceRow, block_tokens: int) -> list[int]:
-        """The prompt of request `number`; its blocks hold `block_tokens`, or where that is 0 even shares."""
+        """The prompt of request `number`; its blocks hold `block_tokens` each, or even shares if that is
+        0."""
         new = [name for name in row.blocks if name not in self._blocks]
         known = sum(len(self._blocks[name]) for name in row.blocks if name in self._blocks)
         left = max(0, row.prompt_len - known)
@@ -234,12 +222,8 @@ class BlockTokens:
 
 @dataclass
 class Linked:
-    """The items of a replay, linked as the requests of the trace depended on each other.
-
-    Attributes:
-        origin: of the trace's clock.
-        added: tokens that the chat template adds to the first message of an item, and to later ones.
-    """
+    """The items of a replay, linked as the requests of the trace depended on each other. `added` are the
+    tokens that the chat template adds to the first message of an item, and to later ones."""
 
     replay: Replay
     decode: Callable[[Sequence[int]], str] | None
@@ -260,16 +244,11 @@ class Linked:
             number, turn = len(self.items), 0
             if self.replay == "arrival":
                 parent = None
-            self.items.append(
-                WorkloadItem(
-                    f"bench-{number}",
-                    tuple(prompt[: max(1, len(prompt) - self.added[0])]),
-                    row.output_len,
-                    due,
-                    after=None if parent is None else (f"bench-{parent[0]}", parent[1]),
-                    gap_seconds=gap if parent is not None else 0.0,
-                )
-            )
+            tokens = tuple(prompt[: max(1, len(prompt) - self.added[0])])
+            item = WorkloadItem(f"bench-{number}", tokens, row.output_len, due)
+            if parent is not None:
+                item = replace(item, after=(f"bench-{parent[0]}", parent[1]), gap_seconds=gap)
+            self.items.append(item)
         if row.name:
             self._places[row.name] = number, turn
             self._ends[row.name] = len(prompt) + row.output_len
@@ -286,14 +265,13 @@ class Linked:
             return False
         new = new[: max(1, len(new) - self.added[1])]
         messages = item.messages or (Message("user", self.decode(item.prompt_token_ids)),)
-        said = (Message("user", self.decode(new)),)
+        added = (Message("user", self.decode(new)),)
         since = due - item.arrival_seconds if self.replay == "arrival" else None
-        turn = ConversationTurn(tuple(new), row.output_len, said, gap, due_seconds=since)
+        turn = ConversationTurn(tuple(new), row.output_len, added, gap, due_seconds=since)
         self.items[parent[0]] = replace(item, messages=messages, turns=(*item.turns, turn))
         return True
 
     def notes(self, rows: Sequence[TraceRow]) -> list[str]:
-        """Notes on dependencies, for reports."""
         notes = []
         answers = {row.name: row.output_len for row in rows if row.name}
         turns = sum(len(item.turns) for item in self.items)

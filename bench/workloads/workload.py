@@ -44,16 +44,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class ConversationTurn:
-    """A later turn of a conversation: what is appended to the answer before it.
+    """A later turn of a conversation: the part that is appended to the answer before it.
 
     Attributes:
         token_ids: the end of that answer's message, the new messages and the generation prompt.
         messages: the new messages, for servers that apply the chat template themselves.
-        think_seconds: from the end of the answer before to when this turn is due.
-        due_seconds: from the begin of the conversation to when this turn is due, but not before the end of
-            the answer before; None: the think time says when.
-        answer_token_ids, answer: the data set's answer to the turn before; None where the history holds the
-            model's own.
+        think_seconds: pause between the end of the answer before and this turn.
+        due_seconds: time from the start of the conversation, but not before the end of the answer before;
+            None: the think time decides.
+        answer_token_ids, answer: the data set's answer to the turn before; None repeats the model's own.
     """
 
     token_ids: tuple[int, ...]
@@ -66,7 +65,7 @@ class ConversationTurn:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The turn as it is written and hashed; what only some turns have is left out of the others."""
+        """The turn as it is written and hashed; `due_seconds` is left out where it is not set."""
         return {key: value for key, value in asdict(self).items() if key != "due_seconds" or value}
 
     def prompt(self, before: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
@@ -80,12 +79,12 @@ class ConversationTurn:
 class WorkloadItem:
     """One request or conversation: its exact prompt tokens, how many tokens to generate, when it is due.
 
-    A conversation has `turns` behind the first, and the `messages` of its first prompt. `images` are URLs,
-    mostly data URLs; they stand behind the text.
+    A conversation has later `turns`, and the `messages` of its first prompt. `images` are URLs, mostly data
+    URLs; they stand after the text.
 
     Attributes:
         after: the id and turn of the item whose end this one waits for, and `gap_seconds` more.
-        cancel_seconds: the client leaves the last turn so long after sending it.
+        cancel_seconds: time after which the client leaves the last turn.
     """
 
     request_id: str
@@ -105,7 +104,6 @@ class WorkloadItem:
 
     @property
     def output_lens(self) -> tuple[int, ...]:
-        """Output tokens of every turn."""
         return (self.output_len, *(turn.output_len for turn in self.turns))
 
     @property
@@ -124,11 +122,9 @@ class Workload:
 
     Attributes:
         name: the kind of data set, such as `sharegpt` or `random`.
-        source: description of its origin, for reports.
-        items: the requests.
         notes: caveats for reports, such as how many prompts were left out.
-        is_stand_in: the prompts are the bundled ones and not the data set of that name.
-        is_timed: the arrival times come from the data, and none are sampled at a rate.
+        is_stand_in: True if the prompts are the bundled ones and not the data set of that name.
+        is_timed: True if the arrival times come from the data, and none are sampled at a rate.
     """
 
     name: str
@@ -144,8 +140,7 @@ class Workload:
 
     @property
     def sha256(self) -> str:
-        """Identity of the requests: ids of every prompt, output lengths and arrival times; of a conversation
-        also its later turns, messages and think times."""
+        """Identity of the requests: prompt ids, output lengths, arrival times, and later turns."""
         digest = hashlib.sha256()
         for item in self.items:
             tokens = np.asarray(item.prompt_token_ids, dtype="<i8")
@@ -155,9 +150,9 @@ class Workload:
             if item.images:
                 digest.update(json.dumps(item.images).encode())
             if item.turns:
+                messages = [asdict(message) for message in item.messages]
                 later = [turn.record for turn in item.turns]
-                spoken = [asdict(message) for message in item.messages]
-                digest.update(json.dumps([spoken, later], sort_keys=True).encode())
+                digest.update(json.dumps([messages, later], sort_keys=True).encode())
             if item.after is not None or item.cancel_seconds is not None:
                 linked = [item.after, item.gap_seconds, item.cancel_seconds]
                 digest.update(json.dumps(linked).encode())
@@ -165,12 +160,10 @@ class Workload:
 
     @property
     def is_multi_turn(self) -> bool:
-        """Whether any item is a conversation of several turns."""
         return any(item.turns for item in self.items)
 
     @property
     def num_images(self) -> int:
-        """Images of all items."""
         return sum(len(item.images) for item in self.items)
 
     @property
@@ -187,7 +180,6 @@ class Workload:
 
     @property
     def num_requests(self) -> int:
-        """Requests of all items: every turn is one."""
         return sum(1 + len(item.turns) for item in self.items)
 
     @property
@@ -200,10 +192,8 @@ class Workload:
 
     def with_arrivals(self, offsets: Sequence[float]) -> Workload:
         """The same requests, due at `offsets` seconds from the start of the run."""
-        items = tuple(
-            replace(item, arrival_seconds=float(offset))
-            for item, offset in zip(self.items, offsets, strict=True)
-        )
+        pairs = zip(self.items, offsets, strict=True)
+        items = tuple(replace(item, arrival_seconds=float(offset)) for item, offset in pairs)
         return replace(self, items=items)
 
 
@@ -218,7 +208,6 @@ def shared_tokens(workload: Workload) -> float | None:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
     same = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(same, min(len(one), len(other)))
 
@@ -232,11 +221,7 @@ def numbered(pairs: Sequence[tuple[Sequence[int], int]]) -> tuple[WorkloadItem, 
 
 
 def read_text(path: Path, what: str = "dataset") -> str:
-    """The text of a file.
-
-    Raises:
-        BadInput: no such file, or no UTF-8; the message begins with `what`.
-    """
+    """The text of a file. Raises BadInput: no such file, or no UTF-8; the message begins with `what`."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (FileNotFoundError, IsADirectoryError) as error:
@@ -264,11 +249,9 @@ def fit_lengths(
 ) -> tuple[dict[str, int], list[str]]:
     """Lengths (in tokens) that together fit the context, and a note if a default was reduced.
 
-    `asked` has None for options that are not set: there the default applies, reduced in proportion when
-    the context is too small. `flags` is the common prefix of the options.
-
-    Raises:
-        BadInput: a length below 1 (a prefix may be 0), or explicit lengths that do not fit.
+    `asked` has None for options that are not set: there the default applies, reduced in proportion when the
+    context is too small. `flags` is the common prefix of the options. Raises BadInput: a length below 1 (a
+    prefix may be 0), or explicit lengths that do not fit.
     """
     fixed = {name: length for name, length in asked.items() if length is not None}
     for name, length in fixed.items():
@@ -296,12 +279,9 @@ def arrival_offsets(
     """Seconds from the start of the run at which each of `count` requests is due, ascending.
 
     Gaps are drawn from Gamma(shape = burstiness, scale = 1/(rate·burstiness)): 1 is Poisson, less is
-    burstier, infinity is one request every 1/rate seconds. As in vLLM the sum is then rescaled so
-    that the last request is due at exactly `count / rate`: the rate is the one asked for, and the
-    process is a Poisson process conditioned on its end.
-
-    Raises:
-        BadInput: a rate or burstiness that is not above zero.
+    burstier, infinity is one request every 1/rate seconds. As in vLLM the sum is then rescaled so that the
+    last request is due at exactly `count / rate`: the rate is the one asked for, and the process is a Poisson
+    process conditioned on its end. Raises BadInput: a rate or burstiness that is not above zero.
     """
     if not request_rate > 0:
         raise BadInput(f"--request-rate is {request_rate}: it must be above 0, or inf")
@@ -327,12 +307,10 @@ def ramp_offsets(
 ) -> np.ndarray:
     """Seconds at which each of `count` requests is due while the rate climbs (or falls).
 
-    The rate is a function of the request's index, not of time, as in vLLM: request i of n has
-    p = i/(n - 1) behind it and the rate start + (end - start)·p (`linear`) or start·(end/start)^p
-    (`exponential`); its gap is drawn around the inverse of that. Nothing is rescaled.
-
-    Raises:
-        BadInput: a rate or burstiness that is not above zero, or an unknown strategy.
+    The rate is a function of the request's index, not of time, as in vLLM: request i of n has p = i/(n - 1)
+    behind it and the rate start + (end - start)·p (`linear`) or start·(end/start)^p (`exponential`); its gap
+    is drawn around the inverse of that. Nothing is rescaled. Raises BadInput: a rate or burstiness that is
+    not above zero, or an unknown strategy.
     """
     rates = ramp_rates(count, strategy, start_rps, end_rps)
     if not burstiness > 0:
@@ -344,11 +322,8 @@ def ramp_offsets(
 
 
 def ramp_rates(count: int, strategy: str, start_rps: float, end_rps: float) -> np.ndarray:
-    """The rate under which each of `count` requests of a ramp is sent.
-
-    Raises:
-        BadInput: a rate that is not above zero, or an unknown strategy.
-    """
+    """The rate under which each of `count` requests of a ramp is sent. Raises BadInput: a rate that is not
+    above zero, or an unknown strategy."""
     if not (0 < start_rps < math.inf and 0 < end_rps < math.inf):
         raise BadInput(f"ramp-up from {start_rps} to {end_rps}: both rates must be above 0")
     done = np.arange(count) / max(count - 1, 1)
@@ -376,9 +351,8 @@ def openings(workload: Workload, *, endless: bool) -> Iterator[Opening]:
     names = first_tokens_of_cycles(workload) if endless else ()
     for cycle in count():
         for item in ordered:
-            yield Opening(
-                cycle, in_cycle(item, cycle, names), item.arrival_seconds + cycle * period
-            )
+            due = item.arrival_seconds + cycle * period
+            yield Opening(cycle, in_cycle(item, cycle, names), due)
         if not endless:
             return
 
@@ -401,9 +375,7 @@ def cycle_seconds(workload: Workload) -> float:
 
 
 def check_endless(workload: Workload, max_concurrency: int | None) -> None:
-    """Raises:
-    BadInput: nothing limits how many requests a run of fixed duration sends at once.
-    """
+    """Raises BadInput where nothing limits how many requests a run of fixed duration sends at once."""
     if max_concurrency is None and cycle_seconds(workload) == 0:
         raise BadInput(
             "--duration repeats the workload, and nothing limits it: give --max-concurrency or a finite "
@@ -412,7 +384,7 @@ def check_endless(workload: Workload, max_concurrency: int | None) -> None:
 
 
 def first_tokens_of_cycles(workload: Workload) -> list[int]:
-    """Different token ids for the cycles, taken from within the prompts; the first is not used."""
+    """Token ids for the cycles, taken from within the prompts; the first is not used."""
     first = {item.prompt_token_ids[0] for item in workload.items}
     inner = {token for item in workload.items for token in item.prompt_token_ids[1:]}
     return [min(first), *(sorted(inner - first) or sorted(first))]

@@ -12,8 +12,7 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.base.option import offer
 from llmopt.bench.load.address import PATHS
-from llmopt.bench.options.values import BACKENDS, NAMES
-from llmopt.bench.workloads.datasets import _BUILDERS
+from llmopt.bench.options.values import BACKENDS, DATASETS
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.registry import format_names
 from llmopt.quant.methods.options import SchemeOptions
@@ -159,7 +158,9 @@ def test_the_names_known_without_torch_are_those_of_the_registries() -> None:
         assert method.default_format in FORMATS
         assert callable(import_module(f"llmopt.quant.methods.{method.module}").quantize_layer)
     assert [*format_names()] == [*FORMATS]
-    assert [*NAMES] == [*_BUILDERS]
+    for builder in DATASETS.values():
+        module, _, function = builder.partition(".")
+        assert callable(getattr(import_module(f"llmopt.bench.workloads.{module}"), function))
     assert {*PATHS} == {*BACKENDS.values()}
 
 

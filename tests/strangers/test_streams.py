@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.load.http1 import Response
+from llmopt.bench.load.exchange import Response
 from llmopt.bench.load.stream import chunk_tokens
 from llmopt.bench.load.worker import _read
 

@@ -13,10 +13,17 @@ from typing import Any
 
 import pytest
 import typer
-from llmopt.bench.load.certify import ClientError, client_error, judge, measure_client
 from llmopt.bench.load.exchange import Answer, EncodedRequest, Endpoint, Exchange, WorkerJob
-from llmopt.bench.load.fleet import Fleet, FleetPass, default_workers
-from llmopt.bench.load.known_server import VARIANTS, known_server
+from llmopt.bench.load.fleet import (
+    ClientError,
+    Fleet,
+    FleetPass,
+    client_error,
+    default_workers,
+    judge,
+    measure_client,
+)
+from llmopt.bench.load.known_server import known_server
 from llmopt.bench.load.stream import AT_END, PER_CHUNK, chunk_tokens
 from llmopt.bench.load.worker import Pass, Pool
 from llmopt.bench.machine.environment import without_secrets
@@ -24,6 +31,7 @@ from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
 from llmopt.cli.main import run_guarded
 
+from ...support.odd_known_server import VARIANTS, odd_server
 from ...support.simulated_clock import SimulatedClock, SimulatedLoop
 
 
@@ -164,10 +172,10 @@ def test_a_starved_run_is_marked_and_gets_no_verdict(
 
 @pytest.mark.whole
 def test_the_table_of_the_clients_error(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    from llmopt.bench.load import certify
+    from llmopt.bench.load import fleet
 
-    check = certify.check_client
-    monkeypatch.setattr(certify, "check_client", lambda *a, **k: check(*a, streams=(1, 3), **k))
+    check = fleet.check_client
+    monkeypatch.setattr(fleet, "check_client", lambda *a, **k: check(*a, streams=(1, 3), **k))
     assert llmopt("bench", "--check-client", "--client-workers", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["streams"] for one in found["errors"]] == [1, 3]
@@ -213,7 +221,7 @@ def test_requests_succeed_on_servers_of_every_form(variant: str, fleet: Fleet) -
     body = json.dumps({"prompt": "x", "max_tokens": 4, "stream": True}).encode()
     requests = [EncodedRequest(f"r{number}", body, number * 0.02) for number in range(24)]
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-    with known_server(10.0, 2.0, variant) as port:
+    with odd_server(10.0, 2.0, variant) as port:
         sent = fleet.run(Endpoint("127.0.0.1", port, head, timeout=60.0), requests, None)
     assert [exchange.answer.error for exchange in sent.exchanges] == [""] * 24
     by_end = VARIANTS[variant].usage_at_end

@@ -6,8 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from llmopt.bench.load.exchange import Answer
-from llmopt.bench.load.http1 import NotHttp, Response
+from llmopt.bench.load.exchange import Answer, NotHttp, Response
 from llmopt.bench.load.stream import (
     AT_END,
     PER_CHUNK,

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
-from llmopt.bench.load.address import RERANK
 from llmopt.bench.load.driver import batches
 from llmopt.bench.load.started_server import preset, server_arguments
 from llmopt.bench.load.stream import read_pooled
 from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.options.values import RERANK
 from llmopt.bench.record.result import BenchRun
 from llmopt.bench.report.run_report import run_page, run_verdict
 from llmopt.bench.session.run_sessions import run_bench, write_run

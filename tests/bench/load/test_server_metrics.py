@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from llmopt.bench.load.address import Address
+from llmopt.bench.load.address import Address, Sample, Scraper, parse_samples, pass_metrics
 from llmopt.bench.load.json_http import _opener
-from llmopt.bench.load.server_metrics import Sample, Scraper, parse_samples, pass_metrics
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.page.templates import sections_of
+from llmopt.bench.page.page import sections_of
 from llmopt.bench.report.run_report import run_page
 from llmopt.bench.session.run_sessions import run_bench
 

@@ -14,10 +14,9 @@ from llmopt.bench.load.inprocess import (
     split_sentence,
 )
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.page.page import ReportTable
-from llmopt.bench.page.templates import tables_of
+from llmopt.bench.page.page import ReportTable, tables_of
 from llmopt.bench.report.parts import shared
-from llmopt.bench.session.engine_session import EngineSession
+from llmopt.bench.session.target_sessions import EngineSession
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.step import Phase
 from llmopt.engine.execution.step_loop import StepTrace

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from llmopt.bench.load.exchange import Answer
-from llmopt.bench.load.http1 import Response
+from llmopt.bench.load.exchange import Answer, Response
 from llmopt.bench.load.stream import AT_END, PER_CHUNK, PER_EVENT, chunk_tokens, read_stream
 from llmopt.bench.load.worker import _read
 from llmopt.bench.metrics.metrics import count_good

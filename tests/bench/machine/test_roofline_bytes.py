@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.engine_session import load_engine
+from llmopt.bench.session.target_sessions import load_engine
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.kernels.linear.native_linear import PackedLinear
 from llmopt.engine.kernels.linear.onednn_linear import OneDnnLinear

@@ -15,7 +15,7 @@ from llmopt.bench.metrics.trace import (
     step_trace_part,
     write_steps,
 )
-from llmopt.bench.page.templates import sections_of
+from llmopt.bench.page.page import sections_of
 from llmopt.bench.report.figures import _rate, steps_svg
 from llmopt.engine.execution.step_loop import StepTrace
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from llmopt.bench.page.page import MarkedText, Page, ReportVerdict, Section, to_html, to_markdown
-from llmopt.bench.page.templates import sections_of
+from llmopt.bench.page.page import (
+    MarkedText,
+    Page,
+    ReportVerdict,
+    Section,
+    sections_of,
+    to_html,
+    to_markdown,
+)
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
 from llmopt.bench.quality.summary import hurt_passages, worst_runs
 from llmopt.bench.report.parts import marked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmopt.bench.page.templates import sections_of
+from llmopt.bench.page.page import sections_of
 from llmopt.bench.report.parts import layer_errors, layer_rows, recorded_layer_errors
 
 

@@ -21,7 +21,7 @@ from llmopt.bench.record.comparable import (
     place_of,
     unknown_facts,
 )
-from llmopt.bench.record.identity import IDENTITY as IDENTITY_FIELDS
+from llmopt.bench.record.run_record import IDENTITY as IDENTITY_FIELDS
 from llmopt.bench.report.comparison import verdict_of
 
 from tests.support.run_results import IDENTITY, result_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.record import identity
+from llmopt.bench.record import run_record
 from llmopt.engine.config.config import EngineConfig
 from llmopt.quant.source.models import resolve_model
 
@@ -22,9 +22,9 @@ def test_async_scheduling_is_recorded_as_it_ran(
     def taken(*_: Any, **parts: Any) -> dict[str, Any]:
         return parts
 
-    monkeypatch.setattr(identity, "identity_part", taken)
-    monkeypatch.setattr(identity, "hardware_facts", lambda device: {})
-    monkeypatch.setattr(identity, "machine_name", lambda device: "")
+    monkeypatch.setattr(run_record, "identity_part", taken)
+    monkeypatch.setattr(run_record, "hardware_facts", lambda device: {})
+    monkeypatch.setattr(run_record, "machine_name", lambda device: "")
     engine: Any = SimpleNamespace(
         config=EngineConfig(async_scheduling=asked),
         device=SimpleNamespace(type=device),
@@ -33,6 +33,6 @@ def test_async_scheduling_is_recorded_as_it_ran(
         activation_bits=16,
     )
     options, workload = BenchOptions(async_scheduling=asked), SimpleNamespace()
-    made: Any = identity.engine_identity(options, engine, resolve_model("stories260K"), workload)  # pyright: ignore[reportArgumentType]
+    made: Any = run_record.engine_identity(options, engine, resolve_model("stories260K"), workload)  # pyright: ignore[reportArgumentType]
     assert made["engine"].get("overlapped_loop", False) is recorded
     assert "async_scheduling" not in made["engine"]

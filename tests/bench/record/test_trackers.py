@@ -9,7 +9,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from llmopt.bench.record.tracking import TrackedRun, log_run, of_result, of_sweep, open_trackers
+from llmopt.bench.record.tracking import (
+    TrackedRun,
+    TrackingOptions,
+    log_run,
+    of_result,
+    of_sweep,
+)
 from llmopt.cli.main import main
 
 FAST = ["--num-prompts", "4", "--num-runs", "1", "--output-len", "4", "--num-threads", "1"]
@@ -159,7 +165,7 @@ def test_a_failing_tracker_keeps_the_run(wandb: FakeWandb, tmp_path: Path) -> No
     wandb.fails = True
     lines: list[str] = []
     run = TrackedRun("a run/1", {}, {"x": 1.0}, tmp_path)
-    log_run(open_trackers(wandb_project="p"), run, lines.append)
+    log_run(TrackingOptions(wandb_project="p").trackers(), run, lines.append)
     assert lines == [f"not logged to W&B: disk full; the run is in {tmp_path}"]
     assert wandb.noted["exit_code"] == 1
 

@@ -18,9 +18,16 @@ from llmopt.bench.gate.score_checks import QualityGate
 from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.page.page import Page, ReportTable, ReportVerdict, Section, to_html, to_markdown
+from llmopt.bench.page.page import (
+    Page,
+    ReportTable,
+    ReportVerdict,
+    Section,
+    sections_of,
+    to_html,
+    to_markdown,
+)
 from llmopt.bench.page.plot_style import canvas, to_svg
-from llmopt.bench.page.templates import sections_of
 from llmopt.bench.record.result import (
     SCHEMA_VERSION,
     RunData,
@@ -33,7 +40,7 @@ from llmopt.bench.record.result import (
 )
 from llmopt.bench.record.run_record import vllm_part
 from llmopt.bench.report.comparison import comparison_page
-from llmopt.bench.report.parts import formulas
+from llmopt.bench.report.parts import formula_table
 from llmopt.bench.report.run_report import console_table, planned, write_report
 
 VLLM_KEYS = [
@@ -219,7 +226,7 @@ def test_report_states_formulas_and_holds_its_figures(tmp_path: Path) -> None:
     assert html.count("<svg ") == 2
     for formula in ("(e2el − ttft) / (output tokens − 1)", "linear interpolation"):
         assert formula in html
-    assert all(name in html for name in formulas())
+    assert all(name in html for name, _ in formula_table().rows)
     assert "A &lt;note&gt; &amp; more" in html
     for fetch in ("src=", "<script", "<link", "@import"):
         assert fetch not in html

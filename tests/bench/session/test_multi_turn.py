@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.record.identity import conversations_part
-from llmopt.bench.session.engine_session import EngineSession
+from llmopt.bench.record.run_record import conversations_part
 from llmopt.bench.session.run_sessions import run_bench
+from llmopt.bench.session.target_sessions import EngineSession
 from llmopt.cli.bench import bench
 from llmopt.cli.freeze import freeze
 from llmopt.cli.main import run_guarded

@@ -58,7 +58,7 @@ def test_loglikelihoods_equal_those_on_the_engine(server: RunningServer, local: 
         local.rolling_loglikelihoods(texts), rel=1e-5
     )
     # Windows leave room for the last target and for a generated token.
-    assert remote.max_inputs == 510
+    assert remote.backend.max_inputs == 510
     assert remote.rolling_loglikelihoods([" ".join(STORIES[:6])])[0] < -500
 
 

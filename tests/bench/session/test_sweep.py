@@ -123,7 +123,7 @@ def test_sweep_over_rates_begins_at_the_serial_rate(monkeypatch: pytest.MonkeyPa
     options = BenchOptions(num_prompts=8, output_len=6, num_threads=1, num_runs=2)
     found = sweep_loads(SweepTarget(options, "rate"), None)
     assert found.serial_rate is not None
-    rates = [one["rate"] for one in found.ordered()]
+    rates = [one["rate"] for one in found.as_dict()["points"]]
     assert rates == pytest.approx([found.serial_rate * 0.5 * 2**n for n in range(len(rates))])
     record = found.as_dict()
     assert "concurrency" not in record["points"][0]

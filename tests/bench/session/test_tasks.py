@@ -13,7 +13,7 @@ import torch
 import typer
 from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.page.templates import tables_of
+from llmopt.bench.page.page import tables_of
 from llmopt.bench.quality.task_items import metric_rows
 from llmopt.bench.report.parts import shared
 from llmopt.bench.session.sweep import SweepTarget
@@ -23,6 +23,8 @@ from llmopt.bench.session.tasks import (
     TaskWindow,
     clipped,
     decode,
+    encode,
+    encode_pair,
     generation_params,
     lm_eval_model,
     prepare_tasks,
@@ -80,8 +82,8 @@ def test_loglikelihoods_equal_those_of_transformers(scorer: TaskScorer, referenc
     pairs += [("Once upon a", " time"), ("Once upon a time ", "there was"), ("", STORIES[0][:60])]
     found = scorer.loglikelihoods(pairs)
     for (context, continuation), (logprob, is_greedy) in zip(pairs, found, strict=True):
-        begin, rest = scorer.encode_pair(context, continuation)
-        assert scorer.encode(context + continuation)[len(begin) :] == rest
+        begin, rest = encode_pair(scorer.tokenizer, context, continuation)
+        assert encode(scorer.tokenizer, context + continuation)[len(begin) :] == rest
         wanted = expected(reference, (begin + rest)[:-1], rest)
         assert logprob == pytest.approx(wanted[0], abs=2e-3)
         assert is_greedy == wanted[1]
@@ -90,8 +92,8 @@ def test_loglikelihoods_equal_those_of_transformers(scorer: TaskScorer, referenc
 
 def test_a_context_that_is_too_long_loses_its_beginning(scorer: TaskScorer, reference: Any) -> None:
     context, continuation = LONG, STORIES[6][:50]
-    begin, rest = scorer.encode_pair(context, continuation)
-    assert len(begin) > scorer.max_inputs == 512
+    begin, rest = encode_pair(scorer.tokenizer, context, continuation)
+    assert len(begin) > scorer.backend.max_inputs == 512
     ((logprob, _),) = scorer.loglikelihoods([(context, continuation)])
     wanted, _ = expected(reference, (begin + rest)[-513:][:-1], rest)
     assert logprob == pytest.approx(wanted, abs=2e-3)
@@ -129,7 +131,7 @@ def test_rolling_windows_are_those_of_lm_eval_itself() -> None:
 def test_a_long_text_is_scored_in_windows(scorer: TaskScorer, reference: Any) -> None:
     texts = [STORIES[0], LONG]
     found = scorer.rolling_loglikelihoods(texts)
-    split = [list(rolling_windows(scorer.encode(text), 1, 512)) for text in texts]
+    split = [list(rolling_windows(encode(scorer.tokenizer, text), 1, 512)) for text in texts]
     for windows, logprob in zip(split, found, strict=True):
         wanted = sum(expected(reference, *one)[0] for one in windows)
         assert logprob == pytest.approx(wanted, rel=1e-5)
@@ -140,7 +142,7 @@ def test_generation_is_greedy_and_stops(scorer: TaskScorer, reference: Any) -> N
     contexts = ["Once upon a time", "Tom and his dog"]
     free = scorer.generate([(one, {"max_gen_toks": 24}) for one in contexts])
     for context, text in zip(contexts, free, strict=True):
-        ids = torch.tensor([scorer.encode(context)])
+        ids = torch.tensor([encode(scorer.tokenizer, context)])
         wanted = reference.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
         assert text and text == decode(scorer._tokenizer, wanted.tolist())
     stopped = scorer.generate([(one, {"until": ["."], "max_gen_toks": 60}) for one in contexts])
@@ -150,7 +152,7 @@ def test_generation_is_greedy_and_stops(scorer: TaskScorer, reference: Any) -> N
     ] == [True, True]
     # A context too long for 60 more tokens is truncated on the left.
     (text,) = scorer.generate([(LONG + " Once upon a", {"until": ".", "max_gen_toks": 60})])
-    ids = torch.tensor([scorer.encode(LONG + " Once upon a")[-452:]])
+    ids = torch.tensor([encode(scorer.tokenizer, LONG + " Once upon a")[-452:]])
     wanted = reference.generate(ids, max_new_tokens=60, do_sample=False)[0, 452:]
     assert text and text == decode(scorer._tokenizer, wanted.tolist()).split(".")[0]
     with pytest.raises(BadInput, match="600 tokens; 512 fit"):

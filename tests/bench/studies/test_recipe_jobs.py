@@ -180,7 +180,7 @@ def test_shared_scores_join_to_the_bytes_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from llmopt.bench.options.options import BenchOptions
-    from llmopt.bench.session.engine_session import load_engine
+    from llmopt.bench.session.target_sessions import load_engine
     from llmopt.recipes import MODELS
 
     monkeypatch.setattr(scoring, "TOKENS_BETWEEN_PREFILLS", 250)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.engine_session import EngineSession
+from llmopt.bench.session.target_sessions import EngineSession
 from llmopt.bench.workloads.datasets import (
     build_workload,
     freeze_workload,

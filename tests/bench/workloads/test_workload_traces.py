@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.engine_session import EngineSession
+from llmopt.bench.session.target_sessions import EngineSession
 from llmopt.bench.workloads.datasets import build_workload, resolved_options
 from llmopt.bench.workloads.traces import BUNDLED, read_trace, trace_workload
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.http_session import server_address
+from llmopt.bench.session.target_sessions import server_address
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests.request_record import KeyRing
 
