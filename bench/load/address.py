@@ -252,26 +252,19 @@ def gpu_of_metrics(address: Address) -> str | None:
 SampleKind = Literal["counter", "gauge", "sum", "count"]
 PREFIXES = ("llmopt_", "vllm:", "sglang:", "llamacpp:")
 """Where a server has a metric under two of them, the first is read."""
-SYNONYMS = {
-    "kv_cache_usage_ratio": "kv_cache_usage",
-    "kv_cache_usage_perc": "kv_cache_usage",
-    "gpu_cache_usage_perc": "kv_cache_usage",
-    "token_usage": "kv_cache_usage",
-    "num_running_reqs": "num_requests_running",
-    "requests_processing": "num_requests_running",
-    "num_queue_reqs": "num_requests_waiting",
-    "requests_deferred": "num_requests_waiting",
-    "num_preemptions_total": "num_preemptions",
-    "prefix_cache_queries_total": "prefix_cache_queries",
-    "gpu_prefix_cache_queries_total": "prefix_cache_queries",
-    "prefix_cache_hits_total": "prefix_cache_hits",
-    "gpu_prefix_cache_hits_total": "prefix_cache_hits",
-    "prompt_tokens_total": "prompt_tokens",
-    "generation_tokens_total": "generation_tokens",
-    "tokens_predicted_total": "generation_tokens",
-    "spec_decode_num_draft_tokens_total": "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens_total": "spec_decode_num_accepted_tokens",
+_ALIASES = {
+    "kv_cache_usage": "kv_cache_usage_ratio kv_cache_usage_perc gpu_cache_usage_perc token_usage",
+    "num_requests_running": "num_running_reqs requests_processing",
+    "num_requests_waiting": "num_queue_reqs requests_deferred",
+    "num_preemptions": "num_preemptions_total",
+    "prefix_cache_queries": "prefix_cache_queries_total gpu_prefix_cache_queries_total",
+    "prefix_cache_hits": "prefix_cache_hits_total gpu_prefix_cache_hits_total",
+    "prompt_tokens": "prompt_tokens_total",
+    "generation_tokens": "generation_tokens_total tokens_predicted_total",
+    "spec_decode_num_draft_tokens": "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens": "spec_decode_num_accepted_tokens_total",
 }
+SYNONYMS = {alias: name for name, aliases in _ALIASES.items() for alias in aliases.split()}
 SHARES = {"kv_cache_usage", "cache_hit_rate"}
 """Gauges that are averaged over engines, not summed."""
 PATH = "/metrics"

@@ -24,7 +24,6 @@ from ..workloads.workload import ConversationTurn, Message, Workload, WorkloadIt
 from .address import Address, ServedModel
 from .exchange import (
     MARK,
-    Answer,
     EncodedRequest,
     EncodedTurn,
     Exchange,
@@ -405,23 +404,15 @@ class HttpDriver:
             lora=self._adapter(item.request_id),
             hidden_tokens=answer.hidden_tokens,
         )
-        trace.error = answer.error or self._incomplete(batch, answer, trace)
+        trace.error, expected = answer.error, len(batch) - (self._body.backend == RERANK)
+        if not trace.error and is_pooled and answer.num_results != expected:
+            trace.error = f"the response has {answer.num_results} results for {expected} inputs"
+        elif not trace.error and not is_pooled and not trace.output_len:
+            hidden = answer.hidden_tokens
+            reasoning = f" but {hidden} of reasoning" if hidden else ""
+            trace.error = f"the response has no token{reasoning}"
         trace.success = not trace.error
         return trace
-
-    def _incomplete(
-        self, batch: tuple[WorkloadItem, ...], answer: Answer, trace: RequestTrace
-    ) -> str:
-        """Words on what a well-formed response lacks; empty if nothing."""
-        if not self._endpoint.is_pooled:
-            if trace.output_len:
-                return ""
-            hidden = answer.hidden_tokens
-            return f"the response has no token{f' but {hidden} of reasoning' if hidden else ''}"
-        expected = len(batch) - (self._body.backend == RERANK)
-        if answer.num_results == expected:
-            return ""
-        return f"the response has {answer.num_results} results for {expected} inputs"
 
 
 def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:

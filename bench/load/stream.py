@@ -53,7 +53,10 @@ def events(chunks: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, bytes
         buffer = rest + data
         # A CR at the end may be half of a CRLF: keep it for the next read.
         half = b"\r" if buffer.endswith(b"\r") else b""
-        *whole, rest = _unix(buffer[: len(buffer) - len(half)]).split(b"\n")
+        buffer = buffer.removesuffix(half)
+        if b"\r" in buffer:
+            buffer = buffer.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *whole, rest = buffer.split(b"\n")
         rest += half
         for line in whole:
             if line:
@@ -76,10 +79,6 @@ def _read_line(line: bytes, lines: list[bytes], name: bytes) -> bytes:
     if field == b"event":
         return value.strip()
     return field if field == b"error" else name
-
-
-def _unix(data: bytes) -> bytes:
-    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
 
 
 @dataclass(slots=True)
@@ -123,8 +122,12 @@ def read_stream(chunks: Iterable[tuple[float, bytes]]) -> Answer:
                 index = choice.get("index") or 0
                 has_ended = ends.get(index, False)
                 ends[index] = has_ended or chunk.ends
+                part = choice.get("delta") or choice.get("message") or {}
+                is_empty = chunk.is_delta and not chunk.text and not chunk.ends
+                if is_empty and (not part or "role" in part):
+                    continue  # a chat's chunk that only names the role
                 # LiteLLM sends the usage in a choice of its own, after the finish reason.
-                if not _is_role_only(choice, chunk) and (chunk.text or not has_ended):
+                if chunk.text or not has_ended:
                     seen.append(chunk)
                     if written := event.get("llmopt_times"):
                         if not answer.server_times:
@@ -279,13 +282,6 @@ def _texts(part: Mapping[str, Any]) -> tuple[str, str]:
 
 def _text_of_parts(parts: Any) -> str:
     return parts if isinstance(parts, str) else "".join(p.get("text") or "" for p in parts or ())
-
-
-def _is_role_only(choice: dict[str, Any], chunk: Chunk) -> bool:
-    """A chat's chunk that names the role and delivers nothing."""
-    part = choice.get("delta") or choice.get("message") or {}
-    is_empty = not chunk.text and not chunk.ends
-    return chunk.is_delta and is_empty and (not part or "role" in part)
 
 
 def _is_cumulative(chunks: Sequence[Chunk]) -> bool:

@@ -60,24 +60,23 @@ class Pool:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._context = _tls_context(endpoint)
-        self._idle: deque[Connection] = deque()
+        self.idle: deque[Connection] = deque()
         self.num_opened = 0
 
     async def fill(self, count: int) -> None:
         """Open `count` connections ahead of time; failures surface in the requests that need them."""
         for begin in range(0, count, OPENING_AT_ONCE):
             wave = min(OPENING_AT_ONCE, count - begin)
-            opened = await asyncio.gather(
-                *(self._open() for _ in range(wave)), return_exceptions=True
-            )
-            self._idle += [c for c in opened if isinstance(c, Connection)]
+            opening = [self._open() for _ in range(wave)]
+            opened = await asyncio.gather(*opening, return_exceptions=True)
+            self.idle += [c for c in opened if isinstance(c, Connection)]
             if any(isinstance(c, BaseException) for c in opened):
                 return
 
     async def take(self) -> tuple[Connection, bool]:
         """(connection, whether it was opened before)."""
-        while self._idle:
-            connection = self._idle.pop()
+        while self.idle:
+            connection = self.idle.pop()
             if connection.is_open:
                 return connection, True
         return await self._open(), False
@@ -85,28 +84,21 @@ class Pool:
     def give_back(self, connection: Connection) -> None:
         if connection.is_open:
             connection.idle_since = time.perf_counter()
-            self._idle.append(connection)
-
-    def start_idling(self) -> None:
-        now = time.perf_counter()
-        for connection in self._idle:
-            connection.idle_since = now
+            self.idle.append(connection)
 
     def close_idle(self) -> None:
         before = time.perf_counter() - IDLE_SECONDS
-        while self._idle and self._idle[0].idle_since < before:
-            self._idle.popleft().close()
+        while self.idle and self.idle[0].idle_since < before:
+            self.idle.popleft().close()
 
     def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        while self.idle:
+            self.idle.pop().close()
 
     async def _open(self) -> Connection:
-        endpoint = self._endpoint
         self.num_opened += 1
-        return await Connection.open(
-            endpoint.host, endpoint.port, self._context, min(endpoint.timeout, 30.0)
-        )
+        endpoint, timeout = self._endpoint, min(self._endpoint.timeout, 30.0)
+        return await Connection.open(endpoint.host, endpoint.port, self._context, timeout)
 
 
 def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
@@ -168,7 +160,9 @@ class Pass:
     async def run(self, origin: float) -> None:
         """Send every request when it is due and a permit is free; ends with the last response or `stop`."""
         self._origin = origin
-        self._pool.start_idling()
+        now = time.perf_counter()
+        for connection in self._pool.idle:
+            connection.idle_since = now
         semaphore = SharedSemaphore(self._job.permits) if self._job.permits else None
         tasks: set[asyncio.Task[None]] = set()
         helpers = [asyncio.create_task(self._watch_lag())]
@@ -320,15 +314,9 @@ class Pass:
             exchange.answer.error = error or exchange.answer.error
             exchanges.append(exchange)
         lags = sorted(lag * 1000 for lag in self._lags) or [0.0]
-        return Report(
-            exchanges,
-            {
-                "mean": sum(lags) / len(lags),
-                "p99": lags[min(len(lags) - 1, int(len(lags) * 0.99))],
-                "max": lags[-1],
-            },
-            late_connections,
-        )
+        p99 = lags[min(len(lags) - 1, int(len(lags) * 0.99))]
+        lag_ms = {"mean": sum(lags) / len(lags), "p99": p99, "max": lags[-1]}
+        return Report(exchanges, lag_ms, late_connections)
 
 
 def _read(response: Response, endpoint: Endpoint) -> Answer:

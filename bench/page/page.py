@@ -165,19 +165,13 @@ class MarkedText:
     @property
     def markdown(self) -> str:
         """The text with its shaded runs bold, and everything else escaped."""
-        runs = groupby(self.shown, key=lambda piece: piece[1] > 0)
-        texts = ((shaded, _escaped("".join(text for text, *_ in run))) for shaded, run in runs)
-        return "".join(_bold(text) if shaded else text for shaded, text in texts)
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_{}\[\]<>#|~!&])", r"\\\1", text)
-
-
-def _bold(text: str) -> str:
-    """Bold without the spaces around, which Markdown does not take."""
-    inner = text.strip()
-    return text.replace(inner, f"**{inner}**") if inner else text
+        markdown = ""
+        for shaded, run in groupby(self.shown, key=lambda piece: piece[1] > 0):
+            text = re.sub(r"([\\`*_{}\[\]<>#|~!&])", r"\\\1", "".join(text for text, *_ in run))
+            if shaded and (inner := text.strip()):  # Markdown takes no spaces within bold
+                text = text.replace(inner, f"**{inner}**")
+            markdown += text
+        return markdown
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,18 +255,10 @@ Part = ReportVerdict | Card | Figure | ReportTable | MarkedText | Section
 
 
 def page_of(template: str, **record: Any) -> Page:
-    return _rendered(template, record).page()
+    return rendered(template, record).page()
 
 
-def sections_of(template: str, **record: Any) -> list[Section]:
-    return _rendered(template, record).sections
-
-
-def tables_of(template: str, **record: Any) -> list[ReportTable]:
-    return list(_rendered(f"## \n{{% include {template!r} %}}", record).sections[0].tables)
-
-
-def _rendered(template: str, record: Mapping[str, Any]) -> PageReader:
+def rendered(template: str, record: Mapping[str, Any]) -> PageReader:
     reader, environment = PageReader(), _template_environment()
     read = environment.from_string if "\n" in template else environment.get_template
     return reader.read(read(template).render(insert=reader.insert, **record))

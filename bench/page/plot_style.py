@@ -170,11 +170,9 @@ def whole_numbers(axis: Axes, *sides: Literal["x", "y"]) -> None:
 
 
 def themed(svg: str) -> str:
-    return re.sub(r"(?<=: )#[0-9a-f]{6}(?=[;\"])", lambda found: _variable(found[0]), svg)
-
-
-def _variable(colour: str) -> str:
-    return f"var(--{_NAMES[colour]})" if colour in _NAMES else colour
+    variables = {colour: f"var(--{name})" for colour, name in _NAMES.items()}
+    pattern = r"(?<=: )#[0-9a-f]{6}(?=[;\"])"
+    return re.sub(pattern, lambda found: variables.get(found[0], found[0]), svg)
 
 
 def to_svg(figure: Figure, alt: str) -> str:

@@ -121,7 +121,15 @@ def _differing(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     """{field: its values} of the fields that differ."""
     before, after = _fields(base), _fields(new)
     if {before.get("target"), after.get("target")} == {"in-process", "http"}:
-        _align(before, after)
+        # Facts that an in-process run knows, and a client does not of a server's machine, are unknown.
+        machines = sorted(
+            (side["machine"].removeprefix(CLIENT) for side in (before, after)), key=len
+        )
+        if machines[1].startswith(machines[0]):  # the other one names a GPU too
+            before["machine"] = after["machine"] = machines[0]
+        own, served = (before, after) if after["target"] == "http" else (after, before)
+        if not served.get(f"{HARDWARE}.gpu") or own["device"] != "cpu":
+            own["device"] = served["device"]
     names = dict.fromkeys([*before, *after])
     pairs = {field: (before.get(field), after.get(field)) for field in names}
     return {
@@ -142,17 +150,6 @@ def _fields(result: Mapping[str, Any]) -> dict[str, Any]:
         elif key not in IGNORED:
             found[key] = value
     return found
-
-
-def _align(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Treat facts that an in-process run knows of its machine, and a client does not of a server's, as
-    unknown."""
-    names = sorted((fields["machine"].removeprefix(CLIENT) for fields in (before, after)), key=len)
-    if names[1].startswith(names[0]):  # the other names a GPU too
-        before["machine"] = after["machine"] = names[0]
-    own, served = (before, after) if after["target"] == "http" else (after, before)
-    if not served.get(f"{HARDWARE}.gpu") or own["device"] != "cpu":
-        own["device"] = served["device"]
 
 
 def _shown(value: Any, absent: str = "none") -> str:

@@ -210,20 +210,19 @@ def _record(
         if dot:
             groups.setdefault(group, {})[field] = value
     versions, model = groups.pop("version", {}), str(said.get("model", UNKNOWN))
-    unknown = [
-        words
-        for name, words in ASKED.items()
-        if not any(key == name or key.startswith(f"{name}.") for key in said.keys() - NO_LOAD)
-    ]
+    known = {*said} - NO_LOAD
+    known |= {key.partition(".")[0] for key in known}
+    unknown = [words for name, words in ASKED.items() if name not in known]
     name = f"{file.parent.name}/{file.stem}".lstrip("/") + (f"#{number}" if number else "")
     digest = hashlib.sha256(file.read_bytes() + number.encode()).hexdigest()
+    workload_name = str(groups.get("shape", {}).get("dataset", "workload unknown"))
     identity = {
         "model": model,
         "model_hash": None,
         "quantization": said.get("quantization"),
         "dtype": said.get("dtype", UNKNOWN),
         "target": UNKNOWN,
-        "workload": str(groups.get("shape", {}).get("dataset", "workload unknown")),
+        "workload": workload_name,
         "workload_sha256": None,
         "load": {},
         "engine": {},
@@ -233,8 +232,7 @@ def _record(
         "tool": tool,
         **groups,
     }
-    weight_bytes = said.get("weight_bytes")
-    memory = dict.fromkeys(("weight_bytes", "checkpoint_bytes"), weight_bytes)
+    memory = dict.fromkeys(("weight_bytes", "checkpoint_bytes"), said.get("weight_bytes"))
     memory |= dict.fromkeys(("kv_cache_bytes", "peak_resident_bytes", "kv_cache"))
     absent = ("phases", "preemptions", "quality", "roofline", "energy", "tasks", "client")
     workload = {"name": identity["workload"], "source": tool, "notes": [], "num_requests": None}

@@ -74,15 +74,10 @@ def of_result(result: Mapping[str, Any], folder: Path) -> TrackedRun:
     level, and of `llmopt` quality, memory, energy, SLO share and server metrics."""
     ours = result["llmopt"]
     server = ours.get("server_metrics") or {}
-    parts = {
-        "quality": ours.get("quality") or {},
-        "memory": ours.get("memory") or {},
-        "energy": ours.get("energy") or {},
-        "slo": {"share": (ours.get("slo") or {}).get("share")},
-        "prefix_cache_hit_rate": ours.get("prefix_cache_hit_rate"),
-        "preemptions": ours.get("preemptions"),
-        "server": {"counters": server.get("counters"), "gauges": server.get("gauges")},
-    }
+    parts = {key: ours.get(key) for key in ("prefix_cache_hit_rate", "preemptions")}
+    parts |= {key: ours.get(key) or {} for key in ("quality", "memory", "energy")}
+    parts["slo"] = {"share": (ours.get("slo") or {}).get("share")}
+    parts["server"] = {key: server.get(key) for key in ("counters", "gauges")}
     top = {key: value for key, value in result.items() if key != "llmopt"}
     params = {**ours["identity"], "label": result.get("label"), "run_id": ours["run_id"]}
     return TrackedRun(ours["name"], texts(params), numbers({**top, **parts}), folder)

@@ -262,11 +262,23 @@ def score_served(
     reference, reason = None, None
     if options.reference is not None:
         try:
-            reference = reference_server(options, options.reference)
+            at = Address.parse(
+                options.reference,
+                headers=options.header,
+                api_key=options.api_key,
+                verify_tls=not options.insecure,
+            )
+            # Its model is the first that the server lists.
+            shared = {"base_url": options.reference, "model": None, "max_model_len": None}
+            its_model = find_served(options.model_copy(update=shared), at)
+            reference = ScoringServer.at(options, at, its_model)
         except (NoPromptLogprobs, BadInput) as error:
             reason = f"no distance from the reference {options.reference}: {error}"
     servers = [model] if reference is None else [model, reference]
-    passage = served_passage(options, served, min(server.max_model_len for server in servers))
+    limit = min(server.max_model_len for server in servers)
+    passage = quality_passage(options, served.tokenizer, limit)
+    if passage.longest >= limit:  # leave room for the token that a server generates after a prompt
+        passage = quality_passage(options, served.tokenizer, limit - 1)
     progress.start(f"quality of {served.model}", passage.num_scored, "tokens")
     try:
         return _scored(options, passage, servers, served, progress, reason)
@@ -274,26 +286,6 @@ def score_served(
         return ScoredQuality(reason=f"no quality: a window was not scored: {error}")
     finally:
         progress.finish()
-
-
-def reference_server(options: BenchOptions, url: str) -> ScoringServer:
-    """The server of the reference; its model is the first that it lists. Raises BadInput: no server there, or
-    none with a list of models; NoPromptLogprobs: it scores no prompts."""
-    address = Address.parse(
-        url, headers=options.header, api_key=options.api_key, verify_tls=not options.insecure
-    )
-    shared = {"base_url": url, "model": None, "max_model_len": None}
-    served = find_served(options.model_copy(update=shared), address)
-    return ScoringServer.at(options, address, served)
-
-
-def served_passage(options: BenchOptions, served: ServedModel, max_model_len: int) -> Passage:
-    """The passage as in process; windows that fill the context are one token shorter, for the token that a
-    server generates after a prompt."""
-    passage = quality_passage(options, served.tokenizer, max_model_len)
-    if passage.longest < max_model_len:
-        return passage
-    return quality_passage(options, served.tokenizer, max_model_len - 1)
 
 
 def _scored(

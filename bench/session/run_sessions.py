@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -51,11 +51,8 @@ VARIABLE = "LLMOPT_PASS_TURNS"
 
 @dataclass(frozen=True, slots=True)
 class PassTurns:
-    """The process's side of taking turns; without descriptors it never waits.
-
-    Attributes:
-        pair: shared id of the processes that take turns; None without any.
-    """
+    """The process's side of taking turns, with the shared id of the processes; without descriptors it never
+    waits."""
 
     read: int | None = None
     write: int | None = None
@@ -75,21 +72,16 @@ class PassTurns:
 
     def wait(self) -> None:
         """Say that this process is ready, and wait for its turn; go on alone if nobody gives turns."""
-        if self.read is None or self.write is None:
-            return
-        try:
-            os.write(self.write, b"r")
-            os.read(self.read, 1)
-        except OSError:
-            return
+        if self.read is not None and self.write is not None:
+            with contextlib.suppress(OSError):
+                os.write(self.write, b"r")
+                os.read(self.read, 1)
 
 
 @dataclass(slots=True)
 class TurnPipe:
-    """The other side: gives one process its turns. `environment` and `descriptors` are for its start.
-
-    Use: start the process with both, then call `started`; `ready` once, then `give` for every turn.
-    """
+    """The other side: gives one process its turns. Start the process with `environment` and `descriptors`,
+    then call `started`; `ready` once, then `give` for every turn."""
 
     pair: str
     _pipes: tuple[tuple[int, int], tuple[int, int]] = field(
@@ -140,15 +132,10 @@ class TurnPipe:
 
 def give_turns(turns: Sequence[TurnPipe]) -> None:
     """Give turns there and back (ABBA) until every process has ended. All are ready."""
-    for turn in order(turns):
+    for turn in cycle([*turns, *reversed(turns)]):
         turn.give()
-        if all(one.is_over for one in turns):
+        if all(process.is_over for process in turns):
             return
-
-
-def order(turns: Sequence[TurnPipe]) -> Iterator[TurnPipe]:
-    """A B B A A B B A …"""
-    return cycle([*turns, *reversed(turns)])
 
 
 ENVIRONMENT_NAME = "environment.json"
@@ -191,14 +178,13 @@ def run_interleaved(
     options: Sequence[BenchOptions], progress: Progress | None = None
 ) -> list[BenchRun]:
     """Measure several models or servers under the same load with interleaved passes; all are loaded at once.
-    Each round begins with a different one, to balance order effects. An interrupt ends all of them; those
-    with at least one pass are returned."""
+    Each round begins with a different one, to balance order effects. An interrupt ends all; those with at
+    least one pass are returned."""
     paired_runs = uuid.uuid4().hex
     shared = RunProgress.of(progress, options[0], len(options))
     with ExitStack() as stack:
-        sessions = [
-            stack.enter_context(open_session(each, shared, paired_runs)) for each in options
-        ]
+        opened = [open_session(own, shared, paired_runs) for own in options]
+        sessions = [stack.enter_context(session) for session in opened]
         for session in sessions:
             session.say_model()
         sessions[0].say_notes()
@@ -253,7 +239,7 @@ def run_judged(
 
 
 def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
-    """The paired runs, the base first. The base is also the quality reference unless one is set."""
+    """The paired runs, the base first; it is also the quality reference unless one is set."""
     is_url = against.startswith(("http://", "https://"))
     if is_url != (options.base_url is not None):
         raise BadInput(
@@ -264,18 +250,11 @@ def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
         return paired_servers(options, against)
     reference = options.reference or (against if options.quality else None)
     name = options.name or options.label or Path(options.model or DEFAULT_MODEL).name
-    base_name = Path(against).name
-    base = {
-        "model": against,
-        "name": base_name if base_name != name else f"{base_name}-base",
-        "reference": None,
-        # Injected delay applies to the new run.
-        "slowdown": 1.0,
-    }
-    return [
-        options.model_copy(update=base),
-        options.model_copy(update={"reference": reference, "name": name}),
-    ]
+    base_name = Path(against).name + ("-base" if Path(against).name == name else "")
+    # Injected delay applies to the new run.
+    base = {"model": against, "name": base_name, "reference": None, "slowdown": 1.0}
+    new = {"reference": reference, "name": name}
+    return [options.model_copy(update=base), options.model_copy(update=new)]
 
 
 def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
@@ -297,9 +276,8 @@ def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
     # The same tokenizer and maximum length give the same workload.
     limits = [served.max_model_len]
     with contextlib.suppress(BadInput):
-        limits.append(
-            Address.parse(against).model_card().get("max_model_len") or served.max_model_len
-        )
+        card = Address.parse(against).model_card()
+        limits.append(card.get("max_model_len") or served.max_model_len)
     reference = options.reference or (against if options.quality else None)
     shared = {"tokenizer": served.tokenizer_name, "max_model_len": min(limits)}
     return [

@@ -287,40 +287,30 @@ def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearc
 
 def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:
     """Double from `lowest` until a rate fails, then bisect geometrically to 5 %."""
-    if not keeps(lowest):
-        return SloResult(None, lowest)
-    good, bad = lowest, math.inf
-    for _ in range(MAX_DOUBLINGS):
-        if not keeps(good * 2):
-            bad = good * 2
-            break
-        good *= 2
-    if math.isinf(bad):
-        return SloResult(good, None)
-    while bad / good > 1 + PRECISION:
-        middle = math.sqrt(good * bad)
-        if keeps(middle):
-            good = middle
-        else:
-            bad = middle
-    return SloResult(good, bad)
+
+    def middle(good: float, bad: float) -> float | None:
+        return math.sqrt(good * bad) if bad / good > 1 + PRECISION else None
+
+    return _highest(keeps, lowest, lowest * 2**MAX_DOUBLINGS, middle)
 
 
 def highest_count(keeps: Callable[[float], bool], most: int) -> SloResult:
     """Double from 1 up to `most` until a count fails, then bisect to adjacent counts."""
-    if not keeps(1):
-        return SloResult(None, 1)
-    good, bad = 1, None
-    while good < most:
-        tried = min(good * 2, most)
-        if not keeps(tried):
-            bad = tried
-            break
-        good = tried
-    while bad is not None and bad - good > 1:
-        middle = (good + bad) // 2
-        if keeps(middle):
-            good = middle
-        else:
-            bad = middle
+
+    def middle(good: int, bad: int) -> int | None:
+        return (good + bad) // 2 if bad - good > 1 else None
+
+    return _highest(keeps, 1, most, middle)
+
+
+def _highest(keeps: Callable[[Any], bool], good: Any, most: Any, middle: Any) -> SloResult:
+    """Double `good` up to `most` until a load fails, then bisect by `middle`, which ends with None."""
+    if not keeps(good):
+        return SloResult(None, good)
+    bad = None
+    while bad is None and good < most:
+        load = min(good * 2, most)
+        good, bad = (load, None) if keeps(load) else (good, load)
+    while bad is not None and (load := middle(good, bad)) is not None:
+        good, bad = (load, bad) if keeps(load) else (good, load)
     return SloResult(good, bad)

@@ -108,17 +108,13 @@ class EngineSession(BenchSession):
             resolve_model(options.reference)
         self._images: dict[str, Any] | None = None
         self._step_split: dict[str, Any] | None = None
+        rule = {"assignment": options.lora_assignment, "seed": options.seed}
         self._target = InProcessTarget(
             self.engine,
             ignore_eos=options.ignore_eos,
             temperature=options.temperature,
             seed=options.seed,
-            adapter=partial(
-                adapter_of,
-                names=tuple(options.loras),
-                assignment=options.lora_assignment,
-                seed=options.seed,
-            ),
+            adapter=partial(adapter_of, names=tuple(options.loras), **rule),
         )
         self.engine.hook = injected_delay(options.slowdown, options.slowdown_where)
         name = options.name or options.label or short_name(self._model)

@@ -174,7 +174,9 @@ class RunningStart:
             self._log.unlink()
             return
         ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-        words = f"{ending}: {last_line(self._log) or 'it said nothing'}"
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")[:500]
+        words = f"{ending}: {last or 'it said nothing'}"
         raise Crash(self._start.name, f"start {self._start.folder.name} ended with {words}")
 
 
@@ -254,8 +256,3 @@ def has_option(command: Sequence[str], option: str, *, inherit_sources: bool) ->
         if done.returncode == 0:
             return option in done.stdout
     return False
-
-
-def last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")[:500]

@@ -288,14 +288,12 @@ class _Writer:
     def tool_definition(self) -> str:
         name = f"{self._rng.choice(VERBS)}_{self._rng.choice(OBJECTS)}"
         fields = self._rng.sample(OBJECTS, 2)
+        texts = {field: self.sentence().strip() for field in fields}
         properties = {
-            field: {"type": "string", "description": self.sentence().strip()} for field in fields
+            field: {"type": "string", "description": text} for field, text in texts.items()
         }
-        function = {
-            "name": name,
-            "description": self.sentence().strip(),
-            "parameters": {"type": "object", "properties": properties, "required": fields},
-        }
+        parameters = {"type": "object", "properties": properties, "required": fields}
+        function = {"name": name, "description": self.sentence().strip(), "parameters": parameters}
         return json.dumps({"type": "function", "function": function}) + "\n"
 
     def sentence(self) -> str:

@@ -50,9 +50,9 @@ NO_PAIR = "its first messages are not a question and an answer"
 STAND_IN_TURNS = (2, 6)
 
 
-def load_conversations(path: Path) -> list[list[Any]]:
-    """The turns of each entry of a ShareGPT file that has at least two. Raises BadInput: no such file, not
-    JSON (with the line), not a list, or nothing with two turns."""
+def load_conversations(path: Path, seed: int | None = None) -> list[list[Any]]:
+    """The turns of each entry of a ShareGPT file that has at least two, shuffled by a `seed`. Raises
+    BadInput: no such file, not JSON (with the line), not a list, or nothing with two turns."""
     text = read_text(path)
     try:
         data = parse_json(text)
@@ -67,6 +67,8 @@ def load_conversations(path: Path) -> list[list[Any]]:
     kept = [turns for turns in threads if turns is not None and len(turns) >= 2]
     if not kept:
         raise BadInput(f"dataset {path} has no entry with two conversation turns")
+    if seed is not None:
+        random.Random(seed).shuffle(kept)
     return kept
 
 
@@ -139,9 +141,7 @@ def sharegpt_workload(
     """`num_prompts` requests from a ShareGPT file, or from the bundled stand-in when `path` is None. Pairs
     that exceed the model's context are dropped too, and counted in the notes. Raises BadInput: the file is
     unusable, or the filter leaves no prompt."""
-    entries = load_conversations(path or STAND_IN)
-    if shuffle:
-        random.Random(seed).shuffle(entries)
+    entries = load_conversations(path or STAND_IN, seed if shuffle else None)
     pairs: list[tuple[list[int], int]] = []
     dropped: Counter[str] = Counter()
     for turns in entries:
@@ -152,8 +152,9 @@ def sharegpt_workload(
             dropped[NO_PAIR] += 1
             continue
         prompt_ids = list(tokenizer.encode(prompt))
-        length = output_len if output_len is not None else len(tokenizer.encode(answer))
-        reason = drop_reason(len(prompt_ids), length, length_is_forced=output_len is not None)
+        is_forced = output_len is not None
+        length = len(tokenizer.encode(answer)) if output_len is None else output_len
+        reason = drop_reason(len(prompt_ids), length, length_is_forced=is_forced)
         if reason is None and len(prompt_ids) + length > max_model_len:
             reason = f"longer than the model's context of {max_model_len} tokens"
         if reason is None:
@@ -165,11 +166,10 @@ def sharegpt_workload(
         reasons = ", ".join(f"{count} × {reason}" for reason, count in dropped.items())
         raise BadInput(f"{source}: the filter leaves no prompt ({reasons})")
     notes = [f"{count} conversations dropped: {reason}" for reason, count in dropped.items()]
-    if path is None:
-        notes.insert(0, STAND_IN_NOTE)
     if oversample:
         pairs = oversampled(pairs, num_prompts, seed, notes)
-    return Workload("sharegpt", source, numbered(pairs), tuple(notes), is_stand_in=path is None)
+    stand_in = [STAND_IN_NOTE] if path is None else []
+    return Workload("sharegpt", source, numbered(pairs), (*stand_in, *notes), path is None)
 
 
 def sharegpt_threads_workload(
@@ -194,10 +194,7 @@ def sharegpt_threads_workload(
     if path is None:
         threads = stand_in_threads(seed)
     else:
-        entries = load_conversations(path)
-        if shuffle:
-            random.Random(seed).shuffle(entries)
-        threads = map(exchanges_of, entries)
+        threads = map(exchanges_of, load_conversations(path, seed if shuffle else None))
     for thread in threads:
         if len(items) == num_prompts:
             break
@@ -209,11 +206,10 @@ def sharegpt_threads_workload(
     notes = builder.notes()
     if not items:
         raise BadInput(f"{source}: no conversation is left ({', '.join(notes)})")
-    if path is None:
-        notes.insert(0, STAND_IN_NOTE)
     if oversample:
         items = oversampled(items, num_prompts, seed, notes, "conversations")
-    return Workload("sharegpt", source, in_order(items), tuple(notes), is_stand_in=path is None)
+    stand_in = [STAND_IN_NOTE] if path is None else []
+    return Workload("sharegpt", source, in_order(items), (*stand_in, *notes), path is None)
 
 
 def exchanges_of(messages: list[Any]) -> list[SourceTurn]:

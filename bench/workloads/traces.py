@@ -73,7 +73,11 @@ def trace_workload(
     if speed != 1.0:
         notes.append(f"replayed at {speed:g} times the trace's speed")
     fit = [fitted(row, factor, max_model_len) for row in chosen]
-    added = template_lens(tokenizer) if as_text else (0, 0)
+    added = (0, 0)
+    if as_text:  # tokens that the chat template adds to a first user message, and to a later one
+        turn = SourceTurn((Message("user", ""),), "")
+        first, later = map(len, ChatSegments(tokenizer).split([turn, turn]))
+        added = (first, later)
     linked = Linked(replay, decode, speed, chosen[0].seconds, added)
     allowed = allowed_tokens(tokenizer)
     texts = BlockTokens(
@@ -176,13 +180,6 @@ def read_back(
     drawn = np.random.default_rng(seed).permutation(allowed)[:CANDIDATES].tolist()
     kept = sorted(filter(is_read_back, drawn))
     return np.array(kept) if kept else allowed
-
-
-def template_lens(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Tokens that the chat template adds to the first user message of a conversation, and to a later one."""
-    turn = SourceTurn((Message("user", ""),), "")
-    first, later = ChatSegments(tokenizer).split([turn, turn])
-    return len(first), len(later)
 
 
 class BlockTokens:

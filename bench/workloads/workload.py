@@ -307,10 +307,9 @@ def ramp_offsets(
 ) -> np.ndarray:
     """Seconds at which each of `count` requests is due while the rate climbs (or falls).
 
-    The rate is a function of the request's index, not of time, as in vLLM: request i of n has p = i/(n - 1)
-    behind it and the rate start + (end - start)·p (`linear`) or start·(end/start)^p (`exponential`); its gap
-    is drawn around the inverse of that. Nothing is rescaled. Raises BadInput: a rate or burstiness that is
-    not above zero, or an unknown strategy.
+    The rate is a function of the request's index, not of time, as in vLLM: at p = i/(n - 1) it is
+    start + (end - start)·p (`linear`) or start·(end/start)^p (`exponential`); gaps are drawn around its
+    inverse. Nothing is rescaled. Raises BadInput: a rate or burstiness of 0 or less, or another strategy.
     """
     rates = ramp_rates(count, strategy, start_rps, end_rps)
     if not burstiness > 0:

@@ -12,11 +12,11 @@ import pytest
 from llmopt.bench.load.address import Address, Sample, Scraper, parse_samples, pass_metrics
 from llmopt.bench.load.json_http import _opener
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.page.page import sections_of
 from llmopt.bench.report.run_report import run_page
 from llmopt.bench.session.run_sessions import run_bench
 
 from tests.support.live_server import make_engine, running
+from tests.support.page_parts import sections_of
 
 VLLM = """\
 # TYPE vllm:num_requests_running gauge
@@ -89,7 +89,7 @@ def test_a_run_has_the_metrics_of_its_server() -> None:
     assert metrics["counters"]["prompt_tokens"] == run.result["total_input_tokens"]
     assert all(each["counters"]["generation_tokens"] == 30 for each in metrics["runs"])
     assert ours["preemptions"] == 0 and metrics["gauges"]["kv_cache_usage"]["max"] >= 0
-    (section,) = sections_of("report/server_metrics.jinja", record=ours)
+    (section,) = sections_of("server_metrics", ours)
     assert section in run_page(run.result, {}).sections
     assert ["generation_tokens", "60"] in [list(row) for row in section.tables[1].rows]
 

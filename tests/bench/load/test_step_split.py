@@ -14,13 +14,15 @@ from llmopt.bench.load.inprocess import (
     split_sentence,
 )
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.page.page import ReportTable, tables_of
+from llmopt.bench.page.page import ReportTable
 from llmopt.bench.report.parts import shared
 from llmopt.bench.session.target_sessions import EngineSession
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.step import Phase
 from llmopt.engine.execution.step_loop import StepTrace
 from llmopt.engine.kernels.attention.dispatch import native_attention
+
+from tests.support.page_parts import tables_of
 
 from ...support.simulated_clock import SAMPLE_SECONDS, simulated_clock
 
@@ -31,7 +33,7 @@ OPTIONS = BenchOptions(
 
 
 def split_table(results: dict[str, Any]) -> ReportTable | None:
-    return next(iter(tables_of("report/step_split.jinja", results=results, **shared())), None)
+    return next(iter(tables_of("step_split", results, **shared())), None)
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

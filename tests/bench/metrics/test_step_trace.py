@@ -15,9 +15,10 @@ from llmopt.bench.metrics.trace import (
     step_trace_part,
     write_steps,
 )
-from llmopt.bench.page.page import sections_of
 from llmopt.bench.report.figures import _rate, steps_svg
 from llmopt.engine.execution.step_loop import StepTrace
+
+from tests.support.page_parts import sections_of
 
 
 def step(start: float, prefill: int = 0, decode: int = 2, blocks: int = 5, **other) -> StepTrace:
@@ -58,7 +59,7 @@ def test_totals(one):
     assert part["execute_seconds"] == pytest.approx(0.48)
     assert (part["preemptions"], part["peak_kv_blocks"], part["mean_rows"]) == (2, 9, 2)
     assert part["kv_unfilled_share"] == pytest.approx(12 / (19 * 8))
-    (section,) = sections_of("report/steps.jinja", steps=part)
+    (section,) = sections_of("step_totals", part)
     assert re.search(r"80\.0.% of their time", section.paragraphs[0])
     assert step_trace_part([LoadPass([], 1.0)], 8) is None
 

@@ -10,13 +10,14 @@ from llmopt.bench.page.page import (
     Page,
     ReportVerdict,
     Section,
-    sections_of,
     to_html,
     to_markdown,
 )
 from llmopt.bench.quality.positions import PositionScores, QualitySeries, SeriesWriter
 from llmopt.bench.quality.summary import hurt_passages, worst_runs
 from llmopt.bench.report.parts import marked
+
+from tests.support.page_parts import sections_of
 
 
 def test_worst_runs_stay_in_a_window_and_apart() -> None:
@@ -75,4 +76,4 @@ def test_without_a_reference_or_a_loss_there_is_no_passage() -> None:
 
 def test_older_results_have_no_section() -> None:
     for quality in (None, {"perplexity": 3.0}):
-        assert sections_of("report/quality.jinja", quality=quality) == []
+        assert sections_of("quality_by_position", quality) == []

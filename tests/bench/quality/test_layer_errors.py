@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmopt.bench.page.page import sections_of
 from llmopt.bench.report.parts import layer_errors, layer_rows, recorded_layer_errors
+
+from tests.support.page_parts import sections_of
 
 
 def layer_sections(results):
-    return sections_of("report/layers.jinja", results=results, layer_rows=layer_rows)
+    return sections_of("layer_errors", results, layer_rows=layer_rows)
 
 
 def manifest(errors: dict[str, float]) -> dict[str, object]:

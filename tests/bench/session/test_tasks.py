@@ -13,7 +13,6 @@ import torch
 import typer
 from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.page.page import tables_of
 from llmopt.bench.quality.task_items import metric_rows
 from llmopt.bench.report.parts import shared
 from llmopt.bench.session.sweep import SweepTarget
@@ -38,6 +37,7 @@ from llmopt.recipes import DATA, MODELS
 from transformers import AutoModelForCausalLM
 
 from tests.support.live_server import make_engine, running
+from tests.support.page_parts import tables_of
 
 FOLDER = MODELS / "stories3M"
 STORIES = [one.strip() for one in (DATA / "evaluation.txt").read_text().split("\n\n")]
@@ -207,13 +207,13 @@ def test_rows_of_a_result_and_their_table() -> None:
     part = {"lm_eval_version": "0", "protocol": "p", "limit": 4, "error": None, "metrics": rows}
     runs = {name: {"llmopt": {"tasks": part}} for name in ("a", "b")}
     runs["c"] = {"llmopt": {}}
-    (table,) = tables_of("report/tasks.jinja", results=runs, **shared())
+    (table,) = tables_of("task_scores", runs, **shared())
     assert [row[:4] for row in table.rows][:3] == [
         ["one", "acc", "a", "0.5000 ± 0.1000"],
         ["one", "acc", "b", "0.5000 ± 0.1000"],
         ["two", "em (strict)", "a", "0.2500"],
     ]
-    assert tables_of("report/tasks.jinja", results={"c": {"llmopt": {}}}) == []
+    assert tables_of("task_scores", {"c": {"llmopt": {}}}) == []
 
 
 def write_task(folder: Path, name: str, rows: list[dict[str, Any]], body: str) -> Path:
