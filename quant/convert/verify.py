@@ -29,7 +29,7 @@ from ..plan.journal import sha256_of_file
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.selection import HEAD
 from ..source.models import check_local, open_checkpoint
-from ..stream.kv_scales import kv_heads
+from ..stream.calls import kv_heads
 
 PROVEN = "proven: the files hold what was computed"
 UNPROVEN = "read, not proven: no manifest"

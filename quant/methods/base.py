@@ -162,7 +162,7 @@ def _add_workers(records: list[InputStatistics]) -> None:
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
     """Matrix instructions, with float32 sums, for float32 matrices of 16-bit values: bfloat16's on a CPU;
     on a GPU TF32's, whose ten bits of mantissa hold float16's too, so that no input is rounded."""
-    cpu, gpu = (cast(Any, each).matmul for each in (torch.backends.mkldnn, torch.backends.cuda))
+    cpu, gpu = (cast(Any, b).matmul for b in (torch.backends.mkldnn, torch.backends.cuda))
     before = cpu.fp32_precision, gpu.fp32_precision
     if dtype == torch.bfloat16:
         cpu.fp32_precision = "bf16"

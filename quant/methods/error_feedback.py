@@ -41,7 +41,7 @@ class Feedback:
         matrix: float32 `[in, in]`, unit upper triangular; row `p`, right of the diagonal:
             coefficients of the errors at later positions, added to position `p` before it is rounded.
         diagonal: float32 `[in]`, of the Cholesky factor: its square is the weight that a channel's squared
-            error keeps behind the feedback.
+            error keeps after the feedback.
         damp: the damping that was applied.
     """
 
@@ -57,12 +57,8 @@ def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback |
     `damp` times the mean of the diagonal is added to it, and twice as much after every failure. A dead
     channel (always zero) is rounded to nearest and propagates no error.
 
-    Args:
-        gram: float32 `[in, in]`.
-        order: channels in the order in which they are rounded.
-
     Returns:
-        None where no damping up to 1 makes the matrix positive definite.
+        None where no damping up to 1 makes the matrix `[in, in]` positive definite.
     """
     diagonal = gram.diagonal()
     alive = diagonal > 0
@@ -164,9 +160,9 @@ def solve(
         weight: float32; not modified.
         slots: int64 `[in]`: the grid's channel at each position of `feedback.channels`: the same channels,
             unless groups are made of others than neighbours. The result is in this order.
-        static_groups: whether parameters are fitted upfront to the original weight. Otherwise those of a
+        static_groups: True if parameters are fitted upfront to the original weight. Otherwise those of a
             group are fitted when it is reached, to the corrected weights; its channels are consecutive then.
-        weighted: whether they are fitted for the least error behind the feedback, not to the plain range.
+        weighted: True if they are fitted for the least error after the feedback, not to the plain range.
     """
     return _Solver(weight, feedback, grid, slots, static_groups, weighted).run()
 
@@ -187,7 +183,7 @@ class _Solver:
         self.places = (slots % grid.group).tolist()
         # A single group is independent of the order.
         self.static = static_groups or grid.group == in_features
-        # What remains of a channel's squared error behind the feedback is its squared diagonal.
+        # What remains of a channel's squared error after the feedback is its squared diagonal.
         self.importance = feedback.diagonal.square() if weighted else None
         self.weight = weight.T.contiguous().index_select(0, feedback.channels)
         self.error = torch.empty_like(self.weight)
@@ -234,7 +230,9 @@ class _Solver:
         parameters = joined(self.fitted)
         # Minimum and maximum detect it without a copy, and propagate NaN.
         extremes = [self.error, *(part for part in parameters if part.is_floating_point())]
-        if not all(bool(torch.isfinite(torch.stack(torch.aminmax(one))).all()) for one in extremes):
+        if not all(
+            bool(torch.isfinite(torch.stack(torch.aminmax(part))).all()) for part in extremes
+        ):
             return None
         return Solved(self._values(), parameters)
 

@@ -12,7 +12,7 @@ from .base import InputStatistics, LayerProblem
 
 
 def can_fold(fold: Fold, problem: LayerProblem) -> bool:
-    """Whether the fold can be applied.
+    """True if the fold can be applied.
 
     Scaling an unquantized target or a source's bias would round its stored floats once more, so such folds
     are skipped; the bias of a norm is divided, for without it few norms with biases could be folded.

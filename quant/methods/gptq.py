@@ -44,14 +44,14 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
     """Quantize the linears of a layer in execution order.
 
     By default group-aware act-order: whole groups by decreasing Hessian diagonal, and channels within each.
-    A group's grid is fitted to its corrected weights, for the least error behind the feedback, and no
+    A group's grid is fitted to its corrected weights, for the least error after the feedback, and no
     `g_idx` is needed.
     """
     return quantize_stages(problem, StageWork(problem))
 
 
 def quantize_stages(problem: LayerProblem, work: StageWork) -> LayerResult:
-    """Quantize stage by stage; with true-sequential, stages are measured behind quantized ones."""
+    """Quantize stage by stage; with true-sequential, stages are measured after quantized ones."""
     stages = execution_stages(problem.family, problem.weights)
     if problem.options.true_sequential and problem.remeasure is not None:
         for stage in stages:
@@ -104,7 +104,7 @@ class StageWork:
         self._errors: dict[_Measurement, workers.Tried] = {}
 
     def measure(self, linears: set[str]) -> None:
-        """Measure the inputs of these linears behind the finished ones."""
+        """Measure the inputs of these linears after the finished ones."""
         assert self.problem.remeasure is not None
         done = {name: codes.dequantize() for name, codes in self.codes.items()}
         routers = routers_of(self.problem.family, linears)  # experts' are shrunk towards theirs
@@ -120,7 +120,7 @@ class StageWork:
             costs = [self._cost(linears) for linears in groups]
             device = self.problem.weights[groups[0][0]].device
             self._measure_errors(workers.owners_in_gaps(costs, self._costs_of_waiting()))
-            parts = workers.shared_out(groups, costs, lambda each: self._apart(each, device))
+            parts = workers.shared_out(groups, costs, lambda group: self._apart(group, device))
         elif len(devices) < 2 or len(groups) < 2:
             for linears in groups:
                 with solving(self.problem, linears):
@@ -134,29 +134,30 @@ class StageWork:
             self.damps |= damps
             for name in damps:
                 sets = (False, True) if name in self.problem.held_out else (False,)
-                self._waiting += [_Measurement(name, each) for each in sets]
+                self._waiting += [_Measurement(name, held_out) for held_out in sets]
 
     def _costs_of_waiting(self) -> list[float]:
         """Operations of each measurement that waits, in the unit of `_cost`."""
-        shapes = [self.problem.weights[each.linear].shape for each in self._waiting]
+        shapes = [self.problem.weights[waiting.linear].shape for waiting in self._waiting]
         return [float(columns**2 * min(rows, REPORTED_ROWS)) for rows, columns in shapes]
 
     def _measure_errors(self, owners: Sequence[int | None]) -> None:
         """Do the queued measurements that this rank owns; those without an owner stay in the queue."""
         waiting, self._waiting = self._waiting, []
-        for each, owner in zip(waiting, owners, strict=True):
+        for measurement, owner in zip(waiting, owners, strict=True):
             if owner is None:
-                self._waiting.append(each)
+                self._waiting.append(measurement)
             elif owner == workers.rank():
-                self._errors[each] = workers.tried(partial(self._measured, each))
+                errors = workers.tried(partial(self._measured, measurement))
+                self._errors[measurement] = errors
 
-    def _measured(self, each: _Measurement) -> list[float]:
+    def _measured(self, measurement: _Measurement) -> list[float]:
         """Relative errors of the codes of a linear, and of its weight rounded plainly."""
-        problem, name = self.problem, each.linear
+        problem, name = self.problem, measurement.linear
         with solving(problem, [name]):
             weight = problem.weights[name]
             both = self.codes[name].dequantize(), round_plain(problem, name, weight).dequantize()
-            record = (problem.held_out if each.held_out else problem.statistics)[name]
+            record = (problem.held_out if measurement.held_out else problem.statistics)[name]
             return record.sampled_errors(weight, *both)
 
     def report_all(self) -> None:

@@ -193,7 +193,7 @@ class IntRounding(TunedRounding):
         terms = by_step * slope, *others
         sign = slope.sign().mul_(inside).mul_(scale.sign())
         self._offset[rows].sub_(sign, alpha=rate).clamp_(-0.5, 0.5)
-        return torch.cat([folded(each) for each in terms], dim=1)
+        return torch.cat([folded(term) for term in terms], dim=1)
 
     def _move_ranges(self, slopes: torch.Tensor, rate: float) -> None:
         """Symmetric: only the end of the range that sets the scale has a gradient. Else a weight beyond an

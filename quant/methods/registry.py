@@ -43,8 +43,6 @@ class Method:
         best_solver: solver where `--solver` is auto. AWQ's scales and GPTQ's feedback add up: each lowers the
             error that the other leaves. Without calibration there is no feedback, so methods that need none
             stay with the nearest.
-        num_samples: calibration samples by default.
-        needs_statistics: True if it needs calibration data.
         grouped: True if its scheme has groups of input channels that must divide the width.
         sequential: True if it quantizes a layer's linears in execution order, each measured after the
             quantized ones before it, unless `MethodOptions.true_sequential` is off.

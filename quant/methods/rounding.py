@@ -46,7 +46,7 @@ def router_of(problem: LayerProblem, linear: str) -> InputStatistics | None:
 
 
 def too_few(problem: LayerProblem, linear: str) -> bool:
-    """Whether so few tokens reached an expert that its statistics say nothing."""
+    """True if so few tokens reached an expert that its statistics say nothing."""
     router = router_of(problem, linear)
     if router is None:
         return False
@@ -54,7 +54,7 @@ def too_few(problem: LayerProblem, linear: str) -> bool:
 
 
 def worse_expert(problem: LayerProblem, linear: str, report: ModuleReport) -> bool:
-    """Whether plain rounding of an expert has a smaller error on held-out tokens."""
+    """True if plain rounding of an expert has a smaller error on held-out tokens."""
     errors = report.held_out_error, report.rtn_held_out_error
     if errors[0] is None or errors[1] is None or router_of(problem, linear) is None:
         return False
@@ -209,25 +209,25 @@ def fused_largest(problem: LayerProblem, linear: str, weight: torch.Tensor) -> t
         and fused_name(name) == fused_name(linear)
         and problem.schemes[name].fuses_scales
     ]
-    return torch.stack([each.abs().max() for each in (weight, *fused)]).max()
+    return torch.stack([part.abs().max() for part in (weight, *fused)]).max()
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    return LayerResult.of(each_linear(problem, lambda linear: _rounded(problem, linear)))
+    """Round every linear; an expert that is better without ranges of its own, in plain ones."""
 
+    def solve(linear: str) -> tuple[QuantizedTensor, ModuleReport]:
+        weight = problem.weights[linear]
+        codes = round_weight(problem, linear, weight)
+        if linear not in problem.statistics:
+            return codes, problem.report(linear, weight, weight)  # no errors are measured
+        effective = codes.dequantize()
+        if problem.options.ranges != "weighted":
+            return codes, problem.report(linear, effective, effective)
+        plain = round_plain(problem, linear, weight)
+        rounded = plain.dequantize()
+        report = problem.report(linear, effective, rounded)
+        if worse_expert(problem, linear, report):
+            return plain, problem.report(linear, rounded, rounded, fallback=WORSE_EXPERT)
+        return codes, report
 
-def _rounded(problem: LayerProblem, linear: str) -> tuple[QuantizedTensor, ModuleReport]:
-    """A linear rounded to its scheme; an expert that is better without ranges of its own, in plain ones."""
-    weight = problem.weights[linear]
-    codes = round_weight(problem, linear, weight)
-    if linear not in problem.statistics:
-        return codes, problem.report(linear, weight, weight)  # no errors are measured
-    effective = codes.dequantize()
-    if problem.options.ranges != "weighted":
-        return codes, problem.report(linear, effective, effective)
-    plain = round_plain(problem, linear, weight)
-    rounded = plain.dequantize()
-    report = problem.report(linear, effective, rounded)
-    if worse_expert(problem, linear, report):
-        return plain, problem.report(linear, rounded, rounded, fallback=WORSE_EXPERT)
-    return codes, report
+    return LayerResult.of(each_linear(problem, solve))

@@ -168,7 +168,7 @@ def _backward(
         (found,) = totals([sums], [[weight.data for weight in weights.values()]])
         for weight, gradient in zip(weights.values(), found, strict=True):
             weight.grad = gradient
-    return sum((each for worker in workers.gathered(losses) for each in worker), 0.0)
+    return sum((loss for worker in workers.gathered(losses) for loss in worker), 0.0)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ the norm before, and column `j` of the linears that read it is multiplied.
 
 The weight error alone usually grows, so that the errors compared have two parts: the weight quantization
 error, measured on the calibration data, and the activation quantization error, as an upper bound from the
-statistics. Where smoothing does not lower the sum over the linears behind a norm, the norm stays as it was.
+statistics. Where smoothing does not lower the sum over the linears after a norm, the norm stays as it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The methods `trellis` and `quip`: codes behind incoherence processing, solved by error feedback.
+"""The methods `trellis` and `quip`: codes after incoherence processing, solved by error feedback.
 
 Tseng et al., "QTIP", NeurIPS 2024 (arXiv:2406.11235), and "QuIP#", ICML 2024 (arXiv:2402.04396): a weight is
 turned on both sides, and vectors of its input channels are rounded to the nearest codes, each corrected for

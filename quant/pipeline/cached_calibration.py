@@ -32,8 +32,7 @@ from ..model.checkpoint import read_json
 from ..plan.journal import sha256_of
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
-from ..stream.calls import Shares, States, write_states
-from ..stream.kv_scales import KvRanges
+from ..stream.calls import KvRanges, Shares, States, write_states
 from ..stream.layer_stream import LayerStream, input_groups
 from .online_calibration import NoCalibration, head_statistics, run_parts
 from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
@@ -130,7 +129,7 @@ class StatisticsFolder:
         kv: bool,
         replaced: Replaced | None,
     ) -> dict[str, States]:
-        """Write what enters the linears of a layer; returns the states behind it."""
+        """Write what enters the linears of a layer; returns the states after it."""
         stream.load(index, stream.tensors(index))
         records = [
             stream.measure(index, part, share=share)

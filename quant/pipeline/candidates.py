@@ -2,7 +2,7 @@
 
 Linears that servers fuse into one matrix (q/k/v, gate/up) are one choice, and so are the experts of a layer;
 a GGUF file has a type for each tensor. A candidate is a scheme for all linears of the model, or none: they
-stay in 16 bits. It costs bytes, and the KL divergence that is expected behind the codes of the method's own
+stay in 16 bits. It costs bytes, and the KL divergence that is expected with the codes of the method's own
 solver. The folder of statistics keeps the latter by content (solver, linear, scheme), so that a search for
 another target, another set of candidates or a resumed one solves nothing twice.
 """
@@ -81,7 +81,7 @@ class Search:
     def round_uniform(
         self, prefix: str, weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """A layer's weights rounded to the uniform scheme, behind which later layers are measured."""
+        """A layer's weights rounded to the uniform scheme, after which later layers are measured."""
         return round_layer(self.plan, self.schemes[self.uniform], prefix, weights)
 
     @property
@@ -246,7 +246,7 @@ def _named(plan: QuantizePlan, name: str) -> Iterator[Schemes]:
     elif name in _FLOATS:  # weights alone: what is felt of rounded inputs is not measured
         scheme = METHODS[name].scheme(SchemeOptions(activations="none"))
         block = scheme.scale_group or 1
-        yield {each: scheme for each, (_, columns) in plan.modules.items() if not columns % block}
+        yield {name: scheme for name, (_, columns) in plan.modules.items() if not columns % block}
     elif (width := name.removesuffix(_ASYMMETRIC)) in _INTEGERS:
         grid = base if width == name else replace(base, symmetric=False)
         for size in GROUP_SIZES:
@@ -376,13 +376,13 @@ def _table_choice(
     use = {"embedding": name != HEAD, "head": name == HEAD or tied}
     store = StoredNumbers(folder.folder / f"costs-{name}.json", use)
     types = {str(kind[name].ggml_type) for kind in search.schemes if name in kind}
-    if missing := sorted(each for each in types if each not in store):
+    if missing := sorted(block for block in types if block not in store):
         sensitivity = sensitivities.read_tables()
         rows = sensitivity.felt(**use)
         table = checkpoint.tensor(f"{name}.weight")[rows].float()
-        for each in missing:
-            delta = table - rounded_table(table, each)
-            store[each] = sensitivity.expected(rows, delta, **use)
+        for block in missing:
+            delta = table - rounded_table(table, block)
+            store[block] = sensitivity.expected(rows, delta, **use)
         store.write()
     return Choice(
         (name,),

@@ -1,12 +1,20 @@
-"""Estimates of a run's peak memory and operations, from the sizes of its layers."""
+"""Estimates of a run: peak memory and operations from the sizes of its layers, and time by one that is timed.
+
+The timed layer is quantized on little text and thrown away. Its time has a part that grows with the
+calibration tokens, the passes of the layer over them, and a part that does not: choosing the codes, and
+packing them. Both grow with the layer's weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from operator import add
+from typing import ParamSpec, TypeVar
 
 from ...base.atomic_io import entry_bytes
+from ...base.progress import Progress
 from ..base.device import HOST
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
@@ -16,8 +24,10 @@ from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, Shapes, matrix_shape
 from ..smoothing.patterns import expert_number
 from ..stream.layer_stream import KEPT_BYTES, TOKENS_PER_BATCH
-from .online_calibration import TUNED_PER_BATCH
-from .quantized_layer import HEAD_FAMILY
+from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
+from .online_calibration import TUNED_PER_BATCH, NoCalibration
+from .quantized_layer import HEAD_FAMILY, quantize_tensors
+from .stages import Session, online
 
 _FLOAT = 4
 # Code and buffers of libraries loaded by the first layer; measured, independent of the model.
@@ -78,7 +88,7 @@ def estimate_memory(
         lanes: lanes of the worker's calibration samples; None: one process, which sums over them in order.
     """
     blockwise, sums = plan.blockwise, max(1, (lanes or 1).bit_length())
-    # The float model's states are carried too where they are compared, and those behind the layer where it is
+    # The float model's states are carried too where they are compared, and those after the layer where it is
     # tuned towards them.
     hidden = (1 + bool(plan.options.asymmetric) + blockwise) * tokens * hidden_size * _FLOAT
     batch = min(tokens, TOKENS_PER_BATCH)
@@ -249,7 +259,7 @@ def _moments(layer: _Layer, plan: QuantizePlan, held_out: bool, sums: int) -> It
         solving = max((_solving(layer, group) for stage in stages for group in stage), default=0)
         scaled = grams + _FLOAT * layer.weights(layer.chosen)
         yield grams, 2 * codes, scaled + solving, False
-        if method.searches_scales:  # it is measured again, behind its first linears
+        if method.searches_scales:  # it is measured again, after its first linears
             yield grams, 2 * codes, scaled + _FLOAT * layer.weights(layer.chosen), True
     largest = max((layer.weights((name,)) for name in layer.chosen), default=0)
     kept = codes * (1 if solver == "gptq" else method.code_bytes)
@@ -259,7 +269,7 @@ def _moments(layer: _Layer, plan: QuantizePlan, held_out: bool, sums: int) -> It
 def _sequential_moments(
     layer: _Layer, plan: QuantizePlan, held_out: bool, sums: int
 ) -> Iterator[_Moment]:
-    """Candidate peaks of GPTQ that measures each stage behind the quantized ones."""
+    """Candidate peaks of GPTQ that measures each stage after the quantized ones."""
     grams = layer.grams * held_out
     yield grams * sums, 0, 0, True
     done = 0
@@ -319,7 +329,7 @@ def estimate_operations(plan: QuantizePlan, tokens: int, workers: int = 1) -> fl
         number = solvers_of(plan, index, workers)
         solvers |= {f"{start}.{name}": number for name in chosen}
         routed |= {f"{start}.{name}": share for name in chosen if expert_number(name) >= 0}
-    # Stages behind quantized linears share what is final; GPTAQ runs the float model's layers beside them.
+    # Stages after quantized linears share what is final; GPTAQ runs the float model's layers beside them.
     passes = 2.0 + bool(plan.options.asymmetric)
     passed = solved = searches = 0.0
     for module, (out_features, in_features) in plan.modules.items():
@@ -338,3 +348,93 @@ def estimate_operations(plan: QuantizePlan, tokens: int, workers: int = 1) -> fl
         if plan.method.searches_scales:
             solved += 30 * out_features * square / workers  # scales are tried by all
     return searches + 2 * (passed + solved)  # everything else, and less efficient GEMM shapes
+
+
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+# Tokens of the timed layer: few for a large one, so that its passes take seconds.
+_LEAST_TOKENS, _MOST_TOKENS, _WEIGHTS_TIMES_TOKENS = 512, 16_384, 60e9
+_HELD_OUT = 8  # calibration samples for each held-out one, as by default
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of a layer: choosing and packing codes, and passes over `tokens`, held-out ones included."""
+
+    solving: float
+    passes: float
+    tokens: int
+    weights: int
+
+    def seconds(self, weights: int, tokens: float, solvers: int = 1) -> float:
+        """The time of a run over so many weights, with so many tokens a worker, and choices by `solvers`."""
+        per_layer = self.solving / solvers + self.passes * tokens / max(1, self.tokens)
+        return per_layer * weights / self.weights
+
+
+def weights_of(plan: QuantizePlan, prefix: str = "") -> int:
+    """Weights of the quantized linears whose names begin so."""
+    return sum(
+        out * width for name, (out, width) in plan.modules.items() if name.startswith(prefix)
+    )
+
+
+def quick_tokens() -> int:
+    return (CPU_SAMPLES + CPU_SAMPLES // _HELD_OUT) * CPU_SEQ_LEN
+
+
+def time_layer(session: Session, progress: Progress) -> LayerTime | None:
+    """Quantize the first layer on little text; None where images would be cut, or nothing is quantized."""
+    plan, stream, calibration = session.plan, session.stream, session.calibration
+    prefix = f"{stream.prefix(0)}."
+    weights = weights_of(plan, prefix)
+    if calibration.num_images or not weights:
+        return None
+    progress.start("timing one layer", 0, "")
+    # A few samples, cut where one alone is too long.
+    most = int(min(_MOST_TOKENS, max(_LEAST_TOKENS, _WEIGHTS_TIMES_TOKENS / weights)))
+    samples, length = calibration.token_ids.shape
+    length = min(length, most)
+    count = min(samples, max(1, most // max(1, length)))
+    text = replace(
+        calibration,
+        token_ids=calibration.token_ids[:count, :length],
+        held_out=calibration.held_out[: -(-count // _HELD_OUT), :length],
+    )
+    source = NoCalibration()
+    if session.request.errors:
+        source = online(session, stream, text, None, progress, kv=plan.kv_cache is not None)
+    seconds = [0.0]  # within passes, those that the method makes itself included
+
+    def timed(call: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
+        def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **named)
+            finally:
+                seconds[0] += time.perf_counter() - began
+
+        return run
+
+    began = time.perf_counter()
+    tensors = stream.tensors(0)
+    measured = timed(source.measure)(0, tensors)
+    if measured.remeasure is not None:
+        measured = replace(measured, remeasure=timed(measured.remeasure))
+    work = quantize_tensors(
+        plan,
+        stream.family(0),
+        stream.prefix(0),
+        tensors,
+        source.weights(0, stream.family(0).linears),
+        measured,
+        revert_worse=session.request.revert_worse,
+        allow_fallback=session.request.allow_fallback,
+    )
+    timed(source.finish)(0, work)
+    for weight_format in plan.formats:
+        work.packed(plan, weight_format)
+    whole = time.perf_counter() - began
+    plan.checkpoint.release()
+    progress.finish()
+    return LayerTime(whole - seconds[0], seconds[0], text.num_tokens, weights)

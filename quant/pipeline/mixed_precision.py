@@ -1,8 +1,8 @@
 """Mixed precision: a scheme for each linear, of least expected KL divergence within a number of bytes.
 
-The cost of a candidate is the squared error of its outputs behind the codes of the method's own solver,
+The cost of a candidate is the squared error of its outputs with the codes of the method's own solver,
 weighted by what the model's output feels of it (`sensitivity`). These costs are nats a token, and add up;
-`allocate` solves for the least sum. They are measured behind the layers before, rounded to one scheme of the
+`allocate` solves for the least sum. They are measured after the layers before, rounded to one scheme of the
 same size, and the choice must have a smaller KL divergence than that scheme. Errors are felt more the more
 there are of others: the program is solved again with costs that are scaled by block of layers, the more the
 larger all together are. The choice of less measured KL divergence is taken.
@@ -101,7 +101,7 @@ class Lane:
                 for choice, scale in zip(self.choices, scales, strict=True)
             ]
             found.append(self._allocated(felt, bytes_bound))
-        by_choice = {each.chosen: replace(each, cost=self.expected(each.chosen)) for each in found}
+        by_choice = {a.chosen: replace(a, cost=self.expected(a.chosen)) for a in found}
         return [*by_choice.values()]
 
     def _allocated(self, choices: Sequence[Choice], bytes_bound: int) -> Allocation:
@@ -146,7 +146,7 @@ class Lane:
         return [min(max(1 + share * more, 1 / _LARGEST), _LARGEST) for more in excess]
 
     def scaled(self, progress: Progress) -> Lane:
-        """Measure how much more the errors of each block of layers are felt behind and before others.
+        """Measure how much more the errors of each block of layers are felt after and before others.
 
         That is what leaving the block in 16 bits spares one kind everywhere, measured over expected. The kind
         is the same under every target: a mixture is found again by its bytes.

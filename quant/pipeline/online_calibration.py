@@ -21,9 +21,8 @@ from ..methods.base import InputStatistics, in_lanes
 from ..methods.sign_descent import TunableBlock
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
-from ..stream.calls import States, write_states
+from ..stream.calls import KvRanges, States, write_states
 from ..stream.final_submodules import Finals, FinalSubmodules
-from ..stream.kv_scales import KvRanges
 from ..stream.layer_stream import LayerStream
 from .quantized_layer import LayerStatistics, QuantizedLayer
 
@@ -98,7 +97,7 @@ class OnlineCalibration(NoCalibration):
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
         stream, states = self._stream, self._states
-        # Those of a tuning alone are its targets, and behind the layer by the time that it is measured.
+        # Those of a tuning alone are its targets, and after the layer by the time that it is measured.
         floats = self._floats if self._asymmetric else None
         samples = len(states) if self._share is None else self._share.samples  # of all workers
         stream.load(index, tensors)
@@ -139,12 +138,12 @@ class OnlineCalibration(NoCalibration):
                 for name, part in each.items()
                 if part.is_floating_point()
             ]
-            return sum(each for worker in workers.gathered(errors) for each in worker)
+            return sum(error for worker in workers.gathered(errors) for error in worker)
 
         return error
 
     def _kept(self, index: int) -> Finals:
-        """Submodules that passes of this layer share, made where it is first measured behind its linears."""
+        """Submodules that passes of this layer share, made where it is first measured after its linears."""
         if self._finals == Finals():
             floats = self._floats if self._asymmetric else None
             self._finals = Finals(
@@ -241,7 +240,7 @@ def run_parts(
 
 
 def head_statistics(stream: LayerStream, states: States, share: Share | None) -> InputStatistics:
-    """Input statistics of the output projection, from the states behind the last layer."""
+    """Input statistics of the output projection, from the states after the last layer."""
     record = InputStatistics(stream.hidden_size, stream.device)
     batches = zip(stream.batches(states), stream.head_inputs(states), strict=True)
     for _, inputs in in_lanes(batches, [record], share):
@@ -306,6 +305,6 @@ class StreamedBlock:
             square = float(target.to(torch.float32).square().mean())
         else:
             own = [float(sample.to(torch.float32).square().mean()) for sample in target]
-            every = [each for part in workers.gathered(own) for each in part]
+            every = [square for part in workers.gathered(own) for square in part]
             square = sum(every) / len(every)
         return 1 / square if square else 0.0

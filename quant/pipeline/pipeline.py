@@ -28,14 +28,14 @@ from ..plan.plan import QuantizePlan
 from ..plan.request import QuantizeRequest
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
-from ..stream.kv_scales import KvRanges
+from ..stream.calls import KvRanges
 from ..stream.layer_stream import LayerStream
 from .online_calibration import NoCalibration
 from .preflight import Preflight, preflight
 from .prepare import prepare, statistics_path
 from .publish import write_final_files
 from .quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
-from .stages import Session, Stage, layer_folder, shard_folder, source_of, stage_of, stages_of
+from .stages import Session, Stage, layer_folder, shard_folder, source_of, stages_of
 
 if TYPE_CHECKING:
     from ..gguf.imatrix import ImportanceMatrix
@@ -127,29 +127,7 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
         if workers.is_first():
             remove_work(work_folder(output))
     else:
-        journal = _journal(session)
-        resumed, threads = len(journal.layers), torch.get_num_threads()
-        try:
-            if workers.is_first():
-                _check_space(session, journal)
-            # Sums depend on the thread count in the last bit: a resumed run uses that of the first run.
-            torch.set_num_threads(journal.threads)
-            try:
-                _quantize_layers(session, journal, progress, memory)
-            finally:
-                torch.set_num_threads(threads)
-            seconds = tuple(record["seconds"] for record in journal.layers)
-            if workers.is_first():
-                write_final_files(journal, session)
-                journal.publish(output)
-                if request.stats is None and (left := statistics_path(request)) is not None:
-                    shutil.rmtree(left, ignore_errors=True)
-        except BadInput:
-            if not journal.layers and workers.is_first():
-                journal.discard()
-            raise
-        finally:
-            journal.close()
+        resumed, seconds = _carried_out(session, progress, memory)
     workers.meet()
     plan = session.plan
     return QuantizeResult(
@@ -162,6 +140,34 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
         preflight=expected,
         peak_bytes=memory.bytes,
     )
+
+
+def _carried_out(
+    session: Session, progress: Progress, memory: PeakMemory
+) -> tuple[int, tuple[float, ...]]:
+    """Quantize and publish; the number of layers that were finished before, and seconds of each layer."""
+    request, journal = session.request, _journal(session)
+    resumed, threads = len(journal.layers), torch.get_num_threads()
+    try:
+        if workers.is_first():
+            _check_space(session, journal)
+        # Sums depend on the thread count in the last bit: a resumed run uses that of the first run.
+        torch.set_num_threads(journal.threads)
+        _quantize_layers(session, journal, progress, memory)
+        seconds = tuple(record["seconds"] for record in journal.layers)
+        if workers.is_first():
+            write_final_files(journal, session)
+            journal.publish(request.output)
+            if request.stats is None and (left := statistics_path(request)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+    except BadInput:
+        if not journal.layers and workers.is_first():
+            journal.discard()
+        raise
+    finally:
+        torch.set_num_threads(threads)
+        journal.close()
+    return resumed, seconds
 
 
 def _in_the_way(output: Path) -> BadInput:
@@ -216,7 +222,8 @@ def _quantize_layers(
     for index in range(len(plan.formats)):
         shard_folder(journal.checkpoint, plan, index).mkdir(parents=True, exist_ok=True)
         layer_folder(journal, plan, index).mkdir(exist_ok=True)
-    stage = stage_of(stages, first)
+    # The output projection belongs to the last stage.
+    stage = next((stage for stage in stages if first < stage.end), stages[-1])
     saved = journal.hidden_path(first) if first > stage.start else None
     source = source_of(session, stage, journal, saved, progress)
     progress.start("quantizing", total, "layers")

@@ -23,10 +23,18 @@ from ..plan.manifest import TEXT, parts_of
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.calibration import Calibration
-from ..stream.kv_scales import kv_heads
+from ..stream.calls import kv_heads
 from ..stream.layer_stream import TOKENS_PER_BATCH
 from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
-from .estimate import MemoryEstimate, estimate_memory, estimate_operations, solvers_of
+from .estimate import (
+    MemoryEstimate,
+    estimate_memory,
+    estimate_operations,
+    quick_tokens,
+    solvers_of,
+    time_layer,
+    weights_of,
+)
 from .stages import Session, stages_of
 
 if TYPE_CHECKING:
@@ -138,14 +146,11 @@ def preflight(
     packed = [packed_entries(plan, weight_format) for weight_format in plan.formats]
     sizes = [_sizes(entries) for entries in packed]
     seconds, quick = estimate_operations(plan, tokens, number) / _operations_per_second(), None
-    if seconds > TIMED_FROM:
-        from .timed_layer import quick_tokens, time_layer, weights_of
-
-        if (timed := time_layer(session, progress or Silent())) is not None:
-            weights, solvers = weights_of(plan), solvers_of(plan, 0, number)
-            seconds = timed.seconds(weights, tokens, solvers)
-            if calibration.num_tokens > quick_tokens():
-                quick = timed.seconds(weights, quick_tokens() / number, solvers)
+    if seconds > TIMED_FROM and (timed := time_layer(session, progress or Silent())) is not None:
+        weights, solvers = weights_of(plan), solvers_of(plan, 0, number)
+        seconds = timed.seconds(weights, tokens, solvers)
+        if calibration.num_tokens > quick_tokens():
+            quick = timed.seconds(weights, quick_tokens() / number, solvers)
     source = (name for name in plan.checkpoint.names if not name.endswith(_BUFFER))
     return Preflight(
         kinds=_kinds(plan, sizes[0]),

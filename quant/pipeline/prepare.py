@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,31 +47,15 @@ if TYPE_CHECKING:
 BUNDLED_EVALUATION = DATA / "evaluation.txt"
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A request that was checked, with its calibration data, and facts by which statistics are told apart."""
-
-    request: QuantizeRequest
-    plan: QuantizePlan
-    calibration: Calibration
-    stream: LayerStream
-    vision: LayerStream | None
-    source_hashes: dict[str, str]
-    facts: dict[str, Any]
-    statistics: StatisticsFolder | None
-    notes: list[str]
-
-
 def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:
     """Check a request and read its calibration data; BadInput where it cannot be done as asked. Nothing is
     written, except by method `auto`, which measures the model's sensitivity."""
     if searches(request):
         require_target(request)
-    begun = _begin(request)
-    plan, imatrix = begun.plan, request.imatrix
+    session, facts = _begin(request)
+    plan, statistics, imatrix = session.plan, session.statistics, request.imatrix
     if searches(request):
-        plan = workers.one_by_one(lambda: _searched(begun, progress or Silent()))
-    statistics = begun.statistics
+        plan = workers.one_by_one(lambda: _searched(session, facts, progress or Silent()))
     if request.method == AUTO:
         # AWQ's scales are folded, and the codes aim at the float model's outputs after the quantized layers,
         # which are run: both lower every linear's error. The search, which compares kinds, does without.
@@ -80,10 +64,10 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
             options = replace(options, asymmetric=options.true_sequential and not request.vision)
         method = METHODS["awq"].with_solver(AUTO_METHOD)
         plan, statistics = replace(plan, method=method, options=options), None
-    facts = begun.facts | {
+    facts = facts | {
         "errors": request.errors,
         "model_name": request.model_name,
-        "calibration_source": begun.calibration.source,
+        "calibration_source": session.calibration.source,
         "seed": request.seed,
         "method": plan.method.name,
         "options": asdict(plan.options),
@@ -99,21 +83,13 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "schemes": {name: scheme_record(scheme) for name, scheme in plan.schemes.items()},
         "ignored": plan.ignored,
     }
-    return Session(
-        request=request,
-        plan=plan,
-        calibration=begun.calibration,
-        stream=begun.stream,
-        source_hashes=begun.source_hashes,
-        signature=_digest(facts),
-        statistics=statistics,
-        notes=(*plan.notes, *begun.notes),
-        vision=begun.vision,
-    )
+    notes = (*plan.notes, *session.notes)
+    return replace(session, plan=plan, signature=_digest(facts), statistics=statistics, notes=notes)
 
 
-def _begin(request: QuantizeRequest) -> _Begun:
-    """Check a request and read its calibration data."""
+def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
+    """A checked request with its calibration data, still without signature, and facts of model and data by
+    which statistics are told apart."""
     planned = request
     if request.method == AUTO:  # bits and groups of a base request are varied
         planned = replace(
@@ -126,23 +102,7 @@ def _begin(request: QuantizeRequest) -> _Begun:
         )
     plan = make_plan(planned)
     workers.join(request.device)
-    activations = [scheme.activations for scheme in plan.schemes.values()]
-    if not request.errors and any(a and not a.dynamic for a in activations):
-        raise BadInput("--no-errors: static activation scales are measured: leave one of them out")
-    staged = plan.feeds_back and plan.options.true_sequential
-    if plan.options.asymmetric and (request.stats is not None or not staged):
-        raise BadInput(
-            "--asymmetric-calibration compares the layers before with the float model's: leave out --stats "
-            "and --no-true-sequential"
-        )
-    if plan.options.judge == "layer" and request.stats is not None:
-        raise BadInput("--judge layer runs the layers themselves: leave --stats out")
-    if plan.blockwise and request.stats is not None:
-        raise BadInput(
-            f"--stats: {plan.method.name} runs the layers themselves: leave the option out"
-        )
-    if workers.is_worker() and request.vision:
-        raise BadInput("--quantize-vision is for one process: leave --nproc out")
+    _check_calibration(request, plan)
     notes: list[str] = []
     if request.kv_cache == INT8_CACHE:
         notes.append(
@@ -174,12 +134,33 @@ def _begin(request: QuantizeRequest) -> _Begun:
     statistics = None
     if request.stats is not None:
         statistics = StatisticsFolder(request.stats, _digest(facts))
-    return _Begun(
-        request, plan, calibration, stream, vision, source_hashes, facts, statistics, notes
-    )
+    return Session(
+        request, plan, calibration, stream, source_hashes, "", statistics, tuple(notes), vision
+    ), facts
 
 
-def _searched(begun: _Begun, progress: Progress) -> QuantizePlan:
+def _check_calibration(request: QuantizeRequest, plan: QuantizePlan) -> None:
+    """Raises BadInput for options that need other calibration than was asked for."""
+    activations = [scheme.activations for scheme in plan.schemes.values()]
+    if not request.errors and any(a and not a.dynamic for a in activations):
+        raise BadInput("--no-errors: static activation scales are measured: leave one of them out")
+    staged = plan.feeds_back and plan.options.true_sequential
+    if plan.options.asymmetric and (request.stats is not None or not staged):
+        raise BadInput(
+            "--asymmetric-calibration compares the layers before with the float model's: leave out --stats "
+            "and --no-true-sequential"
+        )
+    if plan.options.judge == "layer" and request.stats is not None:
+        raise BadInput("--judge layer runs the layers themselves: leave --stats out")
+    if plan.blockwise and request.stats is not None:
+        raise BadInput(
+            f"--stats: {plan.method.name} runs the layers themselves: leave the option out"
+        )
+    if workers.is_worker() and request.vision:
+        raise BadInput("--quantize-vision is for one process: leave --nproc out")
+
+
+def _searched(begun: Session, facts: dict[str, Any], progress: Progress) -> QuantizePlan:
     """The plan with the schemes that `auto` chooses, by `--stats` where they are given, or else by statistics
     after layers that are rounded already, which are kept next to the output until the run is done."""
     from .candidates import search_of
@@ -192,7 +173,7 @@ def _searched(begun: _Begun, progress: Progress) -> QuantizePlan:
         path = statistics_path(request)
         assert path is not None
         uniform = {name: scheme_record(s) for name, s in search.schemes[search.uniform].items()}
-        folder = StatisticsFolder(path, _digest(begun.facts | {"behind": uniform}))
+        folder = StatisticsFolder(path, _digest(facts | {"behind": uniform}))
         replaced = search.round_uniform
     _measure(begun, folder, progress, replaced=replaced)
     return mixed_plan(_lane(begun, search, folder, progress), progress)
@@ -206,7 +187,7 @@ def search_fronts(
     from .candidates import search_of
 
     progress = progress or Silent()
-    all_begun = [_begin(request) for request in requests]
+    all_begun = [_begin(request)[0] for request in requests]
     kv = any(begun.plan.kv_cache is not None for begun in all_begun)
     head = any(begun.plan.lm_head for begun in all_begun)
     lanes = []
@@ -222,7 +203,7 @@ def search_fronts(
 
 
 def _measure(
-    begun: _Begun,
+    begun: Session,
     folder: StatisticsFolder,
     progress: Progress,
     *,
@@ -242,7 +223,7 @@ def _measure(
         sensitivities.measure(begun.stream, *_checked(calibration), progress)
 
 
-def _lane(begun: _Begun, search: Search, folder: StatisticsFolder, progress: Progress) -> Lane:
+def _lane(begun: Session, search: Search, folder: StatisticsFolder, progress: Progress) -> Lane:
     """The candidates with their costs, scaled by layer."""
     from .candidates import measure_choices
     from .mixed_precision import Lane

@@ -23,7 +23,7 @@ from ..methods.sign_descent import TunableBlock
 from ..plan.manifest import is_worse, judged, module_record
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, TORCH_DTYPES
-from ..stream.kv_scales import KvRanges
+from ..stream.calls import KvRanges
 
 _log = logging.getLogger(__name__)
 

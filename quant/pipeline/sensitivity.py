@@ -166,7 +166,7 @@ class Sensitivities:
         backward: _Backward,
         progress: Progress,
     ) -> None:
-        """Write the states that enter each layer, and begin the backward pass behind the last."""
+        """Write the states that enter each layer, and begin the backward pass after the last."""
         layers = range(stream.num_layers)
         begun = [index for index in layers if self._path(_ENTERING, index).is_file()]
         if begun:
@@ -247,7 +247,7 @@ class _Backward:
     def stored(self, family: LayerMap) -> dict[str, torch.Tensor]:
         """The sensitivity of the last layer, for its file; what was seen is forgotten."""
         tensors = {
-            f"outputs.{n}": each / self._token_ids.numel() for n, each in self._outputs.items()
+            f"outputs.{n}": total / self._token_ids.numel() for n, total in self._outputs.items()
         }
         for group in family.shared_inputs:
             if group[0] in self._inputs:
@@ -263,7 +263,7 @@ class _Backward:
         if states is None or table not in self._stream.checkpoint:
             return {}
         ids = self._token_ids.flatten()
-        gradients = torch.cat([each["hidden"] for each in self.behind]).to(HOST, torch.float32)
+        gradients = torch.cat([batch["hidden"] for batch in self.behind]).to(HOST, torch.float32)
         squares = gradients.flatten(0, -2).square()
         rows = self._stream.checkpoint.tensor(table)
         scale = states.float().square().sum() / rows[ids].float().square().sum()
@@ -286,7 +286,7 @@ class _Backward:
         return batches
 
     def _from_head(self, states: States) -> dict[str, torch.Tensor]:
-        """Gradients of the states behind the last layer, for tokens that are drawn."""
+        """Gradients of the states after the last layer, for tokens that are drawn."""
         weight, bias = self._stream.head()
         with torch.enable_grad():
             (inputs,) = self._stream.head_inputs(states)
@@ -306,7 +306,7 @@ class _Backward:
     def _through_batch(
         self, index: int, states: States, behind: Tensors
     ) -> dict[str, torch.Tensor]:
-        """Gradients of the states of a batch that enter a layer, from those behind it."""
+        """Gradients of the states of a batch that enter a layer, from those after it."""
         stream = self._stream
         seen: dict[str, torch.Tensor] = {}
         entered: dict[str, torch.Tensor] = {}
@@ -324,8 +324,8 @@ class _Backward:
         )
         with torch.enable_grad(), hooks(keeping):
             outputs = stream.outputs(index, states, torch.arange(len(states)))
-        passing = {name: each for name, each in behind.items() if name not in outputs}
-        named = {f"{_ENTERING}.{name}": each for name, each in states.tensors.items()}
+        passing = {name: part for name, part in behind.items() if name not in outputs}
+        named = {f"{_ENTERING}.{name}": part for name, part in states.tensors.items()}
         found = _gradients(outputs, behind, named | seen)
         for group in stream.family(index).shared_inputs:
             if all(linear in seen and linear in found for linear in group):
@@ -340,12 +340,12 @@ class _Backward:
     ) -> None:
         """Add the tokens of a batch, for linears that share an input."""
         squares = [gradient.float().flatten(0, -2).square() for gradient in gradients]
-        for linear, each in zip(group, squares, strict=True):
-            total = self._outputs.get(linear, 0) + each.sum(dim=0)
+        for linear, part in zip(group, squares, strict=True):
+            total = self._outputs.get(linear, 0) + part.sum(dim=0)
             self._outputs[linear] = total.to(HOST)
         tokens = inputs.float().flatten(0, -2)
         record = self._inputs.setdefault(group[0], InputStatistics(tokens.shape[1], tokens.device))
-        weights = torch.stack([each.sum(dim=1) for each in squares]).sum(dim=0)
+        weights = torch.stack([part.sum(dim=1) for part in squares]).sum(dim=0)
         record.add(tokens * weights.sqrt()[:, None])
 
 
@@ -361,4 +361,4 @@ def _gradients(outputs: Tensors, given: Tensors, sources: Tensors) -> dict[str, 
         [given[name].to(outputs[name]) for name in ends],
         allow_unused=True,
     )
-    return {name: each for name, each in zip(begins, found, strict=True) if each is not None}
+    return {name: part for name, part in zip(begins, found, strict=True) if part is not None}

@@ -71,11 +71,6 @@ def stages_of(session: Session) -> tuple[Stage, ...]:
     return first, Stage(session.stream, first.end, False)
 
 
-def stage_of(stages: tuple[Stage, ...], number: int) -> Stage:
-    """The stage of a layer; that of the output projection is the last."""
-    return next((stage for stage in stages if number < stage.end), stages[-1])
-
-
 def source_of(
     session: Session, stage: Stage, journal: Journal, saved: Path | None, progress: Progress
 ) -> NoCalibration:
@@ -96,18 +91,32 @@ def source_of(
         )
         stage.stream.read_instead(written)
     if folder is None:
-        return OnlineCalibration(
-            stage.stream,
-            calibration,
-            saved,
-            sequential=plan.sequential,
-            kv=kv,
-            asymmetric=bool(plan.options.asymmetric),
-            tuning=Tuning(session.request.seed, progress.status) if plan.blockwise else None,
-        )
+        return online(session, stage.stream, calibration, saved, progress, kv=kv)
     if not folder.complete:
         folder.measure(stage.stream, calibration, progress, head=plan.lm_head, kv=kv)
     return CachedCalibration(folder, stage.stream)
+
+
+def online(
+    session: Session,
+    stream: LayerStream,
+    calibration: Calibration,
+    saved: Path | None,
+    progress: Progress,
+    *,
+    kv: bool,
+) -> OnlineCalibration:
+    """Online calibration as the plan needs it; the statistics of a folder are not measured here."""
+    plan = session.plan
+    return OnlineCalibration(
+        stream,
+        calibration,
+        saved,
+        sequential=plan.sequential and session.statistics is None,
+        kv=kv,
+        asymmetric=bool(plan.options.asymmetric),
+        tuning=Tuning(session.request.seed, progress.status) if plan.blockwise else None,
+    )
 
 
 def of_images(calibration: Calibration) -> Calibration:

@@ -87,24 +87,16 @@ def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int =
     """Compatibility of every loader of a format, vLLM with so many tensor-parallel ranks."""
     ranks = "" if tensor_parallel == 1 else f", {tensor_parallel} ranks"
     families = [model_family(family) for family in (stored.family, stored.text_family)]
-    return [
-        Loader(name, format_name, loads, reason)
-        for name, (loads, reason) in {
-            "llmopt": (
-                (True, "")
-                if any(family is not None and family.choices is not None for family in families)
-                else (
-                    False,
-                    f"its engine does not run {stored.family}; verify and convert do read it",
-                )
-            ),
-            "transformers": transformers_loads(stored, format_name),
-            f"vLLM{ranks}": vllm_loads(stored, format_name, tensor_parallel),
-            "llama.cpp": (
-                (True, "") if format_name == "gguf" else (False, "it reads GGUF files only")
-            ),
-        }.items()
-    ]
+    runs = any(family is not None and family.choices is not None for family in families)
+    is_gguf = format_name == "gguf"
+    unknown = f"its engine does not run {stored.family}; verify and convert do read it"
+    answers = {
+        "llmopt": (runs, "" if runs else unknown),
+        "transformers": transformers_loads(stored, format_name),
+        f"vLLM{ranks}": vllm_loads(stored, format_name, tensor_parallel),
+        "llama.cpp": (is_gguf, "" if is_gguf else "it reads GGUF files only"),
+    }
+    return [Loader(name, format_name, *answer) for name, answer in answers.items()]
 
 
 def loads_in(table: Iterable[Loader]) -> str:
@@ -130,7 +122,7 @@ _DEQUANTIZE = "CompressedTensorsConfig(dequantize=True)"
 
 
 def transformers_loads(stored: CheckpointContents, name: str) -> tuple[bool, str]:
-    """Whether transformers loads such a checkpoint in format `name`, and what it needs or why not."""
+    """True if transformers loads such a checkpoint in format `name`, and what it needs or why not."""
     if name not in _NEEDS:
         return False, f"it has no reader for the format {name}"
     parameters = stored.parameters
@@ -203,7 +195,7 @@ def _compressed_tensors(
             reason = unloadable or "asymmetric codes are only dequantized while it loads"
             return False, f"{reason}, which it does by one scheme, not {len(dense)}"
         need += f" and {_DEQUANTIZE}"
-    # Those that begin with a semicolon sort behind the others, which go on with the sentence.
+    # Those that begin with a semicolon sort after the others, which go on with the sentence.
     needs = {storage_of(scheme).rules.transformers_needs(scheme) for scheme in schemes}
     return True, need + "".join(sorted(needs))
 
@@ -215,7 +207,7 @@ _TRIED_WITH_IMAGES = ("idefics3", "qwen2_5_vl")  # and of those with images that
 
 
 def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool, str]:
-    """Whether vLLM's kernels take such a checkpoint on each of `ranks`, and which or why not."""
+    """True if vLLM's kernels take such a checkpoint on each of `ranks`, and which or why not."""
     if name == "gguf":
         return False, "GGUF went out of vLLM into a plugin"
     if name == "exl3":
@@ -247,7 +239,7 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
 
 
 def _tried(family: str, name: str, scheme: Scheme) -> bool:
-    """Whether vLLM for CPU loaded such a checkpoint."""
+    """True if vLLM for CPU loaded such a checkpoint."""
     rules = storage_of(scheme).rules
     if family in _TRIED_WITH_IMAGES:
         if name != "compressed-tensors" or not rules.vllm_tried_with_images(scheme):

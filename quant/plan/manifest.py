@@ -30,7 +30,7 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def is_worse(error: float, rounded: float) -> bool:
-    """Whether an error exceeds that of RTN by more than summation noise."""
+    """True if an error exceeds that of RTN by more than summation noise."""
     return error > rounded * (1 + 1e-6)
 
 
@@ -151,7 +151,7 @@ class Conversion:
 
     @property
     def lossless(self) -> bool:
-        """Whether every dequantized weight is unchanged."""
+        """True if every dequantized weight is unchanged."""
         return not any(module["reason"] for module in self.modules.values())
 
 
@@ -188,7 +188,7 @@ def parts_of(plan: QuantizePlan) -> dict[str, str]:
     around = {
         f"{path}.weight"
         for path, module in model.model.named_modules()
-        if any(module is each for each in embeddings)
+        if any(module is embedding for embedding in embeddings)
     }
     parts = {}
     for name in plan.checkpoint.names:

@@ -24,7 +24,7 @@ from ..model.parameters import ModelParameters, by_kind, model_parameters, unqua
 from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing
 from ..source.models import open_plain
-from ..stream.kv_scales import kv_heads
+from ..stream.calls import kv_heads
 from ..stream.layer_stream import compute_dtype
 from ..stream.sources import BUNDLED_SEQ_LEN, CPU_SEQ_LEN, is_bundled
 from .request import QuantizeRequest, parse_override, with_defaults
@@ -98,12 +98,12 @@ class QuantizePlan:
 
     @property
     def blockwise(self) -> bool:
-        """Whether layers are run with gradients: by the method, or to tune its scales."""
+        """True if layers are run with gradients: by the method, or to tune its scales."""
         return self.method.blockwise or bool(self.options.finetune_steps)
 
     @property
     def sequential(self) -> bool:
-        """Whether the method measures each stage of a layer behind the quantized ones (true-sequential)."""
+        """True if the method measures each stage of a layer after the quantized ones (true-sequential)."""
         return self.method.sequential and self.options.true_sequential
 
     @property
@@ -295,7 +295,7 @@ def _grid_schemes(
     options, notes = options_by_module(
         modules, base, overrides, grouped=method.grouped, follows=vision
     )
-    schemes = {name: method.scheme(one) for name, one in options.items()}
+    schemes = {name: method.scheme(option) for name, option in options.items()}
     misfits = vision_misfits(formats, modules, schemes, vision)
     schemes = {name: scheme for name, scheme in schemes.items() if name not in misfits}
     check_widths(formats, {name: modules[name] for name in schemes}, schemes)

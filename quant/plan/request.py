@@ -298,7 +298,7 @@ def check_request(request: QuantizeRequest) -> None:
 
 
 def searches(request: QuantizeRequest) -> bool:
-    """Whether the widths of the linears are searched, under a target."""
+    """True if the widths of the linears are searched, under a target."""
     targets = request.target_bpw, request.target_bytes
     return request.method == AUTO or bool(request.candidates) or targets != (None, None)
 
@@ -327,10 +327,8 @@ def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
     """The request with `options.asymmetric` decided where it is None, and `rotations` where none are tried.
 
     `awq`, `trellis` and `quip` aim at the float model's outputs (GPTAQ) where there is error feedback on
-    decoder layers that are run as they are quantized; `awq` has R2 beside it, which is tried when the model
-    is read: `rotations` stay None. docs/rotations.md has when they gain.
-    Nothing of it changes what a loader sees: R2 turns the values of heads inside a layer, so that a tied
-    output projection stays tied.
+    decoder layers that are run as they are quantized. `awq` also tries R2 when the model is read: `rotations`
+    stay None (docs/rotations.md). A loader sees nothing of it.
     """
     options, method = request.options, METHODS.get(request.method)
     feeds_back = method is not None and method.best_solver == "gptq" == method.solver(

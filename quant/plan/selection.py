@@ -262,7 +262,7 @@ def options_by_module(
                 f"{next(iter(shapes))}"
             )
         options |= {name: override.apply(options[name]) for name in found}
-    open_names = {name: shapes[name] for name, one in options.items() if one.group_size is None}
+    open_names = {n: shapes[n] for n, option in options.items() if option.group_size is None}
     if not grouped or not open_names:
         return options, []
     leading = {name: shape for name, shape in open_names.items() if name not in follows}

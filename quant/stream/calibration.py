@@ -38,13 +38,8 @@ Images = tuple[ImageInputs, ...]
 
 def with_images(token_ids: torch.Tensor, images: Images) -> tuple[torch.Tensor, Images]:
     """The samples that have images, `[samples, length]` token ids and their inputs."""
-    rows = [row for row, each in enumerate(images) if each.num_images]
+    rows = [row for row, sample in enumerate(images) if sample.num_images]
     return token_ids[rows], tuple(images[row] for row in rows)
-
-
-def first_with_images(images: Sequence[ImageInputs]) -> int | None:
-    """Number of the first sample that has images; None: none has."""
-    return next((row for row, each in enumerate(images) if each.num_images), None)
 
 
 def deduplicate(
@@ -135,7 +130,7 @@ class Calibration:
 
     @property
     def num_images(self) -> int:
-        return sum(each.num_images for each in (*self.images, *self.held_out_images))
+        return sum(sample.num_images for sample in (*self.images, *self.held_out_images))
 
     @property
     def chat_template(self) -> bool:

@@ -1,4 +1,5 @@
-"""Calls of decoder layers: their arguments, outcomes, and the states that are carried between them.
+"""Calls of decoder layers: their arguments, outcomes, the states that are carried between them, and the
+ranges of keys and values, of which the static scales of an fp8 KV cache are made.
 
 `forward` is the model's own pass with its layers replaced by stubs. Arguments and results are nested values
 of any form; what a layer writes into lists and dicts that it is given is part of its outcome.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,8 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 from ...base.atomic_io import layout_of, write_tensors
+from ...base.errors import BadInput
 from ..base.device import hooks
 from ..base.lanes import Share
+from ..base.scheme import LARGEST, KvStrategy
+from ..base.workers import gathered
 from ..model.meta_model import MetaModel
 from .calibration import Images
 
@@ -96,11 +100,7 @@ def forward(
 ) -> torch.Tensor | None:
     """Run the model on `[samples, length]` ids with `stub` in place of its layers, up to its output
     projection, whose input is returned; None if a stub raised `Reached`, or one of `model.ends` was called.
-    Call it inside `MetaModel.around`.
-
-    Args:
-        images: other arguments of the model, such as `pixel_values`.
-    """
+    Call it inside `MetaModel.around`. `images` are other arguments of the model, such as `pixel_values`."""
     head = model.model.get_output_embeddings()
     read: list[torch.Tensor] = []
 
@@ -225,20 +225,17 @@ class Template:
 
 def template_of(once: Outcome, twice: Outcome) -> Template:
     """The template of the outcomes for one sample and for two; ValueError where they differ otherwise."""
-    pairs = zip(once.tensors(), twice.tensors(), strict=True)
-    return Template(once.emptied(), tuple(_leaf(*pair) for pair in pairs))
-
-
-def _leaf(once: torch.Tensor, twice: torch.Tensor) -> Leaf:
-    shape = tuple(once.shape)
-    if once.dim() != twice.dim():
-        raise ValueError("a tensor that they return changes its dimensions with the samples")
-    differing = [dim for dim in range(once.dim()) if once.shape[dim] != twice.shape[dim]]
-    if not differing:
-        return Leaf(once.dtype, shape, None, once.clone())
-    if len(differing) == 1 and twice.shape[differing[0]] == 2 * shape[differing[0]]:
-        return Leaf(once.dtype, shape, differing[0], None)
-    raise ValueError("a tensor that they return changes its shape with the samples")
+    leaves = []
+    for first, second in zip(once.tensors(), twice.tensors(), strict=True):
+        shape = tuple(first.shape)
+        if first.dim() != second.dim():
+            raise ValueError("a tensor that they return changes its dimensions with the samples")
+        differing = [dim for dim in range(first.dim()) if shape[dim] != second.shape[dim]]
+        dim = differing[0] if differing else None
+        if len(differing) > 1 or (dim is not None and second.shape[dim] != 2 * shape[dim]):
+            raise ValueError("a tensor that they return changes its shape with the samples")
+        leaves.append(Leaf(first.dtype, shape, dim, first.clone() if dim is None else None))
+    return Template(once.emptied(), tuple(leaves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +281,7 @@ class States:
             self.tensors[name][rows] = tensor
 
     def finite(self) -> bool:
-        """Whether all floats are; checks minimum and maximum, which takes no copy."""
+        """True if all floats are; checks minimum and maximum, which takes no copy."""
         return all(
             bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())
             for tensor in self.tensors.values()
@@ -301,12 +298,12 @@ Shares = Mapping[str, Share | None]
 def write_states(path: Path, states: Mapping[str, States], shares: Shares) -> None:
     """Write states of several names to a file, or those of this worker's lanes to one for each lane."""
     files: dict[Path, dict[str, torch.Tensor]] = {}
-    for name, each in states.items():
+    for name, own in states.items():
         if (share := shares[name]) is None:
-            files.setdefault(path, {}).update(each.stored(name))
+            files.setdefault(path, {}).update(own.stored(name))
             continue
         for lane in share.lanes:
-            part = each.part(share.rows(lane))
+            part = own.part(share.rows(lane))
             files.setdefault(_of_lane(path, name, lane), {}).update(part.stored(name))
     for file, tensors in files.items():
         write_tensors(file, tensors, layout_of(tensors))
@@ -357,3 +354,77 @@ def paired(
     found = places[inputs.tokens]
     both = found >= 0
     return ours[both], theirs[found[both]]
+
+
+@dataclass(slots=True)
+class KvRanges:
+    """Largest magnitudes of keys (after RoPE) and values of each KV head, over all tokens.
+
+    Passed to a layer as its `past_key_values`: attention calls `update` with the keys and values. Latent
+    attention calls it with the latent and the rotated part of the keys, which servers cache as one vector:
+    both get the range of the two together.
+
+    Attributes:
+        latent: True if the model has latent attention.
+        key, value: float32 `[kv_heads]`; empty before the first update.
+    """
+
+    latent: bool = False
+    key: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    value: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Observe `[samples, heads, length, width]` keys and values; returns them unchanged."""
+        if not keys.numel():
+            return keys, values
+        largest = [part.abs().amax(dim=(0, 2, 3)).float().cpu() for part in (keys, values)]
+        if self.latent and keys.shape[1] == values.shape[1] == 1:
+            largest = [torch.maximum(*largest)] * 2
+        if self.key.numel():
+            largest = [
+                torch.maximum(*pair) for pair in zip((self.key, self.value), largest, strict=True)
+            ]
+        self.key, self.value = largest
+        return keys, values
+
+    def scales(self, kind: str, strategy: KvStrategy = "tensor") -> dict[str, torch.Tensor]:
+        """Steps `self_attn.k_scale` and `.v_scale`, float32: `[1]`, or `[kv_heads, 1, 1]` per head."""
+        steps = {}
+        for letter, largest in (("k", self.key), ("v", self.value)):
+            step = largest / LARGEST[kind]
+            step = torch.where(step > 0, step, 1.0)
+            whole = step.amax().view(1) if strategy == "tensor" else step.view(-1, 1, 1).clone()
+            steps[f"self_attn.{letter}_scale"] = whole
+        return steps
+
+    def of_all_workers(self) -> KvRanges:
+        """The ranges over the tokens of all workers, which meet."""
+        seen = [pair for pair in gathered((self.key, self.value)) if pair[0].numel()]
+        if not seen:
+            return self
+        keys, values = (torch.stack(parts).amax(dim=0) for parts in zip(*seen, strict=True))
+        return KvRanges(self.latent, keys, values)
+
+    def checked(self, prefix: str) -> KvRanges:
+        """The ranges themselves; BadInput where keys and values, or the latent, were not measured."""
+        if not self.key.numel():
+            raise BadInput(
+                f"--kv-cache: no keys and values of {prefix} were measured (statistics that were made "
+                "without --kv-cache do not have them)"
+            )
+        if self.latent and not torch.equal(self.key, self.value):
+            raise BadInput(
+                f"--kv-cache: {prefix} has latent attention, of which servers cache the latent, and "
+                "transformers' module caches its keys and values: its scale was not measured"
+            )
+        return self
+
+
+def kv_heads(text_config: dict[str, Any]) -> int:
+    """KV heads of a layer that the cache holds, by the model's config; latent attention caches one vector."""
+    if text_config.get("kv_lora_rank"):
+        return 1
+    heads = text_config.get("num_key_value_heads") or text_config.get("num_attention_heads")
+    return int(heads or text_config.get("n_head") or 1)

@@ -158,6 +158,6 @@ def _expanded(once: Any, twice: Any, samples: int) -> Any:
 def _all(
     agree: Callable[[torch.Tensor, torch.Tensor], bool], calls: list[Call], others: list[Call]
 ) -> bool:
-    """Whether all tensors of the arguments of two passes agree."""
-    ours, theirs = (tensors_of([call.parts() for call in each]) for each in (calls, others))
+    """True if all tensors of the arguments of two passes agree."""
+    ours, theirs = (tensors_of([call.parts() for call in part]) for part in (calls, others))
     return len(ours) == len(theirs) and all(map(agree, ours, theirs))

@@ -1,6 +1,6 @@
 """Submodules of a layer whose weights are final: what they gave is kept, and later passes leave them out.
 
-Stage by stage behind quantized linears (true-sequential), a layer is run once for each stage and once more
+Stage by stage after quantized linears (true-sequential), a layer is run once for each stage and once more
 at the end. Attention whose projections are done gives the same in every later pass; and where a submodule
 returns its last linear's output as it is (`o_proj`, `down_proj`), that linear's input, which is measured
 anyway, is all that is needed of the rest. So most of a layer runs once. The values are those of passes
@@ -152,7 +152,7 @@ class FinalSubmodules:
         Args:
             final: linears whose weights will not change; those that run before them are among them.
             measured: linears whose inputs are recorded: none of their submodules is left out, and the pass
-                ends behind them.
+                ends after them.
         """
         with ExitStack() as stack:
             for submodule in self._submodules:
@@ -224,7 +224,7 @@ def passing(
 
 
 def _by_sample(part: Any) -> bool:
-    """Whether it is a tensor of one sample, with the samples as its first dimension."""
+    """True if it is a tensor of one sample, with the samples as its first dimension."""
     return isinstance(part, torch.Tensor) and part.dim() > 2 and len(part) == 1
 
 

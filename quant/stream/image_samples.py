@@ -4,7 +4,7 @@ Pairs are rows of a `.jsonl` or `.json` file with `text` or `messages`, and path
 `{"image": "a.jpg", "conversations": […]}`, are such rows too.
 
 Every sample has one length, as those of text have. As many whole pairs as fit are joined, for an image cannot
-be cut; the rest of the sample is text, and so are the samples behind the last pair.
+be cut; the rest of the sample is text, and so are the samples after the last pair.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ def _joined(pairs: Sequence[Pair], encoder: PairEncoder, seq_len: int, most: int
 
 
 def _filled(sample: _Sample, own: _Text, fill: _Text, seq_len: int) -> _Sample:
-    """The sample with text behind its pairs; what the processor says of each token is zero there."""
+    """The sample with text after its pairs; what the processor says of each token is zero there."""
     given = len(sample.token_ids)
     more = own.take(seq_len - given)
     more += fill.take(seq_len - given - len(more))

@@ -26,7 +26,7 @@ from ..methods.base import InputStatistics, in_lanes
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.experts import routed_tokens
-from .calibration import Images, first_with_images
+from .calibration import Images
 from .calls import (
     Call,
     InputRows,
@@ -53,13 +53,9 @@ class LayerStream:
     All names of linears and tensors are those on disk, relative to the layer.
 
     Args:
-        checkpoint: a plain (unquantized) checkpoint.
-        architecture: its layers.
+        checkpoint: a plain (unquantized) checkpoint; BadInput where transformers rejects its config.
         compute: dtype of the GEMMs inside the layers; accumulation and activations are float32.
         device: where layers are run, and their statistics kept; states between layers are on the host.
-
-    Raises:
-        BadInput: transformers rejects the config.
     """
 
     def __init__(
@@ -92,7 +88,8 @@ class LayerStream:
         has; BadInput where the layers cannot be run one by one, or the checkpoint lacks what is around
         them."""
         self._meta_model.check_forward()
-        sample, number = token_ids[:1], first_with_images(images)
+        sample = token_ids[:1]
+        number = next((row for row, inputs in enumerate(images) if inputs.num_images), None)
         with self._around(), torch.no_grad():
             if number is not None:
                 sample = token_ids[number : number + 1]
@@ -142,7 +139,7 @@ class LayerStream:
         }
 
     def head_inputs(self, states: States) -> Iterator[torch.Tensor]:
-        """Inputs `[samples, length, hidden]` of the output projection, batch by batch, from the states behind
+        """Inputs `[samples, length, hidden]` of the output projection, batch by batch, from the states after
         the last layer; with gradients where these have them."""
         with self._around():
             for rows in self.batches(states):
@@ -221,7 +218,7 @@ class LayerStream:
         return following
 
     def outputs(self, index: int, states: States, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Outputs of a loaded layer for some samples, by its name in the states behind it; with gradients
+        """Outputs of a loaded layer for some samples, by its name in the states after it; with gradients
         where they are enabled, those of the states too."""
         if states.images and len(samples) > 1:
             each = [self.outputs(index, states, sample) for sample in samples.split(1)]

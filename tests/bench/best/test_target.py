@@ -19,7 +19,7 @@ from llmopt.bench.best.target import DEFAULT_MAX_KL, BestRequest, open_folder
 from llmopt.engine.planner import load_plan
 from llmopt.engine.planner.simulation import simulate
 from llmopt.engine.planner.weights import WeightRecipe
-from llmopt.quant.pipeline import preflight, timed_layer
+from llmopt.quant.pipeline import estimate, preflight
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_budget_makes_the_finalists_that_it_has_time_for(monkeypatch: pytest.M
     def most(budget: float, tick: float) -> int:
         clock = itertools.count(step=tick)
         fake = SimpleNamespace(perf_counter=lambda: next(clock))
-        monkeypatch.setattr(timed_layer, "time", fake)
+        monkeypatch.setattr(estimate, "time", fake)
         target = Target.of(BestRequest(budget=budget), "stories3M")
         return affordable(target, [{"quantize": made}], 8, Silent())
 

@@ -23,7 +23,7 @@ from llmopt.quant.pipeline.divergence import divergences
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
 from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.plan.request import QuantizeRequest
-from llmopt.quant.stream.kv_scales import LARGEST
+from llmopt.quant.stream.calls import LARGEST
 from llmopt.quant.stream.layer_stream import LayerStream
 from transformers import AutoModelForCausalLM
 

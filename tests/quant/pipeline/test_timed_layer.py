@@ -10,10 +10,10 @@ import pytest
 from llmopt.base.progress import Silent
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline import preflight as module
+from llmopt.quant.pipeline.estimate import LayerTime, quick_tokens, time_layer
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
-from llmopt.quant.pipeline.timed_layer import LayerTime, quick_tokens, time_layer
 from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.quant_support import STORIES
@@ -41,7 +41,7 @@ def test_a_long_run_is_told_beside_a_quick_one(
     session = prepare(request(tmp_path / "out", method="gptq"))
     monkeypatch.setattr(module, "TIMED_FROM", 0.0)
     timed = replace(RECORDED, passes=80.0, weights=1_000_000)
-    monkeypatch.setattr("llmopt.quant.pipeline.timed_layer.time_layer", lambda *_: timed)
+    monkeypatch.setattr(module, "time_layer", lambda *_: timed)
     answer = preflight(session)
     weights = sum(out * width for out, width in session.plan.modules.values())
     assert answer.seconds == timed.seconds(weights, session.calibration.num_tokens)

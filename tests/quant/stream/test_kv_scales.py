@@ -14,7 +14,7 @@ from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.quant.plan.request import QuantizeRequest
-from llmopt.quant.stream.kv_scales import KvRanges, kv_heads
+from llmopt.quant.stream.calls import KvRanges, kv_heads
 from safetensors.torch import load_file
 
 from ...support.quant_support import QUICK, STORIES
