@@ -35,8 +35,7 @@ _TINY = 1e-30
 
 
 class GridRounding(TunedRounding):
-    """Tuned parameters of a linear `[out, in]` on a grid, fitted with the weights `[in]` of squared
-    errors."""
+    """Tuned parameters of a linear `[out, in]` on a grid, fitted by weights `[in]` of squared errors."""
 
     def __init__(self, weight: torch.Tensor, grid: Grid, importance: torch.Tensor | None):
         self._grid = grid
@@ -158,8 +157,7 @@ def _tuned(
 def _rounding(
     problem: LayerProblem, name: str, plain: QuantizedTensor
 ) -> IntRounding | GridRounding:
-    """Tuned rounding: of integers with tuned ranges, else with ranges fitted to the inputs' second
-    moments."""
+    """Tuned rounding: integers with tuned ranges, others with ranges fitted to the inputs."""
     weight, scheme = problem.weights[name], problem.schemes[name]
     if isinstance(scheme, IntScheme):
         assert isinstance(plain, IntTensor)

@@ -160,8 +160,7 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A fold, and its targets in the layer: with routers the linears are experts, judged by their summed
-    error."""
+    """A fold and its targets in the layer; with routers these are experts, judged by their summed error."""
 
     fold: Fold
     targets: list[str]

@@ -379,8 +379,7 @@ def each_linear(problem: LayerProblem, solve: Callable[[str], Answer]) -> dict[s
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """A quantized layer: its linears with a report of each, and the norms and routers (float32) that
-    changed."""
+    """A quantized layer: its linears, a report of each, and the norms and routers that changed."""
 
     weights: dict[str, QuantizedTensor]
     norms: dict[str, torch.Tensor]

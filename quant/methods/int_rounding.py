@@ -94,8 +94,7 @@ class IntRounding(TunedRounding):
             target[rows] = codes.sub_(grid.zero[rows, None]).mul_(grid.scale[rows, None])
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """One step for the gradient of the rounded weight `[out, in]`; `rate`: in steps and shares of the
-        range."""
+        """One step for the gradient of the rounded weight; `rate` in steps and in shares of the range."""
         grid = self._grid()
         if (library := self._library(gradient)) is not None:
             slopes = torch.empty(len(self._groups), 3)

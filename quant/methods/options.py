@@ -42,8 +42,7 @@ def _whole_bits(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MethodOptions:
-    """Hyperparameters of single methods; a method reads only its own. `asymmetric` None: the method's
-    best."""
+    """Hyperparameters of single methods; a method reads its own. `asymmetric` None: its best."""
 
     PANEL: ClassVar = "Method"
 

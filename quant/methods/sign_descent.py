@@ -80,7 +80,7 @@ def tune(
 ) -> float:
     """Tune the roundings, and leave them at the best parameters that were tried.
 
-    The loss of a batch is judged beside that of the beginning (of rounding to nearest) on the same samples:
+    The loss of a batch is judged against that of the beginning (of rounding to nearest) on the same samples:
     batches differ more than iterations do.
 
     Args:

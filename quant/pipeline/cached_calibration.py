@@ -48,8 +48,7 @@ Replaced = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor
 
 
 class StatisticsFolder:
-    """A statistics cache folder, complete or to be filled, for a digest of model and data; BadInput where it
-    holds something else."""
+    """A cache of statistics for a digest of model and data; BadInput for a folder of something else."""
 
     def __init__(self, folder: Path, signature: str):
         self.folder = folder

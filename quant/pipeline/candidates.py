@@ -42,7 +42,7 @@ from .sensitivity import Sensitivities
 GROUP_SIZES = (128, 64, 32)
 _INTEGERS = {f"int{bits}": bits for bits in SUPPORTED_BITS}
 _ASYMMETRIC = "-asym"
-_FLOATS = ("fp8", "nvfp4", "mxfp4")  # methods whose schemes go beside integers into one file
+_FLOATS = ("fp8", "nvfp4", "mxfp4")  # methods whose schemes go into one file with integers
 
 
 def groups_of(plan: QuantizePlan, prefix: str, linears: Sequence[str]) -> list[tuple[str, ...]]:
@@ -313,8 +313,7 @@ def _kinds(plan: QuantizePlan, widths: Sequence[int]) -> Iterator[Schemes]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Linears that share one scheme, with bytes and expected KL divergence (nats a token) of each
-    candidate."""
+    """Linears that share a scheme, with bytes and expected KL divergence (nats a token) by candidate."""
 
     modules: tuple[str, ...]
     bytes: tuple[int, ...]

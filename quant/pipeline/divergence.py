@@ -36,7 +36,7 @@ Solved = tuple[str, Scheme]
 
 
 def solver_facts(plan: QuantizePlan, modules: Iterable[str]) -> list[Any]:
-    """Everything that the codes of linears depend on beside their schemes and the statistics, for JSON."""
+    """Everything that the codes of linears depend on besides schemes and statistics, for JSON."""
     importance = {
         module: sha256_of(plan.importance[module].numpy().tobytes())
         for module in modules

@@ -167,9 +167,9 @@ def _kept(plan: QuantizePlan, layer: _Layer, hidden_size: int, tokens: int) -> i
     stages = execution_stages(layer.family, layer.chosen)
     alone = [stage[0][0] for stage in stages if len(stage) == len(stage[0]) == 1]
     # A stage's inputs give way to its submodule's outputs, and the last has inputs alone.
-    beside = [min(place + 1, len(alone) - 1) * hidden_size for place in range(len(alone))]
+    outputs = [min(number + 1, len(alone) - 1) * hidden_size for number in range(len(alone))]
     inputs = [layer.shapes[name][1] for name in alone]
-    width = max(map(add, beside, inputs), default=0)
+    width = max(map(add, outputs, inputs), default=0)
     most = max(KEPT_BYTES, tokens * hidden_size * _FLOAT)
     return min(most, tokens * width * plan.compute.itemsize) * (1 + bool(plan.options.asymmetric))
 
@@ -329,7 +329,7 @@ def estimate_operations(plan: QuantizePlan, tokens: int, workers: int = 1) -> fl
         number = solvers_of(plan, index, workers)
         solvers |= {f"{start}.{name}": number for name in chosen}
         routed |= {f"{start}.{name}": share for name in chosen if expert_number(name) >= 0}
-    # Stages after quantized linears share what is final; GPTAQ runs the float model's layers beside them.
+    # Stages after quantized linears share what is final; GPTAQ runs the float model's layers too.
     passes = 2.0 + bool(plan.options.asymmetric)
     passed = solved = searches = 0.0
     for module, (out_features, in_features) in plan.modules.items():

@@ -247,8 +247,7 @@ _TRIES = 8  # with bounds that the solver's tolerances do not break
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A candidate for each choice, found under a bound on the bytes; `gap` is the largest share of the cost
-    by which the least cost may be less."""
+    """A candidate for each choice; the least cost may be less by a share `gap` at most."""
 
     chosen: tuple[int, ...]
     bytes: int

@@ -153,8 +153,7 @@ class OnlineCalibration(NoCalibration):
         return self._finals
 
     def _block(self, index: int) -> TunableBlock | None:
-        """The layer to be tuned, towards the float model's states after it; None: it is not tuned or
-        reached."""
+        """The layer to be tuned towards the float model's states after it; None: it is not."""
         if self._tuning is None or not self._stream.called(index):
             return None
         assert self._floats is not None
@@ -249,8 +248,7 @@ def head_statistics(stream: LayerStream, states: States, share: Share | None) ->
 
 
 class StreamedBlock:
-    """A layer of the stream as a `TunableBlock`, with the states that enter it and those after it in the
-    float model."""
+    """A `TunableBlock`: a layer of the stream, the states before it, and the float model's after it."""
 
     def __init__(
         self,

@@ -198,7 +198,7 @@ def _check_space(session: Session, journal: Journal) -> None:
     free = shutil.disk_usage(journal.folder).free
     if free < needed:
         raise BadInput(
-            f"no space for the result: about {needed / 2**30:.2f} GiB are needed beside "
+            f"no space for the result: about {needed / 2**30:.2f} GiB are needed next to "
             f"{journal.folder}, {free / 2**30:.2f} GiB are free"
         )
 

@@ -124,7 +124,7 @@ class Preflight:
 
     @property
     def time(self) -> str:
-        """The time in words, beside that of a quick run where it is much less."""
+        """The time in words, with that of a quick run where it is much less."""
         words = f"about {in_words(self.seconds)}"
         if self.quick_seconds is None or self.quick_seconds > self.seconds / 2:
             return words

@@ -240,7 +240,7 @@ def _checked(calibration: Calibration) -> tuple[torch.Tensor, Images]:
 
 
 def statistics_path(request: QuantizeRequest) -> Path | None:
-    """The statistics folder: `request.stats`, or beside the output where widths are searched."""
+    """The statistics folder: `request.stats`, or next to the output where widths are searched."""
     if request.stats is None and searches(request):
         return request.output.with_name(request.output.name + ".statistics")
     return request.stats

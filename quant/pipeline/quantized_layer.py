@@ -56,8 +56,7 @@ class QuantizedLayer:
     def packed(
         self, plan: QuantizePlan, weight_format: WeightFormat
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """The packed tensors in a format by full name, and the module records; BadInput for scales it
-        lacks."""
+        """The packed tensors by full name, and the module records; BadInput for scales a format lacks."""
         stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
         if plan.kv_cache is not None and weight_format.holds_kv_scales:
             stored = {

@@ -50,8 +50,7 @@ class Journal:
     that the bytes of the result depend on, `threads` the thread count of the first run."""
 
     def __init__(self, folder: Path, signature: str, threads: int):
-        """Start the work in `folder`, or resume an earlier run's; BadInput for other, damaged or held
-        work."""
+        """Start the work, or resume an earlier run's; BadInput for other, damaged or held work."""
         self.folder = folder
         self.checkpoint = folder / "checkpoint"
         path = folder / _JOURNAL

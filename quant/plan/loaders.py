@@ -6,7 +6,7 @@ checkpoint. `docs/formats.md` has the runs that were made.
 transformers: mapping and initialisation are asked of the installed version. The rules of its converters are
 those of `integrations/compressed_tensors.py` and `quantizers/base.py` of 5.23: it dequantizes weights that it
 merges (the experts of a layer) while loading, all by one scheme and without zero points, and a merged weight
-that has no codes beside packed ones is lost. Converters of the other formats merge no codes.
+that has no codes among packed ones is lost. Converters of the other formats merge no codes.
 
 vLLM: from the source of 0.32; `make owners` compares the rules with it. Marlin takes symmetric 4 and 8 bits,
 or 4 bits with zero codes, groups of 32, 64, 128 or whole rows, and pads what does not fill its tiles; the

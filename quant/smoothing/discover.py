@@ -221,8 +221,7 @@ def largest_change(model: RandomModel, patterns: Sequence[LayerPattern]) -> floa
 
 
 def rounding_noise(model: RandomModel) -> float:
-    """Largest relative change of the logits by one rounding of every vector; recurrent layers may multiply
-    it."""
+    """Largest relative change of the logits by one rounding of every vector; some layers multiply it."""
     before = model.logits()
     vectors = [p for layer in model.layers for p in layer.parameters() if p.dim() == 1]
     former = [vector.clone() for vector in vectors]

@@ -259,8 +259,7 @@ _SAME = 1e-4  # relative; a norm after a projection keeps this much of a uniform
 
 @dataclass(frozen=True, slots=True)
 class ScoreLinears:
-    """Linears of a layer that feed attention scores; of those `normalized` a norm before the scores takes the
-    length."""
+    """Linears of a layer that feed attention scores; a norm takes the length of `normalized` ones."""
 
     all: frozenset[str]
     normalized: frozenset[str]

@@ -55,8 +55,7 @@ def with_smoothing(checkpoint: Checkpoint, architecture: Architecture) -> Archit
 def attempts_and_maps(
     checkpoint: Checkpoint, architecture: Architecture
 ) -> tuple[list[dict[str, Any]], list[KindMap]]:
-    """Configs of small models like a checkpoint's, smallest first, and the maps of one; see
-    `with_smoothing`."""
+    """Configs of small models like a checkpoint's, smallest first, and the maps of one of them."""
     kinds = [frozenset(map(starred, names)) for names in _shapes(checkpoint, architecture)]
     return _attempts(checkpoint, kinds), _discovered_once(checkpoint, kinds)
 

@@ -1,7 +1,7 @@
 """Calibration data: documents, tokenized and cut into samples of equal length, and others held out.
 
 Duplicates are dropped, and text that shares long n-grams with the evaluation text is refused. A sample may
-have the processor's tensors of its images beside its token ids.
+have the processor's tensors of its images with its token ids.
 """
 
 from __future__ import annotations

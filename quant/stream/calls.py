@@ -174,8 +174,7 @@ def outcome_of(call: Call, run: Callable[[], Any]) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor of an outcome: its shape for one sample, the dimension of the samples, or the value without
-    one."""
+    """A tensor of an outcome: shape for one sample, dimension of the samples, or value without any."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -329,8 +328,7 @@ def _of_lane(path: Path, name: str, lane: int) -> Path:
 
 
 class InputRows(NamedTuple):
-    """Inputs `[..., in]` of a linear from one batch; `tokens`: int64, each row's token, -1 for none; None:
-    all."""
+    """Inputs `[..., in]` of a linear from one batch; `tokens`: each row's, -1 for none; None: all."""
 
     rows: torch.Tensor
     tokens: torch.Tensor | None = None

@@ -18,10 +18,9 @@ Rows = slice | torch.Tensor
 
 
 class Walk(ABC):
-    """How the layers of a model follow each other, `max_rows` samples at most in a batch. All calls are
-    inside `MetaModel.around`."""
+    """How the layers of a model follow each other; call it inside `MetaModel.around`."""
 
-    max_rows: int | None = None
+    max_rows: int | None = None  # samples in a batch; None: any number
 
     @abstractmethod
     def enter(self, token_ids: torch.Tensor, rows: int) -> States:

@@ -68,8 +68,7 @@ def check_source(source: str | Path) -> None:
 
 
 def read_documents(source: str | Path) -> tuple[str, list[Document]]:
-    """The source's name for the manifest, and its documents; BadInput where they cannot be read. A hub
-    dataset id touches the network."""
+    """The source's name and documents; BadInput where unreadable. A hub dataset id needs the network."""
     if source in (STORIES, MIXED):
         name = f"bundled {Path(source).name}"
         return name, list(_mixed()) if source == MIXED else _from_text(STORIES)
