@@ -43,10 +43,7 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 def device_of(asked: str) -> torch.device:
     """The device that `--device` names: `cpu`, `cuda` or `cuda:1`.
-
-    Raises:
-        BadInput: there is no such device here.
-    """
+    Raises BadInput: there is no such device here."""
     device_names(asked)
     device = torch.device(asked)
     if device.type == "cuda":
@@ -62,12 +59,12 @@ def cuda_problem(index: int = 0) -> str | None:
     A missing or old driver, too old a GPU, one that another process has for itself, and one that this torch
     has no kernels for are told before anything is loaded.
     """
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         why = "it is built without CUDA" if torch.version.cuda is None else ""
-        why = str(said[0].message).split(". ")[0].splitlines()[0] if said else why
+        why = str(caught[0].message).split(". ")[0].splitlines()[0] if caught else why
         return f"this torch ({torch.__version__}) sees no CUDA device{why and f': {why}'}"
     if index >= count:
         return f"there are {count} CUDA devices, cuda:0 to cuda:{count - 1}"
@@ -97,10 +94,7 @@ def has_nvidia_gpu() -> bool:
 
 def devices_of(asked: str) -> tuple[torch.device, ...]:
     """The devices that `--device` names, with commas: the first runs the layers, and all of them solve.
-
-    Raises:
-        BadInput: one of them is not here, is named twice, or is of another kind than the first.
-    """
+    Raises BadInput: one of them is not here, is named twice, or is of another kind than the first."""
     devices = tuple(device_of(name) for name in device_names(asked))
     if len({device.type for device in devices}) > 1:
         raise BadInput(f"--device {asked}: name devices of one kind")
@@ -147,19 +141,18 @@ def spread(
                 raise
 
     with ThreadPoolExecutor(len(devices)) as pool:
-        for done in [pool.submit(work, device) for device in devices]:
-            done.result()
+        for future in [pool.submit(work, device) for device in devices]:
+            future.result()
     return [results[index] for index in range(len(tasks))]
 
 
 @contextlib.contextmanager
 def hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """A context at whose end the hooks of modules are removed."""
-    held = list(handles)
+    handles = list(handles)
     try:
         yield
     finally:
-        for handle in held:
+        for handle in handles:
             handle.remove()
 
 

@@ -51,8 +51,8 @@ class LaneSums:
 def _sum(left: Part, right: Part) -> Part:
     """The sum in the memory of one of them; nothing counts as zeros, which turn -0 into 0."""
     if left is None or right is None:
-        one = right if left is None else left
-        return None if one is None else one.add_(0.0)
+        present = right if left is None else left
+        return None if present is None else present.add_(0.0)
     return left.add_(right)
 
 
@@ -67,17 +67,17 @@ def totals(sums: Sequence[LaneSums], like: Sequence[Sequence[torch.Tensor]]) -> 
         [
             [
                 (level, place, [part is not None for part in parts])
-                for level, place, parts in one.branches
+                for level, place, parts in branches
             ]
-            for one in sums
+            for branches in (item.branches for item in sums)
         ]
     )
     answers: list[list[Part]] = []
-    for number, (one, template) in enumerate(zip(sums, like, strict=True)):
+    for number, (lane_sums, template) in enumerate(zip(sums, like, strict=True)):
         home = number % workers.count()
         whole = LaneSums()
         for sender, branches in enumerate(shapes):
-            own = iter(one.branches)
+            own = iter(lane_sums.branches)
             for level, place, present in branches[number]:
                 parts = next(own)[2] if sender == workers.rank() else [None] * len(present)
                 if sender != home:
@@ -86,11 +86,15 @@ def totals(sums: Sequence[LaneSums], like: Sequence[Sequence[torch.Tensor]]) -> 
                         for part, tensor, there in zip(parts, template, present, strict=True)
                     ]
                 whole.add(place, parts, level)
-        one.branches = []
+        lane_sums.branches = []
         total = (whole.total() if workers.rank() == home else []) or [None] * len(template)
         for index, tensor in enumerate(template):
-            if any(present[index] for each in shapes for _, _, present in each[number]):
-                total[index] = _broadcast(total[index], tensor, home)
+            if any(present[index] for of_rank in shapes for _, _, present in of_rank[number]):
+                part = total[index]
+                part = torch.empty_like(tensor) if part is None else part.contiguous()
+                if workers.count() > 1:
+                    dist.broadcast(_raw(part), home)
+                total[index] = part
         answers.append(total)
     return answers
 
@@ -106,15 +110,7 @@ def _moved(part: Part, like: torch.Tensor, sender: int, home: int) -> Part:
     return None
 
 
-def _broadcast(total: Part, like: torch.Tensor, home: int) -> torch.Tensor:
-    total = torch.empty_like(like) if total is None else total.contiguous()
-    if workers.count() > 1:
-        dist.broadcast(_raw(total), home)
-    return total
-
-
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, which every backend can send."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -130,9 +126,9 @@ class Share:
     """Samples of one worker: whole lanes.
 
     Attributes:
-        samples: how many there are in all.
+        samples: number of samples of all workers.
         size: samples of a lane; the last may have fewer.
-        lanes: those of the worker.
+        lanes: lanes of the worker.
     """
 
     samples: int
@@ -169,5 +165,4 @@ def shares_of(samples: int, rows: int, number: int) -> list[Share]:
 
 
 def share_of(samples: int, rows: int) -> Share | None:
-    """This worker's share of samples; None for a process that is alone."""
     return shares_of(samples, rows, workers.count())[workers.rank()] if workers.together() else None

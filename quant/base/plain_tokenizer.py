@@ -33,15 +33,12 @@ class PlainTokenizer:
         chat_template: str | None,
         whole: Callable[[], Any],
     ) -> None:
-        self.backend_tokenizer = backend
-        self._special = dict(special)
+        self.backend_tokenizer, self._special = backend, dict(special)
         self._chat_template = chat_template
-        self._make_whole = whole
-        self._whole: Any = None
+        self._make_whole, self._whole = whole, None
 
     @property
     def whole(self) -> Any:
-        """transformers' tokenizer."""
         if self._whole is None:
             self._whole = quiet(self._make_whole())
             self._whole.chat_template = self._chat_template
@@ -58,7 +55,6 @@ class PlainTokenizer:
             self._whole.chat_template = template
 
     def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> list[int]:
-        """Token ids of a text."""
         options.pop("verbose", None)
         if options or not isinstance(text, str):
             return self.whole.encode(text, add_special_tokens=add_special_tokens, **options)
@@ -67,7 +63,6 @@ class PlainTokenizer:
     def decode(
         self, token_ids: Sequence[int], skip_special_tokens: bool = False, **options: Any
     ) -> str:
-        """Text of token ids."""
         if options or not isinstance(token_ids, list):
             return self.whole.decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -131,7 +126,8 @@ def plain_tokenizer(
         token = added.get(int(index))
         if token is None or any(getattr(token, key) != value for key, value in listed.items()):
             return None
-    texts = {key: _text(declared[key]) for key in named}
+    tokens = {key: declared[key] for key in named}
+    texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in tokens.items()}
     special = {key: text for key, text in texts.items() if text is not None}
     if {*special.values()} - {token.content for token in added.values()}:
         return None
@@ -144,7 +140,3 @@ def plain_tokenizer(
     if not isinstance(template, str | None) or (folder / "additional_chat_templates").is_dir():
         return None
     return PlainTokenizer(backend, special, template, whole)
-
-
-def _text(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value

@@ -68,14 +68,14 @@ class Scheme(ABC):
     """How the weight `[out, in]` of a linear is quantized; a subclass is a frozen dataclass.
 
     Attributes:
-        kind_name: of the kind, as manifests record it and as kernels register for it.
+        kind_name: name of the kind, as manifests record it and as kernels register for it.
         bits: width of a code.
-        activations: how inputs are quantized; None: 16-bit activations (weight-only quantization).
-        permuted: whether group membership is stored per input channel (`g_idx` of dynamic act-order).
-        searches_ranges: whether ranges of groups may be searched for; else the format's owner fixes them.
-        fuses_scales: whether linears that servers fuse share one scale of the whole weight.
-        searched_widths: bits that a search over widths tries: those that servers have fast kernels for, and
-            where these take too many bytes, all; empty: it tries none.
+        activations: quantization of inputs; None: 16-bit activations (weight-only quantization).
+        permuted: True if group membership is stored per input channel (`g_idx` of dynamic act-order).
+        searches_ranges: True if ranges of groups may be searched for; else the format's owner fixes them.
+        fuses_scales: True if linears that servers fuse share one scale of the whole weight.
+        searched_widths: bits that a search over widths tries: first those that servers have fast kernels for,
+            then, where these take too many bytes, all; empty: it tries none.
     """
 
     __slots__ = ()
@@ -144,10 +144,10 @@ class Scheme(ABC):
 
     @classmethod
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
-        """Schemes of this kind that a weight of another is requantized to, each with a rank, the least first.
+        """Schemes of this kind to which another weight is requantized, each with a rank, the least first.
 
-        Ranks are 0: errs least of all, 1: of about as many bits, 2: of other bits. Kinds of equal rank go in
-        the order of the registry.
+        Ranks: 0: errs least of all, 1: of about as many bits, 2: of other bits. Kinds of equal rank go in the
+        order of the registry.
         """
         return iter(())
 

@@ -57,10 +57,7 @@ def is_first() -> bool:
 
 def own_device(asked: str) -> str:
     """The device of this worker where `--device` says `cuda`: that of its number on its machine.
-
-    Raises:
-        BadInput: several devices, of which each worker would take all.
-    """
+    Raises BadInput: several devices, of which each worker would take all."""
     if not is_worker() or asked == "cpu":
         return asked
     if asked != "cuda":
@@ -130,7 +127,7 @@ def _alone() -> Iterator[None]:
 
 
 def first_alone(call: Callable[[], Answer]) -> Answer:
-    """The answer that the first worker finds alone; the workers meet."""
+    """Run on the first worker, alone; broadcast its result or exception."""
 
     def alone() -> Answer:
         with _alone():
@@ -140,7 +137,7 @@ def first_alone(call: Callable[[], Answer]) -> Answer:
 
 
 def done_by(worker: int, call: Callable[[], Answer]) -> Answer:
-    """The answer that one worker finds, or what it raises, in all; the workers meet."""
+    """Run on one worker, broadcast its result or exception."""
     return opened(given(tried(call) if rank() == worker else None, worker))
 
 
@@ -152,17 +149,15 @@ class Tried(NamedTuple):
 
 
 def tried(call: Callable[[], Any]) -> Tried:
-    """The outcome of a call for which the others wait."""
-    if count() == 1:
-        return Tried(call(), None)
     try:
         return Tried(call(), None)
     except Exception as error:
+        if count() == 1:
+            raise
         return Tried(None, error)
 
 
 def opened(tried: Tried | None) -> Any:
-    """The answer of a call; raises what it raised."""
     assert tried is not None
     if tried.error is not None:
         raise tried.error
@@ -170,7 +165,7 @@ def opened(tried: Tried | None) -> Any:
 
 
 def one_by_one(call: Callable[[], Answer]) -> Answer:
-    """Call in the first worker, then in the others, each alone; those find what it left in files."""
+    """Run on rank 0 first, then on the other ranks, each alone: they read its files."""
     if rank() > 0:
         meet()
     with _alone():
@@ -201,15 +196,14 @@ def given(value: Answer, source: int) -> Answer:
         dist.broadcast(data, source)
     if rank() == source:
         return value
-    return torch.load(io.BytesIO(data.numpy().data), map_location=_here, weights_only=False)
 
+    def here(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.cuda()
 
-def _here(storage: Any, location: str) -> Any:
-    return storage if location == "cpu" else storage.cuda()
+    return torch.load(io.BytesIO(data.numpy().data), map_location=here, weights_only=False)
 
 
 def gathered(value: Answer) -> list[Answer]:
-    """The small values of all workers, in their order."""
     if count() == 1:
         return [value]
     values: list[Any] = [None] * count()
@@ -244,29 +238,21 @@ def shared_out(
     tasks: Sequence[Task], costs: Sequence[float], run: Callable[[Task], Answer]
 ) -> list[Answer]:
     """The answers to independent tasks, each found by one worker, the dearest first by the least loaded; the
-    workers meet.
-
-    Raises:
-        Exception: that of the first task that failed, in all workers.
-    """
+    workers meet. Raises Exception: that of the first task that failed, in all workers."""
     if count() == 1:
         return [run(task) for task in tasks]
     owners, _ = owners_of(costs)
-    found = {
+    results = {
         number: tried(partial(run, task))
         for number, task in enumerate(tasks)
         if owners[number] == rank()
     }
-    given_by = enumerate(owners)
-    return [opened(given(found.pop(number, None), owner)) for number, owner in given_by]
+    return [opened(given(results.pop(n, None), owner)) for n, owner in enumerate(owners)]
 
 
 def launch(number: int, module: str, words: Sequence[str]) -> int:
     """Run `python -m module` with these words in so many workers of this machine; returns the exit code.
-
-    Raises:
-        Failure: a worker was killed.
-    """
+    Raises Failure: a worker was killed."""
     import logging
     import sys
 

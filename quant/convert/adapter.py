@@ -62,10 +62,7 @@ class LoraSettings:
     @classmethod
     def read(cls, folder: Path) -> LoraSettings:
         """The settings of an adapter folder.
-
-        Raises:
-            BadInput: naming the file and the field that is missing, invalid, or not supported.
-        """
+        Raises BadInput: naming the file and the field that is missing, invalid, or not supported."""
         path = folder / CONFIG_NAME
         raw = Consumed(read_json(path))
         if (kind := raw.get("peft_type")) != "LORA":
@@ -167,22 +164,14 @@ class AdapterWeights:
                 )
 
     def pair(self, module: str, out_features: int, in_features: int) -> LoraPair:
-        """A and B of a module.
-
-        Raises:
-            BadInput: naming the tensor that is missing or misshapen.
-        """
+        """A and B of a module. Raises BadInput: naming the tensor that is missing or misshapen."""
         rank = self.settings.rank_of(module)
         down = self._tensor(f"{module}.lora_A.weight", (rank, in_features), rank)
         up = self._tensor(f"{module}.lora_B.weight", (out_features, rank), rank)
         return LoraPair(down, up * self.settings.scale_of(module))
 
     def magnitude(self, module: str, out_features: int) -> torch.Tensor:
-        """DoRA's magnitude of each output channel, float32 [out].
-
-        Raises:
-            BadInput: missing or misshapen.
-        """
+        """DoRA's magnitude of each output channel, float32 [out]. Raises BadInput: missing or misshapen."""
         name = f"{module}.lora_magnitude_vector"
         if f"{_PREFIX}{name}" not in self._tensors:
             name = f"{name}.weight"

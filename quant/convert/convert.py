@@ -208,7 +208,6 @@ class _Job:
         return None
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
-        """Assemble the shards into one GGUF file."""
         for companion, content in self._source.companions().items():
             write_atomically(self._work / companion, content)
         write_atomically(self._work / "config.json", to_json(config))
@@ -258,10 +257,7 @@ class Requantized:
 
 def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Requantized:
     """An equivalent of `tensor` that `target` can store, or its requantization.
-
-    Raises:
-        BadInput: the format has no grid for such a weight at all.
-    """
+    Raises BadInput: the format has no grid for such a weight at all."""
     found, reason = _exact(module, tensor, target)
     if found is not None:
         return Requantized(found)
@@ -307,7 +303,6 @@ def _check(module: str, scheme: Scheme, tensor: QuantizedTensor, target: WeightF
 
 
 def _nearest_scheme(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Scheme:
-    """The scheme of `target` that is closest to that of `tensor`."""
     source = tensor.scheme
     ranked = [pair for kind in KINDS for pair in scheme_class(kind).nearest_to(source)]
     for _, scheme in sorted(ranked, key=itemgetter(0)):

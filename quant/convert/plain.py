@@ -164,10 +164,7 @@ def write_plain(
 
 def dequantize_checkpoint(source: Checkpoint, output: Path, progress: Progress) -> Conversion:
     """Write `source` as a plain checkpoint in the dtype of its config.
-
-    Raises:
-        BadInput: `output` exists, or the source is plain safetensors already, or damaged.
-    """
+    Raises BadInput: `output` exists, or the source is plain safetensors already, or damaged."""
     quantized = source.quantization_config is not None
     if not quantized and source.path == source.folder:
         raise BadInput(f"{source.path} is a plain checkpoint already")
@@ -296,10 +293,7 @@ class _Merge:
 
     def check(self) -> None:
         """Find every module of every adapter, and check its shapes, before anything is written.
-
-        Raises:
-            BadInput: see `merge`.
-        """
+        Raises BadInput: see `merge`."""
         for adapter in self._adapters:
             if adapter.settings.is_dora and (len(self._adapters) > 1 or adapter.weight != 1.0):
                 raise BadInput(
@@ -344,7 +338,6 @@ class _Merge:
         raise BadInput(f"{adapter.weights.path}: {name} {why}: {self._base.folder} is not its base")
 
     def write(self, work: Path) -> None:
-        """Write the plain checkpoint, one shard in memory at a time."""
         tensors = plain_tensors(
             self._base,
             self._dtype,

@@ -229,7 +229,6 @@ def _lacking(checkpoint: Checkpoint) -> list[str]:
 
 
 def _check_cache_scales(report: VerifyReport, entries: Entries, config: dict[str, Any]) -> None:
-    """Check the scales of a quantized KV cache, if there are any."""
     record = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config

@@ -23,12 +23,8 @@ _GROUPED_NORM = Version("5.23")
 def read_config(
     raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
 ) -> Any:
-    """The transformers config of a raw `config.json`.
-
-    Raises:
-        BadInput: a type that the installed transformers does not know, remote code that is not trusted,
-            or a config that its class refuses.
-    """
+    """The transformers config of a raw `config.json`. Raises BadInput: a type that the installed transformers
+    does not know, remote code that is not trusted, or a config that its class refuses."""
     model_type = str(raw.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         version = raw.get("transformers_version")
@@ -63,10 +59,7 @@ def build_on_meta(
     config: Any, *, dtype: Any = None, trust_remote_code: bool = False, **options: Any
 ) -> Any:
     """The model of a config with its language head, plain and without memory (default: float32).
-
-    Raises:
-        BadInput: neither a causal nor an image-text model, or one that cannot be built.
-    """
+    Raises BadInput: neither a causal nor an image-text model, or one that cannot be built."""
     import torch
 
     config = copy.deepcopy(config)
@@ -86,10 +79,7 @@ def build_on_meta(
 
 def auto_class(config: Any, trust_remote_code: bool = False) -> Any:
     """The auto class that builds a config with its language head.
-
-    Raises:
-        BadInput: neither a causal nor an image-text model.
-    """
+    Raises BadInput: neither a causal nor an image-text model."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,

@@ -254,14 +254,12 @@ class Checkpoint:
         return self._open(self.shard_of[name]).get_slice(name).get_dtype()
 
     def tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor whose name starts with `prefix`, in name order."""
         for name in self.names:
             if name.startswith(prefix):
                 yield name, self.tensor(name)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all shards on disk."""
         return sum((self.folder / shard).stat().st_size for shard in set(self.shard_of.values()))
 
 

@@ -58,7 +58,6 @@ class ExpertsApart(Checkpoint):
         self.shard_of = {n: s for n, s in self.shard_of.items() if n not in fused} | shards
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor; of a fused one, only the expert is read."""
         part = self._parts.get(name)
         if part is None:
             return super().tensor(name)
@@ -83,10 +82,7 @@ class ExpertsApart(Checkpoint):
 
 def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint, or a view of it in which its fused experts are linears, if its family splits them.
-
-    Raises:
-        BadInput: fused tensors that do not fit each other.
-    """
+    Raises BadInput: fused tensors that do not fit each other."""
     family = model_family(type_of(checkpoint.config))
     if family is None or not family.splits_experts:
         return checkpoint
@@ -96,10 +92,7 @@ def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
 
 def parts_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
     """The weights of every expert in fused tensors, by name; `shapes` are those of all tensors.
-
-    Raises:
-        BadInput: fused tensors that do not fit each other.
-    """
+    Raises BadInput: fused tensors that do not fit each other."""
     parts: dict[str, Part] = {}
     for name, shape in shapes.items():
         for pattern, other, module in _STACKS:

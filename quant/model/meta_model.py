@@ -134,7 +134,6 @@ class WeightMap:
                 self._patterns.pop(disk, None)
 
     def all_targets(self, disk: str) -> list[str]:
-        """Every module tensor that a tensor on disk goes into."""
         target, pattern = self.targets[disk], self._patterns.get(disk)
         if pattern is None:
             return [target]
@@ -346,10 +345,7 @@ class MetaModel:
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the output projection, in their stored dtype.
-
-        Raises:
-            BadInput: the model has none, or the checkpoint lacks it.
-        """
+        Raises BadInput: the model has none, or the checkpoint lacks it."""
         head = self.model.get_output_embeddings()
         path = next((name for name, module in self.model.named_modules() if module is head), None)
         if head is None or path is None:
@@ -359,10 +355,7 @@ class MetaModel:
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor of a module outside the layers, floats in their stored dtype.
-
-        Raises:
-            BadInput: the checkpoint lacks it.
-        """
+        Raises BadInput: the checkpoint lacks it."""
         disks = self._sources_of(name)
         if not disks:
             raise BadInput(f"{self.checkpoint.path} has no tensor '{name}'")
@@ -377,10 +370,7 @@ class MetaModel:
 
 def _compute_buffers(model: nn.Module) -> None:
     """Compute buffers that no checkpoint holds, such as RoPE frequencies, by transformers' initialisation.
-
-    Raises:
-        ValueError: it leaves one out.
-    """
+    Raises ValueError: it leaves one out."""
     from transformers import PreTrainedModel
 
     computed: list[tuple[nn.Module, str]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,28 @@ _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
     arguments: dict[str, Any] = {}
-    if named := _named(folder):
-        declared, model = named
+    try:
+        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # transformers says what is wrong
+        declared = model = {}
+    if "tokenizer_class" in declared and "auto_map" not in declared and "auto_map" not in model:
         if _is_plain(folder, declared, model):
-            whole = partial(_fast, folder)
+
+            def whole() -> Any:
+                from transformers import PreTrainedTokenizerFast
+
+                return quiet(PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
+
             return plain_tokenizer(folder, declared, whole) or whole()
-        arguments["config"] = _tokenizer_config(folder, model)
+        # The fields that `AutoTokenizer` reads where the tokenizer names its class. Without them it imports
+        # the model type's configuration class, and with that torch's compiler: two seconds of every start.
+        from transformers import PreTrainedConfig
+
+        keys = ("model_type", "model_name", "tokenizer_class")
+        config = PreTrainedConfig.from_dict({key: model[key] for key in keys if key in model})
+        config.name_or_path = str(folder)
+        arguments["config"] = config
     from transformers import AutoTokenizer
 
     return quiet(
@@ -60,26 +75,8 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
     )
 
 
-def _fast(folder: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return quiet(PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True))
-
-
-def _named(folder: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """tokenizer_config.json and config.json, where the first names a class and neither brings code."""
-    try:
-        declared = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        model = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # transformers says what is wrong
-    if "tokenizer_class" not in declared or "auto_map" in declared or "auto_map" in model:
-        return None
-    return declared, model
-
-
 def _is_plain(folder: Path, declared: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
-    """Whether its tokenizer.json is all of a tokenizer, so that no model's class need be imported.
+    """True if tokenizer.json is all of a tokenizer, so that no model's class need be imported.
 
     `AutoTokenizer` reads the sources of all models for it: half a second of every start.
     """
@@ -90,35 +87,17 @@ def _is_plain(folder: Path, declared: Mapping[str, Any], model: Mapping[str, Any
     return "model_name" not in model and declared["tokenizer_class"] in _PLAIN_CLASSES
 
 
-def _tokenizer_config(folder: Path, model: Mapping[str, Any]) -> Any:
-    """Fields of a config that `AutoTokenizer` reads, where the tokenizer names its class.
-
-    Without it, it imports the model type's configuration class, and with that torch's compiler: two seconds
-    of every start, for a class that the tokenizer does not need.
-    """
-    from transformers import PreTrainedConfig
-
-    keys = ("model_type", "model_name", "tokenizer_class")
-    config = PreTrainedConfig.from_dict({key: model[key] for key in keys if key in model})
-    config.name_or_path = str(folder)
-    return config
-
-
 _FILES = ("processor_config.json", "preprocessor_config.json")
 """Either describes the image processor."""
 
 
 def has_processor(folder: Path) -> bool:
-    """Whether a checkpoint has the description of an image processor."""
     return any((folder / name).is_file() for name in _FILES)
 
 
 def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> Any:
     """The processor of a checkpoint with image processor and tokenizer, and nothing where it takes more.
-
-    Raises:
-        BadInput: there is none, or transformers cannot build it here.
-    """
+    Raises BadInput: there is none, or transformers cannot build it here."""
     if not has_processor(folder):
         raise BadInput(
             f"{folder} has no {' or '.join(_FILES)}: without them images cannot be processed"
@@ -128,11 +107,9 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
         image_processor = _image_processor(folder, trust_remote_code)
         kind = _processor_class(folder, trust_remote_code)
         description, _ = kind.get_processor_dict(folder)
-        given = {
-            "image_processor": image_processor,
-            "tokenizer": getattr(tokenizer, "whole", tokenizer),
-        }
-        parts = [given.get(name) for name in kind.get_attributes()]
+        tokenizer = getattr(tokenizer, "whole", tokenizer)
+        held = {"image_processor": image_processor, "tokenizer": tokenizer}
+        parts = [held.get(name) for name in kind.get_attributes()]
         return _without_checks(kind).from_args_and_dict(parts, description)
     except Exception as error:  # transformers may fail in any way here
         raise BadInput(
@@ -161,10 +138,7 @@ def _processor_class(folder: Path, trust_remote_code: bool) -> Any:
     """The processor class that the checkpoint's files name, or else the one of its model type."""
     import transformers
     from transformers import AutoConfig
-    from transformers.models.auto.processing_auto import (
-        PROCESSOR_MAPPING,
-        processor_class_from_name,
-    )
+    from transformers.models.auto import processing_auto
 
     from ..model.checkpoint import read_json
     from .own_processors import PixtralProcessor
@@ -174,14 +148,15 @@ def _processor_class(folder: Path, trust_remote_code: bool) -> Any:
             named = read_json(folder / name).get("processor_class")
             if named == "PixtralProcessor":
                 return PixtralProcessor
-            if named and (kind := processor_class_from_name(named)) is not None:
+            if named and (kind := processing_auto.processor_class_from_name(named)) is not None:
                 return kind
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    if type(config) not in PROCESSOR_MAPPING:
+    mapping = processing_auto.PROCESSOR_MAPPING
+    if type(config) not in mapping:
         raise ValueError(
             f"transformers {transformers.__version__} has no processor for {type_of(config)!r}"
         )
-    kind: Any = PROCESSOR_MAPPING[type(config)]
+    kind: Any = mapping[type(config)]
     return PixtralProcessor if kind.__name__ == "PixtralProcessor" else kind
 
 

@@ -96,10 +96,9 @@ def _from_hub(hub_id: str) -> Path:
             )
         )
     except Exception as error:  # the hub raises a dozen types; the user needs one line
-        reason = first_line(error)
         where = "the local hub cache (HF_HUB_OFFLINE is set)" if offline else "the hub"
         raise BadInput(
-            f"model {hub_id!r} is no folder here and {where} did not give it: {reason}"
+            f"model {hub_id!r} is no folder here and {where} did not give it: {first_line(error)}"
         ) from error
 
 
@@ -113,22 +112,18 @@ def open_checkpoint(path: Path | str, *, trust_remote_code: bool = False) -> Che
         BadInput: see `Checkpoint` and `gguf.checkpoint.GgufCheckpoint`.
     """
     file = gguf_file_of(Path(path))
-    if file is not None:
-        from ..gguf.checkpoint import GgufCheckpoint  # imports torch
+    if file is None:
+        return Checkpoint(path, trust_remote_code=trust_remote_code)
+    from ..gguf.checkpoint import GgufCheckpoint  # imports torch
 
-        return GgufCheckpoint(file)
-    return Checkpoint(path, trust_remote_code=trust_remote_code)
+    return GgufCheckpoint(file)
 
 
 def open_plain(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a model likewise, a quantized `.gguf` file as its dequantized weights.
-
-    Raises:
-        BadInput: see `open_checkpoint`.
-    """
+    """Open a model as `open_checkpoint` does, a quantized `.gguf` file as its dequantized weights."""
     file = gguf_file_of(Path(path))
-    if file is not None:
-        from ..gguf.checkpoint import DequantizedGguf  # imports torch
+    if file is None:
+        return Checkpoint(path, trust_remote_code=trust_remote_code)
+    from ..gguf.checkpoint import DequantizedGguf  # imports torch
 
-        return DequantizedGguf(file)
-    return Checkpoint(path, trust_remote_code=trust_remote_code)
+    return DequantizedGguf(file)

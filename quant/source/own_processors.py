@@ -22,7 +22,7 @@ Size = tuple[int, int]
 
 
 class Llama4ImagesKwargs(ImagesKwargs, total=False):
-    """The fields of `preprocessor_config.json` beside the common ones."""
+    """The fields of `preprocessor_config.json` next to the common ones."""
 
     max_patches: int
     resize_to_max_canvas: bool
@@ -61,15 +61,10 @@ class Llama4ImageProcessorPil(_Backend):
             if not resize_to_max_canvas:
                 # Without upscaling, but to a tile at least.
                 height, width = image.shape[-2:]
-                inner = (
-                    min(max(height, side), canvas[0]),
-                    min(max(width, side), canvas[1]),
-                )
+                inner = min(max(height, side), canvas[0]), min(max(width, side), canvas[1])
             fitted = self._resized(image, undistorted(image.shape[-2:], inner), options)
-            padding = [
-                (0, 0),
-                *((0, c - f) for c, f in zip(canvas, fitted.shape[-2:], strict=True)),
-            ]
+            height, width = fitted.shape[-2:]
+            padding = [(0, 0), (0, canvas[0] - height), (0, canvas[1] - width)]
             grid = canvas[0] // side, canvas[1] // side
             tiles.append(cut(self._scaled(np.pad(fitted, padding), options), grid))
             if grid != (1, 1):
@@ -108,10 +103,7 @@ def best_canvas(image: Sequence[int], side: int, max_tiles: int, to_max: bool) -
     sizes = [(rows * side, columns * side) for rows, columns in canvases(max_tiles)]
     scales = [min(height / image[0], width / image[1]) for height, width in sizes]
     upscaling = [scale for scale in scales if scale >= 1]
-    if upscaling:
-        chosen = max(upscaling) if to_max else min(upscaling)
-    else:
-        chosen = max(scales)
+    chosen = max(scales) if to_max or not upscaling else min(upscaling)
     fitting = [size for size, scale in zip(sizes, scales, strict=True) if scale == chosen]
     return min(fitting, key=lambda size: size[0] * size[1])
 
