@@ -2,7 +2,7 @@
 #include <stdatomic.h>
 #include <string.h>
 
-#include "../kinds/ggml/codes.h"
+#include "../quant/kinds/ggml/codes.h"
 #include "parallel.h"
 #include "weight.h"
 
