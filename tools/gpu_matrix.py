@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from llmopt.engine.kernels.common.devices import GpuLimits, pretended_gpu
+from llmopt.engine.kernels.common import devices
+from llmopt.engine.kernels.common.devices import GpuLimits
 
 from tools.triton_code import Compiled, compiling
 from tools.triton_launches import LAUNCHES
@@ -154,7 +156,8 @@ def rows(
         if only not in name or (names and name not in names):
             continue
         folder = None if keep is None else keep / str(capability) / name.strip().replace(" ", "-")
-        with pretended_gpu(architecture.limits), compiling(capability, folder) as kernels:
+        pretended = patch.object(devices, "PRETENDED", architecture.limits)
+        with pretended, compiling(capability, folder) as kernels:
             launch()
         differing = invariance(kernels)
         for place, kernel in enumerate(kernels):

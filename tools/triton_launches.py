@@ -25,7 +25,7 @@ from llmopt.engine.kernels.linear.triton_packed_weight import (
     pack_weight,
     stack_packed_weights,
 )
-from llmopt.engine.kernels.moe.experts import RoutingRule
+from llmopt.engine.kernels.moe.dispatch import RoutingRule
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from llmopt.quant.kinds.base.tensor import QuantizedTensor

@@ -43,8 +43,7 @@ from ...engine.kernels.elementwise.dispatch import (
 from ...engine.kernels.linear.linear import HALVES, LINEAR, LinearKernelQuery, keeps_halves
 from ...engine.kernels.linear.native_linear import has_bf16, native_linear
 from ...engine.kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
-from ...engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
-from ...engine.kernels.moe.experts import ExpertsKernel
+from ...engine.kernels.moe.dispatch import EXPERTS, ExpertsKernel, ExpertsKernelQuery
 from ...engine.model.layers.mlp import GatedMlp
 from ...engine.model.layers.projection import Projection
 from ...engine.sampling.sampler import SAMPLING, SamplingKernelQuery

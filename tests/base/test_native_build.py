@@ -116,7 +116,7 @@ KERNELS = {
         "native_trellis_integer",
     ],
     "engine.kernels.linear.native_linear": ["native_lookup", "native_linear"],
-    "engine.kernels.linear.onednn_linear": ["native_few_rows"],
+    "engine.kernels.linear.linear": ["native_few_rows"],
     "engine.kernels.moe.dispatch": ["native_experts"],
     "quant.kinds.ggml.tensor": ["native_codes"],
     "quant.kinds.trellis.viterbi": ["native_viterbi"],

@@ -19,8 +19,7 @@ from llmopt.engine.kernels.elementwise.reference import (
     torch_silu_gate,
 )
 from llmopt.engine.kernels.linear.quantized_linear import prepare_quantized_linear
-from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
-from llmopt.engine.kernels.moe.experts import LoopedExperts
+from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery, LoopedExperts
 from llmopt.engine.model.layers.mlp import GatedMlp
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.device import cuda_problem

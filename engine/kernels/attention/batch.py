@@ -4,9 +4,9 @@ A batch is a flat run of tokens, sequence after sequence. A block table may omit
 may form a token tree (tree attention): several share a position, and each attends to the known tokens and to
 its ancestors in the tree. The tokens of an image may also attend to its later ones (bidirectional attention).
 
-A library may have to plan a captured step on the host (FlashInfer): a graph holds the launches, and a plan,
-which splits the work of the sequences at hand over them, lies in buffers that the launches read. The first
-run of a step makes its plans, before it is captured, and `renew` precedes each replay.
+FlashInfer plans a captured step on the host: the graph has the launches, and a plan, which splits the work of
+the sequences over them, is in buffers that the launches read. The first run of a step makes its plans, before
+the capture; `renew` precedes each replay.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ import torch
 
 
 class KernelPlan(Protocol):
-    """A kernel's plan of a captured step."""
+    """Plan of a captured step by a kernel."""
 
     def renew(self, num_held: Sequence[int]) -> None:
         """Plan a step whose sequences have so many tokens in their blocks."""
-        ...
 
 
 Planned = TypeVar("Planned", bound=KernelPlan)
 
 
 class StepPlans:
-    """The plans of one graph, which outlive the captured call.
+    """Plans of one graph, which outlive the captured call.
 
-    Attributes:
-        num_held: tokens in the blocks of each of its sequences.
+    `num_held` has the tokens in the blocks of each of its sequences.
     """
 
     def __init__(self, num_held: Sequence[int]) -> None:
@@ -45,13 +43,11 @@ class StepPlans:
         return bool(self._plans)
 
     def of(self, kind: object, make: Callable[[], Planned]) -> Planned:
-        """The plan of a kind, made by the first call."""
         if kind not in self._plans:
             self._plans[kind] = make()
         return self._plans[kind]
 
     def renew(self, num_held: Sequence[int]) -> None:
-        """Plan the step that is replayed next."""
         self.num_held = num_held
         for plan in self._plans.values():
             plan.renew(num_held)
@@ -62,15 +58,15 @@ KernelMetadata = TypeVar("KernelMetadata")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionRule:
-    """A layer's attention mask and score transform.
+    """Attention mask and score transform of a layer.
 
     Attributes:
         scale: factor on the scores.
         window: sliding window, in tokens, the query's included; None: full causal attention.
-        num_sink_tokens: sink tokens: first tokens of a sequence, visible whatever the window (StreamingLLM).
+        num_sink_tokens: first tokens of a sequence that stay visible outside the window (StreamingLLM).
         chunk: chunked attention: a token sees back to the last multiple of `chunk` (Llama 4); None: off.
         softcap: logit softcapping, `cap * tanh(score / cap)` (Gemma 2).
-        sinks: [heads], learned sink logits: a score per head in the softmax that weighs no value (gpt-oss).
+        sinks: [heads], learned sink logits: a score per head in the softmax without a value (gpt-oss).
         bidirectional: tokens of one image attend to each other, within the window (Gemma 3).
     """
 
@@ -82,19 +78,14 @@ class AttentionRule:
     sinks: torch.Tensor | None = None
     bidirectional: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's fused attention supports it."""
-        return self.softcap is None and self.sinks is None
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMask:
     """Tree mask of the draft tokens at the end of a sequence, in the order of their slots.
 
     Attributes:
-        depths: int64 [draft], depth in the tree: the position relative to the last known token, from 1 on.
-        ancestors: bool [draft, draft], the ancestors of each draft token, itself included.
+        depths: int64 [draft], position relative to the last known token, from 1 on.
+        ancestors: bool [draft, draft], ancestors of each draft token, itself included.
     """
 
     depths: torch.Tensor
@@ -103,17 +94,17 @@ class TreeMask:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpan:
-    """The tokens of one sequence in a batch.
+    """Tokens of one sequence in a batch.
 
     Attributes:
-        begin, end: their rows in the batch.
+        begin, end: rows in the batch.
         num_cached: tokens of the sequence so far, these included.
-        block_ids: int64, the block table, without the blocks of the `evicted_span` tokens that follow
-            the first `sink_length`.
-        tree: of the last tokens so far, where they are a tree of draft tokens; a draft token's slot then
-            follows from its index, and its position from its depth.
-        images: positions of the images that some of these tokens belong to, all of which they see in layers
-            that are bidirectional; what is not in the cache of them is among these tokens.
+        block_ids: int64, block table without the blocks of the `evicted_span` tokens after the first
+            `sink_length`.
+        tree: tree mask of the last tokens, if they are a tree of draft tokens; a draft token's slot follows
+            from its index, its position from its depth.
+        images: positions of the images that some of these tokens belong to. In bidirectional layers they see
+            all of them; the uncached part of an image is among these tokens.
     """
 
     begin: int
@@ -132,7 +123,7 @@ class SequenceSpan:
 
 
 class DecodeCounts(NamedTuple):
-    """The host's copy of a decode group: its rows, and its sequences' tokens in their blocks."""
+    """Host copy of a decode group: its rows, and its sequences' tokens in their blocks."""
 
     rows: Sequence[int]
     num_held: Sequence[int]
@@ -140,14 +131,14 @@ class DecodeCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """The decode sequences of a batch (one query token each), block tables padded to one width.
+    """Decode sequences of a batch (one query token each), block tables padded to one width.
 
     Attributes:
-        rows: int64 [sequences], the rows of their tokens in the batch.
+        rows: int64 [sequences], rows of their tokens in the batch.
         block_ids: int64 [sequences * width], padded with the null block.
         lengths: int64 [sequences], tokens so far.
-        evicted_spans: int64 [sequences], evicted tokens that follow the first `sink_length`.
-        counts: what the host knows of them; None: nothing, as of a captured step.
+        evicted_spans: int64 [sequences], evicted tokens after the first `sink_length`.
+        counts: host copy; None in a captured step.
     """
 
     rows: torch.Tensor
@@ -161,8 +152,7 @@ class DecodeGroup:
 class AttentionBatch:
     """Attention metadata of a step: spans, block tables and masks; built once, shared by all layers.
 
-    Attributes:
-        plans: of a captured step, where kernels are planned on the host; None: it is eager.
+    `plans` belong to a captured step whose kernels are planned on the host; None: an eager step.
     """
 
     def __init__(
@@ -181,17 +171,12 @@ class AttentionBatch:
         self._dtype = dtype
         self._masks: dict[tuple[int, int | None, int, int | None, bool], torch.Tensor] = {}
         self._static_metadata = kernel_metadata
+        # Draft tokens form a token tree; tokens see later ones of their image in bidirectional layers.
+        self.has_trees = any(span.tree is not None for span in spans)
+        self.has_images = any(span.images for span in spans)
+        # A captured step fills its kernel's metadata, and nothing else.
+        self.is_static = kernel_metadata is not None
         self._kernel_metadata: dict[object, Any] = {}
-
-    @property
-    def has_trees(self) -> bool:
-        """Whether draft tokens of a sequence form a token tree."""
-        return any(span.tree is not None for span in self.spans)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether some tokens see later ones of their image, in layers with bidirectional attention."""
-        return any(span.images for span in self.spans)
 
     @cached_property
     def parts(self) -> tuple[AttentionBatch, AttentionBatch]:
@@ -210,11 +195,6 @@ class AttentionBatch:
             known = self._kernel_metadata[make] = make(self)
         return known
 
-    @property
-    def is_static(self) -> bool:
-        """Whether it is known by its kernel's metadata alone, which a captured step fills."""
-        return self._static_metadata is not None
-
     def decode_mask(self, rule: AttentionRule) -> torch.Tensor:
         """Additive mask of the decode rows: 0 or -inf, [sequences, 1, 1, width * block_size]."""
         assert self.decode is not None
@@ -229,7 +209,7 @@ class AttentionBatch:
 
     @cached_property
     def decode_unwritten(self) -> torch.Tensor:
-        """Slots of the decode tables behind their tokens, bool [sequences, width * block_size, 1, 1]."""
+        """Slots of the decode tables after their tokens, bool [sequences, width * block_size, 1, 1]."""
         group = self.decode
         assert group is not None
         width = group.block_ids.numel() // group.rows.numel() * self.block_size
@@ -247,17 +227,16 @@ class AttentionBatch:
             first = span.num_cached - (span.end - span.begin)
             query_position = torch.arange(first, span.num_cached, device=device)
             images = span.images if rule.bidirectional else ()
+            count = rows = 0
             if (tree := span.tree) is not None:
                 count = tree.depths.numel()
                 rows = min(count, query_position.numel())
                 draft_positions = tree.depths + (span.num_cached - count - 1)
                 position = torch.cat([position[:-count], draft_positions])
                 query_position = torch.cat([query_position[:-rows], draft_positions[-rows:]])
-                bias = self._bias(position, query_position[:, None], rule, images)
+            bias = self._masks[key] = self._bias(position, query_position[:, None], rule, images)
+            if tree is not None:
                 bias[-rows:, -count:].masked_fill_(~tree.ancestors[-rows:], float("-inf"))
-                self._masks[key] = bias
-            else:
-                self._masks[key] = self._bias(position, query_position[:, None], rule, images)
         return self._masks[key]
 
     def _bias(

@@ -1,7 +1,7 @@
-"""Dispatch of paged attention: the first kernel that supports a query, why the others do not, their trial.
+"""Dispatch of paged attention: kernels, the reasons why they do not support a query, and their trial.
 
-The CPU kernel in `attention.c` is bound by ctypes. The trial computes prefill and decode of a few sequences,
-under several rules.
+The CPU kernel in `attention.c` is called by ctypes. The trial computes prefill and decode of a few sequences,
+with several rules.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from ....base.build import beside, fields
 from ..common.devices import refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
-from ..common.graphs import launch
+from ..common.graphs import addresses, launch, struct
 from ..common.verdicts import RandomInputs, Trial, tolerance
-from .batch import AttentionBatch, AttentionRule, DecodeCounts, DecodeGroup, SequenceSpan, TreeMask
+from .batch import AttentionBatch, AttentionRule, DecodeCounts, DecodeGroup, SequenceSpan
 from .library_attention import (
     attend_flash,
     attend_flashinfer,
@@ -41,47 +41,26 @@ HEAD_CHANNELS = 16
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
 
-class _Span(ctypes.Structure):
-    """`Span` of `attention.c`."""
-
-    _fields_ = [
-        *fields(numbers="begin end num_cached sink_length evicted_span"),
-        *fields("blocks", "num_drafts"),
-        *fields("depths ancestors"),
-    ]
-
-
-class _DecodeGroup(ctypes.Structure):
-    """`DecodeGroup` of `segment.h`."""
-
-    _fields_ = fields("rows lengths evicted_spans blocks", "count width sink_length")
-
-
-class _Paged(ctypes.Structure):
-    """`Paged` of `paged.h`."""
-
-    _fields_ = fields("data scales", "type dim heads slot_bytes head_bytes")
-
-
-class _NativeCall(ctypes.Structure):
-    """`Call` of `attention.c`."""
-
-    _fields_ = [
-        *fields(
-            "queries sink_queries out spans sinks",
-            "num_spans heads query_stride sink_query_stride is_bf16 "
-            "block_size window num_sink_tokens chunk threads",
-        ),
-        ("decode", _DecodeGroup),
-        ("keys", _Paged),
-        ("values", _Paged),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    ]
+# Structs of `attention.c`, `segment.h` and `paged.h`.
+_Span = struct(
+    *("Span", "", "begin end num_cached sink_length evicted_span"),
+    *fields("blocks", "num_drafts"),
+    *fields("depths ancestors"),
+)
+_DecodeGroup = struct("DecodeGroup", "rows lengths evicted_spans blocks", "count width sink_length")
+_Paged = struct("Paged", "data scales", "type dim heads slot_bytes head_bytes")
+_NativeCall = struct(
+    "Call",
+    "queries sink_queries out spans sinks",
+    "num_spans heads query_stride sink_query_stride is_bf16 "
+    "block_size window num_sink_tokens chunk threads",
+    *(("decode", _DecodeGroup), ("keys", _Paged), ("values", _Paged)),
+    *(("scale", ctypes.c_float), ("softcap", ctypes.c_float)),
+)
 
 
 class _Spans:
-    """Kernel metadata of a batch: the C structs of its sequences, and what keeps their block tables alive.
+    """Kernel metadata of a batch: C structs of its sequences, which keep their block tables alive.
 
     Every call reads the decode group from its tensors, so that a captured call can be replayed.
     """
@@ -94,33 +73,21 @@ class _Spans:
         if group is not None:
             count = group.rows.numel()
             self.decode = _DecodeGroup(
-                group.rows.data_ptr(),
-                group.lengths.data_ptr(),
-                group.evicted_spans.data_ptr(),
-                group.block_ids.data_ptr(),
-                count,
-                group.block_ids.numel() // count,
-                group.sink_length,
+                *addresses(group.rows, group.lengths, group.evicted_spans, group.block_ids),
+                *(count, group.block_ids.numel() // count, group.sink_length),
             )
         self.array = (_Span * (self.decode.count + len(batch.spans)))()
         for index, s in enumerate(batch.spans, self.decode.count):
-            self.array[index] = (
-                *(s.begin, s.end, s.num_cached, s.sink_length, s.evicted_span),
-                s.block_ids.data_ptr(),
-                *_tree(s.tree),
-            )
-
-
-def _tree(tree: TreeMask | None) -> tuple[int, int | None, int | None]:
-    """The last fields of `_Span`."""
-    if tree is None:
-        return 0, None, None
-    assert tree.depths.is_contiguous() and tree.ancestors.is_contiguous()
-    return tree.depths.numel(), tree.depths.data_ptr(), tree.ancestors.data_ptr()
+            drafts, tree = 0, s.tree
+            if tree is not None:
+                assert tree.depths.is_contiguous() and tree.ancestors.is_contiguous()
+                drafts = tree.depths.numel()
+            masks = addresses(*((None, None) if tree is None else (tree.depths, tree.ancestors)))
+            span = s.begin, s.end, s.num_cached, s.sink_length, s.evicted_span
+            self.array[index] = (*span, s.block_ids.data_ptr(), drafts, *masks)
 
 
 native_attention = beside(__file__, "attention.c")
-"""The compiled kernel, or the reason why there is none."""
 
 
 @attention_kernel
@@ -132,27 +99,13 @@ def attend_native(call: AttentionCall) -> torch.Tensor:
     sink_queries = None if sink_queries is None else _dense_heads(sink_queries)
     out = call.empty_result()
     sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
+    shape = len(spans.array), queries.shape[1], queries.stride(0)
     launched = _NativeCall(
-        queries.data_ptr(),
-        None if sink_queries is None else sink_queries.data_ptr(),
-        out.data_ptr(),
-        ctypes.addressof(spans.array),
-        None if sinks is None else sinks.data_ptr(),
-        len(spans.array),
-        queries.shape[1],
-        queries.stride(0),
-        0 if sink_queries is None else sink_queries.stride(0),
-        queries.dtype is torch.bfloat16,
-        batch.block_size,
-        rule.window or 0,
-        rule.num_sink_tokens,
-        rule.chunk or 0,
-        torch.get_num_threads(),
-        spans.decode,
-        _paged(keys),
-        _paged(values),
-        rule.scale,
-        rule.softcap or 0.0,
+        *(*addresses(queries, sink_queries, out), ctypes.addressof(spans.array), *addresses(sinks)),
+        *(*shape, 0 if sink_queries is None else sink_queries.stride(0)),
+        *(queries.dtype is torch.bfloat16, batch.block_size, rule.window or 0),
+        *(rule.num_sink_tokens, rule.chunk or 0, torch.get_num_threads(), spans.decode),
+        *(_paged(keys), _paged(values), rule.scale, rule.softcap or 0.0),
     )
     if launch(spans.attend, launched):
         raise MemoryError(f"no memory for attention of {queries.shape[0]} tokens")
@@ -165,18 +118,12 @@ def _dense_heads(queries: torch.Tensor) -> torch.Tensor:
     return queries if is_dense else queries.contiguous()
 
 
-def _paged(tensor: PagedTensor) -> _Paged:
+def _paged(tensor: PagedTensor) -> ctypes.Structure:
     codes, scales = tensor.codes, tensor.scales
     assert codes.stride(3) == 1 and codes.stride(0) == codes.shape[1] * codes.stride(1)
-    return _Paged(
-        codes.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        _TYPES[codes.dtype],
-        codes.shape[3],
-        codes.shape[2],
-        codes.stride(1) * codes.itemsize,
-        codes.stride(2) * codes.itemsize,
-    )
+    strides = codes.stride(1) * codes.itemsize, codes.stride(2) * codes.itemsize
+    sizes = _TYPES[codes.dtype], codes.shape[3], codes.shape[2], *strides
+    return _Paged(*addresses(codes, scales), *sizes)
 
 
 Mask = Literal["causal", "tree", "image"]
@@ -188,8 +135,6 @@ class AttentionKernelQuery:
     """Kernel query of paged attention: device, dtype, head sizes, masks.
 
     Attributes:
-        dtype: of the queries.
-        key_dim, value_dim: elements of a head.
         mask: "causal"; "tree": draft tokens form token trees; "image": images see all of themselves, and the
             batch may have trees too.
         stored: how keys and values are stored; None: as the queries.
@@ -268,15 +213,11 @@ class _TrialWorld:
         if decoded:
             tables = [self.blocks(length) for length in decoded]
             width = max(map(len, tables))
-            padded = [block for each in tables for block in each + [0] * (width - len(each))]
+            padded = [block for table in tables for block in table + [0] * (width - len(table))]
             rows = range(begin, begin + len(decoded))
-            decode = DecodeGroup(
-                self.ints(rows),
-                self.ints(padded),
-                self.ints(decoded),
-                self.ints([0] * len(decoded)),
-                counts=DecodeCounts(rows, decoded),
-            )
+            evicted, counts = [0] * len(decoded), DecodeCounts(rows, decoded)
+            at, blocks, lengths, spans_of = map(self.ints, (rows, padded, decoded, evicted))
+            decode = DecodeGroup(at, blocks, lengths, spans_of, counts=counts)
         return AttentionBatch(spans, decode, BLOCK_SIZE, self.random.dtype)
 
 
@@ -337,35 +278,28 @@ def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
     return None
 
 
-def _refuses_triton(kernel_query: AttentionKernelQuery) -> str | None:
-    if kernel_query.mask != "causal":
-        return _ONLY_CAUSAL
-    return refuses_rows(kernel_query)
-
-
 _attend_triton: AttentionKernel = lazily("attention.triton_attention", "attend_triton")
 
 
 Refusal = Callable[[str, torch.dtype, int, int], str | None]
-"""From device, dtype, and elements of keys and values."""
+"""Refusal by device, dtype, and elements of keys and values."""
 
 
-def _refuses_library(refuses: Refusal, kernel_query: AttentionKernelQuery) -> str | None:
-    """Why a kernel of another library does not serve a query; what `refuses` says is its own."""
-    if kernel_query.mask != "causal":
+def _refuses_library(refuses: Refusal, query: AttentionKernelQuery) -> str | None:
+    """Reason why a library's kernel does not serve a query; `refuses` has the library's own reasons."""
+    if query.mask != "causal":
         return _ONLY_CAUSAL
-    if (reason := refuses_rows(kernel_query)) is not None:
+    if (reason := refuses_rows(query)) is not None:
         return reason  # our kernel serves what it does not
-    if kernel_query.stored in LARGEST_CODE:
+    if query.stored in LARGEST_CODE:
         return "it does not support 8-bit caches with a scale for each token and head"
-    query = kernel_query
     return refuses(query.device, query.dtype, query.key_dim, query.value_dim)
 
 
-def _refuses_flash(kernel_query: AttentionKernelQuery) -> str | None:
-    if kernel_query.stored in ONLY_LIBRARIES:
+def _refuses_flash(query: AttentionKernelQuery) -> str | None:
+    if query.stored in ONLY_LIBRARIES:
         return _NO_8_BITS_ALONE
-    return _refuses_library(refuses_flash_attention, kernel_query)
+    return _refuses_library(refuses_flash_attention, query)
 
 
 _attend_flash = attend_flash(_attend_triton)
@@ -376,7 +310,11 @@ PAGED_ATTENTION: Operation[AttentionKernelQuery, AttentionKernel] = Operation(
     [
         Candidate("flash-attention-3", _refuses_flash, _attend_flash),
         Candidate("flashinfer", partial(_refuses_library, refuses_flashinfer), _attend_flashinfer),
-        Candidate("triton-paged", _refuses_triton, _attend_triton),
+        Candidate(
+            "triton-paged",
+            lambda query: _ONLY_CAUSAL if query.mask != "causal" else refuses_rows(query),
+            _attend_triton,
+        ),
         Candidate("native-paged", _refuses_native, attend_native),
         Candidate("torch-sdpa", serves_all, attend_sdpa),
     ],
@@ -392,13 +330,12 @@ class AttentionKernels(NamedTuple):
     images: AttentionKernel
 
     def of(self, batch: AttentionBatch) -> AttentionKernel:
-        """The kernel of a step."""
         if batch.has_images:
             return attention_kernel(self._attend_images)
         return self.trees if batch.has_trees else self.causal
 
     def _attend_images(self, call: AttentionCall) -> torch.Tensor:
-        """Bidirectional attention of the sequences with images; the others' results do not depend on an
+        """Bidirectional attention of the sequences with images; the results of others do not depend on an
         image in the batch."""
         plain = self.trees if call.batch.has_trees else self.causal
         if not call.rule.bidirectional:
@@ -431,10 +368,10 @@ def attention_kernels(
 
 
 def takes_static_metadata(kernel: AttentionKernel) -> bool:
-    """Whether a kernel reads all of a step from tensors: a captured launch serves others of its size."""
+    """True if a kernel reads all of a step from tensors: a captured launch serves others of its size."""
     return kernel in (_attend_triton, _attend_flash, _attend_flashinfer)
 
 
 def reads_in_place(kernel: AttentionKernel) -> bool:
-    """Whether a kernel reads KV blocks in place, whatever the block table's width (no gather)."""
+    """True if a kernel reads KV blocks in place, at any width of the block table (no gather)."""
     return kernel in (attend_native, _attend_triton, _attend_flash, _attend_flashinfer)

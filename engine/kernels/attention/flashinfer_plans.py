@@ -1,8 +1,8 @@
 """Plans of FlashInfer's attention (Ye et al., 2025): page tables in its terms, and its wrappers.
 
-`plan` runs on the host: it reads how long the sequences are, splits their keys over programs, and copies what
-it found to the device. So it is given its numbers in pinned memory, which it neither waits for nor stages.
-What it stages itself is pinned too: the next plan waits until the device has read that.
+`plan` runs on the host: it reads the lengths of the sequences, splits their keys over programs, and copies
+the plan to the device. Its numbers are in pinned memory, which it neither waits for nor stages. Its own
+staging memory is pinned too: the next plan waits until the device has read it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .paged_tensor import PagedTensor
 
 NAME = "flashinfer"
 WORKSPACE_BYTES = 128 << 20
-"""For the partial results of split keys: what FlashInfer recommends. It grows where a plan takes more."""
+"""Split-KV workspace: FlashInfer's recommended size; it grows on demand."""
 PLAN_BYTES = 1 << 20
-"""For a graph's plan, on the device and pinned on the host: a few numbers for each tile."""
+"""Size of a graph's plan, on the device and pinned on the host: a few numbers for each tile."""
 
 
 class Shape(NamedTuple):
-    """The facts that a plan depends on beside the sequences: heads, block size, and a layer's rule.
+    """Parameters of a plan other than the sequences: heads, block size, and a layer's rule.
 
-    `dtype` is that of the queries, `stored` that of the cache. With other values than keys they are the
-    keys' first elements (MLA): `key_dim - value_dim` are rotated.
+    `dtype` is the queries' dtype, `stored` the cache's. If keys are wider than values, the values are their
+    first elements (MLA): the other `key_dim - value_dim` are rotated.
     """
 
     heads: int
@@ -51,11 +51,11 @@ class Shape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The sequences of a step: CSR page tables, int32; `indices` on the device, all else on the host.
+    """Sequences of a step: CSR page tables, int32; `indices` on the device, all else on the host.
 
     Attributes:
-        query_begins: [sequences + 1], of their queries.
-        page_begins: [sequences + 1], of their pages in `indices`.
+        query_begins: [sequences + 1], first query of each.
+        page_begins: [sequences + 1], first page of each in `indices`.
         lengths: [sequences], tokens in the pages.
         last_lengths: [sequences], tokens in the last page of each.
     """
@@ -74,31 +74,30 @@ def pages_of(
     places: Sequence[int],
     block_size: int,
 ) -> Pages:
-    """Page tables of sequences of so many queries and tokens; their blocks start at `places` of `tables`."""
+    """Page tables of sequences with so many queries and tokens; their blocks start at `places` of
+    `tables`."""
     lengths = np.asarray(num_held, np.int32)
     pages = -(-lengths // block_size)
     query_begins, page_begins = (
-        np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (num_queries, pages)
+        np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (num_queries, pages)
     )
     device = tables.device
-    # Page p is of the first sequence that ends behind it, and `p + shift` its place in the tables.
+    # Page p belongs to the first sequence that ends after it; `p + shift` is its place in the tables.
     shifts = np.asarray(places) - page_begins[:-1]
     ends, shift = to_device(np.stack([page_begins[1:], shifts]).astype(np.int64), device)
     page = torch.arange(int(page_begins[-1]), device=device)
     sequence = torch.searchsorted(ends, page, right=True)
     indices = tables.index_select(0, page + shift.index_select(0, sequence)).int()
     host = (query_begins, page_begins, lengths, lengths - (pages - 1) * block_size)
-    queries, begins, held, last = (_pinned(each, device) for each in host)
-    return Pages(queries, begins, indices, held, last)
-
-
-def _pinned(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
+    tensors = (torch.from_numpy(values) for values in host)
+    if device.type == "cuda":
+        tensors = (tensor.pin_memory() for tensor in tensors)
+    queries, begins, counts, last = tensors
+    return Pages(queries, begins, indices, counts, last)
 
 
 class _Fixed:
-    """The buffers of a graph's page tables, which every plan fills anew."""
+    """Buffers of a graph's page tables, which every plan fills anew."""
 
     def __init__(self, sequences: int, indices: torch.Tensor) -> None:
         def ints(count: int) -> torch.Tensor:
@@ -109,13 +108,11 @@ class _Fixed:
 
 
 def partial_bytes(shape: Shape, *, sequences: int, multiprocessors: int, is_decode: bool) -> int:
-    """The most that a plan takes for partial results: float32, of all query heads for each tile of rows.
+    """Most bytes of a plan's partial results: float32, all query heads of each tile of rows.
 
     As FlashInfer's scheduler: rows are the tokens' query heads of one KV head, and keys are split for two
-    programs a multiprocessor.
-
-    Args:
-        sequences: those of a captured step, each of which has tiles of its own; 0: a step that is eager.
+    programs per multiprocessor. `sequences` of a captured step have tiles of their own each; 0: an eager
+    step.
     """
     group = shape.heads // shape.kv_heads
     tile = 128 if group > 64 or not is_decode else 64 if group > 16 else 16
@@ -126,7 +123,7 @@ def partial_bytes(shape: Shape, *, sequences: int, multiprocessors: int, is_deco
 
 
 class _Wrapper(ABC):
-    """A wrapper of FlashInfer's that is planned and run; `owner` is what it was last planned for."""
+    """Planned wrapper of FlashInfer's; `owner` is what it was last planned for."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape, self.owner = shape, None
@@ -159,6 +156,10 @@ class _Grouped(_Wrapper):
     """The workspace that a graph reads; the one in use may have grown since."""
 
     @property
+    def _heads(self) -> tuple[int, int, int, int]:
+        return self.shape.heads, self.shape.kv_heads, self.shape.key_dim, self.shape.block_size
+
+    @property
     def _rule(self) -> dict[str, Any]:
         shape = self.shape
         return {
@@ -174,7 +175,7 @@ class _Grouped(_Wrapper):
 
 
 class _Decode(_Grouped):
-    """One query a sequence. With tensor cores, as vLLM has it: they serve every size of group."""
+    """One query a sequence. With tensor cores, as in vLLM: they serve every size of group."""
 
     def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
         super().__init__(shape)
@@ -196,34 +197,31 @@ class _Decode(_Grouped):
             self._wrapper.reset_workspace_buffer(self._partial, workspace.plan_of(shape))
 
     def _plan(self, pages: Pages) -> None:
-        shape = self.shape
-        heads = shape.heads, shape.kv_heads, shape.key_dim, shape.block_size
         tables = pages.page_begins, pages.indices, pages.last_lengths
-        self._wrapper.plan(*tables, *heads, seq_lens=pages.lengths, **self._rule)
+        self._wrapper.plan(*tables, *self._heads, seq_lens=pages.lengths, **self._rule)
 
 
 class _Mixed(_Grouped):
-    """Several queries a sequence, the last of its tokens: prefill, chunks of it beside decodes."""
+    """Several queries a sequence, the last of its tokens: prefill, chunks of it with decodes."""
 
     def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
         super().__init__(shape)
         assert fixed is None
         self._partial = workspace.partial_for(shape, 0, is_decode=False)
-        # Of 16-bit queries and an 8-bit cache no other backend has a kernel.
+        # No other backend has a kernel for 16-bit queries and an 8-bit cache.
         given = {"backend": "fa2"} if shape.stored.itemsize == 1 else {}
         self._wrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
             self._partial, "NHD", **given
         )
 
     def _plan(self, pages: Pages) -> None:
-        shape = self.shape
-        heads = shape.heads, shape.kv_heads, shape.key_dim, shape.block_size
         tables = pages.query_begins, pages.page_begins, pages.indices, pages.last_lengths
-        self._wrapper.plan(*tables, *heads, causal=True, seq_lens=pages.lengths, **self._rule)
+        lengths, rule = pages.lengths, self._rule
+        self._wrapper.plan(*tables, *self._heads, causal=True, seq_lens=lengths, **rule)
 
 
 class _Latent(_Wrapper):
-    """Multi-head latent attention, absorbed; queries and cache as they are, latent before rotated part."""
+    """Multi-head latent attention, absorbed; in queries and cache the latent precedes the rotated part."""
 
     def __init__(self, shape: Shape, workspace: Workspace, fixed: _Fixed | None) -> None:
         super().__init__(shape)
@@ -237,7 +235,7 @@ class _Latent(_Wrapper):
                 "kv_len_arr": fixed.lengths,
             }
         major, _ = torch.cuda.get_device_capability()
-        # Both can be planned again for a graph, which what "auto" may take elsewhere cannot.
+        # Both can be planned again for a graph; other backends, which "auto" may take, cannot.
         backend = "fa3" if major == 9 else "fa2"
         self._wrapper = self._library.BatchMLAPagedAttentionWrapper(
             workspace.partial, backend=backend, **given
@@ -266,8 +264,8 @@ class _Latent(_Wrapper):
 class Workspace:
     """Memory, and wrappers of eager steps, that all plans on a device share: one step runs at a time.
 
-    Graphs of grouped queries share a plan's memory on the device where they have the same shape: each is
-    planned before its replay. Its pinned copy is each wrapper's own, and a wrapper of latents allocates both.
+    Graphs of grouped queries with the same shape share a plan's memory on the device: each is planned before
+    its replay. The pinned copy belongs to each wrapper, and a wrapper of latents allocates both.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -278,32 +276,28 @@ class Workspace:
         self._indices = torch.zeros(0, dtype=torch.int32, device=device)
 
     def partial_for(self, shape: Shape, sequences: int, *, is_decode: bool) -> torch.Tensor:
-        """The memory of partial results, grown where `partial_bytes` are more; who had it before keeps it."""
-        need = partial_bytes(
-            shape,
-            sequences=sequences,
-            multiprocessors=gpu_limits(self._device).multiprocessors,
-            is_decode=is_decode,
-        )
+        """Memory of partial results, grown to `partial_bytes`; earlier users keep the memory that they
+        have."""
+        count = gpu_limits(self._device).multiprocessors
+        need = partial_bytes(shape, sequences=sequences, multiprocessors=count, is_decode=is_decode)
         if len(self.partial) < need:
             self.partial = self._bytes(need)
         return self.partial
 
     def plan_of(self, shape: Shape) -> torch.Tensor:
-        """The memory of a graph's plan."""
         if shape not in self._plans:
             self._plans[shape] = self._bytes(PLAN_BYTES)
         return self._plans[shape]
 
     def eager(self, shape: Shape, *, is_decode: bool) -> _Wrapper:
-        """The wrapper of eager steps, of one query a sequence or of any."""
+        """Wrapper of eager steps, with one query a sequence or with any number."""
         key = is_decode, shape
         if key not in self._eager:
             self._eager[key] = _kind(shape, is_decode)(shape, self, None)
         return self._eager[key]
 
     def captured(self, shape: Shape, sequences: int, num_pages: int) -> _Wrapper:
-        """A wrapper for a graph of so many sequences, with at most `num_pages` pages."""
+        """Wrapper for a graph of so many sequences, with at most `num_pages` pages."""
         if len(self._indices) < num_pages:
             self._indices = torch.zeros(num_pages, dtype=torch.int32, device=self._device)
         return _kind(shape, True)(shape, self, _Fixed(sequences, self._indices[:num_pages]))
@@ -320,7 +314,7 @@ def _kind(shape: Shape, is_decode: bool) -> type[_Decode | _Mixed | _Latent]:
 
 @cache
 def workspace_on(device: torch.device) -> Workspace:
-    """The workspace of a device, which stays until the process ends."""
+    """Workspace of a device, which stays until the process ends."""
     return Workspace(device)
 
 
@@ -334,8 +328,8 @@ class EagerPlans:
         if (decode := batch.decode) is not None:
             assert decode.counts is not None
             tables, width = [decode.block_ids], len(decode.block_ids) // len(decode.rows)
-            for row, held in zip(*decode.counts, strict=True):
-                sequences.append((row, 1, held, place))
+            for row, length in zip(*decode.counts, strict=True):
+                sequences.append((row, 1, length, place))
                 place += width
         for span in batch.spans:
             sequences.append((span.begin, span.end - span.begin, span.num_held, place))
@@ -343,8 +337,8 @@ class EagerPlans:
             place += len(span.block_ids)
         sequences.sort()
         self._rows = [row for begin, count, *_ in sequences for row in range(begin, begin + count)]
-        _, counts, held, places = zip(*sequences, strict=True)
-        self._pages = pages_of(counts, held, torch.cat(tables), places, batch.block_size)
+        _, counts, lengths, places = zip(*sequences, strict=True)
+        self._pages = pages_of(counts, lengths, torch.cat(tables), places, batch.block_size)
         self._device = self._pages.indices.device
         self._chosen: torch.Tensor | None = None
 

@@ -1,11 +1,11 @@
 """Paged attention by libraries: FlashAttention-3 (Shah et al., 2024) and FlashInfer (Ye et al., 2025).
 
 Both read our blocks as they are: keys and values [blocks, block_size, kv_heads, head_dim] of 16 bits;
-FlashInfer (its layout NHD) also those of 8 bits without scales, and latents [blocks, block_size, 1,
-latent + rotated] (MLA). What they do not have stays with our kernel: 8-bit caches with scales, latents in 8
-bits, sinks, chunks, token trees, images, evicted spans behind sink tokens; of FlashInfer also captured steps
-of several tokens, and latents with windows, soft caps or heads that do not divide 128. How a library splits
-the keys of a sequence depends on the batch, so its logits do too.
+FlashInfer (its layout NHD) also 8 bits without scales, and latents [blocks, block_size, 1, latent + rotated]
+(MLA). Our kernel serves the rest: 8-bit caches with scales, latents in 8 bits, sinks, chunks, token trees,
+images, evicted spans after sink tokens; with FlashInfer also captured steps of several tokens, and latents
+with windows, soft caps or heads that do not divide 128. A library splits the keys of a sequence by the batch,
+so its logits depend on the batch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 
 from ...base.device import to_device
 from ..common.devices import hub_kernel, package, refuses_device
-from .batch import AttentionBatch, SequenceSpan
+from .batch import AttentionBatch
 from .flashinfer_plans import NAME, CapturedPlans, EagerPlans, Shape
 from .paged_attention import AttentionCall, AttentionKernel, attention_kernel
 
 REPOSITORY = "kernels-community/flash-attn3"
 MAX_HEAD_DIM = 256
 HEAD_DIMS = (64, 128, 256)
-"""Those of FlashInfer."""
+"""Head dimensions that FlashInfer supports."""
 LATENT_DIMS = (576, 512)
-"""Elements of DeepSeek's latents with their rotated part, and without."""
+"""Elements of DeepSeek's latents, with and without their rotated part."""
 LATENT_TILE, MOST_LATENT_TILES = 64, 15_000
-"""Query heads of a tile, and what a plan of latents takes of them: 16,384 with those that it splits."""
+"""Query heads of a tile, and most tiles of a plan of latents: 16,384 with the tiles that it splits."""
 WIDEST_LATENT_TILE = 128
 """Query heads of two tiles side by side. A plan refuses queries whose heads lie in two of these in part: its
 causal bound would lose their last key."""
@@ -39,7 +39,7 @@ causal bound would lose their last key."""
 def refuses_flash_attention(
     device: str, dtype: torch.dtype, key_dim: int, value_dim: int
 ) -> str | None:
-    """The reason why FlashAttention-3 does not support heads of a dtype and size on a device, or None."""
+    """Reason why FlashAttention-3 does not support heads of a dtype and size on a device."""
     if (reason := refuses_device(device, (8, 9), dtype)) is not None:
         return reason
     if key_dim != value_dim or key_dim > MAX_HEAD_DIM or key_dim % 8:
@@ -48,7 +48,7 @@ def refuses_flash_attention(
 
 
 def refuses_flashinfer(device: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
-    """The reason why FlashInfer does not support heads of a dtype and size on a device, or None."""
+    """Reason why FlashInfer does not support heads of a dtype and size on a device."""
     if (reason := refuses_device(device, (8, 9, 10, 12), dtype)) is not None:
         return reason
     if (key_dim, value_dim) != LATENT_DIMS and (key_dim != value_dim or key_dim not in HEAD_DIMS):
@@ -58,7 +58,7 @@ def refuses_flashinfer(device: str, dtype: torch.dtype, key_dim: int, value_dim:
 
 
 def attend_flash(otherwise: AttentionKernel) -> AttentionKernel:
-    """Attention by FlashAttention-3, and by the kernel `otherwise` of what it does not serve."""
+    """FlashAttention-3, with `otherwise` for calls that it does not serve."""
 
     @attention_kernel
     def attend(call: AttentionCall) -> torch.Tensor:
@@ -68,18 +68,21 @@ def attend_flash(otherwise: AttentionKernel) -> AttentionKernel:
 
 
 def attend_flashinfer(otherwise: AttentionKernel) -> AttentionKernel:
-    """Attention by FlashInfer, and by the kernel `otherwise` of what it does not serve."""
+    """FlashInfer, with `otherwise` for calls that it does not serve."""
 
     @attention_kernel
     def attend(call: AttentionCall) -> torch.Tensor:
-        is_served = _is_plain(call) and _is_planned(call.batch) and _has_flashinfer_heads(call)
+        decode, plans = call.batch.decode, call.batch.plans
+        # The host must know the lengths by which FlashInfer plans a step.
+        is_planned = decode is None or decode.counts is not None or plans is not None
+        is_served = is_planned and _is_plain(call) and _has_flashinfer_heads(call)
         return _by_flashinfer(call) if is_served else otherwise(*call)
 
     return attend
 
 
 def _is_plain(call: AttentionCall) -> bool:
-    """Whether a layer of a step asks for nothing that both libraries lack."""
+    """True if a layer of a step needs nothing that both libraries lack."""
     batch, rule = call.batch, call.rule
     if call.keys.scales is not None or rule.sinks is not None or rule.chunk is not None:
         return False
@@ -92,13 +95,8 @@ def _is_plain(call: AttentionCall) -> bool:
     return not any(span.sink_length or span.images for span in batch.spans)
 
 
-def _is_planned(batch: AttentionBatch) -> bool:
-    """Whether the host knows what FlashInfer plans a step by."""
-    return batch.decode is None or batch.decode.counts is not None or batch.plans is not None
-
-
 def _has_flashinfer_heads(call: AttentionCall) -> bool:
-    """Whether FlashInfer takes the heads: keys as wide as values, or latents of a size that it can plan."""
+    """True for keys as wide as values, or latents of a size that FlashInfer can plan."""
     queries, keys, values, batch, rule, _ = call
     if keys.dim == values.dim:
         return True
@@ -118,18 +116,9 @@ def _has_flashinfer_heads(call: AttentionCall) -> bool:
 
 def _by_flashinfer(call: AttentionCall) -> torch.Tensor:
     queries, keys, values, batch, rule, _ = call
-    shape = Shape(
-        queries.shape[1],
-        keys.num_heads,
-        keys.dim,
-        values.dim,
-        batch.block_size,
-        queries.dtype,
-        keys.codes.dtype,
-        rule.scale,
-        rule.window,
-        rule.softcap,
-    )
+    heads = queries.shape[1], keys.num_heads, keys.dim, values.dim
+    dtypes = queries.dtype, keys.codes.dtype
+    shape = Shape(*heads, batch.block_size, *dtypes, rule.scale, rule.window, rule.softcap)
     if (plans := batch.plans) is None:
         planned = batch.kernel_metadata(EagerPlans)
     else:
@@ -141,32 +130,27 @@ class FlashMetadata:
     """int32 block tables, lengths and offsets of a batch; made once a step."""
 
     def __init__(self, batch: AttentionBatch) -> None:
-        decode, self._spans = batch.decode, batch.spans
+        decode = batch.decode
         self.rows: torch.Tensor | None = None
         if decode is not None:
             self.rows = decode.rows
             self.tables = decode.block_ids.view(len(decode.rows), -1).int()
             # Places are relative: what was evicted before a window shifts queries and keys alike.
             self.lengths = (decode.lengths - decode.evicted_spans).int()
-        if self._spans:
-            self._of_spans(self._spans, self._spans[0].block_ids.device)
-
-    def _of_spans(self, spans: Any, device: torch.device) -> None:
+        if not (spans := batch.spans):
+            return
+        device = spans[0].block_ids.device
         counts = [span.end - span.begin for span in spans]
-        held = [span.num_held for span in spans]
+        lengths = [span.num_held for span in spans]
         rows = [row for span in spans for row in range(span.begin, span.end)]
         self.longest = max(counts)
-        ends = np.cumsum([0, *counts, *held], dtype=np.int64)[: len(counts) + 1]
+        ends = np.cumsum([0, *counts, *lengths], dtype=np.int64)[: len(counts) + 1]
         self.span_offsets = to_device(ends.astype(np.int32), device)
-        self.span_lengths = to_device(np.array(held, np.int32), device)
+        self.span_lengths = to_device(np.array(lengths, np.int32), device)
         self.span_rows = to_device(np.array(rows, np.int64), device)
-        self.span_tables = _padded(spans)
-
-
-def _padded(spans: list[SequenceSpan]) -> torch.Tensor:
-    """Block tables, int32 [spans, widest]; padding is not read."""
-    tables = [span.block_ids.int() for span in spans]
-    return torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
+        # Padding of block tables is not read.
+        tables = [span.block_ids.int() for span in spans]
+        self.span_tables = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True)
 
 
 def _by_flash(call: AttentionCall) -> torch.Tensor:
@@ -184,28 +168,15 @@ def _by_flash(call: AttentionCall) -> torch.Tensor:
     if metadata.rows is not None:
         rows = metadata.rows
         chosen = queries if len(rows) == len(queries) else queries.index_select(0, rows)
-        out = flash(
-            chosen.unsqueeze(1),
-            keys.codes,
-            values.codes,
-            cache_seqlens=metadata.lengths,
-            page_table=metadata.tables,
-            **shared,
-        )
+        tables = {"cache_seqlens": metadata.lengths, "page_table": metadata.tables}
+        out = flash(chosen.unsqueeze(1), keys.codes, values.codes, **tables, **shared)
         parts.append((rows, out.squeeze(1)))
     if metadata.rows is None or len(metadata.rows) < len(queries):
         rows = metadata.span_rows
         chosen = queries if len(rows) == len(queries) else queries.index_select(0, rows)
-        out = flash(
-            chosen,
-            keys.codes,
-            values.codes,
-            cache_seqlens=metadata.span_lengths,
-            page_table=metadata.span_tables,
-            cu_seqlens_q=metadata.span_offsets,
-            max_seqlen_q=metadata.longest,
-            **shared,
-        )
+        tables = {"cache_seqlens": metadata.span_lengths, "page_table": metadata.span_tables}
+        queries_of = {"cu_seqlens_q": metadata.span_offsets, "max_seqlen_q": metadata.longest}
+        out = flash(chosen, keys.codes, values.codes, **tables, **queries_of, **shared)
         parts.append((rows, out))
     whole = call.empty_result()
     for rows, out in parts:

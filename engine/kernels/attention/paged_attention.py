@@ -1,4 +1,4 @@
-"""Paged attention (vLLM): the call that all kernels take, the reference, and torch's own kernel.
+"""Paged attention (vLLM): the call that all kernels take, and torch's own kernel.
 
 The cache of a layer is `keys` [blocks, block_size, kv_heads, head_dim] and `values`, whose head size may
 differ; both are dequantized to the queries' dtype. A token attends to every position up to its own, or the
@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
-from .batch import AttentionBatch, AttentionRule, SequenceSpan
+from .batch import AttentionBatch, AttentionRule
 from .paged_tensor import PagedTensor
 
 
@@ -28,8 +28,8 @@ class AttentionCall(NamedTuple):
 
     Attributes:
         queries: [tokens, heads, head_dim].
-        sink_queries: replace the queries against the `num_sink_tokens` sink keys, where those need another
-            rotation; only passed with a rule that has sink tokens.
+        sink_queries: queries against the `num_sink_tokens` sink keys, where those need another rotation; only
+            with a rule that has sink tokens.
     """
 
     queries: torch.Tensor
@@ -44,22 +44,12 @@ class AttentionCall(NamedTuple):
         return self.queries.new_empty(*self.queries.shape[:2], self.values.dim)
 
 
-class AttentionKernel(Protocol):
-    """Paged attention: the fields of `AttentionCall` → [tokens, heads, value head_dim]."""
-
-    def __call__(
-        self,
-        queries: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        batch: AttentionBatch,
-        rule: AttentionRule,
-        sink_queries: torch.Tensor | None = None,
-    ) -> torch.Tensor: ...
+AttentionKernel = Callable[..., torch.Tensor]
+"""Paged attention: the fields of `AttentionCall` → [tokens, heads, value head_dim]."""
 
 
 def attention_kernel(compute: Callable[[AttentionCall], torch.Tensor]) -> AttentionKernel:
-    """Make a kernel of a function of `AttentionCall`, so that the list of arguments stands once."""
+    """Make a kernel of a function of `AttentionCall`, so that the arguments are listed once."""
 
     @wraps(compute)
     def attend(*arguments: Any, **named: Any) -> torch.Tensor:
@@ -69,83 +59,11 @@ def attention_kernel(compute: Callable[[AttentionCall], torch.Tensor]) -> Attent
 
 
 @attention_kernel
-def attend_reference(call: AttentionCall) -> torch.Tensor:
-    """Reference implementation, in float32, one token at a time. For tests."""
-    queries, keys, values, batch, rule, sink_queries = call
-    out = call.empty_result()
-    sink_queries = queries if sink_queries is None else sink_queries
-    spans = list(batch.spans)
-    if (group := batch.decode) is not None:
-        table = group.block_ids.view(group.rows.numel(), -1)
-        for i, row in enumerate(group.rows.tolist()):
-            length, evicted_span = int(group.lengths[i]), int(group.evicted_spans[i])
-            spans.append(
-                SequenceSpan(row, row + 1, length, table[i], group.sink_length, evicted_span)
-            )
-    for span in spans:
-        k = keys.read(span.block_ids, torch.float32).flatten(0, 1)
-        v = values.read(span.block_ids, torch.float32).flatten(0, 1)
-        positions, ancestors = _positions(span)
-        for row in range(span.begin, span.end):
-            number = span.num_cached - (span.end - row)
-            query_position = positions[number]
-            scores, slots = [], []
-            for other in range(_num_visible(number, span, rule)):
-                position = positions[other]
-                is_first = position < rule.num_sink_tokens
-                if not is_first and not _is_visible(query_position, position, rule):
-                    continue
-                if other not in ancestors.get(number, range(len(positions))):
-                    continue
-                slot = other if other < span.sink_length else other - span.evicted_span
-                query = (sink_queries if is_first else queries)[row].float()
-                grouped = query.view(keys.num_heads, -1, query.shape[-1])
-                scores.append(torch.einsum("hgd,hd->hg", grouped, k[slot]) * rule.scale)
-                slots.append(slot)
-            logits = torch.stack(scores, dim=-1)
-            if rule.softcap is not None:
-                logits = rule.softcap * (logits / rule.softcap).tanh()
-            if rule.sinks is not None:
-                column = rule.sinks.float().view(keys.num_heads, -1, 1)
-                logits = torch.cat([logits, column], dim=-1)
-            weights = logits.softmax(dim=-1)[..., : len(slots)]
-            mixed = torch.einsum("hgt,thd->hgd", weights, v[slots])
-            out[row] = mixed.flatten(0, 1).to(out.dtype)
-    return out
-
-
-def _positions(span: SequenceSpan) -> tuple[list[int], dict[int, set[int]]]:
-    """Positions of a sequence's tokens so far, and what each draft token of a tree attends to, by index."""
-    if span.tree is None:
-        return list(range(span.num_cached)), {}
-    depths = span.tree.depths.tolist()
-    first = span.num_cached - len(depths)
-    ancestors = {
-        first + index: {*range(first), *(first + other for other, sees in enumerate(row) if sees)}
-        for index, row in enumerate(span.tree.ancestors.tolist())
-    }
-    return [*range(first), *(first - 1 + depth for depth in depths)], ancestors
-
-
-def _num_visible(number: int, span: SequenceSpan, rule: AttentionRule) -> int:
-    """Tokens of a sequence up to the last one that token `number` may attend to."""
-    image = next((image for image in span.images if number in image), None)
-    return number + 1 if image is None or not rule.bidirectional else image.stop
-
-
-def _is_visible(query_position: int, position: int, rule: AttentionRule) -> bool:
-    """Whether the query at `query_position` attends to an earlier `position`, sink tokens aside."""
-    if rule.window is not None and query_position - position >= rule.window:
-        return False
-    return rule.chunk is None or query_position // rule.chunk == position // rule.chunk
-
-
-@attention_kernel
 def attend_sdpa(call: AttentionCall) -> torch.Tensor:
     """Scaled dot-product attention of torch over gathered blocks; on any device.
 
-    The query heads of a KV head are folded into the query length, so that keys are read once for all
-    of them: repeating the keys, or `enable_gqa`, is ten times slower on a CPU.
+    The query heads of a KV head are folded into the query length, so that keys are read once for all of them:
+    repeating the keys, or `enable_gqa`, is ten times slower on a CPU.
     """
     queries, keys, values, batch, rule, sink_queries = call
     heads, head_dim = queries.shape[1:]
@@ -158,12 +76,12 @@ def attend_sdpa(call: AttentionCall) -> torch.Tensor:
         k = keys.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, head_dim)
         v = values.read(decode.block_ids, dtype).view(count, -1, num_kv_heads, value_dim)
         if k.device.type == "cpu":  # what is not written may be NaN there, and is with weight 0
-            for held in (k, v):
-                held.masked_fill_(batch.decode_unwritten, 0)
+            for gathered in (k, v):
+                gathered.masked_fill_(batch.decode_unwritten, 0)
         q = queries.index_select(0, decode.rows).view(count, num_kv_heads, group, head_dim)
-        first = (
-            None if sink_queries is None else sink_queries.index_select(0, decode.rows).view_as(q)
-        )
+        first = None
+        if sink_queries is not None:
+            first = sink_queries.index_select(0, decode.rows).view_as(q)
         mask = batch.decode_mask(rule)
         mixed = _mix(q, k.transpose(1, 2), v.transpose(1, 2), mask, rule, sinks, first)
         out.index_copy_(0, decode.rows, mixed.reshape(count, heads, value_dim))
@@ -201,16 +119,15 @@ def _mix(
 
     The first `rule.num_sink_tokens` keys are scored against `sink_queries` instead of `queries`.
     """
-    if rule.is_plain and sink_queries is None:
+    if rule.softcap is None and rule.sinks is None and sink_queries is None:
         return functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=rule.scale
         )
     scores = queries.float() @ keys.float().transpose(-1, -2) * rule.scale
     if sink_queries is not None:
         first = keys[:, :, : rule.num_sink_tokens].float()
-        scores[..., : rule.num_sink_tokens] = (
-            sink_queries.float() @ first.transpose(-1, -2) * rule.scale
-        )
+        met = sink_queries.float() @ first.transpose(-1, -2) * rule.scale
+        scores[..., : rule.num_sink_tokens] = met
     if rule.softcap is not None:
         scores = rule.softcap * (scores / rule.softcap).tanh()
     scores = scores + mask
@@ -229,9 +146,9 @@ class ScoredSpan:
     """Tokens of one sequence whose attention weights are summed.
 
     Attributes:
-        begin, end: their rows in the batch.
-        num_slots: slots of the sequence, theirs included, which are the last.
-        block_ids: int64, its block table.
+        begin, end: rows in the batch.
+        num_slots: slots of the sequence; those of these tokens are the last.
+        block_ids: int64, block table.
         sums: per layer with a cache, float32 [kv_heads, num_slots or more]; the weights are added to it.
     """
 

@@ -1,10 +1,9 @@
 """Paged KV cache of a layer: blocks of keys or values, unquantized or int8 / fp8 with per-token-head scales.
 
-e5m2 has the range of 16-bit floats, and so no scales. e4m3 may do without (`WithoutScales`): queries and
-outputs take the calibrated scale of a tensor or a head. Libraries read both. An element is else
-`code * scale`, so a token's dequantized vectors depend on that token alone: not on the batch, the chunk or
-the block in which it was written. Blocks are copied within the cache, and to and from the host, by one launch
-for all layers or by torch's copies.
+e5m2 has the range of 16-bit floats, and so no scales. e4m3 may have none (`WithoutScales`): queries and
+outputs take the calibrated scale of a tensor or a head. Libraries read both. Other elements are `code *
+scale`, so a token's dequantized vectors depend on that token alone, not on batch, chunk or block. Blocks are
+copied within the cache, and to and from the host, by one launch for all layers or by torch's copies.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @dataclass(frozen=True, slots=True)
 class WithoutScales:
-    """An 8-bit dtype of `LARGEST_CODE` whose codes are the elements, up to a scale of the whole tensor."""
+    """8-bit dtype of `LARGEST_CODE` whose codes are the elements, up to a scale of the whole tensor."""
 
     dtype: torch.dtype
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
         return self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -44,9 +42,9 @@ class WithoutScales:
 
 E4M3_ALONE = WithoutScales(torch.float8_e4m3fn)
 CacheDtype = torch.dtype | WithoutScales
-"""How elements are stored: those of `LARGEST_CODE` with a scale for each vector."""
+"""How elements are stored; dtypes of `LARGEST_CODE` have a scale for each vector."""
 ONLY_LIBRARIES = (torch.float8_e5m2, E4M3_ALONE)
-"""Stored without scales in 8 bits, for GPUs alone."""
+"""8-bit dtypes without scales, for GPUs only."""
 
 SCALE_BYTES = 4
 _LEAST = torch.finfo(torch.float32).tiny
@@ -56,9 +54,8 @@ _LEAST = torch.finfo(torch.float32).tiny
 class PagedTensor:
     """Keys or values of a layer, in blocks of slots.
 
-    Attributes:
-        codes: [blocks, block_size, kv_heads, head_dim].
-        scales: float32 [blocks, block_size, kv_heads], where the codes are of an 8-bit type.
+    `codes` are [blocks, block_size, kv_heads, head_dim]; 8-bit codes have `scales` without the last
+    dimension.
     """
 
     codes: torch.Tensor
@@ -96,7 +93,6 @@ class PagedTensor:
 
     @property
     def stored(self) -> CacheDtype:
-        """How the elements are stored."""
         dtype = self.codes.dtype
         return WithoutScales(dtype) if self.scales is None and dtype in LARGEST_CODE else dtype
 
@@ -113,7 +109,7 @@ class PagedTensor:
         return PagedTensor(self.codes[..., :dim], self.scales)
 
     def takes(self, static: torch.Tensor | None) -> bool:
-        """Whether `write` uses calibrated scales: those of a checkpoint are for fp8."""
+        """True if `write` uses calibrated scales: a checkpoint has them for fp8."""
         return static is not None and self.codes.dtype is torch.float8_e4m3fn
 
     def rescaled(self, x: torch.Tensor, static: torch.Tensor | None) -> torch.Tensor:
@@ -127,20 +123,27 @@ class PagedTensor:
     def write(
         self, x: torch.Tensor, slots: torch.Tensor, static: torch.Tensor | None = None
     ) -> None:
-        """Write the vectors [tokens, kv_heads, head_dim] to their slots, quantized where the cache is.
+        """Write vectors [tokens, kv_heads, head_dim] to their slots, quantized as the cache is.
 
-        `static` are calibrated scales, [kv_heads] or [1]; an fp8 cache takes them in place of each vector's.
-
-        `slots` is the slot mapping, int64 [tokens], `block * block_size + offset`. Padding tokens map to the
-        null block.
+        `slots` is the slot mapping, int64 [tokens], `block * block_size + offset`; padding tokens map to the
+        null block. `static` are calibrated scales, [kv_heads] or [1]: an fp8 cache takes them in place of
+        each vector's.
         """
         if self.scales is None:
             if static is not None and self.takes(static):
                 x = x / static[:, None]
-            self.parts[0].flatten(0, 1).index_copy_(0, slots, _bytes_of(x, self.codes.dtype))
+            if (dtype := self.codes.dtype).itemsize > 1:
+                elements = x.to(dtype)
+            else:
+                largest = torch.finfo(dtype).max
+                elements = x.clamp(-largest, largest).to(dtype).view(torch.uint8)
+            self.parts[0].flatten(0, 1).index_copy_(0, slots, elements)
             return
         if static is not None and self.takes(static):
-            codes, scales = quantize_static(x, self.codes.dtype, static)
+            # As vLLM's fp8 cache: values beyond the calibrated range are clipped.
+            top = LARGEST_CODE[self.codes.dtype]
+            codes = (x.float() / static[:, None]).clamp(-top, top).to(self.codes.dtype)
+            scales = static.expand(x.shape[:-1]).contiguous()
         else:
             codes, scales = quantize(x, self.codes.dtype)
         whole, of_heads = self.parts
@@ -156,20 +159,12 @@ class PagedTensor:
         return (codes.float() * scales[..., None]).to(dtype)
 
 
-def _bytes_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x` in a dtype without scales, as `PagedTensor.parts` has it: of 8 bits the bytes, clamped."""
-    if dtype.itemsize > 1:
-        return x.to(dtype)
-    largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype).view(torch.uint8)
-
-
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `x` [..., head_dim] per vector: 8-bit codes, and float32 scales [...].
 
-    The scale maps the largest element to the largest code. The error is at most half a step: in int8
-    1/254 of the vector's largest element; in fp8 (e4m3) 1/16 of the element itself, and for the
-    smallest ones 1/458752 of the largest.
+    The scale maps the largest element to the largest code. The error is at most half a step: in int8 1/254 of
+    the vector's largest element; in fp8 (e4m3) 1/16 of the element itself, and for the smallest ones 1/458752
+    of the largest.
     """
     x = x.float()
     top = LARGEST_CODE[dtype]
@@ -178,20 +173,8 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     return (codes.round() if dtype is torch.int8 else codes).to(dtype), scales
 
 
-def quantize_static(
-    x: torch.Tensor, dtype: torch.dtype, static: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `x` [tokens, kv_heads, head_dim] by given scales [kv_heads] or [1], as vLLM's fp8 cache does.
-
-    What lies beyond the calibrated range is clipped. Returns codes, and the scales [tokens, kv_heads].
-    """
-    top = LARGEST_CODE[dtype]
-    codes = (x.float() / static[:, None]).clamp(-top, top)
-    return codes.to(dtype), static.expand(x.shape[:-1]).contiguous()
-
-
 def vector_bytes(dim: int, dtype: CacheDtype) -> int:
-    """Bytes of one vector of `dim` elements, its scale included."""
+    """Bytes of a vector of `dim` elements, its scale included."""
     return dim * dtype.itemsize + (SCALE_BYTES if dtype in LARGEST_CODE else 0)
 
 
@@ -213,13 +196,11 @@ class TorchBlockCopies:
             part.index_copy_(0, destinations, part.index_select(0, sources))
 
     def to_host(self, pairs: Pairs) -> None:
-        """Copy blocks of the cache to the host."""
         for part, host in zip(self.parts, self.on_host, strict=True):
             for source, destination in pairs:
                 host[destination].copy_(part[source], non_blocking=True)
 
     def from_host(self, pairs: Pairs) -> None:
-        """Copy blocks of the host to the cache."""
         for part, host in zip(self.parts, self.on_host, strict=True):
             for source, destination in pairs:
                 part[destination].copy_(host[source], non_blocking=True)
@@ -248,7 +229,7 @@ def copies_trial(query: BlockCopiesKernelQuery) -> Trial[Any]:
     """Copies within a cache, to the host, and back; nothing is timed."""
     values = RandomInputs(query.device, torch.float32)(4, query.divisor)
 
-    def compute(make: Callable[..., TorchBlockCopies | TritonBlockCopies]) -> list[torch.Tensor]:
+    def compute(make: MakeCopies) -> list[torch.Tensor]:
         part, host = values.clone(), torch.zeros(values.shape, pin_memory=True)
         copies = make([part], [host])
         copies.within([(0, 1)])
@@ -259,17 +240,14 @@ def copies_trial(query: BlockCopiesKernelQuery) -> Trial[Any]:
     return Trial(compute, tolerance(torch.float32))
 
 
-BLOCK_COPIES: Operation[
-    BlockCopiesKernelQuery,
-    Callable[
-        [Sequence[torch.Tensor], Sequence[torch.Tensor]], TorchBlockCopies | TritonBlockCopies
-    ],
-] = Operation(
+Tensors = Sequence[torch.Tensor]
+MakeCopies = Callable[[Tensors, Tensors], "TorchBlockCopies | TritonBlockCopies"]
+TRITON_COPIES = lazily("attention.triton_block_copies", "TritonBlockCopies")
+
+BLOCK_COPIES: Operation[BlockCopiesKernelQuery, MakeCopies] = Operation(
     "block copies",
     [
-        Candidate(
-            "triton", _refuses_triton, lazily("attention.triton_block_copies", "TritonBlockCopies")
-        ),
+        Candidate("triton", _refuses_triton, TRITON_COPIES),
         Candidate("torch", serves_all, TorchBlockCopies),
     ],
     copies_trial,

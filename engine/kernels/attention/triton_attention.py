@@ -23,13 +23,13 @@ from .triton_metadata import MAX_PARTS, PART_TOKENS, AttentionMetadata, Tiles, V
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Shape of a layer's heads and cache, as far as tiles depend on it.
+    """Shape of a layer's heads and cache, which determines the tiles.
 
     Attributes:
         group: query heads of a KV head.
-        in_keys: whether the values are the first elements of the keys (MLA).
-        query_bytes, cache_bytes: of an element.
-        num_queries: 2 where the sink tokens meet queries of their own.
+        in_keys: True if the values are the first elements of the keys (MLA).
+        query_bytes, cache_bytes: bytes of an element.
+        num_queries: 2 if the sink tokens meet queries of their own.
     """
 
     key_dim: int
@@ -56,7 +56,7 @@ class HeadShape:
 
     @property
     def shares_tiles(self) -> bool:
-        """Whether a tile of keys serves as the tile of values."""
+        """True if a tile of keys serves as the tile of values."""
         return self.in_keys and self.value_dim == self.front_dim
 
     @property
@@ -66,7 +66,7 @@ class HeadShape:
 
     @property
     def is_wide(self) -> bool:
-        """Whether a tile of queries and sums fills the registers (MLA's latents)."""
+        """True if a tile of queries and sums fills the registers (MLA's latents)."""
         return self.key_dim + self.value_dim * (not self.shares_tiles) > 512
 
 
@@ -105,9 +105,8 @@ WGMMA_ROWS = 64
 def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
     """Tiles that fit the GPU.
 
-    Args:
-        is_short: for sequences with few query tokens (decode), which are memory-bound; the others are
-            compute-bound and take larger tiles.
+    `is_short`: for sequences with few query tokens (decode), which are memory-bound; the others are compute-
+    bound and take larger tiles.
     """
     is_float32 = heads.query_bytes == 4
     has_wgmma = limits.capability // 10 == 9 and not is_float32
@@ -154,7 +153,7 @@ SLOTS = 2
 
 @attention_kernel
 def attend_triton(call: AttentionCall) -> torch.Tensor:
-    """Paged attention as `attend_reference` defines it, without tree attention."""
+    """Paged attention without tree attention."""
     queries, keys, values, batch, rule, sink_queries = call
     metadata = batch.kernel_metadata(AttentionMetadata)
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
@@ -162,13 +161,9 @@ def attend_triton(call: AttentionCall) -> torch.Tensor:
         sink_queries = sink_queries.contiguous()
     call = AttentionCall(queries, keys, values, batch, rule, sink_queries)
     heads = HeadShape(
-        queries.shape[2],
-        values.dim,
-        queries.shape[1] // keys.num_heads,
+        *(queries.shape[2], values.dim, queries.shape[1] // keys.num_heads),
         values.codes.data_ptr() == keys.codes.data_ptr(),
-        queries.element_size(),
-        keys.codes.element_size(),
-        1 if sink_queries is None else 2,
+        *(queries.element_size(), keys.codes.element_size(), 1 if sink_queries is None else 2),
     )
     limits = gpu_limits(queries.device)
     out = call.empty_result()
@@ -183,7 +178,6 @@ def attend_triton(call: AttentionCall) -> torch.Tensor:
             "SEES": Visibility(chosen.tile, *seen),
             "BLOCK_SIZE": batch.block_size,
             "SOFTCAP": rule.softcap or 0.0,
-            "HAS_SINKS": rule.sinks is not None,
             "IN_PARTS": is_short,
             "HEAD_PROGRAMS": keys.num_heads * -(-heads.group // chosen.group_tile),
             "num_warps": chosen.warps,
@@ -222,19 +216,12 @@ def _attend_in_parts(
     results = out, part, state, used, work
     _launch(workers * given["HEAD_PROGRAMS"], results, num_parts, given, call, metadata, tiles)
     reduce: Any = reduce_parts
+    sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
     reduce[(tiles.rows.numel(), num_heads)](
-        out,
-        part,
-        state,
-        used,
-        state if rule.sinks is None else rule.sinks.float().contiguous(),
-        tiles.rows,
-        num_heads,
-        num_parts,
+        *(out, part, state, used, sinks, tiles.rows, num_heads, num_parts),
         VALUE_DIM=values.dim,
         VALUE_TILE=heads.value_tile,
         STRIDE=8,
-        HAS_SINKS=rule.sinks is not None,
         **dependent_launch(values.codes),
         num_warps=4,
     )
@@ -249,31 +236,17 @@ def _launch(
     metadata: AttentionMetadata,
     tiles: Tiles,
 ) -> None:
-    out = results[0]
     queries, keys, values, _, rule, sink_queries = call
     met = queries if sink_queries is None else sink_queries
-    key_scales, value_scales = keys.scales, values.scales
+    sinks = None if rule.sinks is None else rule.sinks.float().contiguous()
     kernel: Any = attend
     kernel[(programs,)](
-        *results,
-        queries,
-        met,
-        keys.codes,
-        values.codes,
-        out if key_scales is None else key_scales,
-        out if value_scales is None else value_scales,
-        out if rule.sinks is None else rule.sinks.float().contiguous(),
-        tiles.index,
-        metadata.segments,
-        metadata.table,
-        rule.scale,
-        queries.shape[1],
-        num_parts,
-        *queries.stride()[:2],
-        *met.stride()[:2],
-        *keys.codes.stride()[:3],
-        *values.codes.stride()[:3],
-        *((0, 0) if key_scales is None else key_scales.stride()[:2]),
-        HAS_SCALES=key_scales is not None,
+        *(*results, queries, met, keys.codes, values.codes),
+        *(keys.scales, values.scales, sinks),
+        *(tiles.index, metadata.segments, metadata.table),
+        *(rule.scale, queries.shape[1], num_parts, *queries.stride()[:2], *met.stride()[:2]),
+        *(*keys.codes.stride()[:3], *values.codes.stride()[:3]),
+        *(keys.scales.stride()[:2] if keys.scales is not None else (0, 0)),
+        HAS_SCALES=keys.scales is not None,
         **given,
     )

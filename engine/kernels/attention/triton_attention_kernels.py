@@ -43,7 +43,7 @@ def _visible_tiles(
 ):
     """Key tiles that `TOKENS` query tokens from `first` on see: sink tokens, then from the window's edge on.
 
-    Returns the end of the held slots, the sink tiles, the first tile behind them, and the number of all.
+    Returns the end of the held slots, the sink tiles, the first tile after them, and the number of all.
     """
     lowest = num_cached - count + first
     highest = tl.minimum(lowest + TOKENS, num_cached) - 1
@@ -128,8 +128,10 @@ def list_parts(
         _, _, _, num_tiles = _visible_tiles(
             first, num_cached, count, sink_length, evicted_span, TOKENS, SEES
         )
-        each = _part_tiles(num_tiles, SEES)
-        parts = tl.where(is_tile, tl.maximum((num_tiles + each - 1) // each, 1), 0).to(tl.int32)
+        part_tiles = _part_tiles(num_tiles, SEES)
+        parts = tl.where(is_tile, tl.maximum((num_tiles + part_tiles - 1) // part_tiles, 1), 0).to(
+            tl.int32
+        )
         if begin < own:
             before += tl.sum(parts, 0)
         else:
@@ -199,7 +201,6 @@ def attend(
     HEAD_PROGRAMS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     IN_PARTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -279,11 +280,11 @@ def attend(
         )
         from_tile, to_tile = num_tiles * 0, num_tiles
         if IN_PARTS:
-            each = _part_tiles(num_tiles, SEES)
-            from_tile = part * each
-            to_tile = tl.minimum(from_tile + each, num_tiles)
+            part_tiles = _part_tiles(num_tiles, SEES)
+            from_tile = part * part_tiles
+            to_tile = tl.minimum(from_tile + part_tiles, num_tiles)
             place = (part_row + row // GROUP_TILE) * num_heads + head
-            num_used = tl.maximum((num_tiles + each - 1) // each, 1)
+            num_used = tl.maximum((num_tiles + part_tiles - 1) // part_tiles, 1)
             tl.store(used_ptr + place, num_used, mask=is_row & (part == 0))
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
@@ -419,7 +420,7 @@ def attend(
                 mask=out_mask,
             )
         else:
-            if HAS_SINKS:
+            if sink_ptr is not None:
                 sink = tl.load(sink_ptr + head, mask=is_row, other=0.0) * _LOG2E
                 total, acc = _with_sink(top, total, acc, sink)
             acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -441,7 +442,6 @@ def reduce_parts(
     VALUE_DIM: tl.constexpr,
     VALUE_TILE: tl.constexpr,
     STRIDE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Reduce the partial results of the split keys (log-sum-exp rescaling). Grid: rows, heads."""
@@ -473,7 +473,7 @@ def reduce_parts(
         total = total * old + tl.sum(part_l * factor, 0)
         acc = acc * old[:, None] + tl.sum(mixed * factor[:, None], 0)[None, :]
         top = highest
-    if HAS_SINKS:
+    if sink_ptr is not None:
         sink = tl.load(sink_ptr + head) * _LOG2E
         total, acc = _with_sink(top, total, acc, sink)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]

@@ -18,18 +18,13 @@ from ...base.device import to_device
 
 WORD = 4
 """Bytes of what a lane copies: those of a block must be a multiple."""
-BLOCK = 2048
+BLOCK = tl.constexpr(2048)
 ON_DEVICE, ON_HOST = 0, 1
 
 
 @triton.jit
 def _copy_blocks(
-    part_ptr,
-    pair_ptr,
-    SOURCE: tl.constexpr,
-    DESTINATION: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    part_ptr, pair_ptr, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Copy block `pair[0]` to block `pair[1]`. Grid: pairs, parts.
 
@@ -71,23 +66,15 @@ class TritonBlockCopies:
         self._launch(pairs, ON_DEVICE, ON_DEVICE)
 
     def to_host(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of the cache to the host."""
         self._launch(pairs, ON_DEVICE, ON_HOST)
 
     def from_host(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of the host to the cache."""
         self._launch(pairs, ON_HOST, ON_DEVICE)
 
     def _launch(self, pairs: Sequence[tuple[int, int]], source: int, destination: int) -> None:
         if not pairs:
             return
         table = to_device(np.array(pairs, dtype=np.int64), self._device)
-        _copy_blocks[(len(pairs), self._parts.shape[0])](
-            self._parts,
-            table,
-            SOURCE=source,
-            DESTINATION=destination,
-            ALIGNED=self._aligned,
-            BLOCK=BLOCK,
-            num_warps=4,
-        )
+        ways = {"SOURCE": source, "DESTINATION": destination, "ALIGNED": self._aligned}
+        grid = len(pairs), self._parts.shape[0]
+        _copy_blocks[grid](self._parts, table, **ways, num_warps=4)

@@ -27,13 +27,8 @@ SHORT_SPAN = 8
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Query tiles of some sequences.
-
-    Attributes:
-        index: the kernel's `tile_ptr`.
-        rows: the batch row of each row of the partial results.
-        width: cached tokens of the longest sequence.
-    """
+    """Query tiles of some sequences: `index` is the kernel's `tile_ptr`, `rows` the batch row of each row of
+    the partial results, `width` the cached tokens of the longest sequence."""
 
     index: torch.Tensor
     rows: torch.Tensor
@@ -67,14 +62,8 @@ class AttentionMetadata:
         fields: list[list[int]] = []
         offset = 0
         for span in self._spans:
-            row = [
-                span.begin,
-                span.end - span.begin,
-                span.num_cached,
-                span.sink_length,
-                span.evicted_span,
-                offset,
-            ]
+            length = span.end - span.begin
+            row = [span.begin, length, span.num_cached, span.sink_length, span.evicted_span, offset]
             fields.append(row)
             offset += span.block_ids.numel()
         self._num_short = sum(row[1] <= SHORT_SPAN for row in fields)
@@ -85,14 +74,8 @@ class AttentionMetadata:
             steps = torch.arange(count, device=decode.rows.device) * self._decode_width + offset
             tables.append(decode.block_ids)
             ones = torch.ones_like(steps)
-            of_decode = (
-                decode.rows,
-                ones,
-                decode.lengths,
-                ones * decode.sink_length,
-                decode.evicted_spans,
-                steps,
-            )
+            sinks, evicted = ones * decode.sink_length, decode.evicted_spans
+            of_decode = decode.rows, ones, decode.lengths, sinks, evicted, steps
             segments.append(torch.stack(of_decode, dim=1))
         self.table = tables[0] if len(tables) == 1 else torch.cat(tables)
         self._device = self.table.device
@@ -122,16 +105,9 @@ class AttentionMetadata:
             count = tiles.index.shape[0]
             work = torch.empty(1 + count * num_parts, dtype=torch.int32, device=self._device)
             kernel: Any = list_parts
-            kernel[(-(-count // LISTED),)](
-                work,
-                tiles.index,
-                self.segments,
-                count,
-                TOKENS=tokens,
-                SEES=visibility,
-                BLOCK=LISTED,
-                num_warps=4,
-            )
+            sizes = {"TOKENS": tokens, "SEES": visibility, "BLOCK": LISTED}
+            grid = (-(-count // LISTED),)
+            kernel[grid](work, tiles.index, self.segments, count, **sizes, num_warps=4)
             self._work_lists[key] = work
         return self._work_lists[key]
 
@@ -195,15 +171,10 @@ class _TileKind:
 
 @dataclass(slots=True)
 class StaticBuffer:
-    """The host's and the device's copy of everything that a replay reads; one copy brings a step.
+    """Host and device copies of everything that a replay reads; one copy brings a step.
 
-    In order: `columns` of `size` numbers each (token ids, positions, slots, slots of adapters), segments,
-    tiles, block table.
-
-    Attributes:
-        size: tokens, the last of which is padding.
-        max_blocks: of a sequence.
-        num_filled: numbers that the last step has.
+    In order: `columns` of `size` numbers each (token ids, positions, slots, slots of adapters; the last
+    number is padding), segments, tiles, block table. `num_filled` numbers belong to the last step.
     """
 
     size: int
@@ -231,12 +202,12 @@ class StaticBuffer:
         return StaticBuffer._tile_begin(size) + TILE_KINDS * 4 * (size + 1)
 
     def column(self, index: int) -> torch.Tensor:
-        """A column, int64 [size]."""
+        """Column of numbers, int64 [size]."""
         return self.on_device[index * self.size : (index + 1) * self.size]
 
     @property
     def segments(self) -> torch.Tensor:
-        """int64 [size + 1, 6]; the last is padding's."""
+        """int64 [size + 1, 6]; padding has the last."""
         begin = self.columns * self.size
         return self.on_device[begin : self._tile_begin(self.size)].view(-1, 6)
 
@@ -267,7 +238,12 @@ class StaticBuffer:
         host = np.zeros(self._table_begin(size) + 1, np.int64)
         for index, column in enumerate(columns):
             host[index * size : index * size + len(column)] = column
-        fields, table = self._fields(segments)
+        fields = np.zeros((size + 1, 6), np.int64)
+        table: list[int] = []  # the blocks after the table's first entry
+        for row, (begin, count, num_cached, block_ids) in zip(fields, segments, strict=False):
+            row[:] = begin, count, num_cached, 0, 0, 1 + len(table)
+            table += block_ids
+        fields[-1] = size - 1, 1, 1, 0, 0, 0
         begin = self.columns * size
         host[begin : begin + fields.size] = fields.ravel()
         for kind in self.kinds.values():
@@ -278,22 +254,12 @@ class StaticBuffer:
         self._copy(0, np.concatenate([host, np.array(table, np.int64)]))
 
     def take_unshared(self) -> tuple[int, ...]:
-        """Return what a step on other tensor-parallel ranks needs: how many numbers `fill` copied."""
+        """Number of values that `fill` copied, which the other tensor-parallel ranks need."""
         return (self.num_filled,)
 
     def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
-        """Broadcast so many numbers from rank 0 to all."""
+        """Broadcast so many numbers from rank 0 to all ranks."""
         broadcast(self.on_device[: unshared[0]])
-
-    def _fields(self, segments: Sequence[Segment]) -> tuple[np.ndarray, list[int]]:
-        """The segments [size + 1, 6], and the blocks that follow the table's first entry."""
-        fields = np.zeros((self.size + 1, 6), np.int64)
-        table: list[int] = []
-        for row, (begin, count, num_cached, block_ids) in zip(fields, segments, strict=False):
-            row[:] = begin, count, num_cached, 0, 0, 1 + len(table)
-            table += block_ids
-        fields[-1] = self.size - 1, 1, 1, 0, 0, 0
-        return fields, table
 
     def _numbers(self, kind: _TileKind, segments: Sequence[Segment]) -> np.ndarray:
         """Tiles and rows of a kind: those of the segments, then padding's."""

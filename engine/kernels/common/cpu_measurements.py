@@ -1,7 +1,7 @@
 """Measurements of this CPU with `roofs.c`: roofline ceilings, and the number of threads of a step.
 
-Beside busy processes, or on a machine that has less memory bandwidth than cores, fewer threads can be faster.
-It is tried with made-up decode steps: many short parallel calls that read memory, as the layers of one do.
+With other busy processes, or with little memory bandwidth for its cores, a machine can be faster with fewer
+threads. Synthetic decode steps find out: many short parallel calls that read memory, as layers do.
 """
 
 from __future__ import annotations
@@ -59,19 +59,16 @@ class CpuRoofs:
 
 STEP_BYTES, STEP_CALLS, SAMPLES = 2**25, 128, 5
 MOST_SECONDS = 0.5
-"""No further samples after this time: beside busy processes a step may take seconds."""
+"""No further samples after this time: with busy processes a step may take seconds."""
 CLEARLY_FASTER = 1.1
 """Least speedup for which fewer threads are taken: prefill and later steps use every core that is free."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """The choice, and what it rests on.
+    """Number of threads, and the measurement.
 
-    Attributes:
-        num_threads: chosen.
-        seconds: median time of a made-up step by number of threads; empty: not measured.
-        reason: why it was not measured; None if it was.
+    `seconds` has the median time of a synthetic step by number of threads; `reason` says why there is none.
     """
 
     num_threads: int
@@ -81,18 +78,26 @@ class ThreadChoice:
 
 @lru_cache
 def choose_threads(most: int) -> ThreadChoice:
-    """The fastest of `most` threads, three quarters, half and a quarter of them; `most` unless another is
-    clearly faster."""
+    """Fastest of `most` threads, three quarters, half and a quarter of them; `most` unless another is clearly
+    faster."""
     if most == 1:
         return ThreadChoice(1, reason="one core")
-    step = _step()
-    if step is None:
+    library = native(Path(__file__).with_name("roofs.c")).library
+    if library is None:
         return ThreadChoice(most, reason="no C kernels to measure with")
+    data = torch.ones(STEP_BYTES, dtype=torch.uint8)
+    library.llmopt_read_in_calls.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3]
+
+    def step(num_threads: int) -> float:
+        begin = time.perf_counter()
+        library.llmopt_read_in_calls(data.data_ptr(), STEP_BYTES, STEP_CALLS, num_threads)
+        return time.perf_counter() - begin
+
     return choose_by(step, most)
 
 
 def choose_by(step: Callable[[int], float], most: int) -> ThreadChoice:
-    """The choice by `step`, which runs a step on some threads and returns its seconds."""
+    """Choice by `step`, which runs a step on some threads and returns its seconds."""
     counts = sorted({most, *(max(1, most * quarters // 4) for quarters in (1, 2, 3))}, reverse=True)
     samples: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(SAMPLES):
@@ -104,19 +109,3 @@ def choose_by(step: Callable[[int], float], most: int) -> ThreadChoice:
     fastest = min(counts, key=lambda count: seconds[count])
     chosen = fastest if seconds[fastest] * CLEARLY_FASTER < seconds[most] else most
     return ThreadChoice(chosen, tuple(seconds.items()))
-
-
-def _step() -> Callable[[int], float] | None:
-    """A made-up step of this machine; None without C kernels."""
-    library = native(Path(__file__).with_name("roofs.c")).library
-    if library is None:
-        return None
-    data = torch.ones(STEP_BYTES, dtype=torch.uint8)
-    library.llmopt_read_in_calls.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3]
-
-    def run(num_threads: int) -> float:
-        begin = time.perf_counter()
-        library.llmopt_read_in_calls(data.data_ptr(), STEP_BYTES, STEP_CALLS, num_threads)
-        return time.perf_counter() - begin
-
-    return run

@@ -1,7 +1,7 @@
-"""Devices: why they do not support a C kernel, a Triton kernel or another library's, and limits of a GPU.
+"""Devices: reasons why they do not support C kernels, Triton kernels or libraries, and limits of a GPU.
 
 Triton is imported only where its kernels are used. Libraries (extra `cuda-kernels`) are installed packages,
-or builds of the hub's `kernels`.
+or builds of the hub's `kernels`. A `refuses_...` function returns a reason, or None.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
@@ -51,29 +50,24 @@ def serves_all(_: object) -> None:
 
 
 def refuses_cpu(device: str) -> str | None:
-    """The reason why a CPU kernel does not support a device type, or None."""
     return None if device == "cpu" else "it is a CPU kernel"
 
 
 def refuses_native(query: ActivationsQuery, kernel: Callable[[], Native]) -> str | None:
-    """The reason why a C kernel does not serve a query: device, compiler, dtype; or None."""
-    if (reason := refuses_cpu(query.device)) is not None:
-        return reason
-    if (reason := kernel().reason) is not None:
-        return reason
-    if query.dtype not in CPU_DTYPES:
-        return f"it takes bfloat16 and float32, not {query.dtype}"
-    return None
+    """Reason why a C kernel does not serve a query: device, compiler or dtype."""
+    is_taken = query.dtype in CPU_DTYPES
+    reason = None if is_taken else f"it takes bfloat16 and float32, not {query.dtype}"
+    return refuses_cpu(query.device) or kernel().reason or reason
 
 
 def refuses_triton(device: str) -> str | None:
-    """The reason why Triton kernels do not support a device type, or None."""
+    """Reason why Triton kernels do not support a device type."""
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted == "off":
         return f"{VARIABLE}=off"
     if device != "cuda" and not (device == "cpu" and wanted == "interpret"):
         return "it is a GPU kernel"
-    if not _is_installed():
+    if find_spec("triton") is None:
         return "Triton is not installed"
     if device == "cuda" and torch.cuda.is_available() and (reason := _launch_problem()) is not None:
         return reason
@@ -83,12 +77,9 @@ def refuses_triton(device: str) -> str | None:
 
 
 def refuses_rows(query: ActivationsQuery) -> str | None:
-    """The reason why Triton kernels do not serve a query, or None."""
-    if (reason := refuses_triton(query.device)) is not None:
-        return reason
-    if query.dtype not in TRITON_DTYPES:
-        return f"it takes bfloat16, float16 and float32, not {query.dtype}"
-    return None
+    is_taken = query.dtype in TRITON_DTYPES
+    reason = None if is_taken else f"it takes bfloat16, float16 and float32, not {query.dtype}"
+    return refuses_triton(query.device) or reason
 
 
 @cache
@@ -101,21 +92,16 @@ def interpret() -> bool:
     return patch_interpreter()
 
 
-@cache
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
-
-
 COMPILE_SECONDS = 180.0
-"""The longest that a kernel may compile, many times what any takes: what hangs would hang the start."""
+"""Time limit of a compilation, many times what any kernel takes: a compiler that hangs blocks the start."""
 
 
 def within(seconds: float, what: str, call: Callable[[], Result]) -> Result:
-    """The result of a call on a thread of its own, which is left behind where it takes longer.
+    """Result of a call on a thread of its own, which is abandoned after the time limit.
 
     Raises:
         TimeoutError: it took longer.
-        BaseException: what the call raised.
+        BaseException: the error of the call.
     """
     ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
@@ -153,7 +139,7 @@ def limit_compilation() -> None:
 
 @cache
 def _launch_problem() -> str | None:
-    """Why Triton cannot launch on this machine's GPU, which is told once; None: it can.
+    """Reason why Triton cannot launch on this machine's GPU, logged once; None if it can.
 
     Its driver is C code that it compiles at first use.
     """
@@ -172,7 +158,7 @@ def _launch_problem() -> str | None:
 
 
 def refuses_fp8(device: str) -> str | None:
-    """The reason why a device type has no FP8 (e4m3 x e4m3) GEMM, or None."""
+    """Reason why a device type has no FP8 (e4m3 x e4m3) GEMM."""
     if device == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < (8, 9):
@@ -182,7 +168,7 @@ def refuses_fp8(device: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A module with kernels; `reason`: why there is none."""
+    """Module with kernels, or the reason why there is none."""
 
     module: Any = None
     reason: str | None = None
@@ -190,23 +176,23 @@ class Backend:
 
 @cache
 def hub_kernel(repository: str) -> Backend:
-    """The kernels of a repository of the hub, built for this torch and CUDA: fetched once, then cached."""
+    """Kernels of a repository of the hub, built for this torch and CUDA: fetched once, then cached."""
     if find_spec("kernels") is None:
         return Backend(reason="needs the extra cuda-kernels")
-    try:
-        return Backend(import_module("kernels").get_kernel(repository))
-    except Exception as problem:
-        # The hub, its cache, a build that is missing, a library that does not load.
-        return Backend(reason=f"{repository}: {type(problem).__name__}: {first_line(problem)}")
+    # Errors of the hub, its cache, a build that is missing, a library that does not load.
+    return _loaded(repository, lambda: import_module("kernels").get_kernel(repository))
 
 
 @cache
 def package(name: str) -> Backend:
-    """An installed package."""
     if find_spec(name) is None:
         return Backend(reason=f"{name} is not installed")
+    return _loaded(name, lambda: import_module(name))
+
+
+def _loaded(name: str, load: Callable[[], Any]) -> Backend:
     try:
-        return Backend(import_module(name))
+        return Backend(load())
     except Exception as problem:
         return Backend(reason=f"{name}: {type(problem).__name__}: {first_line(problem)}")
 
@@ -214,16 +200,15 @@ def package(name: str) -> Backend:
 def refuses_device(
     device: str, majors: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> str | None:
-    """The reason why a library for GPUs of these compute capabilities does not support a device, or None.
+    """Reason why a library for GPUs of these compute capabilities does not support a device.
 
-    Args:
-        dtype: of the activations, where it takes 16 bits alone.
+    `dtype` is the activations' dtype, if the library takes 16 bits only.
     """
     if device != "cuda" or not torch.cuda.is_available():
         return "it is a CUDA library"
     major, minor = torch.cuda.get_device_capability()
     if major not in majors:
-        supported = ", ".join(f"{each}.x" for each in majors)
+        supported = ", ".join(f"{number}.x" for number in majors)
         return f"it has no build for compute capability {major}.{minor} ({supported})"
     if dtype is not None and dtype not in LIBRARY_DTYPES:
         return f"it takes bfloat16 and float16, not {dtype}"
@@ -236,7 +221,6 @@ class GpuLimits:
 
     Attributes:
         capability: compute capability, 90 for 9.0.
-        multiprocessors: how many it has.
         shared_bytes: the most shared memory that a program may take.
         has_dependent_launch: whether its kernels may start before their predecessor has ended, in a captured
             graph too.
@@ -249,23 +233,12 @@ class GpuLimits:
 
 
 HOPPER = GpuLimits(90, 132, 227 * 1024)
-_pretended = HOPPER
+PRETENDED = HOPPER
+"""Limits for launches without a GPU; a tool that compiles for other GPUs patches them."""
 
 
 def gpu_limits(device: torch.device) -> GpuLimits:
-    """The limits of a device; without a GPU, those of `pretended_gpu`, or of an H100."""
-    return _limits_of(device.index or 0) if device.type == "cuda" else _pretended
-
-
-@contextmanager
-def pretended_gpu(limits: GpuLimits) -> Iterator[None]:
-    """Context in which launches from a CPU are those for this GPU."""
-    global _pretended
-    before, _pretended = _pretended, limits
-    try:
-        yield
-    finally:
-        _pretended = before
+    return _limits_of(device.index or 0) if device.type == "cuda" else PRETENDED
 
 
 @cache
@@ -275,14 +248,9 @@ def _limits_of(index: int) -> GpuLimits:
     driver: Any = triton.runtime.driver.active
     properties = driver.utils.get_device_properties(index)
     major, minor = torch.cuda.get_device_capability(index)
-    return GpuLimits(
-        10 * major + minor,
-        properties["multiprocessor_count"],
-        properties["max_shared_mem"],
-        major >= 9
-        and os.environ.get(PDL_VARIABLE) != "off"
-        and _cuda_of_driver() >= DEPENDENT_CUDA,
-    )
+    sizes = properties["multiprocessor_count"], properties["max_shared_mem"]
+    takes_pdl = major >= 9 and os.environ.get(PDL_VARIABLE) != "off"
+    return GpuLimits(10 * major + minor, *sizes, takes_pdl and _cuda_of_driver() >= DEPENDENT_CUDA)
 
 
 PDL_VARIABLE = "LLMOPT_PDL"
@@ -292,10 +260,7 @@ DEPENDENT_CUDA = 12030
 
 
 def _cuda_of_driver() -> int:
-    """The newest CUDA that the driver serves, as 12030; 0 without a driver.
-
-    Asked of the driver's own library: torch 2.11 has no function for it.
-    """
+    """Newest CUDA that the driver serves, as 12030; 0 without a driver. torch 2.11 has no function for it."""
     version = ctypes.c_int(0)
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -305,7 +270,7 @@ def _cuda_of_driver() -> int:
 
 
 def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
-    """Arguments of a kernel of the 16-bit decode step: by programmatic dependent launch, where there is one.
+    """Arguments of a kernel of the 16-bit decode step: programmatic dependent launch, if the GPU has it.
 
     Its start then overlaps with the end of the kernel before, for which `await_predecessor` waits.
     """
@@ -327,28 +292,28 @@ FEW_TOKENS = 64
 FEW_ROWS = 16
 """Rows of the least tile. Of 8, Hopper would take another instruction, whose sums differ in the last bits."""
 DECODE_SLOTS = 4
-"""Most programs on a multiprocessor that a decode-sized batch is split for; a prefill-sized one has one."""
+"""Most programs per multiprocessor for a decode-sized batch; a prefill-sized one has one."""
 RESERVED = 1024
 """Shared memory that the GPU keeps of each program."""
 SPLIT_RUNS = 2
-"""Cost of a program beside its runs, in runs: the first loads, and its part of the reduction."""
+"""Fixed cost of a program, in runs: the first loads, and its part of the reduction."""
 
 
 def decode_slots(device: torch.device, own_bytes: int) -> int:
     """Programs of a decode-sized batch, each with so much shared memory, that a GPU holds at once."""
     limits = gpu_limits(device)
-    held = (limits.shared_bytes + RESERVED) // (own_bytes + RESERVED)
-    return limits.multiprocessors * max(1, min(DECODE_SLOTS, held))
+    resident = (limits.shared_bytes + RESERVED) // (own_bytes + RESERVED)
+    return limits.multiprocessors * max(1, min(DECODE_SLOTS, resident))
 
 
 def split_runs(num_tiles: int, num_runs: int, slots: int) -> int:
     """Runs of a split: those with which the rounds of programs on the GPU's slots end first."""
 
-    def cost(each: int) -> int:
-        programs = num_tiles * -(-num_runs // each)
-        return -(-programs // slots) * (each + SPLIT_RUNS)
+    def cost(runs: int) -> int:
+        programs = num_tiles * -(-num_runs // runs)
+        return -(-programs // slots) * (runs + SPLIT_RUNS)
 
-    return min(range(min(2, num_runs), num_runs + 1), key=lambda each: (cost(each), -each))
+    return min(range(min(2, num_runs), num_runs + 1), key=lambda runs: (cost(runs), -runs))
 
 
 def power_of_two(count: int) -> int:

@@ -12,12 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
-from .verdicts import Trial, current_verdicts
-
-KernelQuery = TypeVar("KernelQuery")
-Implementation = TypeVar("Implementation")
+from .verdicts import Candidate, Implementation, KernelQuery, Trial, current_verdicts
 
 
 class NoKernel(RuntimeError):
@@ -25,17 +22,8 @@ class NoKernel(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate(Generic[KernelQuery, Implementation]):
-    """One implementation. `refuses` returns the reason why it does not support a kernel query, or None."""
-
-    name: str
-    refuses: Callable[[KernelQuery], str | None]
-    run: Implementation
-
-
-@dataclass(frozen=True, slots=True)
 class KernelChoice:
-    """A dispatch decision: the selected candidate, and each candidate's reason for no support."""
+    """Dispatch decision: the selected candidate, and each candidate's reason for no support."""
 
     operation: str
     kernel_query: str
@@ -44,11 +32,10 @@ class KernelChoice:
 
 
 class Operation(Generic[KernelQuery, Implementation]):
-    """An operation and its candidates, in order of preference.
+    """Operation and its candidates, in order of preference.
 
-    Args:
-        trial: what the candidates for a kernel query are compared and timed on, on a CUDA device; None: there
-            is nothing for this query, and the order decides.
+    `trial` makes the inputs to compare and time the candidates for a query on a CUDA device; None: no trial,
+    the order decides.
     """
 
     def __init__(
@@ -66,16 +53,15 @@ class Operation(Generic[KernelQuery, Implementation]):
         kernel_query: KernelQuery,
         trial: Callable[[], Trial[Implementation] | None] | None = None,
     ) -> Candidate[KernelQuery, Implementation]:
-        """The first candidate that supports `kernel_query`, and on a CUDA device has earned its place there.
+        """First candidate that supports `kernel_query`, and on a CUDA device has earned its place there.
 
-        Args:
-            trial: instead of the operation's own, where the caller has the weight that it is about.
+        A caller that has the weight passes its own `trial`.
 
         Raises:
             NoKernel: none does.
             Failure: a candidate that was tried left the device unusable.
         """
-        supported = [each for each in self.candidates if each.refuses(kernel_query) is None]
+        supported = [c for c in self.candidates if c.refuses(kernel_query) is None]
         if not supported:
             reasons = "; ".join(f"{c.name}: {c.refuses(kernel_query)}" for c in self.candidates)
             raise NoKernel(f"no kernel for {self.name} with {kernel_query}: {reasons}")
@@ -84,10 +70,10 @@ class Operation(Generic[KernelQuery, Implementation]):
             return supported[0]
         make = trial or (lambda: self.trial(kernel_query))
         dropped = verdicts.judge(self.name, str(kernel_query), supported, make)
-        return next(each for each in supported if each.name not in dropped)
+        return next(c for c in supported if c.name not in dropped)
 
     def explain(self, kernel_query: KernelQuery) -> KernelChoice:
-        """The decision of `select`, with every candidate's reason; what is not tried yet is not tried."""
+        """Decision of `select`, with every candidate's reason; nothing is tried."""
         verdicts = current_verdicts() if is_tried(kernel_query) else None
         dropped = {} if verdicts is None else verdicts.dropped(self.name, str(kernel_query))
         reasons = tuple(
@@ -98,21 +84,18 @@ class Operation(Generic[KernelQuery, Implementation]):
 
 
 def lazily(module: str, name: str) -> Any:
-    """A function of a module of kernels, such as "moe.triton_routing", which its first call imports.
-
-    So Triton is imported where its kernels are used alone.
-    """
+    """Function of a module of kernels, such as "moe.triton_routing", imported by its first call: Triton is
+    imported only where its kernels run."""
 
     @cache
-    def found() -> Any:
+    def function() -> Any:
         return getattr(import_module(f"..{module}", __package__), name)
 
     def call(*arguments: Any, **named: Any) -> Any:
-        return found()(*arguments, **named)
+        return function()(*arguments, **named)
 
     return call
 
 
 def is_tried(kernel_query: object) -> bool:
-    """Whether a kernel query is for a device on which candidates are tried."""
     return getattr(kernel_query, "device", None) == "cuda"

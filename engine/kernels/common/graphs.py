@@ -2,9 +2,9 @@
 
 Every C kernel is called by `launch`, so that a capture can record it. A CPU graph records every torch
 operation, C-kernel launch and collective in order. Kernels and collectives do not run, so the result of a
-capture is meaningless. Replay launches the kernels from C and calls the rest again on the same tensors; no
-Python of the model runs. Inputs and results stay at the addresses of the capture: the caller copies new
-values into the captured input tensors.
+capture is meaningless. Replay launches the kernels from C and calls the rest again on the same tensors,
+without the model's Python. Inputs and results stay at their addresses: the caller copies new values into the
+captured input tensors.
 
 Shapes are static and control flow is frozen at capture. Data-dependent operations raise `NotCapturable`;
 Python that reads values past torch's dispatcher (`Tensor.tolist`) goes unnoticed, and must not be captured.
@@ -26,7 +26,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ....base.build import native
+from ....base.build import fields, native
 
 Launch = tuple[Any, ctypes.Structure]
 """A C function and its only argument."""
@@ -43,12 +43,20 @@ _capture = _LaunchCapture()
 def launch(function: Any, call: ctypes.Structure) -> int:
     """Call a C function, or under `capturing_launches` only report it; 0 is success.
 
-    What `call` points at must outlive a capture of it.
+    The memory that `call` points at must outlive a capture of it.
     """
     if _capture.on_launch is not None:
         _capture.on_launch((function, call))
         return 0
     return function(ctypes.byref(call))
+
+
+def struct(
+    name: str, pointers: str = "", numbers: str = "", *others: tuple[str, Any]
+) -> type[ctypes.Structure]:
+    """Struct of C: pointers and 64-bit numbers by their names, then other fields."""
+    members = [*fields(pointers, numbers), *others]
+    return type(name, (ctypes.Structure,), {"_fields_": members})
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
@@ -79,10 +87,7 @@ def capturing_launches(
         _capture.on_launch, _capture.on_call = before
 
 
-class _Entry(ctypes.Structure):
-    """`Entry` of `replay.c`."""
-
-    _fields_ = [("function", ctypes.c_void_p), ("argument", ctypes.c_void_p)]
+_Entry = struct("Entry", "function argument")  # of `replay.c`
 
 
 def replay_launches(launches: Sequence[Launch]) -> Callable[[], None]:
@@ -91,18 +96,12 @@ def replay_launches(launches: Sequence[Launch]) -> Callable[[], None]:
         return lambda: None
     library = native(Path(__file__).with_name("replay.c")).library
     assert library is not None, "captured launches need the same compiler as replay.c"
-    held = list(launches)
-    entries = (_Entry * len(held))(
-        *(
-            (ctypes.cast(function, ctypes.c_void_p).value, ctypes.addressof(call))
-            for function, call in held
-        )
-    )
-
-    replay = library.llmopt_replay
+    kept = list(launches)  # alive as long as the returned function
+    pairs = ((ctypes.cast(f, ctypes.c_void_p).value, ctypes.addressof(call)) for f, call in kept)
+    entries, replay = (_Entry * len(kept))(*pairs), library.llmopt_replay
 
     def run() -> None:
-        if replay(entries, ctypes.c_int64(len(held))):
+        if replay(entries, ctypes.c_int64(len(kept))):
             raise MemoryError("no memory for a kernel's workspace")
 
     return run
@@ -157,12 +156,12 @@ class GraphMemoryPool:
 
 
 class CpuGraph:
-    """`call`, captured; `replay` runs it.
+    """Captured `call`; `replay` runs it.
 
     Attributes:
-        result: what `call` returned, which every replay overwrites.
-        launches: its kernel launches, in order.
-        is_native: whether these are all of it, so that a replay calls nothing of torch.
+        result: result of `call`, which every replay overwrites.
+        launches: kernel launches, in order.
+        is_native: True if these are all of it, so that a replay calls nothing of torch.
 
     Raises:
         NotCapturable: `call` is data-dependent.
@@ -194,7 +193,7 @@ class CpuGraph:
         return self.result
 
     def share_result(self) -> None:
-        """Let graphs captured later take the result's memory: it is valid until one of them is replayed."""
+        """Let later graphs take the result's memory: it is valid until one of them is replayed."""
         self.result = self._pool.shared(self.result)
 
     def _add_operation(self, operation: Callable[[], object]) -> None:
@@ -215,13 +214,13 @@ class CpuGraph:
         # A result in its arguments' storage is a view. (The schema cannot tell: `to` may view or copy.)
         if (made := _storages(result)) and made <= _storages((args, kwargs)):
             return
-        held = tree_leaves(result)  # several of those with indices, as `topk`
-        if not all(isinstance(each, torch.Tensor) for each in held):
+        outputs = tree_leaves(result)  # several from operations with indices, such as `topk`
+        if not all(isinstance(output, torch.Tensor) for output in outputs):
             raise NotCapturable(f"{function} returns something other than tensors")
 
         def operation() -> None:
-            for each, new in zip(held, tree_leaves(function(*args, **kwargs)), strict=True):
-                each.copy_(new)
+            for output, new in zip(outputs, tree_leaves(function(*args, **kwargs)), strict=True):
+                output.copy_(new)
 
         self._add_operation(operation)
 
@@ -259,7 +258,7 @@ def _storages(values: Any) -> set[int]:
 
 
 class CudaGraph:
-    """`call`, captured; `replay` runs it. Its result is in memory of `pool`, which graphs may share.
+    """Captured `call`; `replay` runs it. Its result is in memory of `pool`, which graphs may share.
 
     A replay overwrites the results of all graphs of its pool. `warming_up` is entered for the first call,
     which is not captured.
@@ -280,6 +279,5 @@ class CudaGraph:
             self._result = call()
 
     def replay(self) -> torch.Tensor:
-        """The result, which the next replay in the pool overwrites."""
         self._graph.replay()
         return self._result

@@ -1,5 +1,5 @@
-"""Triton's language beyond what it is shipped as: kernels that start before their predecessor has ended, and
-fixes of bugs in its interpreter: five that 3.9 still has, and one of 3.6 in ranges."""
+"""Additions to Triton: programmatic dependent launch, and fixes for interpreter bugs: five that 3.9 still
+has, and one of 3.6 in ranges."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from triton.runtime import interpreter
 
 @triton.jit
 def await_predecessor(PDL: tl.constexpr):
-    """Wait for the kernel before, and let the one behind start, which waits in turn: a kernel's first
-    statement, as neither may read or write before (programmatic dependent launch, PTX `griddepcontrol`)."""
+    """Wait for the kernel before, and let the next one start, which waits in turn (PTX `griddepcontrol`).
+
+    It is a kernel's first statement, as neither may read or write earlier.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -56,7 +58,9 @@ def patch_interpreter() -> bool:
 
     def create_fp_to_fp(self: Any, source: Any, to: Any, mode: Any) -> Any:
         if source.dtype.scalar == tl.float32 and to.scalar in _FLOAT8:
-            return interpreter.TensorHandle(_as_float8(source.data, to.scalar), to.scalar)
+            # Rounded to nearest, as torch does; the interpreter drops the carry.
+            nearest = torch.from_numpy(np.array(source.data)).to(_FLOAT8[to.scalar])
+            return interpreter.TensorHandle(nearest.view(torch.uint8).numpy(), to.scalar)
         return to_float(self, source, to, mode)
 
     def create_splat(self: Any, block: Any, scalar: Any) -> Any:
@@ -77,7 +81,7 @@ def patch_interpreter() -> bool:
 
 
 def _widened(operand: Any) -> Any:
-    """bfloat16 operands as float32: the interpreter stores them as their bits, and would multiply those."""
+    """bfloat16 operands as float32: the interpreter stores their bits, and would multiply those."""
     if operand.dtype.scalar != tl.bfloat16:
         return operand
     wide = (operand.data.astype(np.uint32) << 16).view(np.float32)
@@ -85,16 +89,10 @@ def _widened(operand: Any) -> Any:
 
 
 def _rounded(data: Any) -> Any:
-    """The bits of the nearest bfloat16, ties to even; the interpreter would truncate."""
+    """Bits of the nearest bfloat16, ties to even; the interpreter would truncate."""
     bits = np.ascontiguousarray(data).view(np.uint32)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(data), 0x7FC0, nearest).astype(np.uint16)
 
 
 _FLOAT8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-
-
-def _as_float8(data: Any, to: Any) -> Any:
-    """The bits of the nearest float of 8 bits, as torch rounds; the interpreter drops the carry."""
-    nearest = torch.from_numpy(np.array(data)).to(_FLOAT8[to])
-    return nearest.view(torch.uint8).numpy()

@@ -1,10 +1,11 @@
 """Kernel verdicts: a candidate earns its place on a device, once per (GPU, driver, torch, Triton, kernels).
 
 The first time that an operation is selected for a kernel query on a CUDA device, every candidate that
-supports it is tried: compiled and run on small inputs, held against the operation's last candidate (the
-reference), and timed against the candidates behind it. One that is wrong, fails or is slower is dropped, with
-one warning line, and the verdicts are kept in the user's cache folder. Where trials end the process, a later
-one finds that noted, and drops the candidate. Other devices are not measured: there the order decides.
+supports it is tried: compiled and run on small inputs, compared with the operation's last candidate (the
+reference), and timed against the candidates after it. A candidate that is wrong, fails or is slower is
+dropped with one warning line; the verdicts are stored in the user's cache folder. A trial that ends the
+process leaves a note, by which a later process drops the candidate. Other devices are not measured: there the
+order decides.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -31,13 +32,12 @@ from ....base.errors import BadInput, Failure, first_line
 
 _log = logging.getLogger(__name__)
 Implementation = TypeVar("Implementation")
-Tried = TypeVar("Tried", covariant=True)
+KernelQuery = TypeVar("KernelQuery")
 
 VARIABLE = "LLMOPT_KERNEL_TRIALS"
-"""`off`: no candidate is tried, and what is stored is not read: the order of the candidates decides."""
+"""`off`: no candidate is tried and no stored verdict is read; the order of the candidates decides."""
 MARGIN = 1.05
-"""A candidate stays where none behind it is faster by more than this: timings of two runs differ so much."""
-
+"""A candidate stays unless a later one is faster by more than this: timings of two runs differ so much."""
 LONGEST_REASON = 200
 """Characters of the error of a compiler or driver."""
 MOST_ATTEMPTS = 2
@@ -46,13 +46,13 @@ MOST_ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Trial(Generic[Implementation]):
-    """Inputs and calls that the candidates for a kernel query are compared and timed on.
+    """Inputs and calls by which the candidates for a kernel query are compared and timed.
 
     Attributes:
         compute: runs an implementation on small inputs, the same for each; returns its outputs.
-        tolerance: the most that |output - reference| / |reference| may be, of the worst output.
-        calls: from an implementation, what is timed: a call for each batch size that matters. Its time is
-            compared by the geometric mean of the ratios. None: the order of the candidates decides.
+        tolerance: bound on |output - reference| / |reference| of the worst output.
+        calls: calls of an implementation to time, one for each batch size that matters; the geometric mean of
+            the ratios compares them. None: the order of the candidates decides.
     """
 
     compute: Callable[[Implementation], Sequence[torch.Tensor]]
@@ -62,12 +62,12 @@ class Trial(Generic[Implementation]):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of a trial.
+    """Outcome of a trial.
 
     Attributes:
-        error: against the reference, as `Trial.tolerance`; None: it failed, or is the reference.
+        error: as `Trial.tolerance`, against the reference; None: the candidate failed, or is the reference.
         seconds: median time of each of the trial's calls; empty: not timed.
-        dropped: the reason why the candidate is not chosen; None: it earned its place.
+        dropped: reason why the candidate is not chosen; None: it earned its place.
     """
 
     error: float | None = None
@@ -75,14 +75,13 @@ class Verdict:
     dropped: str | None = None
 
 
-class Contender(Protocol[Tried]):
-    """The side of a `Candidate` that a trial needs."""
+@dataclass(frozen=True, slots=True)
+class Candidate(Generic[KernelQuery, Implementation]):
+    """Implementation; `refuses` returns the reason why it does not support a kernel query, or None."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def run(self) -> Tried: ...
+    name: str
+    refuses: Callable[[KernelQuery], str | None]
+    run: Implementation
 
 
 Clock = Callable[[Callable[[], object]], float]
@@ -90,51 +89,40 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 class VerdictTable:
-    """The verdicts and crossovers of one device.
+    """Verdicts of one device by `case_name` and candidate, and crossovers of quantized linears by shape and
+    scheme.
 
-    Args:
-        path: the file that keeps them; one that is missing or damaged is written anew.
-        clock: times a call.
+    A missing or damaged file is written anew.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self.path, self._clock = path, clock
-        self._verdicts: dict[str, dict[str, Verdict]] = {}
-        self._crossovers: dict[str, int] = {}
+        self.verdicts: dict[str, dict[str, Verdict]] = {}
+        self.crossovers: dict[str, int] = {}
         self._trying: dict[str, dict[str, Any]] = {}
         self._untried: set[str] = set()
         self._read()
 
-    @property
-    def verdicts(self) -> Mapping[str, Mapping[str, Verdict]]:
-        """By `case_name`, then by candidate."""
-        return self._verdicts
-
-    @property
-    def crossovers(self) -> Mapping[str, int]:
-        """Crossover tokens of quantized linears, by shape and scheme."""
-        return self._crossovers
-
     def dropped(self, operation: str, query: str) -> dict[str, str]:
-        """The candidates that are known not to deserve their place, and why."""
-        known = self._verdicts.get(case_name(operation, query), {})
-        return {name: each.dropped for name, each in known.items() if each.dropped is not None}
+        """Candidates that lost their place, and why."""
+        known = self.verdicts.get(case_name(operation, query), {})
+        return {name: kept.dropped for name, kept in known.items() if kept.dropped is not None}
 
     def judge(
         self,
         operation: str,
         query: str,
-        contenders: Sequence[Contender[Implementation]],
+        contenders: Sequence[Candidate[Any, Implementation]],
         make: Callable[[], Trial[Implementation] | None],
     ) -> dict[str, str]:
-        """`dropped`, once every contender has been tried; the last of them is the reference, and stays.
+        """`dropped`, after every contender has been tried; the last one is the reference, and stays.
 
         Raises:
             Failure: a candidate left the device unusable.
         """
         name = case_name(operation, query)
-        known = set(self._verdicts.get(name, {}))
-        if name not in self._untried and known != {each.name for each in contenders}:
+        known = set(self.verdicts.get(name, {}))
+        if name not in self._untried and known != {contender.name for contender in contenders}:
             try:
                 with torch.inference_mode():
                     verdicts = self._tried(name, contenders, make)
@@ -143,7 +131,7 @@ class VerdictTable:
             if verdicts is None:
                 self._untried.add(name)
                 return {}
-            self._verdicts[name] = verdicts
+            self.verdicts[name] = verdicts
             for candidate, verdict in verdicts.items():
                 if verdict.dropped is not None:
                     _log.warning(
@@ -153,24 +141,23 @@ class VerdictTable:
         return self.dropped(operation, query)
 
     def crossover(self, name: str, measure: Callable[[], int]) -> int:
-        """The crossover that is stored under `name`; if absent, it is measured and stored."""
-        if name not in self._crossovers:
-            self._crossovers[name] = measure()
+        if name not in self.crossovers:
+            self.crossovers[name] = measure()
             self._write()
-        return self._crossovers[name]
+        return self.crossovers[name]
 
     def clear(self) -> None:
-        """Forget everything, on disk as well: the next selection tries anew."""
-        self._verdicts, self._crossovers, self._trying = {}, {}, {}
+        """Forget everything, on disk too: the next selection tries anew."""
+        self.verdicts, self.crossovers, self._trying = {}, {}, {}
         self.path.unlink(missing_ok=True)
 
     def _tried(
         self,
         name: str,
-        contenders: Sequence[Contender[Implementation]],
+        contenders: Sequence[Candidate[Any, Implementation]],
         make: Callable[[], Trial[Implementation] | None],
     ) -> dict[str, Verdict] | None:
-        """A verdict on each; None: there is no trial, or the reference itself fails in it."""
+        """Verdict on each; None: there is no trial, or the reference itself fails in it."""
         *candidates, reference = contenders
         try:
             trial = make()
@@ -183,14 +170,16 @@ class VerdictTable:
             self._check_device(reference.name, problem)
             _log.warning("%s cannot be tried: %s", name, _reason(problem))
             return None
-        verdicts = {each.name: self._try(name, each, trial, expected) for each in candidates}
+        verdicts = {
+            candidate.name: self._try(name, candidate, trial, expected) for candidate in candidates
+        }
         verdicts[reference.name] = Verdict(seconds=self._seconds(reference, trial))
         return _without_slower(verdicts)
 
     def _try(
         self,
         name: str,
-        contender: Contender[Implementation],
+        contender: Candidate[Any, Implementation],
         trial: Trial[Implementation],
         expected: Sequence[torch.Tensor],
     ) -> Verdict:
@@ -198,11 +187,8 @@ class VerdictTable:
         times = attempt["times"] if attempt.get("candidate") == contender.name else 0
         if times >= MOST_ATTEMPTS:
             return Verdict(dropped=f"it ended the process that tried it, {times} times")
-        self._trying[name] = {
-            "candidate": contender.name,
-            "process": os.getpid(),
-            "times": times + 1,
-        }
+        attempt = {"candidate": contender.name, "process": os.getpid(), "times": times + 1}
+        self._trying[name] = attempt
         self._write()
         try:
             error = relative_error(trial.compute(contender.run), expected)
@@ -223,7 +209,7 @@ class VerdictTable:
             self._trying.pop(name, None)
 
     def _check_device(self, candidate: str, problem: Exception) -> None:
-        """After an illegal access every call fails: leave the note of the attempt for the next start."""
+        """Raise if every call fails, as after an illegal access; the note of the attempt stays."""
         if not torch.cuda.is_available():
             return
         try:
@@ -235,7 +221,7 @@ class VerdictTable:
             ) from still
 
     def _seconds(
-        self, contender: Contender[Implementation], trial: Trial[Implementation]
+        self, contender: Candidate[Any, Implementation], trial: Trial[Implementation]
     ) -> tuple[float, ...]:
         if trial.calls is None:
             return ()
@@ -244,29 +230,29 @@ class VerdictTable:
     def _read(self) -> None:
         try:
             stored = json.loads(self.path.read_text())
-            self._verdicts = {
+            self.verdicts = {
                 name: {
-                    each: Verdict(kept["error"], tuple(kept["seconds"]), kept["dropped"])
-                    for each, kept in candidates.items()
+                    candidate: Verdict(kept["error"], tuple(kept["seconds"]), kept["dropped"])
+                    for candidate, kept in candidates.items()
                 }
                 for name, candidates in stored["verdicts"].items()
             }
-            self._crossovers = {name: int(count) for name, count in stored["crossovers"].items()}
+            self.crossovers = {name: int(count) for name, count in stored["crossovers"].items()}
             self._trying = {
                 name: attempt
                 for name, attempt in stored["trying"].items()
                 if not _is_alive(int(attempt["process"]))
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            self._verdicts, self._crossovers, self._trying = {}, {}, {}
+            self.verdicts, self.crossovers, self._trying = {}, {}, {}
 
     def _write(self) -> None:
         stored = {
             "verdicts": {
-                name: {each: asdict(verdict) for each, verdict in candidates.items()}
-                for name, candidates in self._verdicts.items()
+                name: {candidate: asdict(verdict) for candidate, verdict in candidates.items()}
+                for name, candidates in self.verdicts.items()
             },
-            "crossovers": self._crossovers,
+            "crossovers": self.crossovers,
             "trying": self._trying,
         }
         try:
@@ -284,7 +270,6 @@ class RandomInputs:
         self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, *shape: int) -> torch.Tensor:
-        """Draw from the normal distribution."""
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
 
@@ -299,7 +284,7 @@ def tolerance(dtype: torch.dtype, *, quantizes_inputs: bool = False) -> float:
 
 
 def case_name(operation: str, query: str) -> str:
-    """The name under which a table keeps the verdicts for a kernel query."""
+    """Key of a table for the verdicts on a kernel query."""
     return f"{operation}: {query}"
 
 
@@ -313,17 +298,20 @@ def relative_error(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 
 
 def _reason(problem: Exception) -> str:
-    """An exception in one line of a readable length."""
     return f"{type(problem).__name__}: {first_line(problem)}"[:LONGEST_REASON]
 
 
 def _without_slower(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
-    """Drop who is slower than somebody behind."""
+    """Drop candidates that are slower than a later one."""
     judged: dict[str, Verdict] = {}
     fastest: str | None = None
     for name, verdict in reversed([*verdicts.items()]):
         if verdict.dropped is None and verdict.seconds:
-            ratio = 0.0 if fastest is None else _ratio(verdict, judged[fastest])
+            ratio = 0.0
+            if fastest is not None:  # geometric mean of the calls' ratios
+                pairs = zip(verdict.seconds, judged[fastest].seconds, strict=True)
+                logs = [math.log(own / other) for own, other in pairs]
+                ratio = math.exp(sum(logs) / len(logs))
             if ratio > MARGIN:
                 reason = f"{fastest} takes {100 / ratio:.0f} % of its time"
                 verdict = Verdict(verdict.error, verdict.seconds, reason)
@@ -331,12 +319,6 @@ def _without_slower(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
                 fastest = name
         judged[name] = verdict
     return dict(reversed([*judged.items()]))
-
-
-def _ratio(verdict: Verdict, other: Verdict) -> float:
-    """Geometric mean of the ratios of the calls' times."""
-    logs = [math.log(a / b) for a, b in zip(verdict.seconds, other.seconds, strict=True)]
-    return math.exp(sum(logs) / len(logs))
 
 
 def _is_alive(process: int) -> bool:
@@ -373,7 +355,11 @@ def _table(index: int) -> VerdictTable:
 def verdict_file(device_name: str, capability: tuple[int, int]) -> Path:
     """The file of a device, for its driver, this torch and Triton, the backends, and the kernels' sources."""
     facts = [str(capability), torch.__version__, driver_version()]
-    facts += [f"{name} {_version(name)}" for name in ("triton", *BACKENDS)]
+    for name in ("triton", *BACKENDS):
+        try:
+            facts.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            facts.append(f"{name} none")
     digest = hashlib.sha256("\n".join(facts).encode())
     for source in sorted(KERNELS.rglob("*.py")):
         digest.update(source.read_bytes())
@@ -382,7 +368,7 @@ def verdict_file(device_name: str, capability: tuple[int, int]) -> Path:
 
 
 def driver_version() -> str:
-    """Read the NVIDIA driver's version; "unknown" where it does not say."""
+    """Version of the NVIDIA driver, or "unknown"."""
     try:
         lines = Path("/proc/driver/nvidia/version").read_text().splitlines()
     except OSError:
@@ -423,10 +409,3 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
         torch.cuda.synchronize()
         return call
     return graph.replay
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

@@ -14,13 +14,7 @@ from torch.nn import functional
 
 from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from ..attention.paged_tensor import PagedTensor
-from ..common.devices import (
-    package,
-    refuses_device,
-    refuses_native,
-    refuses_rows,
-    serves_all,
-)
+from ..common.devices import package, refuses_device, refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from .native_rows import CHANNELS, NativeGate, NativeNorm, NativeRopeAndCache, native_layer
@@ -102,7 +96,7 @@ def gate_trial(query: RowKernelQuery, *arguments: Sequence[bool]) -> Trial[Any]:
         return [lambda pair=pair: gate(*pair) for pair in rows]
 
     return Trial(
-        lambda make: [make(*each)(x, up) for each in arguments], tolerance(query.dtype), calls
+        lambda make: [make(*given)(x, up) for given in arguments], tolerance(query.dtype), calls
     )
 
 
@@ -137,25 +131,21 @@ def rope_trial(query: RowKernelQuery, stored: torch.dtype | None = None) -> Tria
         for heads in (None, norms):
             queries, *cache = run(make, COMPARED_ROWS, heads)()
             blocks = torch.arange(len(cache[0].codes), device=random.device)
-            compared += [queries, *(each.read(blocks, query.dtype) for each in cache)]
+            compared += [queries, *(paged.read(blocks, query.dtype) for paged in cache)]
         return compared
 
-    return Trial(
-        compute,
-        tolerance(query.dtype),
-        lambda make: [run(make, count, None) for count in TIMED_ROWS],
-    )
+    def calls(make: Any) -> Timed:
+        return [run(make, count, None) for count in TIMED_ROWS]
+
+    return Trial(compute, tolerance(query.dtype), calls)
 
 
 def _refuses_native(channels: int) -> Callable[[RowKernelQuery], str | None]:
-    """The refusal of the C kernel that takes rows of a multiple of `channels`."""
+    """Refusal of the C kernel that takes rows of a multiple of `channels`."""
 
-    def refuses(kernel_query: RowKernelQuery) -> str | None:
-        if (reason := refuses_native(kernel_query, native_layer)) is not None:
-            return reason
-        if kernel_query.size % channels:
-            return f"it is for multiples of {channels} elements"
-        return None
+    def refuses(query: RowKernelQuery) -> str | None:
+        reason = f"it is for multiples of {channels} elements" if query.size % channels else None
+        return refuses_native(query, native_layer) or reason
 
     return refuses
 
@@ -163,7 +153,7 @@ def _refuses_native(channels: int) -> Callable[[RowKernelQuery], str | None]:
 def _gate_candidates(
     activation: Callable[..., GatedActivation],
 ) -> list[Candidate[RowKernelQuery, Callable[..., GateKernel]]]:
-    """The kernels of the gated activation that `activation` names, from the candidates' arguments."""
+    """Kernels of a gated activation; `activation` names it, from the candidates' arguments."""
     return [
         Candidate("triton", refuses_rows, lambda *given: TRITON_GATE(activation(*given))),
         Candidate("native", _refuses_native(1), lambda *given: NativeGate(activation(*given))),
@@ -206,9 +196,9 @@ ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Op
 
 
 def latent_trial(query: RowKernelQuery) -> Trial[Any]:
-    """Norms, rotation and cache write of a latent of `size` beside its key, and the queries that read it.
+    """Norms, rotation and cache write of a latent of `size` with its key, and the queries that read it.
 
-    Nothing is timed: what composes them is no kernel.
+    Nothing is timed: their composition is no kernel.
     """
     random, rank, rope = RandomInputs(query.device, query.dtype), query.size, LATENT_ROPE
     both = random(COMPARED_ROWS, 2 * rank + rope)
@@ -269,18 +259,14 @@ def recurrence_trial(query: RowKernelQuery) -> Trial[Any]:
     ]
 
     def compute(make: Callable[[], RecurrentKernel]) -> list[torch.Tensor]:
-        states, kernel = [each.clone() for each in kept], make()
-        mixed = kernel.conv(
-            ConvCall(projected, states[0], rows, weight, None, places=places.mixed, activated=True)
-        )
-        of_heads = kernel.delta(
-            DeltaCall(mixed, projected, places, states[1], rows, of_delta, delta)
-        )
+        states, kernel = [state.clone() for state in kept], make()
+        call = ConvCall(projected, states[0], rows, weight, None, places.mixed, activated=True)
+        given = kernel.conv(call), projected, places, states[1], rows, of_delta, delta
+        of_heads = kernel.delta(DeltaCall(*given))
         gate, mixed, length = spaced.split([64, 192, 4], dim=1)
         mixed = kernel.conv(ConvCall(mixed, states[2], rows, kernel_of_mamba, bias, activated=True))
-        scanned = kernel.state_space(
-            StateSpaceCall(mixed, (gate, length), states[3], rows, of_mamba, mamba)
-        )
+        given = mixed, (gate, length), states[3], rows, of_mamba, mamba
+        scanned = kernel.state_space(StateSpaceCall(*given))
         convolved = kernel.conv(ConvCall(gated, states[4], rows, short, None, gated=True))
         return [of_heads, scanned, convolved, *states]
 

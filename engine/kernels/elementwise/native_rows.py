@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from ....base.build import beside, fields
-from ..common.graphs import addresses, launch
+from ..common.graphs import addresses, launch, struct
 from .reference import (
     ActivationQuant,
     GatedActivation,
@@ -26,51 +26,28 @@ _GRAIN = 32768
 """Elements below which a second thread does not pay off."""
 
 
-class _Quantized(ctypes.Structure):
-    """`Quantized` of `layer.c`."""
-
-    _fields_ = [
-        *fields("codes scales", "block"),
-        ("levels", ctypes.c_float),
-    ]
-
-
-class _Call(ctypes.Structure):
-    """Base of the call structs of `layer.c`: pointers, then numbers, then the work counter."""
-
-
-def _struct(
-    name: str, pointers: str, numbers: str, *others: tuple[str, type], is_quantized: bool = False
-) -> type[_Call]:
-    of_call = [
-        *([("quantized", _Quantized)] if is_quantized else []),
-        *fields(pointers, numbers),
-        *others,
-        ("next", ctypes.c_long),
-        ("failed", ctypes.c_int),
-    ]
-    return type(name, (_Call,), {"_fields_": of_call})
-
-
-_Norm = _struct(
-    "_Norm",
-    "x added sum out weight",
-    "rows size x_stride is_bf16 threads",
-    ("eps", ctypes.c_float),
-    is_quantized=True,
+# The structs of `layer.c` end with a work counter.
+_QUANTIZED = struct("Quantized", "codes scales", "block", ("levels", ctypes.c_float))
+_END = ("next", ctypes.c_long), ("failed", ctypes.c_int)
+_Norm = struct(
+    *("Norm", "", "", ("quantized", _QUANTIZED)),
+    *fields("x added sum out weight", "rows size x_stride is_bf16 threads"),
+    *(("eps", ctypes.c_float), *_END),
 )
-_Gate = _struct(
-    "_Gate", "gate up out", "rows size stride is_bf16 activation threads", is_quantized=True
+_Gate = struct(
+    *("Gate", "", "", ("quantized", _QUANTIZED)),
+    *fields("gate up out", "rows size stride is_bf16 activation threads"),
+    *_END,
 )
-_RopeAndCache = _struct(
-    "_RopeAndCache",
+_RopeAndCache = struct(
+    "RopeAndCache",
     "heads cos sin slots keys values key_scales value_scales",
     "rows stride queries kv_heads dim width key_stride value_stride is_bf16 cache_is_bf16 threads",
+    *_END,
 )
 
 
 native_layer = beside(__file__, "layer.c")
-"""The compiled kernels, or the reason why there are none."""
 
 
 def _empty_quantized(like: torch.Tensor, block: int) -> QuantizedActivations:
@@ -80,12 +57,12 @@ def _empty_quantized(like: torch.Tensor, block: int) -> QuantizedActivations:
     return QuantizedActivations(codes, torch.empty(rows, blocks, dtype=torch.float32))
 
 
-def _quantized(rows: QuantizedActivations, activation_quant: ActivationQuant) -> _Quantized:
+def _quantized(rows: QuantizedActivations, activation_quant: ActivationQuant) -> ctypes.Structure:
     pointers, block = addresses(rows.codes, rows.scales), activation_quant.block
-    return _Quantized(*pointers, block, activation_quant.int8_levels)
+    return _QUANTIZED(*pointers, block, activation_quant.int8_levels)
 
 
-def _run(function: Any, call: _Call) -> None:
+def _run(function: Any, call: ctypes.Structure) -> None:
     if launch(function, call):
         raise MemoryError("no memory for a quantized row")
 
@@ -106,17 +83,21 @@ class NativeNorm:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x [rows, size]` and, of the same shape, `added`; returns their sum and its norm."""
         out = x.new_empty(x.shape)
-        return self._sum(x, added, _Quantized(), out.data_ptr()), out
+        return self._sum(x, added, _QUANTIZED(), out.data_ptr()), out
 
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
-        """As `__call__`, with an int8 norm: one scale per row or block."""
+        """Sum, and norm in int8 with one scale per row or block."""
         rows = _empty_quantized(x, activation_quant.block)
         return self._sum(x, added, _quantized(rows, activation_quant), None), rows
 
     def _sum(
-        self, x: torch.Tensor, added: torch.Tensor | None, quantized: _Quantized, out: int | None
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor | None,
+        quantized: ctypes.Structure,
+        out: int | None,
     ) -> torch.Tensor:
         """Write the norm to `quantized` or to `out`; returns the sum."""
         if x.stride(1) != 1:
@@ -145,19 +126,19 @@ class NativeGate:
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         out = gate.new_empty(gate.shape)
-        self._fill(gate, up, _Quantized(), out.data_ptr())
+        self._fill(gate, up, _QUANTIZED(), out.data_ptr())
         return out
 
     def quantized(
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
     ) -> QuantizedActivations:
-        """As `__call__`, in int8: one scale per row or block."""
+        """Result in int8, with one scale per row or block."""
         rows = _empty_quantized(gate, activation_quant.block)
         self._fill(gate, up, _quantized(rows, activation_quant), None)
         return rows
 
     def _fill(
-        self, gate: torch.Tensor, up: torch.Tensor, quantized: _Quantized, out: int | None
+        self, gate: torch.Tensor, up: torch.Tensor, quantized: ctypes.Structure, out: int | None
     ) -> None:
         if gate.stride() != up.stride() or gate.stride(1) != 1:
             gate, up = gate.contiguous(), up.contiguous()
@@ -199,20 +180,14 @@ class NativeRopeAndCache:
         return stacked[:, :num_heads]
 
 
-class _EmbeddingCall(ctypes.Structure):
-    """`EmbeddingCall` of `rows.c`."""
-
-    _fields_ = fields("table ids out", "rows bytes threads")
+# Structs of `rows.c`.
+_EmbeddingCall = struct("EmbeddingCall", "table ids out", "rows bytes threads")
 
 
-class _CosSinCall(ctypes.Structure):
-    """`CosSinCall` of `rows.c`."""
-
-    _fields_ = fields("cos sin positions cos_out sin_out", "rows half is_bf16")
+_CosSinCall = struct("CosSinCall", "cos sin positions cos_out sin_out", "rows half is_bf16")
 
 
 native_rows = beside(__file__, "rows.c")
-"""The compiled kernels, or the reason why there are none."""
 
 
 def embedding_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -246,17 +221,13 @@ def cos_sin_rows(
 
 
 def _on_cpu(*tensors: torch.Tensor) -> bool:
-    return all(each.device.type == "cpu" and each.is_contiguous() for each in tensors)
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
 
 
-class _ArgmaxCall(ctypes.Structure):
-    """`ArgmaxCall` of `argmax.c`."""
-
-    _fields_ = fields("logits tokens", "rows vocab threads")
+_ArgmaxCall = struct("ArgmaxCall", "logits tokens", "rows vocab threads")  # of `argmax.c`
 
 
 native_argmax = beside(__file__, "argmax.c")
-"""The compiled argmax, or the reason why there is none."""
 
 
 def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -275,13 +246,12 @@ def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.
     return tokens
 
 
-class AdvanceCall(ctypes.Structure):
-    """`AdvanceCall` of `advance_step.c`; `follows` is set before each replay."""
-
-    _fields_ = fields(
-        "token_ids positions slots lengths tables sampled", "rows width block_size follows"
-    )
+# Of `advance_step.c`; `follows` is set before each replay.
+AdvanceCall = struct(
+    "AdvanceCall",
+    "token_ids positions slots lengths tables sampled",
+    "rows width block_size follows",
+)
 
 
 native_advance = beside(__file__, "advance_step.c")
-"""The compiled kernel, or the reason why there is none."""

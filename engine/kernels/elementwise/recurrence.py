@@ -41,7 +41,7 @@ Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class StateRows(NamedTuple):
-    """Sequences of a step: slots of their states, int64, and whether these count as nothing yet, bool."""
+    """Sequences of a step: slots of their states, int64, and flags of those without a state yet, bool."""
 
     slots: torch.Tensor
     fresh: torch.Tensor
@@ -57,7 +57,7 @@ class DeltaPlaces(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """Weights of a gated delta net beside its GEMMs and convolution; see `GatedDeltaNet`."""
+    """Weights of a gated delta net without its GEMMs and convolution; see `GatedDeltaNet`."""
 
     log_rate: torch.Tensor
     step_bias: torch.Tensor
@@ -66,7 +66,7 @@ class DeltaWeights(NamedTuple):
 
 
 class MambaWeights(NamedTuple):
-    """Weights of Mamba 2 beside its GEMMs and convolution; see `Mamba2`."""
+    """Weights of Mamba 2 without its GEMMs and convolution; see `Mamba2`."""
 
     rate: torch.Tensor
     step_bias: torch.Tensor
@@ -78,15 +78,10 @@ class MambaWeights(NamedTuple):
 def causal_conv(
     x: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Consecutive tokens of one sequence, at once.
+    """Outputs [tokens, channels] in x's dtype for consecutive tokens of one sequence, and the window after
+    them.
 
-    Args:
-        x: [tokens, channels].
-        window: [channels, kernel], before these tokens.
-        weight: [channels, kernel]; `bias` is [channels] or None.
-
-    Returns:
-        [tokens, channels] in x's dtype, and the window after them.
+    `x` is [tokens, channels], `window` [channels, kernel] before these tokens, `weight` [channels, kernel].
     """
     kernel = window.shape[1]
     inputs = torch.cat([window.to(x.dtype), x.T], dim=1)
@@ -105,11 +100,11 @@ def causal_conv_step(
 
 
 CHUNK = 64
-"""Tokens of a chunk at most."""
+"""Most tokens of a chunk."""
 
 
 def in_chunks(x: torch.Tensor) -> torch.Tensor:
-    """[tokens, heads, dim] as [chunks, heads, size, dim], the last chunk filled with zeros."""
+    """Chunks [chunks, heads, size, dim] of [tokens, heads, dim]; zeros fill the last one."""
     size = min(CHUNK, len(x))
     missing = -len(x) % size
     padded = functional.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x
@@ -117,7 +112,7 @@ def in_chunks(x: torch.Tensor) -> torch.Tensor:
 
 
 def of_chunks(chunks: list[torch.Tensor], num_tokens: int) -> torch.Tensor:
-    """The first tokens [num_tokens, heads, dim] of chunks [heads, size, dim]."""
+    """First tokens [num_tokens, heads, dim] of chunks [heads, size, dim]."""
     return torch.stack(chunks).transpose(1, 2).flatten(0, 1)[:num_tokens]
 
 
@@ -140,7 +135,7 @@ def delta_inputs(
     weights: DeltaWeights,
     spec: DeltaNetSpec,
 ) -> DeltaInputs:
-    """Arguments of the rule: of `mixed` [tokens, channels], behind the convolution, rates and decays."""
+    """Arguments of the rule, from `mixed` [tokens, channels] after the convolution, rates and decays."""
     sizes = [spec.keys_width, spec.keys_width, spec.values_width]
     query, key, value = mixed.float().split(sizes, dim=-1)
     shared = spec.num_value_heads // spec.num_key_heads
@@ -167,16 +162,12 @@ def delta_rule(
     rate: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Consecutive tokens of one sequence, chunk by chunk.
+    """Outputs [tokens, heads, value_dim] for consecutive tokens of one sequence, and the state after them.
 
     Args:
-        query, key: [tokens, heads, key_dim].
-        value: [tokens, heads, value_dim].
+        query, key: [tokens, heads, key_dim]; `value` [tokens, heads, value_dim].
         log_decay, rate: [tokens, heads]; g, at most 0, and b.
         state: [heads, key_dim, value_dim].
-
-    Returns:
-        [tokens, heads, value_dim], and the state after the tokens.
     """
     num_tokens = len(query)
     rows = [in_chunks(x) for x in (query, key, value, log_decay[..., None], rate[..., None])]
@@ -208,8 +199,7 @@ def delta_rule_step(
     rate: torch.Tensor,
     states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each sequence: as `delta_rule`, with sequences in place of tokens, and a state of
-    each, [sequences, heads, key_dim, value_dim]."""
+    """`delta_rule` for the next token of each sequence: sequences in place of tokens, and a state of each."""
     states = states * log_decay.exp()[..., None, None]
     predicted = (key[..., None] * states).sum(dim=-2)
     correction = (value - predicted) * rate[..., None]
@@ -220,7 +210,7 @@ def delta_rule_step(
 def state_space_inputs(
     mixed: torch.Tensor, length: torch.Tensor, weights: MambaWeights, spec: Mamba2Spec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs by head, step lengths, B and C of `mixed` [tokens, channels], behind the convolution."""
+    """Inputs by head, step lengths, B and C, from `mixed` [tokens, channels] after the convolution."""
     shared = spec.num_groups * spec.state_size
     inputs, into, out_of = mixed.float().split([spec.width, shared, shared], dim=-1)
     into, out_of = (
@@ -238,17 +228,12 @@ def ssd_scan(
     state: torch.Tensor,
     rate: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Consecutive tokens of one sequence, chunk by chunk.
+    """Outputs [tokens, heads, head_dim] for consecutive tokens of one sequence, and the state after them.
 
     Args:
-        x: [tokens, heads, head_dim].
-        length: [tokens, heads], the step lengths d.
+        x: [tokens, heads, head_dim]; `length` [tokens, heads], the step lengths d.
         into, out_of: [tokens, groups, state_size], B and C.
-        state: [heads, head_dim, state_size].
-        rate: [heads], below 0.
-
-    Returns:
-        [tokens, heads, head_dim], and the state after the tokens.
+        state: [heads, head_dim, state_size]; `rate` [heads], below 0.
     """
     num_tokens, shared = len(x), x.shape[1] // into.shape[1]
     x = in_chunks(x * length[..., None])  # [chunks, heads, size, …], as are all below
@@ -275,8 +260,7 @@ def ssd_step(
     states: torch.Tensor,
     rate: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next token of each sequence: as `ssd_scan`, with sequences in place of tokens, and a state of
-    each, [sequences, heads, head_dim, state_size]."""
+    """`ssd_scan` for the next token of each sequence: sequences in place of tokens, and a state of each."""
     shared = x.shape[1] // into.shape[1]
     into, out_of = (part.repeat_interleave(shared, dim=1) for part in (into, out_of))
     kept = (length * rate).exp()[..., None, None]
@@ -287,10 +271,7 @@ def ssd_step(
 def norm_then_gate(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`rms_norm(x) * silu(gate)` of each head: x and gate [tokens, heads, size], weight [size].
-
-    Returns the gate's dtype.
-    """
+    """`rms_norm(x) * silu(gate)` of each head, in the gate's dtype: [tokens, heads, size], weight [size]."""
     normed = functional.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (normed * functional.silu(gate.float())).to(gate.dtype)
 
@@ -298,10 +279,8 @@ def norm_then_gate(
 def gate_then_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`rms_norm(x * silu(gate))` of each group: x and gate [tokens, width], weight [groups, width / groups].
-
-    Returns the gate's dtype.
-    """
+    """`rms_norm(x * silu(gate))` of each group, in the gate's dtype: [tokens, width], weight [groups, width /
+    groups]."""
     gated = (x.float() * functional.silu(gate.float())).unflatten(-1, weight.shape)
     normed = functional.rms_norm(gated, weight.shape[-1:], None, eps) * weight.float()
     return normed.flatten(-2).to(gate.dtype)
@@ -313,7 +292,7 @@ def stepped(
     inputs: Sequence[torch.Tensor],
     step: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """Outputs of `step` for a token of each sequence; writes their states in `states` [slots, ...]."""
+    """Outputs of `step` for a token of each sequence; writes their states to `states` [slots, ...]."""
     before = states.index_select(0, rows.slots)
     fresh = rows.fresh.view(-1, *[1] * (before.dim() - 1))
     out, after = step(*inputs, before.masked_fill(fresh, 0))
@@ -322,13 +301,11 @@ def stepped(
 
 
 class ConvCall(NamedTuple):
-    """Arguments of a causal convolution of columns of `x`, [rows, channels].
+    """Arguments of a causal convolution of columns of `x`, [rows, channels], with states [slots, channels,
+    kernel].
 
-    Attributes:
-        states: [slots, channels, kernel].
-        places: int32 [channels], the column of each; None: they are all of them, in order.
-        activated: apply SiLU to the result.
-        gated: x is three parts of [rows, channels]: `second * conv(first * third)`.
+    `places`, int32 [channels], are the columns; None: all of them, in order. `activated`: SiLU of the result.
+    `gated`: x has three parts of [rows, channels], and the result is `second * conv(first * third)`.
     """
 
     x: torch.Tensor
@@ -344,10 +321,8 @@ class ConvCall(NamedTuple):
 class DeltaCall(NamedTuple):
     """Arguments of the gated delta rule with its norm and gate.
 
-    Attributes:
-        mixed: queries, keys and values behind convolution and activation.
-        projected: whose columns gate, rate and decay are.
-        states: float32 [slots, heads, key_dim, value_dim].
+    `mixed` are queries, keys and values after convolution and activation, `projected` has the columns of
+    gate, rate and decay, `states` are float32 [slots, heads, key_dim, value_dim].
     """
 
     mixed: torch.Tensor
@@ -362,10 +337,8 @@ class DeltaCall(NamedTuple):
 class StateSpaceCall(NamedTuple):
     """Arguments of the state space step with skip, gate and norm of each group.
 
-    Attributes:
-        mixed: inputs, B and C behind convolution and activation.
-        parts: gate [rows, width] and step lengths [rows, heads], columns of one projection.
-        states: float32 [slots, heads, head_dim, state_size].
+    `mixed` are inputs, B and C after convolution and activation; `parts` gate [rows, width] and step lengths
+    [rows, heads], columns of one projection; `states` float32 [slots, heads, head_dim, state_size].
     """
 
     mixed: torch.Tensor
@@ -382,14 +355,11 @@ class RecurrentKernel(Protocol):
     `states` [slots, ...] are changed in the slots of `rows`.
     """
 
-    def conv(self, call: ConvCall) -> torch.Tensor:
-        """Causal convolution, [rows, channels]."""
+    def conv(self, call: ConvCall) -> torch.Tensor: ...
 
-    def delta(self, call: DeltaCall) -> torch.Tensor:
-        """Gated delta rule, [rows, values_width]."""
+    def delta(self, call: DeltaCall) -> torch.Tensor: ...
 
-    def state_space(self, call: StateSpaceCall) -> torch.Tensor:
-        """State space step, [rows, width]."""
+    def state_space(self, call: StateSpaceCall) -> torch.Tensor: ...
 
 
 class TorchRecurrence:

@@ -27,12 +27,11 @@ from ..attention.paged_tensor import PagedTensor
 
 
 def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate queries or keys; elements of a head beyond `width` pass through (partial rotary).
+    """Rotate queries or keys [tokens, heads, head_dim]; elements beyond `width` pass through (partial
+    rotary).
 
-    Args:
-        x: [tokens, heads, head_dim].
-        cos, sin: [tokens, 1, width], in x's dtype; the second half of `cos` repeats the first, and
-            the first half of `sin` is the second's negative (`expand_cos_sin` makes them so).
+    `cos` and `sin` are [tokens, 1, width] in x's dtype: the second half of `cos` repeats the first, the first
+    half of `sin` is the second's negative, as `expand_cos_sin` makes them.
     """
     width = cos.shape[-1]
     if width < x.shape[-1]:
@@ -60,8 +59,8 @@ def expand_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
-    """QK-norm weights [head_dim] of queries and keys, in the dtype of the heads, or in float32
-    for a kernel that takes wide weights."""
+    """QK-norm weights [head_dim] of queries and keys, in the dtype of the heads, or in float32 for a kernel
+    that takes wide weights."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -77,22 +76,16 @@ class HeadNorms:
 
 @runtime_checkable
 class TakesWideWeights(Protocol):
-    """A kernel that computes in float32: its norm weights may be float32 beside 16-bit rows (Gemma)."""
+    """Kernel that computes in float32: its norm weights may be float32 with 16-bit rows (Gemma)."""
 
     takes_wide_weights: ClassVar[bool]
 
 
-class NormKernel(Protocol):
-    """RMSNorm of `x [rows, size]`, or fused add + RMSNorm of `x + added`: returns the sum and its norm."""
-
-    def __call__(
-        self, x: torch.Tensor, added: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+NormKernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""RMSNorm of `x [rows, size]`, or fused add + RMSNorm of `x + added`: returns the sum and its norm."""
 
 
 class TorchNorm:
-    """RMSNorm in torch."""
-
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight, self._eps = weight, eps
 
@@ -111,7 +104,6 @@ GatedActivation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 
 
 def torch_silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """SiLU gate (SwiGLU) in torch."""
     return functional.silu(gate) * up
 
 
@@ -135,12 +127,10 @@ TORCH_GATES: dict[GatedActivation, GateKernel] = {
 
 
 class RopeCall(NamedTuple):
-    """The arguments of fused RoPE + KV-cache write.
+    """Arguments of fused RoPE + KV-cache write.
 
-    Attributes:
-        stacked: [tokens, heads, dim], queries, keys and values; may be overwritten.
-        cos, sin: as `apply_rotary_emb` takes them.
-        norms: QK-norm, which is applied before the rotation.
+    `stacked` [tokens, heads, dim] has queries, keys and values, and may be overwritten. `cos` and `sin` are
+    those of `apply_rotary_emb`; QK-norm (`norms`) precedes the rotation.
     """
 
     stacked: torch.Tensor
@@ -189,12 +179,8 @@ class ActivationQuant:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedActivations:
-    """Quantized activations: `codes * scales`.
-
-    Attributes:
-        codes: int8 or float8_e4m3fn `[rows, size]`.
-        scales: float32 `[rows, 1]` per token, or `[rows, groups]` for groups of channels.
-    """
+    """Quantized activations `codes * scales`: int8 or float8_e4m3fn `[rows, size]`, and float32 `[rows, 1]`
+    per token, or `[rows, groups]` for groups of channels."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -238,10 +224,9 @@ RUN = 128
 def fake_quantize_inputs(
     x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Fake-quantize (quantize–dequantize) `x [tokens, in]` as `scheme` says; the result is in `x`'s dtype.
+    """Fake-quantize (quantize–dequantize) `x [tokens, in]` by `scheme`; the result is in `x`'s dtype.
 
-    Args:
-        input_scale: float32 `[1]`, for static activations; of NVFP4 inputs their global scale.
+    `input_scale`, float32 `[1]`, is for static activations; NVFP4 inputs have a global scale.
     """
     if (threshold := scheme.outlier_threshold) is not None:
         codes, scale, outliers = split_outliers(x, threshold)
@@ -260,7 +245,13 @@ def fake_quantize_activations(
     """
     values = x.to(torch.float32)
     if activations.kind == "nvfp4" or activations.kind == "mxfp4":
-        return _fake_fp4(values, Fp4Scheme(activations.kind), input_scale).to(x.dtype)
+        # As weights are quantized, with dynamic scales of blocks.
+        scheme = Fp4Scheme(activations.kind)
+        blocks = values.unflatten(-1, (-1, scheme.block_size))
+        scales = block_scales(blocks.abs().amax(dim=-1), scheme, input_scale)
+        factors = fp4_factors(scales, input_scale).unsqueeze(-1)
+        codes = e2m1_codes(blocks / factors).to(torch.int32)
+        return (e2m1_table().to(x.device)[codes] * factors).flatten(-2).to(x.dtype)
     if activations.granularity == "group128":
         values = functional.pad(values, (0, -x.shape[-1] % RUN)).unflatten(-1, (-1, RUN))
     scale = _scale(values, activations, input_scale)
@@ -272,26 +263,13 @@ def fake_quantize_activations(
     return (quantized * scale).view(*x.shape[:-1], -1)[..., : x.shape[-1]].to(x.dtype)
 
 
-def _fake_fp4(
-    values: torch.Tensor, scheme: Fp4Scheme, input_scale: torch.Tensor | None
-) -> torch.Tensor:
-    """Fake-quantize float32 `[..., in]` to NVFP4 or MXFP4, as weights are: dynamic scales of blocks."""
-    blocks = values.unflatten(-1, (-1, scheme.block_size))
-    scales = block_scales(blocks.abs().amax(dim=-1), scheme, input_scale)
-    factors = fp4_factors(scales, input_scale).unsqueeze(-1)
-    codes = e2m1_codes(blocks / factors)
-    table = e2m1_table().to(values.device)
-    return (table[codes.to(torch.int32)] * factors).flatten(-2)
-
-
 def int8_inputs(
     x: torch.Tensor, activations: Activations, input_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `x [tokens, in]` to int8 for an integer GEMM, per token or with a static scale.
 
-    Returns:
-        int8 codes `[tokens, in]` and float32 scales, `[tokens, 1]` or for static activations `[1]`.
-        Groups of 128 are not supported: their partial sums cannot be accumulated as integers.
+    Returns int8 codes and float32 scales, `[tokens, 1]` or for static activations `[1]`. There are no groups
+    of 128: their partial sums cannot be accumulated as integers.
     """
     values = x.to(torch.float32)
     scale = _scale(values, activations, input_scale)
@@ -303,12 +281,9 @@ def split_outliers(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """LLM.int8() decomposition: outliers (magnitude >= `threshold`) stay floats, the rest becomes int8.
 
-    The scale is bitsandbytes', `max|x| / 127` of the quantized values. A threshold of 0 quantizes
-    everything.
-
-    Returns:
-        Codes int8 `[tokens, in]`, 0 at outliers; float32 scales `[tokens, 1]`; float32 outliers
-        `[tokens, in]`, 0 elsewhere.
+    The scale is bitsandbytes', `max|x| / 127` of the quantized values; a threshold of 0 quantizes everything.
+    Returns codes int8 `[tokens, in]`, 0 at outliers; float32 scales `[tokens, 1]`; float32 outliers, 0
+    elsewhere.
 
     Source: Dettmers et al., "LLM.int8()", NeurIPS 2022 (arXiv:2208.07339).
     """
@@ -327,7 +302,7 @@ def _int8_codes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _scale(
     values: torch.Tensor, activations: Activations, input_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    """One dynamic scale per group along the last axis, or the static scale."""
+    """Dynamic scale per group along the last axis, or the static scale."""
     if not activations.dynamic:
         assert input_scale is not None
         return input_scale.to(torch.float32)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -66,7 +66,6 @@ def _rope_and_cache(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
     LARGEST: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -87,7 +86,7 @@ def _rope_and_cache(
     partner = tl.where(lanes < WIDTH, (lanes + WIDTH // 2) % WIDTH, lanes)
     swapped = tl.load(row + partner[None, :], mask=inside, other=0.0).to(tl.float32)
     rotated = x.to(tl.float32)
-    if HAS_NORMS:
+    if query_weight_ptr is not None:
         factor = tl.rsqrt(tl.sum(rotated * rotated, 1) / DIM + eps)[:, None]
         of_query = tl.load(query_weight_ptr + lanes, mask=is_lane, other=0.0).to(tl.float32)
         of_key = tl.load(key_weight_ptr + lanes, mask=is_lane, other=0.0).to(tl.float32)
@@ -128,11 +127,11 @@ class TritonRopeAndCache:
         kv_heads = (heads - num_heads) // 2
         out = stacked.new_empty(tokens, num_heads, dim)
         if tokens:
-            scales = keys.scales, values.scales
+            weights = (None, None) if norms is None else (norms.query, norms.key)
             _rope_and_cache[(tokens, -(-heads // HEADS.value))](
                 *(stacked, out, cos.contiguous(), sin.contiguous(), slots),
-                *or_unread(out, *((None, None) if norms is None else (norms.query, norms.key))),
-                *(keys.codes, values.codes, *or_unread(out, *scales), stacked.stride(0)),
+                *(*weights, keys.codes, values.codes, keys.scales, values.scales),
+                stacked.stride(0),
                 *(*keys.codes.stride()[1:3], *values.codes.stride()[1:3]),
                 0.0 if norms is None else norms.eps,
                 NUM_HEADS=num_heads,
@@ -140,7 +139,6 @@ class TritonRopeAndCache:
                 DIM=dim,
                 WIDTH=cos.shape[-1],
                 BLOCK=power_of_two(dim),
-                HAS_NORMS=norms is not None,
                 LARGEST=_largest(keys),
                 **dependent_launch(keys.codes),
                 num_warps=4,
@@ -265,6 +263,11 @@ def _latent_queries(
     tl.store(place, out, mask=is_latent | is_rope)
 
 
+def _latent_sizes(rank: int, rope: int, interleaved: bool) -> dict[str, Any]:
+    block = power_of_two(rank + rope)
+    return {"RANK": rank, "ROPE": rope, "BLOCK": block, "INTERLEAVED": interleaved}
+
+
 class TritonLatent:
     """Fused norms, RoPE and cache write of latents, and assembly of their queries."""
 
@@ -291,15 +294,12 @@ class TritonLatent:
             _latent_and_cache[(tokens, 1 if queries is None else 2)](
                 *(latent, latent_norm[0], *or_unread(out, queries), query_weight, out),
                 *(cos.contiguous(), sin.contiguous(), slots, keys.codes),
-                *(*or_unread(out, keys.scales), latent.stride(0)),
+                *(keys.scales, latent.stride(0)),
                 *(0 if queries is None else queries.stride(0), keys.codes.stride(1)),
                 *(latent_norm[1], query_eps),
-                RANK=rank,
-                ROPE=rope,
-                BLOCK=power_of_two(rank + rope),
+                **_latent_sizes(rank, rope, interleaved),
                 QUERY_RANK=len(query_weight),
                 QUERY_BLOCK=power_of_two(len(query_weight)),
-                INTERLEAVED=interleaved,
                 LARGEST=_largest(keys),
                 num_warps=4,
             )
@@ -325,10 +325,7 @@ class TritonLatent:
                 *(absorbed, rope_queries, out, cos.contiguous(), sin.contiguous()),
                 *(*absorbed.stride()[:2], *rope_queries.stride()[:2]),
                 NUM_HEADS=heads,
-                RANK=rank,
-                ROPE=rope,
-                BLOCK=power_of_two(rank + rope),
-                INTERLEAVED=interleaved,
+                **_latent_sizes(rank, rope, interleaved),
                 num_warps=4,
             )
         return out

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.devices import or_unread, power_of_two
+from ..common.devices import power_of_two
 from .recurrence import LEAST_SQUARES, ConvCall, DeltaCall, StateSpaceCall
 
 CHANNELS = tl.constexpr(256)
@@ -44,8 +44,6 @@ def _conv(
     channels,
     KERNEL: tl.constexpr,
     TAPS: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     ACTIVATED: tl.constexpr,
     GATED: tl.constexpr,
 ):
@@ -59,7 +57,7 @@ def _conv(
     taps = tl.arange(0, TAPS)
     is_channel = channel < channels
     columns = channel
-    if HAS_PLACES:
+    if place_ptr is not None:
         columns = tl.load(place_ptr + channel, mask=is_channel, other=0)
     row_ptr = x_ptr + row * x_row
     if GATED:
@@ -79,7 +77,7 @@ def _conv(
     tl.store(windows, moved.to(window_ptr.dtype.element_ty), mask=is_tap)
     weight = tl.load(weight_ptr + places, mask=is_tap, other=0.0).to(tl.float32)
     out = tl.sum(moved * weight, 1)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         out += tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)
     out = out.to(x.dtype).to(tl.float32)
     if ACTIVATED:
@@ -116,7 +114,7 @@ def _delta(
 ):
     """Gated delta rule, norm and gate of a value head. Grid: rows, value heads.
 
-    `mixed_ptr`: queries, keys and values behind the convolution; `x_ptr`: the projection that gate, rate and
+    `mixed_ptr`: queries, keys and values after the convolution; `x_ptr`: the projection that gate, rate and
     decay are columns of. Of a sequence without a state it begins with zeros.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -178,7 +176,7 @@ def _state_space(
 ):
     """State space step of a head with its skip, times SiLU of its gate, float32. Grid: rows, heads.
 
-    `mixed_ptr`: inputs, B and C behind the convolution. `least`, `most`: of the step length.
+    `mixed_ptr`: inputs, B and C after the convolution. `least`, `most`: of the step length.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims, sizes = tl.arange(0, DIMS), tl.arange(0, SIZES)
@@ -224,12 +222,10 @@ class TritonRecurrence:
         channels, kernel = weight.shape
         out = x.new_empty(len(x), channels)
         _conv[(len(x), -(-channels // CHANNELS.value))](
-            *(x, *or_unread(out, places), states, rows.slots, rows.fresh, weight),
-            *(*or_unread(out, bias), out, x.stride(0), channels),
+            *(x, places, states, rows.slots, rows.fresh, weight, bias, out),
+            *(x.stride(0), channels),
             KERNEL=kernel,
             TAPS=power_of_two(kernel),
-            HAS_PLACES=places is not None,
-            HAS_BIAS=bias is not None,
             ACTIVATED=activated,
             GATED=gated,
             num_warps=4,

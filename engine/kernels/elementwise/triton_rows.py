@@ -159,7 +159,6 @@ def _norm(
     eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
     TO: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -169,7 +168,7 @@ def _norm(
     lanes = tl.arange(0, BLOCK)
     mask = lanes < SIZE
     x = tl.load(x_ptr + row * x_row + lanes, mask=mask, other=0.0).to(tl.float32)
-    if HAS_ADDED:
+    if added_ptr is not None:
         x += tl.load(added_ptr + row * added_row + lanes, mask=mask, other=0.0).to(tl.float32)
         stored_sum = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * SIZE + lanes, stored_sum, mask=mask)
@@ -203,7 +202,7 @@ class TritonNorm:
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
-        """As `__call__`, with a quantized norm."""
+        """Sum, and quantized norm."""
         rows = empty_quantized(x, x.shape[1], activation_quant)
         arguments = store_arguments(rows, activation_quant, block_of(x.shape[1]))
         return self._run(x, added, rows.codes, arguments), rows
@@ -218,20 +217,19 @@ class TritonNorm:
         """Write the norm to `out`; returns the sum."""
         x = x if x.stride(1) == 1 else x.contiguous()
         rows, size = x.shape
-        other, total = x, x
+        total = x
         if added is not None:
-            other = added if added.stride(1) == 1 else added.contiguous()
+            added = added if added.stride(1) == 1 else added.contiguous()
             total = x.new_empty(rows, size)
         if rows:
             block = block_of(size)
             _norm[(rows,)](
-                *(x, other, total, out, self._weight),
+                *(x, added, total, out, self._weight),
                 x_row=x.stride(0),
-                added_row=other.stride(0),
+                added_row=0 if added is None else added.stride(0),
                 eps=self._eps,
                 SIZE=size,
                 BLOCK=block,
-                HAS_ADDED=added is not None,
                 **stored,
                 **dependent_launch(out),
                 num_warps=min(16, max(1, block // 512)),
@@ -323,7 +321,6 @@ class TritonGate:
     def quantized(
         self, gate: torch.Tensor, up: torch.Tensor, activation_quant: ActivationQuant
     ) -> QuantizedActivations:
-        """As `__call__`, with quantized output."""
         if gate.stride(1) != 1 or up.stride(1) != 1:
             gate, up = gate.contiguous(), up.contiguous()
         count, size = gate.shape

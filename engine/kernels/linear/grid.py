@@ -24,7 +24,6 @@ from ....quant.kinds.fp4.kind import Fp4Tensor, e2m1_table
 from ....quant.kinds.fp8.kind import BLOCK, Fp8Tensor
 from ....quant.kinds.ggml.k_blocks import affine_scales, q3_scales, signed_scales
 from ....quant.kinds.ggml.lattice import LATTICES, lattice_fields, points
-from ....quant.kinds.ggml.scheme import GgufScheme
 from ....quant.kinds.ggml.small_blocks import MXFP4_VALUES, iq4_xs_scales, mxfp4_steps
 from ....quant.kinds.ggml.small_blocks import table as iq4_table
 from ....quant.kinds.ggml.tensor import GgufTensor, block_codes
@@ -38,18 +37,17 @@ class CodeGrid:
 
     Attributes:
         stored: the codes, uint8 `[out, in]`, or the blocks that hold them.
-        bits: of a code.
         group: group size: input channels that share a scale, the last group may be shorter; -1: per channel.
         scales: `[out, groups]`: float16 or float32; or int8, in units of `outer_scales`.
         base: the zero point, if all groups share it; else a code in the middle.
-        offsets: `[out, groups]`: None means `base * scale`; uint8 the zero point; float16 the offset
-            itself; int8 the offset in units of `outer_offsets`.
+        offsets: `[out, groups]`: None means `base * scale`; uint8 the zero point; float16 the offset itself;
+            int8 the offset in units of `outer_offsets`.
         outer_scales, outer_offsets: float16 `[out, groups / nested]`, second-level (super-block) scales.
         nested: groups that share an outer scale.
         table: float32 `[16]`, the lookup table of the codes.
-        is_fp8: whether the codes are e4m3.
-        order: int64, the input channel of each column of `codes` (act-order), or their number where a
-            column is padding; None: not permuted.
+        is_fp8: True if the codes are e4m3.
+        order: int64, the input channel of each column of `codes` (act-order), or their number where a column
+            is padding; None: not permuted.
     """
 
     stored: torch.Tensor | GgufTensor
@@ -67,7 +65,6 @@ class CodeGrid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(out_features, in_features)`."""
         return self.stored.shape[0], self.stored.shape[1]
 
     @property
@@ -169,21 +166,13 @@ def _gguf(weight: GgufTensor) -> CodeGrid:
     fields = blocks[:, :16]
     scales, lows = (fields & 15, fields >> 4) if is_small else affine_scales(blocks)
     at, groups = (80, 16) if is_small else (0, 8)
-    return CodeGrid(
-        weight,
-        bits,
-        256 // groups,
-        rows(scales).view(torch.int8),
-        2 ** (bits - 1),
-        rows(lows).view(torch.int8),
-        outer_scales=half(at),
-        outer_offsets=half(at + 2),
-        nested=groups,
-    )
+    scales, lows = (rows(values).view(torch.int8) for values in (scales, lows))
+    outer = half(at), half(at + 2), groups
+    return CodeGrid(weight, bits, 256 // groups, scales, 2 ** (bits - 1), lows, *outer)
 
 
 def with_whole_table(grid: CodeGrid) -> CodeGrid:
-    """The grid with a table of whole numbers, for integer GEMMs: e2m1's values are halves."""
+    """Grid with a table of whole numbers, for integer GEMMs: e2m1's values are halves."""
     if grid.table is None or bool((grid.table == grid.table.round()).all()):
         return grid
     return replace(grid, table=grid.table * 2, scales=_small(grid.scales.to(torch.float32) / 2))
@@ -241,13 +230,12 @@ class LatticeGrid:
     """A weight `[out, in]` as lattice codes: `w = unit * outer_scale * (2 * scale + 1) * signed point`.
 
     Attributes:
-        indices: int64 `[out, in / dim]`, of the points.
+        indices: int64 `[out, in / dim]`, indices of the points.
         points: uint8 `[.., dim]`, magnitudes; without signs 128 + weight. Weights of a type share them.
         signs: uint8 `[out, in / 8]`, bit i is set where weight i is negative; None: the points have them.
         group: input channels that share a scale.
         scales: uint8 `[out, groups]`, of at most four bits.
-        outer_scales: float16 `[out, in / 256]`.
-        unit: a power of two.
+        outer_scales: float16 `[out, in / 256]`; `unit` is a power of two.
     """
 
     indices: torch.Tensor
@@ -260,12 +248,10 @@ class LatticeGrid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(out_features, in_features)`."""
         return self.indices.shape[0], self.indices.shape[1] * self.points.shape[1]
 
     @property
     def nested(self) -> int:
-        """Groups that share an outer scale."""
         return self.scales.shape[1] // self.outer_scales.shape[1]
 
     @property
@@ -294,10 +280,10 @@ def _chunked(values: torch.Tensor, per_chunk: int) -> torch.Tensor:
 
 def _joined(high: torch.Tensor, bits: int) -> torch.Tensor:
     """Values of `bits` bits, `[panels, chunks, points, PANEL]`, as many in a byte as fit."""
-    each = min(8 // bits, high.shape[2])
-    runs = high.unflatten(2, (-1, each))
+    count = min(8 // bits, high.shape[2])
+    runs = high.unflatten(2, (-1, count))
     joined = runs[:, :, :, 0].clone()
-    for index in range(1, each):
+    for index in range(1, count):
         joined |= runs[:, :, :, index] << (bits * index)
     return joined
 
@@ -333,15 +319,14 @@ NativeGrid = CodeGrid | LatticeGrid
 
 @dataclass(frozen=True, slots=True)
 class KindGrids:
-    """The forms in which kernels read the weights of one quantization kind.
+    """Forms in which kernels read the weights of one quantization kind.
 
     Attributes:
-        grid: a weight's codes and scales of groups, for C and Triton; None: no weight has them.
-        refuses: why a scheme's weights of so many inputs have no such grid, or None.
-        native: another form, which the C kernels alone read, of the weights that `refuses` refuses; None for
-            those that have none.
-        has_native: whether a scheme's weights have that form.
-        whole: whether codes, or the values that they index, are whole numbers, for integer GEMMs.
+        grid: codes and scales of groups of a weight, for C and Triton; None: no weight has them.
+        refuses: reason why a scheme's weights of so many inputs have no such grid, or None.
+        native: another form, for the C kernels only, of weights that `refuses` refuses.
+        has_native: True if a scheme's weights have that form.
+        whole: True if codes, or their table's values, are whole numbers, for integer GEMMs.
     """
 
     grid: Callable[[Any], CodeGrid | None] | None = None
@@ -357,16 +342,7 @@ def _refuses_blocks_across_rows(scheme: CodebookScheme, in_features: int) -> str
     return None
 
 
-def _refuses_blocks(scheme: GgufScheme, in_features: int) -> str | None:
-    has_grid = scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
-    return None if has_grid else f"it has no kernel for blocks of {scheme.type}"
-
-
-def _refuses_groups(scheme: Scheme, in_features: int) -> str:
-    return f"{scheme.label} has no scales of groups"
-
-
-NO_GRID = KindGrids(refuses=_refuses_groups)
+NO_GRID = KindGrids(refuses=lambda scheme, _: f"{scheme.label} has no scales of groups")
 KIND_GRIDS: dict[str, KindGrids] = {
     "int": KindGrids(_integer, whole=True),
     "float": KindGrids(_fp8),
@@ -375,7 +351,11 @@ KIND_GRIDS: dict[str, KindGrids] = {
     "vectorwise": KindGrids(_vectorwise, whole=True),
     "gguf": KindGrids(
         _gguf,
-        _refuses_blocks,
+        lambda scheme, _: (
+            None
+            if scheme.type in WHOLE_BLOCKS + TABLE_BLOCKS
+            else f"it has no kernel for blocks of {scheme.type}"
+        ),
         native=lattice_grid,
         has_native=lambda scheme: scheme.type in LATTICES,
         whole=True,
@@ -385,27 +365,27 @@ KIND_GRIDS: dict[str, KindGrids] = {
 
 
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
-    """The reason why weights of a scheme have no grid; None if they have one."""
+    """Reason why weights of a scheme have no grid, or None."""
     return KIND_GRIDS.get(scheme.kind_name, NO_GRID).refuses(scheme, in_features)
 
 
 def refuses_native_grid(scheme: Scheme, in_features: int) -> str | None:
-    """The reason why the C kernels read weights of a scheme in no form, or None."""
+    """Reason why the C kernels read weights of a scheme in no form, or None."""
     if KIND_GRIDS.get(scheme.kind_name, NO_GRID).has_native(scheme):
         return None
     return refuses_grid(scheme, in_features)
 
 
 def has_whole_codes(scheme: Scheme) -> bool:
-    """Whether integer GEMMs of C take weights of a scheme."""
+    """True if integer GEMMs of C take weights of a scheme."""
     kind = KIND_GRIDS.get(scheme.kind_name, NO_GRID)
     return kind.whole and (kind.has_native(scheme) or kind.refuses(scheme, 0) is None)
 
 
 def grid_of(weight: QuantizedTensor) -> CodeGrid | None:
-    """The grid of a weight whose scheme `refuses_grid` supports.
+    """Grid of a weight whose scheme `refuses_grid` supports.
 
-    None for the rare weight that is not as its scheme promises: unequal groups of a permuted one.
+    None for a rare weight that violates its scheme: unequal groups of a permuted one.
     """
     make = KIND_GRIDS[weight.scheme.kind_name].grid
     assert make is not None
@@ -413,7 +393,7 @@ def grid_of(weight: QuantizedTensor) -> CodeGrid | None:
 
 
 def native_grid_of(weight: QuantizedTensor) -> NativeGrid | None:
-    """The form in which the C kernels read a weight whose scheme `refuses_native_grid` supports."""
+    """Form in which the C kernels read a weight whose scheme `refuses_native_grid` supports."""
     kind = KIND_GRIDS[weight.scheme.kind_name]
     if kind.native is not None and kind.has_native(weight.scheme):
         return kind.native(weight)

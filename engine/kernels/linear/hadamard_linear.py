@@ -1,52 +1,42 @@
 """Linears of codes between Hadamard transforms: trellis (EXL3) in C and torch, E8P (QuIP#) in torch.
 
-Transforms go to the activations, codes are decoded as they are read: the weight stays packed.
-Trellis: `y = H (Qᵀ H (x ⊙ suh)) ⊙ svh`. In C tiles of 16 × 16 weights are decoded in registers or in the
-first-level cache, to floats or to integers. E8P: `y = ((x ⊙ su) U Qᵀ Vᵀ) ⊙ sv`, with transforms `U` and `V`
-of whole widths. Torch decodes some rows or tiles of outputs at a time.
+Transforms go to the activations, codes are decoded as they are read: the weight stays packed. Trellis: `y = H
+(Qᵀ H (x ⊙ suh)) ⊙ svh`. In C tiles of 16 × 16 weights are decoded in registers or in the first-level cache,
+to floats or to integers. E8P: `y = ((x ⊙ su) U Qᵀ Vᵀ) ⊙ sv`, with transforms `U` and `V` of whole widths.
+Torch decodes some rows or tiles of outputs at a time.
 """
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch.nn import functional
 
-from ....base.build import beside, fields
+from ....base.build import beside
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.e8p.kind import E8pTensor
 from ....quant.kinds.trellis.kind import TrellisTensor
 from ....quant.kinds.trellis.scheme import TRELLIS_CODEBOOKS, TrellisScheme
 from ....quant.kinds.trellis.viterbi import TILE
 from ..common.devices import CPU_DTYPES
-from ..common.graphs import launch
+from ..common.graphs import addresses, launch, struct
 
 FLOAT_BITS = 32
 """`input_bits` of a GEMM that does not quantize its inputs."""
 
 
-class HadamardCall(ctypes.Structure):
-    """`HadamardCall` of `hadamard.h`."""
-
-    _fields_ = [
-        *fields(
-            "codes su sv x bias y",
-            "rows stride in_features out_features bits codebook x_is_bf16 y_is_bf16 threads input_bits",
-        ),
-    ]
+HadamardCall = struct(  # of `hadamard.h`
+    "HadamardCall",
+    "codes su sv x bias y",
+    "rows stride in_features out_features bits codebook x_is_bf16 y_is_bf16 threads input_bits",
+)
 
 
 native_trellis = beside(__file__, "trellis.c")
-"""The compiled GEMM in float32, or the reason why there is none."""
-
-
 native_trellis_integer = beside(__file__, "trellis_integer.c")
-"""The compiled GEMM of quantized inputs, or the reason why there is none."""
 
 
 class NativeTrellisLinear:
-    """The C kernel in float32, or that of integers, whose inputs are quantized behind their transform.
+    """C kernel in float32, or in integers, whose inputs are quantized after their transform.
 
     Inputs are bfloat16 or float32. With `input_bits` 16 they have 13 bits, and weights are the codebook's
     values to 2^-14; with 8 they have 8 bits, and weights are mul1's byte sums, without the float16 rounding
@@ -57,17 +47,12 @@ class NativeTrellisLinear:
         assert isinstance(weight, TrellisTensor)
         assert input_bits != 8 or weight.scheme.codebook == "mul1"
         in_floats, bits = input_bits == FLOAT_BITS, weight.scheme.bits
-        trellis = weight.trellis
-        self._codes = _in_memory(trellis) if in_floats else in_spans(trellis, bits)
+        # A copy: a tensor of a checkpoint may lie in its mapped file, which can change.
+        whole = weight.trellis.clone(memory_format=torch.contiguous_format) if in_floats else None
+        self._codes = in_spans(weight.trellis, bits) if whole is None else whole
         self._sides = weight.suh.float(), weight.svh.float()
-        self._fields = {
-            "codes": self._codes.data_ptr(),
-            "su": self._sides[0].data_ptr(),
-            "sv": self._sides[1].data_ptr(),
-            "bits": bits,
-            "codebook": TRELLIS_CODEBOOKS.index(weight.scheme.codebook),
-            "input_bits": input_bits,
-        }
+        self._codebook = TRELLIS_CODEBOOKS.index(weight.scheme.codebook)
+        self._bits, self._input_bits = bits, input_bits
         self._bias: torch.Tensor | None = None
         self.weight_bytes = weight.nbytes
         kernel = native_trellis() if in_floats else native_trellis_integer()
@@ -77,11 +62,9 @@ class NativeTrellisLinear:
         return self._multiply(x, x.dtype)
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The result before it is rounded to the inputs' dtype."""
         return self._multiply(x, torch.float32)
 
     def fuse_bias(self, bias: torch.Tensor) -> None:
-        """Add `bias [out]` to every row, in float32, before the cast to the output dtype."""
         self._bias = bias.to(torch.float32).contiguous()
         self.weight_bytes += self._bias.nbytes
 
@@ -90,34 +73,22 @@ class NativeTrellisLinear:
             x = x.contiguous()
         inputs, outputs = self._sides
         y = torch.empty(x.shape[0], len(outputs), dtype=dtype)
+        are_bf16 = (kind is torch.bfloat16 for kind in (x.dtype, dtype))
         call = HadamardCall(
-            **self._fields,
-            x=x.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
-            y=y.data_ptr(),
-            rows=x.shape[0],
-            stride=x.stride(0),
-            in_features=len(inputs),
-            out_features=len(outputs),
-            x_is_bf16=x.dtype is torch.bfloat16,
-            y_is_bf16=dtype is torch.bfloat16,
-            threads=torch.get_num_threads(),
+            *addresses(self._codes, *self._sides, x, self._bias, y),
+            *(x.shape[0], x.stride(0), len(inputs), len(outputs), self._bits, self._codebook),
+            *(*are_bf16, torch.get_num_threads(), self._input_bits),
         )
         if x.shape[0] and launch(self._run, call):
             raise MemoryError(f"no memory for {x.shape[0]} rows of {len(inputs)} inputs")
         return y
 
 
-def _in_memory(trellis: torch.Tensor) -> torch.Tensor:
-    """A copy: a tensor of a checkpoint may lie in its mapped file, which can change."""
-    return trellis.clone(memory_format=torch.contiguous_format)
-
-
 def in_spans(trellis: torch.Tensor, bits: int) -> torch.Tensor:
     """The words of tiles `[in / 16, out / 16, 16 * bits]` in the order of the integer GEMM.
 
-    They go by 128 outputs, 128 inputs, 32 outputs, 16 inputs, the word's number in its span of 16 weights,
-    16 outputs, and the span.
+    They go by 128 outputs, 128 inputs, 32 outputs, 16 inputs, the word's number in its span of 16 weights, 16
+    outputs, and the span.
     """
     words = trellis.unflatten(2, (-1, 2)).flip(-1).flatten(2)  # halves of 32-bit words are swapped
     tiles = words.view(trellis.shape[0] // 8, 8, trellis.shape[1] // 8, 4, 2, TILE, bits)
@@ -138,7 +109,6 @@ class TransformedLinear:
         return self.in_float32(x).to(x.dtype)
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The result before it is rounded to the inputs' dtype."""
         weight, sides = self._weight, self._transforms
         inputs = sides.turn_inputs.forward(x.float() * sides.inputs)
         tiles: list[torch.Tensor] = []
@@ -153,10 +123,9 @@ class TransformedLinear:
 def refuses_native_trellis(
     input_bits: int, dtype: torch.dtype, scheme: TrellisScheme, wants_8: bool
 ) -> str | None:
-    """The reason why the C kernel with inputs of so many bits does not serve a scheme, or None.
+    """Reason why the C kernel with inputs of so many bits does not serve a scheme, or None.
 
-    Args:
-        wants_8: activations may be quantized to 8 bits.
+    With `wants_8` activations may be quantized to 8 bits.
     """
     if dtype not in CPU_DTYPES:
         return f"it takes bfloat16 and float32, not {dtype}"

@@ -8,7 +8,7 @@ scale for each 128 inputs and each 128 × 128 weights.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn import functional
@@ -38,7 +38,7 @@ from ..elementwise.reference import (
 class TiledDequantLinear:
     """The reference: dequantize `TILE_ROWS` output channels at a time, then `functional.linear`.
 
-    It supports every scheme on every device, in the activations' dtype; its codes are held without gaps.
+    It supports every scheme on every device, in the activations' dtype; codes are stored without gaps.
     """
 
     TILE_ROWS = 1024
@@ -46,7 +46,13 @@ class TiledDequantLinear:
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._rows = weight.out_features
-        self._held = _DenseCodes(weight) if _DenseCodes.fits(weight) else _in_memory(weight)
+        kinds = IntTensor | CodebookTensor | Fp4Tensor | LookupTensor
+        if isinstance(weight, kinds) and weight.scheme.bits < 8:
+            self._held = _DenseCodes(weight)
+        else:  # without views of a mapped file, which may be written while the model serves
+            parts = weight.parts().items()
+            mapped = {n: p.clone() for n, p in parts if not p.untyped_storage().resizable()}
+            self._held = replace(cast(Any, weight), **mapped)
         self._scheme: Scheme = weight.scheme
         self._input_scale = weight.parts().get("input_scale")
         self.weight_bytes = self._held.nbytes
@@ -54,21 +60,12 @@ class TiledDequantLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = fake_quantize_inputs(x, self._scheme, self._input_scale)
         tiles = [
-            functional.linear(x, self._tile(slice(begin, begin + self.TILE_ROWS)))
+            functional.linear(
+                x, self._held.rows(slice(begin, begin + self.TILE_ROWS)).dequantize(self._dtype)
+            )
             for begin in range(0, self._rows, self.TILE_ROWS)
         ]
         return tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=-1)
-
-    def _tile(self, rows: slice) -> torch.Tensor:
-        """Dequantized weights of some output channels, [rows, in]."""
-        return self._held.rows(rows).dequantize(self._dtype)
-
-
-def _in_memory(weight: QuantizedTensor) -> QuantizedTensor:
-    """The weight without views of a mapped file, which may be written while the model serves."""
-    anything: Any = weight
-    mapped = {n: p for n, p in weight.parts().items() if not p.untyped_storage().resizable()}
-    return replace(anything, **{name: part.clone() for name, part in mapped.items()})
 
 
 class _DenseCodes:
@@ -79,22 +76,12 @@ class _DenseCodes:
         self._bits, self._in_features = weight.scheme.bits, weight.in_features
         self._words = pack_words(codes, self._bits)
         # The weight without its codes: a single expanded byte is their placeholder.
-        self._rest = _with_codes(weight, codes.new_zeros(1, 1).expand(codes.shape))
+        self._rest = replace(cast(Any, weight), codes=codes.new_zeros(1, 1).expand(codes.shape))
         self.nbytes = self._words.nbytes + weight.nbytes - codes.nbytes
-
-    @staticmethod
-    def fits(weight: QuantizedTensor) -> bool:
-        kinds = IntTensor | CodebookTensor | Fp4Tensor | LookupTensor
-        return isinstance(weight, kinds) and weight.scheme.bits < 8
 
     def rows(self, rows: slice) -> QuantizedTensor:
         codes = unpack_words(self._words[rows], self._bits)[:, : self._in_features].contiguous()
-        return _with_codes(self._rest.rows(rows), codes)
-
-
-def _with_codes(weight: QuantizedTensor, codes: torch.Tensor) -> QuantizedTensor:
-    anything: Any = weight
-    return replace(anything, codes=codes)
+        return replace(cast(Any, self._rest.rows(rows)), codes=codes)
 
 
 class Int4PackLinear:
@@ -107,14 +94,10 @@ class Int4PackLinear:
         assert isinstance(weight, IntTensor)
         group = weight.scheme.group_size
         self._group = weight.in_features if group == PER_CHANNEL else group
-        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
-            weight.codes.to(torch.int32), 1
-        )
-        scales = weight.scales.float()
-        offsets = (8.0 - weight.zeros.float()) * scales
-        self._scales_and_offsets = (
-            torch.stack([scales, offsets], dim=-1).transpose(0, 1).contiguous().to(dtype)
-        )
+        codes, scales = weight.codes.to(torch.int32), weight.scales.float()
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+        pairs = torch.stack([scales, (8.0 - weight.zeros.float()) * scales], dim=-1)
+        self._scales_and_offsets = pairs.transpose(0, 1).contiguous().to(dtype)
         self.weight_bytes = self._packed.nbytes + self._scales_and_offsets.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -187,13 +170,8 @@ _WHOLE = [2 * row + column for row in range(4) for column in (0, 1, 8, 9, 16, 17
 
 
 def refuses_marlin(scheme: IntScheme, out_features: int, in_features: int) -> str | None:
-    """The reason why Marlin does not support integer weights, or None."""
-    if (
-        scheme.activations is not None
-        or scheme.bits != 4
-        or not scheme.symmetric
-        or scheme.permuted
-    ):
+    is_plain = scheme.activations is None and scheme.symmetric and not scheme.permuted
+    if not is_plain or scheme.bits != 4:
         return f"it is for {MARLIN_WEIGHTS}, not {scheme.label}"
     if scheme.group_size not in (PER_CHANNEL, *GROUPS) or not scheme.divides(in_features):
         return f"it has no groups of {scheme.group_size}"
@@ -222,26 +200,11 @@ class MarlinLinear:
         self.weight_bytes = self._codes.nbytes + self._scales.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out_features, in_features = self._shape
-        return hub_kernel(REPOSITORY).module.gptq_marlin_gemm(
-            x.contiguous(),
-            None,
-            self._codes,
-            self._scales,
-            None,
-            self._none,
-            self._none,
-            self._none,
-            self._workspace,
-            self._type,
-            len(x),
-            out_features,
-            in_features,
-            True,
-            False,
-            True,
-            False,
-        )
+        multiply = hub_kernel(REPOSITORY).module.gptq_marlin_gemm
+        none, flags = self._none, (True, False, True, False)
+        # Flags: is_k_full, use_atomic_add, use_fp32_reduce, is_zp_float.
+        weight = self._codes, self._scales, None, none, none, none, self._workspace, self._type
+        return multiply(x.contiguous(), None, *weight, len(x), *self._shape, *flags)
 
 
 def packed_by_inputs(codes: torch.Tensor) -> torch.Tensor:
@@ -263,7 +226,7 @@ NAME = "deep_gemm"
 
 
 def refuses_dtype(device: str, dtype: torch.dtype) -> str | None:
-    """The reason why it does not support a dtype on a device, installed or not, or None."""
+    """Reason why DeepGEMM does not support a dtype on a device, installed or not, or None."""
     # Compute capability 10 takes scales that are powers of two, which ours are not.
     if (reason := refuses_device(device, (9,))) is not None:
         return reason
@@ -271,7 +234,6 @@ def refuses_dtype(device: str, dtype: torch.dtype) -> str | None:
 
 
 def refuses_deep_gemm(scheme: FloatScheme, out_features: int, in_features: int) -> str | None:
-    """The reason why DeepGEMM does not support e4m3 weights, or None."""
     activations = scheme.activations
     if scheme.granularity != "block" or activations is None:
         return f"it is for {DEEP_GEMM_WEIGHTS}, not {scheme.label}"
@@ -286,8 +248,7 @@ def refuses_deep_gemm(scheme: FloatScheme, out_features: int, in_features: int) 
 class DeepGemmLinear:
     """`fp8_gemm_nt`: codes and scales of inputs and weight in, bfloat16 out.
 
-    Attributes:
-        weight: e4m3 [out, in], and float32 scales [out / 128, in / 128].
+    `weight` is e4m3 [out, in], and float32 scales [out / 128, in / 128].
     """
 
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:

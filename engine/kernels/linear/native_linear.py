@@ -9,14 +9,14 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch.nn import functional
 
-from ....base.build import beside, fields
+from ....base.build import beside
 from ....quant.base.scheme import E4M3_MAX, Activations, Scheme
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor
 from ....quant.kinds.ggml.tensor import GgufTensor
 from ....quant.kinds.integer.kind import IntTensor
 from ....quant.kinds.vectorwise.kind import VectorwiseTensor
-from ..common.graphs import launch
+from ..common.graphs import addresses, launch, struct
 from ..elementwise.reference import (
     RUN,
     ActivationQuant,
@@ -26,7 +26,7 @@ from ..elementwise.reference import (
 )
 from .grid import CodeGrid, LatticeGrid, NativeGrid, with_whole_groups, with_whole_table
 from .linear import LinearKernel
-from .native_pack import CHUNK, PackedWeight, WeightStruct
+from .native_pack import CHUNK, PackedWeight
 
 
 @runtime_checkable
@@ -43,28 +43,18 @@ class LooksUpRows(Protocol):
         ...
 
 
-class _LookupCall(ctypes.Structure):
-    """`LookupCall` of `lookup.c`."""
-
-    _fields_ = fields("weight ids y", "rows is_bf16 threads")
+_LookupCall = struct("LookupCall", "weight ids y", "rows is_bf16 threads")  # of `lookup.c`
 
 
 native_lookup = beside(__file__, "lookup.c")
-"""The compiled lookup, or the reason why there is none."""
 
 
 def lookup_rows(weight: PackedWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows of a packed weight (integer codes, or of a table), dequantized to bfloat16 or float32."""
     y = torch.empty(len(ids), weight.struct.in_features, dtype=dtype)
-    call = _LookupCall(
-        ctypes.addressof(weight.struct),
-        ids.data_ptr(),
-        y.data_ptr(),
-        len(ids),
-        dtype is torch.bfloat16,
-        torch.get_num_threads(),
-    )
-    launch(native_lookup().function("llmopt_lookup"), call)
+    pointers = ctypes.addressof(weight.struct), *addresses(ids, y)
+    numbers = len(ids), dtype is torch.bfloat16, torch.get_num_threads()
+    launch(native_lookup().function("llmopt_lookup"), _LookupCall(*pointers, *numbers))
     return y
 
 
@@ -74,26 +64,19 @@ _MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 128}
 """Input channels per accumulation step: unpacked they fit half of L1, and int8 sums are exact as floats."""
 
 
-class CallStruct(ctypes.Structure):
-    """`Call` of `linear.c`."""
-
-    _fields_ = [
-        *fields(
-            "weight x scales y bias",
-            "rows x_stride is_bf16 gives_bf16 input_dtype threads as_e4m3 input_block",
-        ),
-        ("levels", ctypes.c_float),
-        ("fixed_scale", ctypes.c_float),
-        ("threshold", ctypes.c_float),
-    ]
+CallStruct = struct(  # `Call` of `linear.c`
+    "Call",
+    "weight x scales y bias",
+    "rows x_stride is_bf16 gives_bf16 input_dtype threads as_e4m3 input_block",
+    *((name, ctypes.c_float) for name in ("levels", "fixed_scale", "threshold")),
+)
 
 
 native_linear = beside(__file__, "linear.c")
-"""The compiled kernels, or the reason why there are none."""
 
 
 def has_bf16() -> bool:
-    """Whether the kernels have a bfloat16 GEMM; else bfloat16 inputs are widened to float32."""
+    """True if the kernels have a bfloat16 GEMM; else bfloat16 inputs are widened to float32."""
     library = native_linear().library
     return library is not None and bool(library.llmopt_has_bf16())
 
@@ -104,8 +87,7 @@ class PackedLinear:
     Batch-invariant: a row's result does not depend on the other rows.
 
     Args:
-        grid: the weight; 16-bit floats, a tensor, take no inputs
-            but float32.
+        grid: the weight; 16-bit floats, a tensor, take no inputs but float32.
         input_dtype: dtype of the GEMM's inputs. "int8" quantizes them.
         input_block: the most int8 inputs that share a scale, a multiple of 32; 0: all of a token.
         levels: the int8 code of a block's largest magnitude.
@@ -129,14 +111,16 @@ class PackedLinear:
         self._out_features, self._in_features = grid.shape
         if isinstance(grid, CodeGrid):
             grid = with_whole_groups(with_whole_table(grid) if input_dtype == "int8" else grid)
-        self._weight = PackedWeight(grid, input_block or _MAX_STEPS[input_dtype])
-        self.input_block = max(CHUNK, self._weight.struct.step) if input_block else 0
+        self.weight = PackedWeight(grid, input_block or _MAX_STEPS[input_dtype])
+        self.input_block = max(CHUNK, self.weight.struct.step) if input_block else 0
         self._order = grid.order if isinstance(grid, CodeGrid) else None
+        # Input channels in another order than the weight's, or with padding among them.
+        self.is_permuted = self._order is not None
         self._is_padded = self._order is not None and bool((self._order == self._in_features).any())
         self._input_dtype, self._levels, self._as_e4m3 = _INPUT_DTYPES[input_dtype], levels, False
         self._fixed_scale, self._threshold = fixed_scale, threshold
         self.bias: torch.Tensor | None = None
-        self.weight_bytes = self._weight.nbytes
+        self.weight_bytes = self.weight.nbytes
 
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`x [rows, in]` in bfloat16 or float32; the result in `dtype`, by default the same."""
@@ -163,47 +147,25 @@ class PackedLinear:
             raise MemoryError(f"no memory for {rows} rows of {self._in_features} inputs")
         return y
 
-    def call_like(self, x: torch.Tensor) -> CallStruct:
+    def call_like(self, x: torch.Tensor) -> ctypes.Structure:
         """The C struct of a GEMM of `x [rows, in]`, but for its result, which is in `x`'s dtype."""
+        is_bf16, bias = x.dtype is torch.bfloat16, self.bias
         return CallStruct(
-            ctypes.addressof(self._weight.struct),
-            x.data_ptr(),
-            None,
-            None,
-            None if self.bias is None else self.bias.data_ptr(),
-            x.shape[0],
-            x.stride(0),
-            x.dtype is torch.bfloat16,
-            x.dtype is torch.bfloat16,
-            self._input_dtype,
-            torch.get_num_threads(),
-            self._as_e4m3,
-            self.input_block,
-            self._levels,
-            self._fixed_scale,
-            self._threshold,
+            *(ctypes.addressof(self.weight.struct), x.data_ptr(), None, None, *addresses(bias)),
+            *(len(x), x.stride(0), is_bf16, is_bf16, self._input_dtype),
+            *(torch.get_num_threads(), self._as_e4m3, self.input_block),
+            *(self._levels, self._fixed_scale, self._threshold),
         )
-
-    @property
-    def weight_struct(self) -> WeightStruct:
-        """`Weight` of `weight.h`."""
-        return self._weight.struct
-
-    @property
-    def is_permuted(self) -> bool:
-        """Whether the packed weight has its input channels in another order, or padding among them."""
-        return self._order is not None
 
     @property
     def grouping(self) -> tuple[object, ...] | None:
         """Key that is equal where inputs are prepared alike; None: each weight has its own way."""
-        weight = self._weight.struct
+        weight = self.weight.struct
         if self.is_permuted or self._fixed_scale or self._threshold:
             return None
-        shape = (weight.out_features, weight.in_features, weight.step, weight.base)
-        offsets = weight.offset_kind > 0
-        inputs = (self._input_dtype, self._as_e4m3, self.input_block, self._levels)
-        return (*shape, offsets, *inputs)
+        shape = weight.out_features, weight.in_features, weight.step, weight.base
+        inputs = self._input_dtype, self._as_e4m3, self.input_block, self._levels
+        return (*shape, weight.offset_kind > 0, *inputs)
 
     def fuse_bias(self, bias: torch.Tensor) -> None:
         """Add `bias [out]` to every row, in float32, before the cast to the output dtype."""
@@ -213,8 +175,7 @@ class PackedLinear:
     def fuse_e4m3(self, activations: Activations, input_scale: torch.Tensor | None) -> bool:
         """Round float inputs to e4m3 as they are prepared, bit-equal to `fake_quantize_activations`.
 
-        Returns:
-            False where `activations` are others, or groups of them are not neighbours in the packed weight.
+        False for other `activations`, or if their groups are not neighbours in the packed weight.
         """
         in_groups = activations.granularity == "group128"
         if activations.kind != "fp8" or (in_groups and self.is_permuted):
@@ -225,13 +186,8 @@ class PackedLinear:
         return True
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Dequantized weights of some output channels, `[ids, in]`; not of fp8 codes, tables per
-        channel or permuted inputs."""
-        return lookup_rows(self._weight, ids, dtype)
-
-    def columns(self, columns: torch.Tensor) -> torch.Tensor:
-        """Dequantized weights of some input channels, float32 `[out, columns]`; symmetric 8-bit only."""
-        return self._weight.columns(columns)
+        """Dequantized rows, [ids, in]; not of fp8 codes, tables per channel or permuted inputs."""
+        return lookup_rows(self.weight, ids, dtype)
 
 
 OPTIONAL_LEVELS = 127.0
@@ -259,7 +215,6 @@ class _Packed:
         self.linear.fuse_bias(bias)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the dequantized weight, [ids, in]."""
         return self.linear.rows(ids, dtype)
 
 
@@ -280,12 +235,7 @@ class Packed16Linear(_Packed):
     as the GEMM prepares them, else by torch.
     """
 
-    def __init__(
-        self,
-        weight: QuantizedTensor,
-        grid: NativeGrid,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, weight: QuantizedTensor, grid: NativeGrid, dtype: torch.dtype) -> None:
         self._scheme: Scheme = weight.scheme
         self._input_scale = weight.parts().get("input_scale")
         linear = PackedLinear(grid, "bfloat16" if dtype is torch.bfloat16 else "float32")
@@ -298,7 +248,6 @@ class Packed16Linear(_Packed):
         return self.linear(self._rounded(x))
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The result before it is rounded to the inputs' dtype."""
         return self.linear(self._rounded(x), torch.float32)
 
     def _rounded(self, x: torch.Tensor) -> torch.Tensor:
@@ -338,7 +287,6 @@ class Packed8Linear(_Packed):
         return self.linear(x)
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The result before it is rounded to the inputs' dtype."""
         return self.linear(x, torch.float32)
 
 
@@ -355,7 +303,7 @@ class PackedOutlierLinear(_Packed):
             outliers = x.where(x.abs() >= self._threshold, 0.0)
             columns = outliers.any(dim=0).nonzero().flatten()
             if columns.numel():
-                wide = outliers[:, columns].float() @ self.linear.columns(columns).T
+                wide = outliers[:, columns].float() @ self.linear.weight.columns(columns).T
                 y = (y.float() + wide).to(x.dtype)
         return y
 
@@ -374,7 +322,7 @@ INT8_KINDS = ("int", "vectorwise")
 
 
 def wants_8_bit_inputs(scheme: Scheme, input_bits: int) -> bool:
-    """Whether to use an integer GEMM: the scheme asks for one, or leaves it open and `input_bits` is 8."""
+    """True for an integer GEMM: the scheme asks for it, or leaves it open and `input_bits` is 8."""
     activations: Activations | None = scheme.activations
     if activations is None:
         return input_bits == 8

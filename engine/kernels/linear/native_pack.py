@@ -14,10 +14,10 @@ from torch.nn import functional
 from ....base.build import beside, fields
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.ggml.tensor import Blocks, GgufTensor, blocks_of
+from ..common.graphs import struct
 from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of
 
 native_pack = beside(__file__, "pack.c")
-"""The compiled packing, or the reason why there is none."""
 SCALE_KINDS = [torch.float32, torch.float16, torch.int8]
 SCALE_TABLE, _SCALE_NIBBLE, SCALE_ODD = 3, 4, 5
 _OFFSET_KINDS = [None, torch.uint8, torch.float16, torch.int8]
@@ -25,6 +25,13 @@ _OFFSET_NIBBLE = 4
 _MOST_INDEXED = 256  # values that a byte tells apart
 _FIRST = 1024  # scales that tell whether there may be so few
 _LEAST = 4096  # scales that are worth a table
+
+
+# Of `pack.c`.
+_IndexCall = struct(
+    *("IndexCall", "scales", "rows columns row_stride column_stride"),
+    *fields("indices values"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +51,8 @@ class PackedScales:
 
 
 def packed_scales(grid: CodeGrid) -> PackedScales:
-    """The scales of a grid: floats of at most 256 values as bytes into a table (e4m3, exponents of two),
-    and 4-bit pairs of scale and offset in one byte (Q2_K)."""
+    """The scales of a grid: floats of at most 256 values as bytes into a table (e4m3, exponents of two), and
+    4-bit pairs of scale and offset in one byte (Q2_K)."""
     scales, offsets = grid.scales, grid.offsets
     kind = None if offsets is None else offsets.dtype
     offset_kind = _OFFSET_KINDS.index(kind)
@@ -80,32 +87,18 @@ def _indexed(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | 
     return table, indices.to(torch.uint8)
 
 
-class _IndexCall(ctypes.Structure):
-    """`IndexCall` of `pack.c`."""
-
-    _fields_ = [
-        ("scales", ctypes.c_void_p),
-        *fields(numbers="rows columns row_stride column_stride"),
-        *fields(pointers="indices values"),
-    ]
-
-
 PANEL, CHUNK = 32, 32
 _SLAB_PANELS = 32  # panels packed at a time: bounds the temporaries
 _PLANES = (4, 2, 1)
 
 
-class WeightStruct(ctypes.Structure):
-    """`Weight` of `weight.h`."""
-
-    _fields_ = [
-        *fields(
-            numbers="out_features in_features bits kind base group step scale_kind offset_kind nested"
-        ),
-        *fields(pointers="codes scales offsets outer_scales outer_offsets table points"),
-        *fields(numbers="dim high_bits has_signs"),
-        ("unit", ctypes.c_float),
-    ]
+WeightStruct = struct(  # `Weight` of `weight.h`
+    *("Weight", ""),
+    "out_features in_features bits kind base group step scale_kind offset_kind nested",
+    *fields("codes scales offsets outer_scales outer_offsets table points"),
+    *fields(numbers="dim high_bits has_signs"),
+    ("unit", ctypes.c_float),
+)
 
 
 class PackedWeight:
@@ -123,7 +116,12 @@ class PackedWeight:
             kind = 4 if grid.dtype is torch.bfloat16 else 5
             read = {"bits": 16, "kind": kind, "group": whole_row, "step": max_step}
         elif isinstance(grid, LatticeGrid):
-            tensors = _lattice_tensors(grid)
+            tensors = {
+                "codes": grid.packed(),
+                "scales": _panels(grid.scales[:, 0::2] | grid.scales[:, 1::2] << 4),
+                "outer_scales": _panels(grid.outer_scales),
+                "points": grid.points,
+            }
             read = {
                 "bits": 8,
                 "kind": 3,
@@ -139,7 +137,15 @@ class PackedWeight:
             }
         else:
             whole, scales = grid.group == PER_CHANNEL, packed_scales(grid)
-            tensors = _code_tensors(grid, scales)
+            has_table = scales.kind == SCALE_TABLE
+            tensors = {
+                "codes": pack_codes(grid.stored, grid.bits),
+                "scales": _panels(scales.scales),
+                "offsets": _panels(scales.offsets),
+                "outer_scales": scales.table if has_table else _panels(grid.outer_scales),
+                "outer_offsets": _panels(grid.outer_offsets),
+                "table": grid.table,
+            }
             read = {
                 "bits": grid.bits,
                 "kind": 2 if grid.is_fp8 else 1 if grid.table is not None else 0,
@@ -170,27 +176,6 @@ class PackedWeight:
         return (codes * scales.unsqueeze(1))[: self.struct.out_features]
 
 
-def _code_tensors(grid: CodeGrid, scales: PackedScales) -> dict[str, torch.Tensor | None]:
-    has_table = scales.kind == SCALE_TABLE
-    return {
-        "codes": pack_codes(grid.stored, grid.bits),
-        "scales": _panels(scales.scales),
-        "offsets": _panels(scales.offsets),
-        "outer_scales": scales.table if has_table else _panels(grid.outer_scales),
-        "outer_offsets": _panels(grid.outer_offsets),
-        "table": grid.table,
-    }
-
-
-def _lattice_tensors(grid: LatticeGrid) -> dict[str, torch.Tensor | None]:
-    return {
-        "codes": grid.packed(),
-        "scales": _panels(grid.scales[:, 0::2] | grid.scales[:, 1::2] << 4),
-        "outer_scales": _panels(grid.outer_scales),
-        "points": grid.points,
-    }
-
-
 def step_of(group: int, max_step: int) -> int:
     """Input channels accumulated before a scale is applied: a group, or an even part of it."""
     parts = -(-group // max_step)
@@ -201,23 +186,16 @@ def step_of(group: int, max_step: int) -> int:
     return group // parts
 
 
-class _PackCall(ctypes.Structure):
-    """`PackCall` of `pack.c`."""
-
-    _fields_ = [
-        *fields(pointers="codes packed"),
-        ("blocks", Blocks),
-        *fields(numbers="out_features in_features bits threads"),
-        ("next", ctypes.c_long),
-    ]
+_PackCall = struct(  # of `pack.c`
+    *("PackCall", "codes packed", "", ("blocks", Blocks)),
+    *fields(numbers="out_features in_features bits threads"),
+    ("next", ctypes.c_long),
+)
 
 
 def pack_codes(codes: torch.Tensor | GgufTensor, bits: int) -> torch.Tensor:
-    """Pack codes uint8 `[out, in]`, or those of blocks, into bit planes; or floats of 16 bits.
-
-    Returns:
-        uint8 `[panels, chunks, bits, 4 * PANEL]`.
-    """
+    """Pack codes uint8 `[out, in]`, or those of blocks, into bit planes, or floats of 16 bits: uint8
+    `[panels, chunks, bits, 4 * PANEL]`."""
     is_blocks = isinstance(codes, GgufTensor)
     library = native_pack().library
     if library is None:
@@ -226,19 +204,10 @@ def pack_codes(codes: torch.Tensor | GgufTensor, bits: int) -> torch.Tensor:
     panels, chunks = -(-out_features // PANEL), -(-in_features // CHUNK)
     packed = torch.empty(panels, chunks, bits, 4 * PANEL, dtype=torch.uint8)
     data = (codes.data if is_blocks else codes).contiguous()
-    library.llmopt_pack(
-        ctypes.byref(
-            _PackCall(
-                data.data_ptr(),
-                packed.data_ptr(),
-                blocks_of(codes.scheme.type) if is_blocks else Blocks(),
-                out_features,
-                in_features,
-                bits,
-                torch.get_num_threads(),
-            )
-        )
-    )
+    blocks = blocks_of(codes.scheme.type) if is_blocks else Blocks()
+    sizes = out_features, in_features, bits, torch.get_num_threads()
+    call = _PackCall(data.data_ptr(), packed.data_ptr(), blocks, *sizes)
+    library.llmopt_pack(ctypes.byref(call))
     return packed
 
 

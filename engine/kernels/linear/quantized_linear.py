@@ -71,8 +71,8 @@ MAX_INPUTS = 2**20
 class QuantizedLinearKernelQuery:
     """Kernel query of a quantized linear: device, dtype, shape, scheme.
 
-    `dtype` is the activations'; with `input_bits` 8 a kernel may quantize them where the scheme does not
-    ask for it.
+    `dtype` is the activations'; with `input_bits` 8 a kernel may quantize them where the scheme does not ask
+    for it.
     """
 
     device: str
@@ -102,12 +102,9 @@ def _for_kinds(
     rest: Refusal = serves_all,
     first: Refusal = serves_all,
 ) -> LinearCandidate:
-    """The candidate of a kernel that is registered for some kinds.
+    """Candidate of a kernel for some kinds (`Scheme.kind_name`); `weights` describes them for people.
 
-    Args:
-        kinds: by `Scheme.kind_name`.
-        weights: what it is for, for people.
-        rest, first: what it asks of a query of these kinds, and before it asks for the kind.
+    `first` refuses a query before its kind is checked, `rest` after.
     """
 
     def refuses(query: QuantizedLinearKernelQuery) -> str | None:
@@ -120,16 +117,17 @@ def _for_kinds(
     return Candidate(name, refuses, prepare)
 
 
+_PLAIN, _INT8 = "plain integer weights", "symmetric int8 with one scale per channel"
+
+
 def _refuses_device(query: QuantizedLinearKernelQuery) -> str | None:
     return refuses_cpu(query.device)
 
 
-def _refuses_cpu_bf16(query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := refuses_cpu(query.device)) is not None:
-        return reason
-    if query.dtype is not torch.bfloat16:
-        return f"it is fast with bfloat16 activations only, not {query.dtype}"
-    return None
+def _refuses_bf16(query: QuantizedLinearKernelQuery) -> str | None:
+    is_fast = query.dtype is torch.bfloat16
+    reason = None if is_fast else f"it is fast with bfloat16 activations only, not {query.dtype}"
+    return refuses_cpu(query.device) or reason
 
 
 def _refuses_packed(query: QuantizedLinearKernelQuery) -> str | None:
@@ -151,7 +149,7 @@ def _refuses_packed_8(query: QuantizedLinearKernelQuery) -> str | None:
 def _refuses_int4pack(query: QuantizedLinearKernelQuery) -> str | None:
     scheme = cast("IntScheme", query.scheme)
     if scheme.activations is not None or scheme.permuted:
-        return f"it is for plain integer weights, not {scheme.label}"
+        return f"it is for {_PLAIN}, not {scheme.label}"
     if scheme.bits != 4:
         return f"it is for 4-bit weights, not {scheme.bits}"
     group = scheme.scale_group or query.in_features
@@ -170,7 +168,7 @@ def _is_plain_int8(scheme: IntScheme) -> bool:
 def _refuses_int8pack(query: QuantizedLinearKernelQuery) -> str | None:
     scheme = cast("IntScheme", query.scheme)
     if scheme.activations is not None or scheme.permuted or not _is_plain_int8(scheme):
-        return f"it is for symmetric int8 with one scale per channel, not {scheme.label}"
+        return f"it is for {_INT8}, not {scheme.label}"
     return None
 
 
@@ -185,9 +183,7 @@ def _refuses_int8_matmul(query: QuantizedLinearKernelQuery) -> str | None:
 
 
 def _refuses_triton(query: QuantizedLinearKernelQuery) -> str | None:
-    if (reason := refuses_rows(query)) is not None:
-        return reason
-    return refuses_packing(query.scheme, query.in_features)
+    return refuses_rows(query) or refuses_packing(query.scheme, query.in_features)
 
 
 QUANTIZED_INPUTS = {"int": "int8", "float": "fp8"}
@@ -291,10 +287,7 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
             lambda q: refuses_device(q.device, MARLIN_GPUS, q.dtype),
         ),
         _for_kinds(
-            "triton-8bit-inputs",
-            _triton_quantized_input,
-            QUANTIZED_INPUTS,
-            _QUANTIZED_INPUTS,
+            *("triton-8bit-inputs", _triton_quantized_input, QUANTIZED_INPUTS, _QUANTIZED_INPUTS),
             _refuses_triton_quantized_input,
         ),
         Candidate("triton", _refuses_triton, _triton),
@@ -307,34 +300,17 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
         _for_kinds("torch-trellis", TransformedLinear, ("trellis",), "trellis codes"),
         _for_kinds("torch-e8p", TransformedLinear, ("e8p",), "E8P codes"),
         _for_kinds(
-            "torch-int4pack",
-            Int4PackLinear,
-            ("int",),
-            "plain integer weights",
-            _refuses_int4pack,
-            _refuses_cpu_bf16,
+            "torch-int4pack", Int4PackLinear, ("int",), _PLAIN, _refuses_int4pack, _refuses_bf16
         ),
         _for_kinds(
-            "torch-int8pack",
-            Int8PackLinear,
-            ("int",),
-            "symmetric int8 with one scale per channel",
-            _refuses_int8pack,
-            _refuses_cpu_bf16,
+            "torch-int8pack", Int8PackLinear, ("int",), _INT8, _refuses_int8pack, _refuses_bf16
         ),
         _for_kinds(
-            "torch-int8-product",
-            Int8MatmulLinear,
-            ("int",),
-            "int8 weights and int8 inputs",
-            _refuses_int8_matmul,
-            _refuses_device,
+            *("torch-int8-product", Int8MatmulLinear, ("int",), "int8 weights and int8 inputs"),
+            *(_refuses_int8_matmul, _refuses_device),
         ),
         _for_kinds(
-            "torch-int8-outliers",
-            VectorwiseLinear,
-            ("vectorwise",),
-            "LLM.int8()",
+            *("torch-int8-outliers", VectorwiseLinear, ("vectorwise",), "LLM.int8()"),
             first=_refuses_device,
         ),
         Candidate("tiled-dequant", _refuses_tiled, TiledDequantLinear),
@@ -380,18 +356,11 @@ def prepare_quantized_linear(
     Raises:
         BadInput: the device has no kernel for the scheme.
     """
-    kernel_query = QuantizedLinearKernelQuery(
-        next(iter(weight.parts().values())).device.type,
-        dtype,
-        weight.out_features,
-        weight.in_features,
-        weight.scheme,
-        input_bits,
-    )
+    device = next(iter(weight.parts().values())).device.type
+    shape = weight.out_features, weight.in_features
+    query = QuantizedLinearKernelQuery(device, dtype, *shape, weight.scheme, input_bits)
     try:
-        chosen = QUANTIZED_LINEAR.select(
-            kernel_query, lambda: linear_trial(weight, dtype, input_bits)
-        )
+        chosen = QUANTIZED_LINEAR.select(query, lambda: linear_trial(weight, dtype, input_bits))
         return chosen.run(weight, dtype)
     except NoKernel as error:
         raise BadInput(str(error)) from error

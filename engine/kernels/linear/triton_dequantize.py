@@ -17,10 +17,11 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ..common.devices import or_unread
 from .triton_packed_weight import OUTPUTS, TritonPackedWeight
 
 HAS_PTX = not knobs.runtime.interpret and torch.version.hip is None
-"""Whether kernels are compiled, for a GPU that takes PTX, and not interpreted."""
+"""True if kernels are compiled for a GPU that takes PTX, not interpreted."""
 
 LOOKUP_REGISTERS = ",".join(["=r"] * 8 + ["r"] * 2)
 """Constraints of `lookup_ptx`."""
@@ -37,10 +38,10 @@ def nibble_ptx(piece: int, magic: int) -> str:
 def lookup_ptx(entries: Sequence[int]) -> str:
     """Table lookup in registers by byte permutes (PRMT): `$8` and `$9` are words of eight 4-bit codes each.
 
-    `$0` to `$3` are the entries of the codes at bits 0, 4, 8 and 12 of both words, `$4` to `$7` of those
-    at bits 16 to 28: the first word's in the lower half. A permute's selector is four codes as they lie, and
-    it selects among eight bytes; so low and high bytes come from four registers each, and a third permute
-    takes those of the half of the table that a code's highest bit names.
+    `$0` to `$3` are the entries of the codes at bits 0, 4, 8 and 12 of both words, `$4` to `$7` of those at
+    bits 16 to 28: the first word's in the lower half. A permute's selector is four codes as they lie, and it
+    selects among eight bytes; so low and high bytes come from four registers each, and a third permute takes
+    those of the half of the table that a code's highest bit names.
 
     Args:
         entries: the bits of the 16 entries, 16 each.
@@ -69,13 +70,12 @@ def lookup_ptx(entries: Sequence[int]) -> str:
 
 
 def _pools(values: Sequence[int]) -> list[str]:
-    """Sixteen bytes as four registers."""
     words = (values[at : at + 4] for at in range(0, 16, 4))
     return [f"{int.from_bytes(bytes(word), 'little'):#010x}" for word in words]
 
 
 def _bytes(name: str, pools: Sequence[str]) -> list[str]:
-    """Four bytes by the selectors s, of the half of the table by m."""
+    """Lines that select four bytes by the selectors s, in the half of the table by m."""
     lines = [f"prmt.b32 {name}, {pools[0]}, {pools[1]}, s;"]
     if pools[2:] != pools[:2]:
         lines.append(f"prmt.b32 u, {pools[2]}, {pools[3]}, s;")
@@ -250,7 +250,7 @@ def _dequantize(
     WORDS: tl.constexpr = GRID.words
     # A word has an input of either half of a piece, or two neighbours.
     BEHIND: tl.constexpr = GRID.piece // 2 if GRID.piece >= 32 else 1
-    SPACING: tl.constexpr = 1 if GRID.piece >= 32 else 2
+    SPACING: tl.constexpr = 1 if GRID.piece >= 32 or GRID.bits != 4 else 2
     tile = tl.program_id(0).to(tl.int64)
     run = tl.program_id(1).to(tl.int64)
     output = tile * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -268,36 +268,25 @@ def _dequantize(
         mask = (output < num_outputs)[:, None]
         if GRID.bits == 4:
             front, back = unpack(packed, piece)
-            lanes = tl.arange(0, WORDS)[None, :] * SPACING
-            for half in tl.static_range(2):
-                codes = front if half == 0 else back
-                value = decode(codes, scale, low, table_ptr, GRID, KIND, 0, tl.float32).to(
-                    tl.float32
-                )
-                if not GRID.is_affine:
-                    value = value * scale[:, None]
-                out = value.to(out_ptr.dtype.element_ty)
-                tl.store(out_ptr + place + half * BEHIND + lanes, out, mask=mask)
         else:
-            value = decode(packed, scale, low, table_ptr, GRID, KIND, 0, tl.float32).to(tl.float32)
+            front, back = packed, packed
+        lanes = tl.arange(0, WORDS)[None, :] * SPACING
+        for half in tl.static_range(2 if GRID.bits == 4 else 1):
+            codes = front if half == 0 else back
+            value = decode(codes, scale, low, table_ptr, GRID, KIND, 0, tl.float32).to(tl.float32)
             if not GRID.is_affine:
                 value = value * scale[:, None]
             out = value.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + place + tl.arange(0, GRID.piece)[None, :], out, mask=mask)
+            tl.store(out_ptr + place + half * BEHIND + lanes, out, mask=mask)
 
 
 def dequantize(weight: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Dequantize a weight to [out, in], columns in the stored order."""
     shape = (weight.out_features, weight.in_features)
     out = torch.empty(shape, dtype=dtype, device=weight.codes.device)
+    sizes = weight.out_features, weight.padded, weight.num_runs
     _dequantize[(weight.padded // OUTPUTS, weight.num_runs)](
-        weight.codes,
-        *pointers(weight),
-        out,
-        weight.out_features,
-        weight.padded,
-        weight.num_runs,
-        *strides(weight, OUTPUTS),
+        *(weight.codes, *pointers(weight), out, *sizes, *strides(weight, OUTPUTS)),
         OUTPUTS=OUTPUTS,
         GRID=weight.grid,
         num_warps=4,
@@ -307,8 +296,8 @@ def dequantize(weight: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 def pointers(weight: TritonPackedWeight) -> list[torch.Tensor]:
     """Kernel pointers: scales, minimums and table; placeholders for what the weight lacks."""
-    parts = (weight.outer_scales, weight.lows, weight.outer_lows, weight.table)
-    return [weight.scales, *(weight.scales if part is None else part for part in parts)]
+    parts = weight.outer_scales, weight.lows, weight.outer_lows, weight.table
+    return [weight.scales, *or_unread(weight.scales, *parts)]
 
 
 def strides(weight: TritonPackedWeight, outputs: int) -> tuple[int, int, int]:

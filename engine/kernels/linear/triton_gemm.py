@@ -2,15 +2,15 @@
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 """Mixed-input GEMM with fused dequantization, `y = x @ weight.T`: one kernel for all grids and input dtypes.
 
-A tile of codes is dequantized in registers to the inputs' dtype: bfloat16, float16, float32, or int8 and
-e4m3 for quantized activations. Outputs are the rows of a tile and tokens its columns, because Hopper's tensor
+A tile of codes is dequantized in registers to the inputs' dtype: bfloat16, float16, float32, or int8 and e4m3
+for quantized activations. Outputs are the rows of a tile and tokens its columns, because Hopper's tensor
 cores take rows from registers, 64 of them, and as few columns as 8.
 
 Scales are applied to the partial sums of their groups, not to the weights, so 16 bits hold integer codes
-exactly. With few output tiles the input channels are split over programs (split-K), and the one that
-arrives last adds the partial sums; the number of splits depends on the weight alone, and of experts on how
-many a token meets, so the results are batch-invariant up to `FEW_TOKENS` tokens. With a `TokenPermutation` it
-is a grouped GEMM over experts.
+exactly. With few output tiles the input channels are split over programs (split-K), and the one that arrives
+last adds the partial sums; the number of splits depends on the weight alone, and of experts on how many a
+token meets, so the results are batch-invariant up to `FEW_TOKENS` tokens. With a `TokenPermutation` it is a
+grouped GEMM over experts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ..common.devices import (
     RESERVED,
     decode_slots,
     gpu_limits,
+    or_unread,
     power_of_two,
     split_runs,
 )
@@ -73,12 +74,11 @@ def _scales(pointers, run, piece, output, columns, is_row, GRID: tl.constexpr, X
 
 @triton.jit
 def _run_scales(pointers, run, output, columns, is_row, GRID: tl.constexpr, X_RUN: tl.constexpr):
-    """`_scales` of each piece of a run, as a tuple."""
     PIECES: tl.constexpr = GRID.pieces
     scales = ()
     for piece in tl.static_range(PIECES):
-        one = _scales(pointers, run, piece, output, columns, is_row, GRID, X_RUN)
-        scales = scales + (one,)  # noqa: RUF005 - a starred tuple is no Triton
+        factors = _scales(pointers, run, piece, output, columns, is_row, GRID, X_RUN)
+        scales = scales + (factors,)  # noqa: RUF005 - a starred tuple is no Triton
     return scales
 
 
@@ -199,16 +199,8 @@ def _gemm(
             for half in tl.static_range(2 if HALVES else 1):
                 lanes = half * WORDS + tl.arange(0, WORDS if HALVES else GRID.piece)
                 x = tl.load(place + lanes[:, None], mask=is_row[None, :], other=0.0)
-                value = decode(
-                    front if half == 0 else back,
-                    scale,
-                    low,
-                    table_ptr,
-                    GRID,
-                    KIND,
-                    MAGIC,
-                    x.dtype,
-                ).to(x.dtype)
+                codes = front if half == 0 else back
+                value = decode(codes, scale, low, table_ptr, GRID, KIND, MAGIC, x.dtype).to(x.dtype)
                 sums = tl.dot(value, x, sums, input_precision=PRECISION, out_dtype=TYPE)
             if BY_GROUP and piece % SPAN == SPAN - 1:
                 part_sum = sums.to(tl.float32)
@@ -248,8 +240,8 @@ class TokenPermutation:
     """Token permutation of a grouped GEMM: rows sorted by expert, in tiles (vLLM: moe_align_block_size).
 
     Attributes:
-        tiles: int32 `[tiles, 3]`: part of the weight (expert), begin and end of a range of `order`, which
-            may be empty.
+        tiles: int32 `[tiles, 3]`: part of the weight (expert), begin and end of a range of `order`, which may
+            be empty.
         order: int64 `[rows]`, the output rows sorted by part.
         rows: the most rows of a tile.
         top_k: output rows that read the same row of `x`.
@@ -293,8 +285,11 @@ def gemm(
     num_tiles = weight.part_outputs // outputs
     active = 1 if parts is None else parts.active
     if count <= FEW_TOKENS * active:
-        # Of experts those of one token count: more of them would tie a token's sums to its batch.
-        runs_per_split = split_runs(num_tiles * active, weight.num_runs, _slots(x, weight))
+        # Programs that the GPU holds follow from the weight alone; of experts those of one token count: more
+        # would tie a token's sums to its batch.
+        stages = _stages(x, weight, -1, FEW_ROWS, OUTPUTS)
+        slots = decode_slots(x.device, _ring_bytes(x, weight, FEW_ROWS, OUTPUTS, stages))
+        runs_per_split = split_runs(num_tiles * active, weight.num_runs, slots)
     else:
         # Partial sums of many tokens are large: they are split only where multiprocessors would be idle.
         num_splits = gpu_limits(x.device).multiprocessors // (num_tiles * row_tiles)
@@ -306,37 +301,29 @@ def gemm(
     is_split = num_splits > 1
     sums, arrived = out, out
     if is_split:
-        sums = torch.empty(
-            num_splits, count, weight.out_features, dtype=torch.float32, device=x.device
-        )
+        sums = out.new_empty(num_splits, count, weight.out_features, dtype=torch.float32)
         arrived = _arrivals(x.device)
     x_run = -1
     if x_scales is not None:
         x_run = 0 if x_scales.shape[1] == 1 else 128
     has_short_codes = weight.has_short_codes and x.dtype in MAGIC
+    span = 1  # pieces whose sums are scaled together: those of a run that share all scales
+    if weight.is_packed and x.dtype is not torch.float8_e4m3fn:
+        shared = [size // weight.piece for size in (weight.group, x_run) if size > 0]
+        span = min([PIECES, *shared])
+        span = 1 if PIECES % span or any(size % span for size in shared) else span
+    order, tiles = (None, None) if parts is None else (parts.order, parts.tiles)
     _gemm[(num_tiles, num_splits, row_tiles)](
-        x,
-        out if x_scales is None else x_scales,
-        weight.codes,
-        *pointers(weight),
-        out,
-        sums,
-        arrived,
-        out if parts is None else parts.order,
-        out if parts is None else parts.tiles,
-        count,
-        weight.out_features,
-        weight.padded,
-        weight.num_runs,
-        runs_per_split,
-        x.stride(0),
-        0 if x_scales is None else x_scales.stride(0),
+        *(x, *or_unread(out, x_scales), weight.codes, *pointers(weight)),
+        *(out, sums, arrived, *or_unread(out, order, tiles)),
+        *(count, weight.out_features, weight.padded, weight.num_runs, runs_per_split),
+        *(x.stride(0), 0 if x_scales is None else x_scales.stride(0)),
         *strides(weight, outputs),
         ROWS=rows,
         OUTPUTS=outputs,
         GRID=weight.grid,
         X_RUN=x_run,
-        SPAN=_span(x, weight, x_run),
+        SPAN=span,
         IS_INTEGER=x.dtype is torch.int8,
         IS_SPLIT=is_split,
         TOP_K=0 if parts is None else parts.top_k,
@@ -359,8 +346,8 @@ def most_rows(weight: TritonPackedWeight) -> int:
 def _warps(x: torch.Tensor, weight: TritonPackedWeight, x_run: int, rows: int) -> int:
     """Warps of a program. With two, Triton takes no tensor memory (tcgen05), but mma.sync.
 
-    What a thread decodes, and sums that it scales group by group, would move to that memory and back for
-    each piece. All tiles of a decode-sized batch take the same instruction, whose sums they share.
+    What a thread decodes, and sums that it scales group by group, would move to that memory and back for each
+    piece. All tiles of a decode-sized batch take the same instruction, whose sums they share.
     """
     if rows > FEW_TOKENS:
         return 8
@@ -370,15 +357,6 @@ def _warps(x: torch.Tensor, weight: TritonPackedWeight, x_run: int, rows: int) -
 
 def _has_tensor_memory(tensor: torch.Tensor) -> bool:
     return gpu_limits(tensor.device).capability // 10 == 10
-
-
-def _span(x: torch.Tensor, weight: TritonPackedWeight, x_run: int) -> int:
-    """Pieces whose sums are scaled together: those of a run that share all scales."""
-    if not weight.is_packed or x.dtype is torch.float8_e4m3fn:
-        return 1
-    shared = [size // weight.piece for size in (weight.group, x_run) if size > 0]
-    span = min([PIECES, *shared])
-    return span if PIECES % span == 0 and not any(size % span for size in shared) else 1
 
 
 def _arrivals(device: torch.device) -> torch.Tensor:
@@ -397,7 +375,7 @@ _ARRIVALS: dict[torch.device, torch.Tensor] = {}
 def _ring_bytes(
     x: torch.Tensor, weight: TritonPackedWeight, rows: int, outputs: int, stages: int
 ) -> int:
-    """Shared memory of the software pipeline; the codes that are decoded need no buffer."""
+    """Bytes of shared memory of the software pipeline; the codes that are decoded need no buffer."""
     inputs = weight.piece * (PIECES if weight.is_packed else 1)
     codes = inputs // 2 if weight.is_packed else inputs * weight.codes.element_size()
     zeros = 4 * weight.is_packed * (weight.zero < 0)
@@ -407,20 +385,14 @@ def _ring_bytes(
     return own + buffers * rows * inputs * x.element_size()
 
 
-def _slots(x: torch.Tensor, weight: TritonPackedWeight) -> int:
-    """Programs of a decode-sized batch that the GPU holds: they follow from the weight alone."""
-    own = _ring_bytes(x, weight, FEW_ROWS, OUTPUTS, _stages(x, weight, -1, FEW_ROWS, OUTPUTS))
-    return decode_slots(x.device, own)
-
-
 def _stages(
     x: torch.Tensor, weight: TritonPackedWeight, x_run: int, rows: int, outputs: int
 ) -> int:
     """Software-pipelining stages: of decode-sized tiles as many as leave room for the other programs."""
     room = gpu_limits(x.device).shared_bytes
     if rows <= FEW_ROWS:
-        each = (room + RESERVED) // DECODE_SLOTS - RESERVED
-        return 4 if _ring_bytes(x, weight, rows, outputs, 4) <= each else 3
+        share = (room + RESERVED) // DECODE_SLOTS - RESERVED
+        return 4 if _ring_bytes(x, weight, rows, outputs, 4) <= share else 3
     # Two programs of two warps, or one of more.
     most = room * 3 // (8 if _warps(x, weight, x_run, rows) == 2 else 4)
     fits = (n for n in (4, 3, 2) if _ring_bytes(x, weight, rows, outputs, n) <= most)

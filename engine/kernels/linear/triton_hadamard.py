@@ -44,10 +44,6 @@ def _transform(
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    HAS_BEFORE: tl.constexpr,
-    HAS_AFTER: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_PLACES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid: tiles of columns, tiles of outputs. A column is a token's block of channels."""
@@ -66,16 +62,16 @@ def _transform(
         for _ in range(1, num_splits):
             place += x_split
             x += tl.load(place, mask=mask, other=0.0)
-        if HAS_BEFORE:
+        if before_ptr is not None:
             x *= tl.load(before_ptr + at, mask=mask, other=0.0)
         sums = tl.dot(matrix, x, sums, input_precision=PRECISION)
     at = channel[None, :] + output[:, None]
     sums *= scale
-    if HAS_AFTER:
+    if after_ptr is not None:
         sums *= tl.load(after_ptr + at, mask=mask, other=0.0)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         sums += tl.load(bias_ptr + at, mask=mask, other=0.0)
-    if HAS_PLACES:
+    if place_ptr is not None:
         at = tl.load(place_ptr + at, mask=mask, other=0)
     tl.store(out_ptr + token[None, :] * out_row + at, sums.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -86,10 +82,8 @@ class BlockTransform:
 
     Attributes:
         matrix: float32 `[128, 128]` of ±1, exact in every precision.
-        width: number of channels.
         precision: precision of the products; those of 16-bit rows are taken in tf32.
         before, after: float32 `[width]`, scales of channels on either side.
-        bias: float32 `[width]`, added in the end.
         places: int32 `[width]`, where an output channel is stored.
         stored: channels of an output row; 0: `width`.
     """
@@ -123,26 +117,14 @@ class BlockTransform:
         is_few = tokens <= FEW_TOKENS
         outputs, columns = (32, 16) if is_few else (BLOCK, 64)
         _transform[(-(-num_columns // columns), BLOCK // outputs)](
-            x,
-            self.matrix,
-            *(x if each is None else each for each in (self.before, self.after, self.bias)),
-            x if self.places is None else self.places,
-            out,
-            num_columns,
-            x.stride(-2),
-            out.stride(0),
-            x.stride(0),
-            x.shape[0] if x.dim() == 3 else 1,
-            BLOCK**-0.5,
+            *(x, self.matrix, self.before, self.after, self.bias, self.places, out),
+            *(num_columns, x.stride(-2), out.stride(0), x.stride(0)),
+            *(x.shape[0] if x.dim() == 3 else 1, BLOCK**-0.5),
             ORDER=BLOCK,
             NUM_BLOCKS=num_blocks,
             OUTPUTS=outputs,
             INPUTS=BLOCK if is_few else 64,
             COLUMNS=columns,
-            HAS_BEFORE=self.before is not None,
-            HAS_AFTER=self.after is not None,
-            HAS_BIAS=self.bias is not None,
-            HAS_PLACES=self.places is not None,
             PRECISION=self.precision,
             num_warps=4 if is_few else 8,
         )
@@ -150,7 +132,6 @@ class BlockTransform:
 
 
 def block_transform(width: int, dtype: torch.dtype, device: torch.device) -> BlockTransform:
-    """The transform of rows of `width` channels in `dtype`."""
     precision = "ieee" if dtype is torch.float32 else "tf32"
     return BlockTransform(sylvester(BLOCK, device).sign(), width, precision)
 
@@ -173,7 +154,7 @@ class TritonTransformedLinear:
         self._crossover = crossover_tokens(
             name,
             ones,
-            lambda x: self._outputs(self._fused(x), dtype),
+            lambda x: self._outputs(code_gemm(x, self.tiles), dtype),
             lambda x: self._outputs(self._as_floats(x), dtype),
         )
 
@@ -181,20 +162,18 @@ class TritonTransformedLinear:
         return self._multiply(x, x.dtype)
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The result before it is rounded to the inputs' dtype."""
         return self._multiply(x, torch.float32)
 
     def fuse_bias(self, bias: torch.Tensor) -> None:
-        """Add `bias [out]` to every row, in float32, before the cast to the output dtype."""
         self._outputs = replace(self._outputs, bias=bias.to(torch.float32).contiguous())
         self.weight_bytes += 4 * len(bias)
 
     def _multiply(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        product = self._fused if len(x) <= self._crossover else self._as_floats
-        return self._outputs(product(self._inputs(x, self._dtype)), dtype)
-
-    def _fused(self, x: torch.Tensor) -> torch.Tensor:
-        return code_gemm(x, self.tiles)
+        inputs = self._inputs(x, self._dtype)
+        is_few = len(x) <= self._crossover
+        return self._outputs(
+            code_gemm(inputs, self.tiles) if is_few else self._as_floats(inputs), dtype
+        )
 
     def _as_floats(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, dequantize_codes(self.tiles, self._dtype))

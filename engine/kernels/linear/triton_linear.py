@@ -33,11 +33,9 @@ Gemm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def crossover_tokens(name: str, inputs: torch.Tensor, fused: Gemm, dequantized: Gemm) -> int:
-    """The largest of `TOKENS` up to which `fused` is no slower than `dequantized`; 1 if it never is.
+    """Largest of `TOKENS` up to which `fused` is no slower than `dequantized`; 1 if it never is.
 
-    Args:
-        name: cache key: the weight's shape and kind.
-        inputs: activations of at least `max(TOKENS)` tokens.
+    `name`, the weight's shape and kind, is the cache key; `inputs` have at least `max(TOKENS)` tokens.
     """
     verdicts = current_verdicts() if inputs.device.type == "cuda" else None
     if verdicts is None:
@@ -79,10 +77,7 @@ class FloatInputLinear:
         self.decoded = tiles.with_table_in(dtype)
         self.quantizes_inputs = weight.scheme.activations is not None
         self.weight_bytes = tiles.weight_bytes
-        name = f"{self._scheme.label}, {tiles.out_features} x {tiles.in_features}, {dtype}"
-        self._crossover = crossover_tokens(
-            name, _crossover_inputs(tiles, dtype), self._fused, self._as_floats
-        )
+        self._crossover = _crossover(weight, tiles, dtype, self._fused, self._as_floats)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = fake_quantize_inputs(x, self._scheme, self._input_scale)
@@ -117,11 +112,9 @@ class QuantizedInputLinear:
         is_fp8 = tiles.codes.dtype is torch.float8_e4m3fn
         if is_fp8 and is_plain and dtype is torch.bfloat16:
             self._row_scales = tiles.scales.to(torch.float32)
-            name = f"{weight.scheme.label}, {tiles.out_features} x {tiles.in_features}, {dtype}"
             scales = self._row_scales
-            self._crossover = crossover_tokens(
-                name,
-                _crossover_inputs(tiles, dtype),
+            self._crossover = _crossover(
+                *(weight, tiles, dtype),
                 lambda x: self._fused(round_rows(x, self.activation_quant)),
                 lambda x: self._scaled(round_rows(x, self.activation_quant), scales),
             )
@@ -142,6 +135,13 @@ class QuantizedInputLinear:
         return y[:, : self.tiles.out_features]
 
 
-def _crossover_inputs(tiles: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:
-    """Activations to measure the crossover with."""
-    return torch.ones(max(TOKENS), tiles.in_features, dtype=dtype, device=tiles.codes.device)
+def _crossover(
+    weight: QuantizedTensor,
+    tiles: TritonPackedWeight,
+    dtype: torch.dtype,
+    fused: Gemm,
+    dequantized: Gemm,
+) -> int:
+    name = f"{weight.scheme.label}, {tiles.out_features} x {tiles.in_features}, {dtype}"
+    x = torch.ones(max(TOKENS), tiles.in_features, dtype=dtype, device=tiles.codes.device)
+    return crossover_tokens(name, x, fused, dequantized)

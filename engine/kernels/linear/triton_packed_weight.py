@@ -33,11 +33,8 @@ Kind = Literal["element", "code", "e4m3", "table"]
 
 
 class PackedGrid(NamedTuple):
-    """The compile-time part of a packed weight, with the fields of `TritonPackedWeight`.
-
-    Attributes:
-        bits: of a stored code: 4 or 8.
-    """
+    """Compile-time part of a packed weight, with the fields of `TritonPackedWeight`; a stored code has 4 or 8
+    bits."""
 
     kind: Kind
     bits: int
@@ -49,7 +46,6 @@ class PackedGrid(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Pieces of a run."""
         return PIECES if self.bits == 4 else 1
 
     @property
@@ -59,7 +55,6 @@ class PackedGrid(NamedTuple):
 
     @property
     def has_halves(self) -> bool:
-        """Whether a word has an input of either half of a piece."""
         return self.bits == 4 and has_halves(self.piece)
 
 
@@ -69,14 +64,14 @@ class TritonPackedWeight:
 
     Attributes:
         codes: int32 `[tiles, runs, OUTPUTS, piece / 2]`, eight codes each; or `[padded, in]`.
-        kind: what a code is: the element itself (int8, e4m3 or a wider float), an integer code, the bits of
+        kind: type of a code: the element itself (int8, e4m3 or a wider float), an integer code, the bits of
             an e4m3 float, or an index into `table`.
         piece: inputs of one group that a program reads at a time.
         scales: `[groups, padded]`, floats; or int8, in units of `outer_scales`.
         group: group size: inputs that share a scale; 0: all of them (per channel).
         zero: the zero point if all groups share it, else -1, and `lows [groups, padded]` has it; of packed
             codes `lows` is int32 `[runs, padded]`, a byte for each piece.
-        is_affine: whether `lows` are minimums (offsets) subtracted after scaling, not zero points before.
+        is_affine: True if `lows` are minimums (offsets) subtracted after scaling, not zero points before.
         outer_scales, outer_lows: `[groups / nested, padded]`, where scales and lows are int8.
         table: float32 `[16]`, the lookup table of the codes.
         order: int64 `[in]`, the input of each column (act-order); None: not permuted.
@@ -104,17 +99,16 @@ class TritonPackedWeight:
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes are packed eight per word."""
+        """True if codes are packed eight per word."""
         return self.codes.dim() == 4
 
     @property
     def has_short_codes(self) -> bool:
-        """Whether codes less their zero point are exact in 16-bit floats, and scaled afterwards."""
+        """True if codes less their zero point are exact in 16-bit floats, and scaled afterwards."""
         return self.is_packed and self.kind == "code" and not self.is_affine
 
     @property
     def num_runs(self) -> int:
-        """Runs (K tiles) of a row."""
         return self.in_features // (self.piece * (PIECES if self.is_packed else 1))
 
     @property
@@ -124,12 +118,11 @@ class TritonPackedWeight:
 
     @property
     def part_outputs(self) -> int:
-        """Output channels of one part, padding included."""
         return self.padded // self.num_parts
 
     @property
     def grid(self) -> PackedGrid:
-        """The part of it that kernels are compiled for."""
+        """Compile-time part of the weight."""
         scaled = self.group, self.zero, self.is_affine, self.nested
         return PackedGrid(self.kind, 4 if self.is_packed else 8, self.piece, *scaled)
 
@@ -154,17 +147,15 @@ class TritonPackedWeight:
 
 
 def has_halves(piece: int) -> bool:
-    """Whether a word has an input of either half of a piece, not two neighbours."""
+    """True if a word has an input of either half of a piece, not two neighbours."""
     return piece >= 32
 
 
 def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | None:
-    """The largest piece (inputs of one group read at a time) for a shape; None: the shape has none.
+    """Largest piece (inputs of one group read at a time) for a shape; None if the shape has none.
 
-    Args:
-        group: group size; 0: per channel.
-        most: largest piece of codes that are not 8 bits wide; smaller for lookup tables, which take
-            more registers.
+    `group` 0 is per channel. `most` limits pieces of codes that are not 8 bits wide: lookup tables take more
+    registers.
     """
     run, most = PIECES if bits <= 4 else 1, 128 if bits == 8 else most
     sizes = (size for size in (128, 64, 32, 16) if size <= most)
@@ -172,7 +163,7 @@ def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | N
 
 
 def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
-    """The reason why weights of a scheme cannot be packed; None if they can."""
+    """Reason why weights of a scheme cannot be packed, or None."""
     if (reason := refuses_grid(scheme, in_features)) is not None:
         return reason
     group, bits = scheme.scale_group, scheme.bits
@@ -189,8 +180,8 @@ def pack_weight(
 ) -> TritonPackedWeight | None:
     """Pack a weight whose scheme `refuses_packing` supports.
 
-    `elements`: those of int8 and e4m3 that the GPU's matmul takes directly, without dequantization.
-    None for the rare weight that violates its scheme: an act-order weight with unequal groups.
+    `elements`: those of int8 and e4m3 that the GPU's matmul takes directly, without dequantization. None for
+    the rare weight that violates its scheme: an act-order weight with unequal groups.
     """
     grid = grid_of(weight)
     if grid is None:
@@ -204,7 +195,11 @@ def pack_weight(
     def columns(part: torch.Tensor | None) -> torch.Tensor | None:
         return None if part is None else functional.pad(part, (0, 0, 0, short)).T.contiguous()
 
-    scales = columns(_narrow(grid.scales))
+    scales = grid.scales
+    if scales.dtype is torch.float32:  # bfloat16 if that is lossless
+        short_scales = scales.to(torch.bfloat16)
+        scales = short_scales if torch.equal(short_scales.to(torch.float32), scales) else scales
+    scales = columns(scales)
     assert scales is not None
     offsets, table, zero, is_affine = grid.offsets, grid.table, grid.base, False
     if offsets is not None:
@@ -216,24 +211,15 @@ def pack_weight(
     codes = torch.cat([codes, codes.new_zeros(short, inputs)]) if short else codes
     lows = columns(offsets)
     if lows is not None and zero < 0 and grid.bits <= 4:
-        lows = _by_run(lows, inputs // piece, group // piece)
-    return TritonPackedWeight(
-        _packed(codes, piece) if grid.bits <= 4 else codes.contiguous(),
-        out,
-        inputs,
-        kind,
-        piece,
-        scales,
-        group,
-        zero,
-        is_affine,
-        lows,
-        columns(grid.outer_scales),
-        columns(grid.outer_offsets),
-        grid.nested,
-        table,
-        grid.order,
-    )
+        # Zero points as int32 `[runs, padded]`: a byte for each piece of a run.
+        pieces = torch.arange(inputs // piece, device=lows.device)
+        of_pieces = lows[pieces // (group // piece) if group else pieces * 0]
+        by_run = of_pieces.view(-1, PIECES, lows.shape[1]).permute(0, 2, 1)
+        lows = by_run.contiguous().view(torch.int32).squeeze(-1)
+    packed = _packed(codes, piece) if grid.bits <= 4 else codes.contiguous()
+    outer = columns(grid.outer_scales), columns(grid.outer_offsets), grid.nested
+    scaling = scales, group, zero, is_affine, lows, *outer
+    return TritonPackedWeight(packed, out, inputs, kind, piece, *scaling, table, grid.order)
 
 
 def pack_float_weight(weight: torch.Tensor) -> TritonPackedWeight | None:
@@ -241,10 +227,8 @@ def pack_float_weight(weight: torch.Tensor) -> TritonPackedWeight | None:
     out, inputs = weight.shape
     if (piece := piece_of(inputs, 0, 16)) is None:
         return None
-    codes = functional.pad(weight, (0, 0, 0, -out % PADDED))
-    return TritonPackedWeight(
-        codes.contiguous(), out, inputs, "element", piece, codes.new_ones(1, len(codes))
-    )
+    codes = functional.pad(weight, (0, 0, 0, -out % PADDED)).contiguous()
+    return TritonPackedWeight(codes, out, inputs, "element", piece, codes.new_ones(1, len(codes)))
 
 
 def stack_packed_weights(weights: Sequence[TritonPackedWeight]) -> TritonPackedWeight | None:
@@ -258,17 +242,17 @@ def stack_packed_weights(weights: Sequence[TritonPackedWeight]) -> TritonPackedW
         if not tensors:
             if any(value != values[0] for value in values):
                 return None
-        elif field.name == "order" or len(tensors) < len(values) or not _are_alike(tensors):
+        elif (
+            field.name == "order"
+            or len(tensors) < len(values)
+            or len({t.shape for t in tensors}) > 1
+        ):
             return None
         elif field.name == "codes":
             stacked["codes"] = torch.cat(tensors)
         elif field.name != "table":  # which all share
             stacked[field.name] = torch.cat(tensors, dim=1)
     return replace(weights[0], **stacked)
-
-
-def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    return len({tensor.shape for tensor in tensors}) == 1
 
 
 def _elements(grid: CodeGrid, elements: Collection[torch.dtype]) -> tuple[Kind, torch.Tensor]:
@@ -296,23 +280,3 @@ def _packed(codes: torch.Tensor, piece: int) -> torch.Tensor:
     # Two codes make a byte, and four bytes a word, lowest first (little-endian).
     low, high = tiles[..., 0::2], tiles[..., 1::2]
     return (low | (high << 4)).flatten(-2).contiguous().view(torch.int32).squeeze(-1)
-
-
-def _by_run(zeros: torch.Tensor, num_pieces: int, per_group: int) -> torch.Tensor:
-    """Zero points `[groups, padded]` as int32 `[runs, padded]`: a byte for each piece of a run.
-
-    `per_group`: pieces of a group; 0: of one group for all.
-    """
-    piece = torch.arange(num_pieces, device=zeros.device)
-    of_pieces = zeros[piece // per_group if per_group else piece * 0].view(
-        -1, PIECES, zeros.shape[1]
-    )
-    return of_pieces.permute(0, 2, 1).contiguous().view(torch.int32).squeeze(-1)
-
-
-def _narrow(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in bfloat16 if that is lossless."""
-    if scales.dtype is not torch.float32:
-        return scales
-    short = scales.to(torch.bfloat16)
-    return short if torch.equal(short.to(torch.float32), scales) else scales

@@ -1,6 +1,7 @@
-"""Dispatch of mixture-of-experts kernels: grouped GEMM, or a loop over experts.
+"""Mixture of experts: interfaces, references in torch, trials, and dispatch of their kernels.
 
-On CPU one call of the C kernel in `experts.c`, bound by ctypes, computes all experts.
+The reference routes from router logits and loops over experts. On a CPU one call of the C kernel in
+`experts.c` computes all experts. The kernels are tried on the experts themselves, with random routing.
 """
 
 from __future__ import annotations
@@ -8,55 +9,276 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.nn import functional
 
 from ....base.build import beside, fields
 from ..common.devices import package, refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
-from ..common.graphs import launch
+from ..common.graphs import addresses, launch, struct
+from ..common.verdicts import RandomInputs, Trial, tolerance
 from ..elementwise.native_rows import CHANNELS, NativeGate
 from ..linear.library_linear import NAME as DEEP_GEMM
 from ..linear.library_linear import refuses_dtype
+from ..linear.linear import LinearKernel
 from ..linear.native_linear import CallStruct, PackedLinear, packed_of
-from .experts import (
-    Expert,
-    ExpertLinear,
-    ExpertsKernel,
-    LoopedExperts,
-    Route,
-    RoutedExpert,
-    RouterLogits,
-    route_torch,
-    router_logits_torch,
-    router_logits_trial,
-    routing_trial,
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How experts are selected and weighed.
+
+    Attributes:
+        top_k: experts of a token.
+        softmax: scores are the softmax over all experts; else the sigmoid of each logit.
+        normalize: the weights are divided by their sum plus `least_sum`.
+        scale: factor on the weights after that.
+        num_groups, topk_groups: experts are selected from the best `topk_groups` of `num_groups` groups; a
+            group's score is the sum of its `group_top_k` best.
+        num_shared: experts after the routed ones that every token is given too, with weight 1.
+    """
+
+    top_k: int
+    softmax: bool = True
+    normalize: bool = True
+    least_sum: float = 0.0
+    scale: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_top_k: int = 1
+    num_shared: int = 0
+
+
+Route = Callable[
+    [torch.Tensor, RoutingRule, torch.Tensor | None, torch.Tensor | None],
+    tuple[torch.Tensor, torch.Tensor],
+]
+"""From float32 logits [tokens, experts], a rule, a correction of the scores for selection, float32 [experts],
+and a factor on each expert's weight, float32 [experts], to weights, float32, and expert ids, int64,
+[tokens, top_k + num_shared] each."""
+
+
+RouterLogits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""From rows [tokens, hidden], a float32 weight [experts, hidden] and bias [experts] to float32 logits."""
+
+
+def router_logits_torch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    return functional.linear(x.float(), weight, bias)
+
+
+def route_torch(
+    logits: torch.Tensor,
+    rule: RoutingRule,
+    correction: torch.Tensor | None = None,
+    expert_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.softmax(dim=-1) if rule.softmax else logits.sigmoid()
+    selection_scores = scores if correction is None else scores + correction
+    if rule.num_groups > 1:
+        grouped = selection_scores.unflatten(1, (rule.num_groups, -1))
+        best = grouped.topk(rule.group_top_k, dim=-1).values.sum(dim=-1)
+        is_top = torch.zeros_like(best, dtype=torch.bool)
+        is_top.scatter_(1, best.topk(rule.topk_groups, dim=-1).indices, True)
+        selection_scores = grouped.masked_fill(~is_top[..., None], float("-inf")).flatten(1)
+    experts = selection_scores.topk(rule.top_k, dim=-1).indices
+    weights = scores.gather(1, experts)
+    if rule.normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.least_sum)
+    if expert_scale is not None:
+        weights = weights * expert_scale[experts]
+    weights = weights * rule.scale
+    if not rule.num_shared:
+        return weights, experts
+    shared = torch.arange(logits.shape[1], logits.shape[1] + rule.num_shared, device=logits.device)
+    shared = shared.expand(len(logits), -1)
+    ones = weights.new_ones(shared.shape)
+    return torch.cat([weights, ones], dim=1), torch.cat([experts, shared], dim=1)
+
+
+class ExpertLinear(Protocol):
+    """A linear of an expert: its GEMM kernel, None if it has several, and its bias `[out]`, if any."""
+
+    @property
+    def kernel(self) -> LinearKernel | None: ...
+
+    @property
+    def bias(self) -> torch.Tensor | None: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+class RoutedExpert(Protocol):
+    """An MLP, gated or not."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class PlainExpert(RoutedExpert, Protocol):
+    """An MLP without a gate: `down(activation(up))`."""
+
+    @property
+    def up(self) -> ExpertLinear: ...
+
+    @property
+    def down(self) -> ExpertLinear: ...
+
+    @property
+    def activation(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
+
+
+@runtime_checkable
+class Expert(RoutedExpert, Protocol):
+    """A gated MLP: `down(combine(gate, up))`, gate and up in one stacked linear."""
+
+    @property
+    def gate_up(self) -> ExpertLinear: ...
+
+    @property
+    def down(self) -> ExpertLinear: ...
+
+    @property
+    def combine(self) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]: ...
+
+
+class ExpertsKernel(Protocol):
+    """Routed experts: `sum(weight * expert(x))` over the top-k, or `sum(expert(weight * x))` if on inputs."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weight bytes of all experts: a large batch may activate every one."""
+        ...
+
+    @property
+    def is_capturable(self) -> bool:
+        """True if a graph can capture it: its operations do not depend on the routing."""
+        ...
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        added: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`x` [tokens, hidden]; top-k `weights` and `experts` (ids, int64) [tokens, top_k]; `added` [tokens,
+        hidden] is added to the result."""
+        ...
+
+
+class LoopedExperts:
+    """Reference: a loop over experts, each on the tokens routed to it.
+
+    `numbers` are the ids of these experts, of `count` in the model. With `on_inputs` the routing weights
+    multiply the inputs instead of the outputs.
+    """
+
+    is_capturable = False
+
+    def __init__(
+        self, experts: Sequence[RoutedExpert], numbers: range, count: int, on_inputs: bool
+    ) -> None:
+        self._experts, self._numbers, self._count = experts, numbers, count
+        self._on_inputs = on_inputs
+        self.weight_bytes = sum(expert.weight_bytes for expert in experts)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        experts: torch.Tensor,
+        added: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weights = weights.to(x.dtype).flatten()
+        # Token permutation: sorted by expert, each expert's tokens are contiguous.
+        permutation = experts.flatten().argsort(stable=True)
+        tokens = permutation // experts.shape[1]
+        counts = torch.bincount(experts.flatten(), minlength=self._count).tolist()
+        out = torch.zeros_like(x)
+        begin = sum(counts[: self._numbers.start])
+        for number, expert in zip(self._numbers, self._experts, strict=True):
+            count = counts[number]
+            if count == 0:
+                continue
+            run = slice(begin, begin + count)
+            inputs, routing_weights = (
+                x.index_select(0, tokens[run]),
+                weights[permutation[run], None],
+            )
+            if self._on_inputs:
+                out.index_add_(0, tokens[run], expert(inputs * routing_weights))
+            else:
+                out.index_add_(0, tokens[run], expert(inputs) * routing_weights)
+            begin += count
+        return out if added is None else out + added
+
+
+TOKENS = 20
+ROUTER_INPUTS = 512
+
+
+def routing_trial(query: RoutingKernelQuery) -> Trial[Any]:
+    """Expert weights by id, so that the order of equal ones does not matter."""
+    random = RandomInputs(query.device, torch.float32)
+    logits, top_k = random(TOKENS, query.count), min(4, query.count)
+
+    def compute(route: Route) -> list[torch.Tensor]:
+        weights, ids = route(logits, RoutingRule(top_k), None, None)
+        return [torch.zeros_like(logits).scatter_(1, ids, weights)]
+
+    return Trial(compute, tolerance(torch.float32))
+
+
+def router_logits_trial(query: RoutingKernelQuery) -> Trial[Any]:
+    """16-bit rows with a float32 weight and bias."""
+    random, rows = (RandomInputs(query.device, kind) for kind in (torch.float32, torch.bfloat16))
+    weight, bias = random(query.count, ROUTER_INPUTS), random(query.count)
+    given = rows(TOKENS, ROUTER_INPUTS), weight, bias
+    return Trial(lambda logits_of: [logits_of(*given)], tolerance(torch.float32))
+
+
+def experts_trial(
+    experts: Sequence[RoutedExpert],
+    inputs: int,
+    top_k: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    on_inputs: bool,
+) -> Trial[Any]:
+    """All experts of a layer in this process.
+
+    Nothing is timed: what runs one expert after the other waits for the device in every layer.
+    """
+    random = RandomInputs(device, dtype)
+    x = random(TOKENS, inputs)
+    scores = torch.rand(TOKENS, len(experts), generator=random.generator)
+    weights, ids = scores.softmax(dim=1).topk(top_k, dim=1)
+    routing = x, weights.to(device), ids.to(device)
+
+    def compute(make: Any) -> list[torch.Tensor]:
+        return [make(experts, range(len(experts)), len(experts), on_inputs)(*routing)]
+
+    return Trial(compute, tolerance(dtype, quantizes_inputs=True))
+
+
+# Of `experts.c`.
+_Linear = struct("ExpertLinear", "weights biases", "", ("like", CallStruct))
+_Call = struct(
+    *("ExpertsCall", "", "", ("gate_up", _Linear), ("down", _Linear)),
+    *fields(
+        "x routing_weights ids out", "tokens top_k first count on_inputs is_bf16 activation threads"
+    ),
 )
 
-
-class _Linear(ctypes.Structure):
-    """`ExpertLinear` of `experts.c`."""
-
-    _fields_ = [
-        *fields("weights biases"),
-        ("like", CallStruct),
-    ]
-
-
-class _Call(ctypes.Structure):
-    """`ExpertsCall` of `experts.c`."""
-
-    _fields_ = [
-        *[(name, _Linear) for name in ("gate_up", "down")],
-        *fields(
-            "x routing_weights ids out",
-            "tokens top_k first count on_inputs is_bf16 activation threads",
-        ),
-    ]
-
-
 native_experts = beside(__file__, "experts.c")
-"""The compiled kernel, or the reason why there is none."""
 
 
 class _Stack:
@@ -64,14 +286,13 @@ class _Stack:
 
     def __init__(self, linears: Sequence[PackedLinear]) -> None:
         self.linears = list(linears)
-        self.in_features = linears[0].weight_struct.in_features
+        self.in_features = linears[0].weight.struct.in_features
         pointers = ctypes.c_void_p * len(linears)
-        self._weights = pointers(*(ctypes.addressof(each.weight_struct) for each in linears))
-        biases = [each.bias for each in linears if each.bias is not None]
+        self._weights = pointers(*(ctypes.addressof(linear.weight.struct) for linear in linears))
+        biases = [linear.bias for linear in linears if linear.bias is not None]
         self._biases = pointers(*(bias.data_ptr() for bias in biases)) if biases else None
 
-    def struct(self, x: torch.Tensor) -> _Linear:
-        """The C struct of a call with inputs like `x`."""
+    def struct(self, x: torch.Tensor) -> ctypes.Structure:
         like = self.linears[0].call_like(x)
         biases = None if self._biases is None else ctypes.addressof(self._biases)
         return _Linear(ctypes.addressof(self._weights), biases, like)
@@ -107,21 +328,10 @@ class NativeExperts:
         if self._on_inputs:
             x = (x[:, None, :] * weights[:, :, None]).flatten(0, 1)
         x = x.contiguous()
+        shape = tokens, top_k, self._first, len(self._gate_up.linears), self._on_inputs
         call = _Call(
-            self._gate_up.struct(x),
-            self._down.struct(x),
-            x.data_ptr(),
-            weights.data_ptr(),
-            experts.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            top_k,
-            self._first,
-            len(self._gate_up.linears),
-            self._on_inputs,
-            x.dtype is torch.bfloat16,
-            self._activation,
-            torch.get_num_threads(),
+            *(self._gate_up.struct(x), self._down.struct(x), *addresses(x, weights, experts, out)),
+            *(*shape, x.dtype is torch.bfloat16, self._activation, torch.get_num_threads()),
         )
         if tokens and launch(self._run, call):
             raise MemoryError(f"no memory for the experts of {tokens} tokens")
@@ -187,7 +397,7 @@ ROUTING: Operation[RoutingKernelQuery, Route] = Operation(
         Candidate("triton", refuses_rows, lazily("moe.triton_routing", "route_triton")),
         Candidate("torch", serves_all, route_torch),
     ],
-    lambda query: routing_trial(query.device, query.count),
+    routing_trial,
 )
 
 
@@ -197,14 +407,13 @@ ROUTER_LOGITS: Operation[RoutingKernelQuery, RouterLogits] = Operation(
         Candidate("triton", refuses_rows, lazily("moe.triton_routing", "router_logits")),
         Candidate("torch", serves_all, router_logits_torch),
     ],
-    lambda query: router_logits_trial(query.device, query.count),
+    router_logits_trial,
 )
 
 
 def _refuses_native(kernel_query: ExpertsKernelQuery) -> str | None:
-    if (reason := refuses_native(kernel_query, native_experts)) is not None:
-        return reason
-    return None if kernel_query.is_gated else "it takes gated MLPs"
+    reason = refuses_native(kernel_query, native_experts)
+    return reason or (None if kernel_query.is_gated else "it takes gated MLPs")
 
 
 MakeExperts = Callable[[Sequence[RoutedExpert], range, int, bool], ExpertsKernel]
@@ -224,13 +433,10 @@ def _grouped_by(group: Callable[..., ExpertsKernel | None], otherwise: MakeExper
 
 def _refuses_deep_gemm(kernel_query: ExpertsKernelQuery) -> str | None:
     # Permutation, gate and sum are those of the Triton kernels.
-    if (reason := refuses_rows(kernel_query)) is not None:
-        return reason
-    if (reason := refuses_dtype(kernel_query.device, kernel_query.dtype)) is not None:
-        return reason
-    return (
-        package(DEEP_GEMM).reason if kernel_query.is_block_fp8 else "it is for experts in block FP8"
-    )
+    reason = refuses_rows(kernel_query) or refuses_dtype(kernel_query.device, kernel_query.dtype)
+    if reason is None and not kernel_query.is_block_fp8:
+        return "it is for experts in block FP8"
+    return reason or package(DEEP_GEMM).reason
 
 
 _grouped = _grouped_by(lazily("moe.triton_experts", "group"), LoopedExperts)

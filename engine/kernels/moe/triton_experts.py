@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -30,7 +30,7 @@ from ..linear.triton_packed_weight import (
     pack_float_weight,
     stack_packed_weights,
 )
-from .experts import Expert, ExpertLinear, PlainExpert
+from .dispatch import Expert, ExpertLinear, PlainExpert
 from .triton_token_permutation import MIN_ROWS, biased_gate, permute_tokens, weighted_sum
 
 NO_EXPERT = -1
@@ -89,12 +89,8 @@ def grouped_deep_gemm(linears: Sequence[ExpertLinear]) -> DeepGemmGroupedLinear 
     """A linear of all experts; None: some are not DeepGEMM's, differ in shape, or have a bias."""
     kernels: list[LinearKernel | None] = [linear.kernel for linear in linears]
     ours = [kernel for kernel in kernels if isinstance(kernel, DeepGemmLinear)]
-    shapes = {kernel.weight[0].shape for kernel in ours}
-    if (
-        len(ours) < len(linears)
-        or len(shapes) > 1
-        or any(each.bias is not None for each in linears)
-    ):
+    has_bias = any(linear.bias is not None for linear in linears)
+    if has_bias or len(ours) < len(linears) or len({k.weight[0].shape for k in ours}) > 1:
         return None
     return DeepGemmGroupedLinear(ours)
 
@@ -125,9 +121,8 @@ class GroupedLinear:
 class GroupedExperts:
     """Experts as grouped GEMMs: rows are sorted by expert, each tile of rows uses one expert's weight.
 
-    Args:
-        between: from rows [gate, up] to the inputs of `down`, of gate and up apart if `is_gated`.
-        ids: of these experts, of `count` in the model.
+    `between` maps rows [gate, up] to the inputs of `down`, gate and up apart if `is_gated`. `ids` are these
+    experts, of `count` in the model.
     """
 
     is_capturable = True
@@ -146,8 +141,7 @@ class GroupedExperts:
         self._gate_up, self._down, self._between = gate_up, down, between
         self._count, self._on_inputs, self._is_gated = len(ids), on_inputs, is_gated
         self._local: torch.Tensor | None = None
-        """Place among these experts of each of the model's, behind the last those of other ranks; None: these
-        are all."""
+        """Place of each of the model's experts among these; others follow the last. None: these are all."""
         if len(ids) < count:
             place = torch.arange(count, device=gate_up.device) - ids.start
             is_here = (place >= 0) & (place < len(ids))
@@ -196,21 +190,15 @@ class GroupedExperts:
 Experts = Sequence[Expert] | Sequence[PlainExpert]
 
 
-def group_deep_gemm(
-    experts: Experts, ids: range, count: int, on_inputs: bool
-) -> GroupedExperts | None:
-    """The experts on DeepGEMM's grouped GEMM; None: they are not in block FP8, or differ."""
-    return _grouped(experts, grouped_deep_gemm, ids, count, on_inputs)
-
-
-def group(experts: Experts, ids: range, count: int, on_inputs: bool) -> GroupedExperts | None:
-    """The experts as grouped GEMMs; None: they differ too much, or their weights cannot be packed."""
-    return _grouped(experts, _stacked, ids, count, on_inputs)
-
-
 def _grouped(
-    experts: Experts, stack: Callable[..., Any], ids: range, count: int, on_inputs: bool
+    experts: Experts,
+    ids: range,
+    count: int,
+    on_inputs: bool,
+    *,
+    stack: Callable[[Sequence[ExpertLinear]], GroupedLinear | DeepGemmGroupedLinear | None],
 ) -> GroupedExperts | None:
+    """Experts with their linears stacked; None: they differ too much, or cannot be stacked."""
     gated = [expert for expert in experts if isinstance(expert, Expert)]
     plain = [expert for expert in experts if not isinstance(expert, Expert)]
     if gated and plain:
@@ -225,30 +213,26 @@ def _grouped(
 
 def _stacked(linears: Sequence[ExpertLinear]) -> GroupedLinear | None:
     kernels = [linear.kernel for linear in linears]
-    biases = [bias for linear in linears if (bias := _bias(linear)) is not None]
+    # The kernel of a linear in torch adds the bias too.
+    biases = [
+        linear.kernel.bias if isinstance(linear.kernel, TorchLinear) else linear.bias
+        for linear in linears
+    ]
+    biases = [bias for bias in biases if bias is not None]
     tiles = [packed for kernel in kernels if (packed := _packed_weight(kernel)) is not None]
-    activation_quants = [
+    quants = [
         kernel.activation_quant for kernel in kernels if isinstance(kernel, QuantizedInputLinear)
     ]
     # Static activation scales differ per expert.
-    is_fixed = any(
-        activation_quant.input_scale is not None for activation_quant in activation_quants
-    )
-    if len(tiles) < len(linears) or is_fixed or len(biases) not in (0, len(linears)):
+    is_fixed = any(quant.input_scale is not None for quant in quants)
+    all_or_none = (0, len(linears))
+    if len(tiles) < len(linears) or is_fixed or len(biases) not in all_or_none:
         return None
-    if (stacked := stack_packed_weights(tiles)) is None or len(activation_quants) not in (
-        0,
-        len(linears),
-    ):
+    if (stacked := stack_packed_weights(tiles)) is None or len(quants) not in all_or_none:
         return None
     # A last one of zeros, for rows that other ranks compute.
     bias = functional.pad(torch.stack(biases), (0, 0, 0, 1)) if biases else None
-    return GroupedLinear(stacked, bias, activation_quants[0] if activation_quants else None)
-
-
-def _bias(linear: ExpertLinear) -> torch.Tensor | None:
-    """The bias of a linear, where its kernel adds it too."""
-    return linear.kernel.bias if isinstance(linear.kernel, TorchLinear) else linear.bias
+    return GroupedLinear(stacked, bias, quants[0] if quants else None)
 
 
 def _packed_weight(kernel: LinearKernel | None) -> TritonPackedWeight | None:
@@ -257,3 +241,6 @@ def _packed_weight(kernel: LinearKernel | None) -> TritonPackedWeight | None:
     if isinstance(kernel, FloatInputLinear) and not kernel.quantizes_inputs:
         return kernel.decoded
     return pack_float_weight(kernel.weight) if isinstance(kernel, TorchLinear) else None
+
+
+group, group_deep_gemm = (partial(_grouped, stack=s) for s in (_stacked, grouped_deep_gemm))

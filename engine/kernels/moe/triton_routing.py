@@ -14,11 +14,11 @@ import triton.language as tl
 from torch.nn import functional
 
 from ..common.devices import power_of_two
-from .experts import RoutingRule
+from .dispatch import RoutingRule
 
 FEW_TOKENS = 64
 """Tokens up to which a program's tile of experts meets all of them; beyond, cuBLAS multiplies."""
-TOKENS, EXPERTS, RUN = 16, 16, 128
+TOKENS, EXPERTS, RUN = tl.constexpr(16), tl.constexpr(16), tl.constexpr(128)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -31,10 +31,6 @@ def _router_logits(
     experts,
     size,
     x_row,
-    HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    RUN: tl.constexpr,
 ):
     """Grid: tiles of experts, tiles of tokens. Three TF32 products make a float32 one."""
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -48,7 +44,7 @@ def _router_logits(
         place = weight_ptr + expert[None, :] * size + lane[:, None]
         weight = tl.load(place, mask=is_expert[None, :] & (lane < size)[:, None], other=0.0)
         total = tl.dot(x.to(tl.float32), weight, total, input_precision="tf32x3")
-    if HAS_BIAS:
+    if bias_ptr is not None:
         total += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
     place = out_ptr + token[:, None] * experts + expert[None, :]
     tl.store(place, total, mask=is_token[:, None] & is_expert[None, :])
@@ -63,21 +59,10 @@ def router_logits(
         return functional.linear(x.float(), weight, bias)
     out = weight.new_empty(tokens, experts)
     if tokens:
-        _router_logits[(-(-experts // EXPERTS), -(-tokens // TOKENS))](
-            x,
-            weight,
-            out if bias is None else bias,
-            out,
-            tokens,
-            experts,
-            weight.shape[1],
-            x.stride(0),
-            HAS_BIAS=bias is not None,
-            TOKENS=TOKENS,
-            EXPERTS=EXPERTS,
-            RUN=RUN,
-            num_warps=4,
-        )
+        grid = -(-experts // EXPERTS.value), -(-tokens // TOKENS.value)
+        pointers = x, weight, bias, out
+        sizes = tokens, experts, weight.shape[1], x.stride(0)
+        _router_logits[grid](*pointers, *sizes, num_warps=4)
     return out
 
 
@@ -120,8 +105,6 @@ def _route(
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
     RULE: tl.constexpr,
-    HAS_CORRECTION: tl.constexpr,
-    HAS_EXPERT_SCALE: tl.constexpr,
 ):
     """Grid: tokens. Of experts with equal scores the first is taken."""
     TOP_K: tl.constexpr = RULE.top_k
@@ -136,7 +119,7 @@ def _route(
     else:
         score = 1.0 / (1.0 + tl.exp(-logit))
     left = tl.where(is_expert, score, float("-inf"))
-    if HAS_CORRECTION:
+    if correction_ptr is not None:
         left += tl.load(correction_ptr + lane, mask=is_expert, other=0.0)
     if RULE.num_groups > 1:
         left = _limited_to_top_groups(left, lane, EXPERTS, RULE)
@@ -151,7 +134,7 @@ def _route(
     if RULE.normalize:
         weight = weight / (tl.sum(weight, 0) + least_sum)
     is_routed = slot < TOP_K
-    if HAS_EXPERT_SCALE:
+    if expert_scale_ptr is not None:
         weight *= tl.load(expert_scale_ptr + expert, mask=is_routed, other=0.0)
     weight = tl.where(is_routed, weight * scale, 1.0)
     place = token * (TOP_K + SHARED) + slot
@@ -173,20 +156,12 @@ def route_triton(
     if tokens:
         block = power_of_two(count)
         _route[(tokens,)](
-            logits,
-            logits if correction is None else correction,
-            logits if expert_scale is None else expert_scale,
-            weights,
-            experts,
-            logits.stride(0),
-            float(rule.least_sum),
-            float(rule.scale),
+            *(logits, correction, expert_scale, weights, experts),
+            *(logits.stride(0), float(rule.least_sum), float(rule.scale)),
             EXPERTS=count,
             BLOCK=block,
             SLOTS=power_of_two(slots),
             RULE=rule,
-            HAS_CORRECTION=correction is not None,
-            HAS_EXPERT_SCALE=expert_scale is not None,
             num_warps=max(1, min(4, block // 64)),
         )
     return weights, experts

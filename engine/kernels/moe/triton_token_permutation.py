@@ -24,9 +24,8 @@ MIN_ROWS, MAX_ROWS = 16, 128
 """Least and most rows of a tile, where the weights set no other limit."""
 MAX_COUNTED = 1024
 """Routed rows (tokens x top_k) up to which every program counts all of them."""
-BLOCK = 64
-COUNTED_BLOCK = 256
-"""Rows of a program where blocks are counted first."""
+BLOCK, COUNTED_BLOCK = tl.constexpr(64), tl.constexpr(256)
+"""Rows of a program that counts all, and of one where blocks are counted first."""
 
 
 @triton.jit
@@ -70,7 +69,6 @@ def _permute_few(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Rank rows by comparing them with all others; program 0 writes the tiles too. Grid: blocks of rows."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -94,14 +92,12 @@ def _permute_few(
 
 
 @triton.jit(do_not_specialize=["total"])
-def _count_blocks(
-    expert_ptr, count_ptr, total, EXPERTS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr
-):
+def _count_blocks(expert_ptr, count_ptr, total, EXPERTS: tl.constexpr, LANES: tl.constexpr):
     """Write the rows of each expert in a block, `[blocks, EXPERTS]`. Grid: blocks of rows."""
     block = tl.program_id(0)
     expert_id = tl.arange(0, EXPERTS)
     expert_rows = tl.zeros([EXPERTS], tl.int32)
-    for begin in range(block * BLOCK, (block + 1) * BLOCK, LANES):
+    for begin in range(block * COUNTED_BLOCK, (block + 1) * COUNTED_BLOCK, LANES):
         expert_rows += _counted(expert_ptr, begin, total, expert_id, LANES)
     tl.store(count_ptr + block * EXPERTS + expert_id, expert_rows)
 
@@ -119,7 +115,6 @@ def _rank_blocks(
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Rank a block's rows from the counts of all blocks, and write a share of the tiles. Grid: blocks."""
     block = tl.program_id(0)
@@ -132,7 +127,7 @@ def _rank_blocks(
         expert_rows += tl.sum(counts, 0)
         before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
     before += tl.cumsum(expert_rows, 0) - expert_rows
-    for begin in range(block * BLOCK, (block + 1) * BLOCK, LANES):
+    for begin in range(block * COUNTED_BLOCK, (block + 1) * COUNTED_BLOCK, LANES):
         row = begin + tl.arange(0, LANES)
         expert = tl.load(expert_ptr + row, mask=row < total, other=-1)
         is_expert = expert[:, None] == expert_id[None, :]
@@ -167,24 +162,23 @@ def permute_tokens(
     rows = min(most, max(least, power_of_two(max(1, total // count))))
     num_tiles = total // rows + min(count, total)
     width = max(16, power_of_two(count + has_others))
-    lanes = max(1, min(BLOCK, 8192 // width))
+    lanes = max(1, min(BLOCK.value, 8192 // width))
     tiles = torch.empty(num_tiles, 3, dtype=torch.int32, device=experts.device)
     order = torch.empty_like(experts)
     shape: dict[str, Any] = {"EXPERTS": width, "LANES": lanes, "num_warps": 4}
     if total <= MAX_COUNTED:
-        grid, sizes = (max(1, -(-total // BLOCK)),), (total, count, num_tiles)
-        _permute_few[grid](experts, order, tiles, *sizes, ROWS=rows, BLOCK=BLOCK, **shape)
+        grid, sizes = (max(1, -(-total // BLOCK.value)),), (total, count, num_tiles)
+        _permute_few[grid](experts, order, tiles, *sizes, ROWS=rows, **shape)
         return TokenPermutation(tiles, order, rows, top_k, top_k)
-    blocks = -(-total // COUNTED_BLOCK)
+    blocks = -(-total // COUNTED_BLOCK.value)
     counts = torch.empty(blocks, width, dtype=torch.int32, device=experts.device)
-    shape["BLOCK"] = COUNTED_BLOCK
     _count_blocks[(blocks,)](experts, counts, total, **shape)
     shape["ROWS"] = rows
     _rank_blocks[(blocks,)](experts, counts, order, tiles, total, count, num_tiles, blocks, **shape)
     return TokenPermutation(tiles, order, rows, top_k, top_k)
 
 
-COLUMNS = 1024
+COLUMNS = tl.constexpr(1024)
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -196,11 +190,10 @@ def _biased_gate(
     size,
     row_stride,
     ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """`activation(gate) * up` of rows [gate, up] plus their expert's bias. Grid: rows, blocks of a row."""
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = lanes < size
     bias = bias_ptr + tl.load(expert_ptr + row) * 2 * size + lanes
     place = row_ptr + row * row_stride + lanes
@@ -221,17 +214,9 @@ def biased_gate(
     count, size = rows.shape[0], rows.shape[1] // 2
     out = rows.new_empty(count, size)
     if count:
-        _biased_gate[(count, -(-size // COLUMNS))](
-            rows,
-            bias,
-            experts,
-            out,
-            size,
-            rows.stride(0),
-            ACTIVATION=activation,
-            BLOCK=COLUMNS,
-            num_warps=4,
-        )
+        grid, strides = (count, -(-size // COLUMNS.value)), (size, rows.stride(0))
+        given = rows, bias, experts, out, *strides
+        _biased_gate[grid](*given, ACTIVATION=activation, num_warps=4)
     return out
 
 
@@ -246,30 +231,26 @@ def _weighted_sum(
     size,
     added_row,
     TOP_K: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_ADDED: tl.constexpr,
     EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Sum of a token's rows in float32, with `EXPERTS` of those below it. Grid: tokens, blocks of a row."""
     token = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = lanes < size
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
     for place in tl.static_range(TOP_K):
         row = token * TOP_K + place
         is_here = mask
         if EXPERTS > 0:
             is_here &= tl.load(expert_ptr + row) < EXPERTS
         x = tl.load(row_ptr + row * size + lanes, mask=is_here, other=0.0).to(tl.float32)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             bias = bias_ptr + tl.load(expert_ptr + row) * size + lanes
             x += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
-        if HAS_WEIGHTS:
+        if weight_ptr is not None:
             x *= tl.load(weight_ptr + row)
         total += x
-    if HAS_ADDED:
+    if added_ptr is not None:
         added = added_ptr + token * added_row + lanes
         total += tl.load(added, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * size + lanes, total.to(out_ptr.dtype.element_ty), mask=mask)
@@ -296,21 +277,12 @@ def weighted_sum(
     size, tokens = rows.shape[1], rows.shape[0] // top_k
     out = rows.new_empty(tokens, size)
     if tokens:
-        _weighted_sum[(tokens, -(-size // COLUMNS))](
-            rows,
-            rows if weights is None else weights.contiguous(),
-            rows if bias is None else bias,
-            experts,
-            rows if added is None else added,
-            out,
-            size,
-            0 if added is None else added.stride(0),
+        weights = None if weights is None else weights.contiguous()
+        _weighted_sum[(tokens, -(-size // COLUMNS.value))](
+            *(rows, weights, bias, experts, added, out),
+            *(size, 0 if added is None else added.stride(0)),
             TOP_K=top_k,
-            HAS_WEIGHTS=weights is not None,
-            HAS_BIAS=bias is not None,
-            HAS_ADDED=added is not None,
             EXPERTS=num_experts or 0,
-            BLOCK=COLUMNS,
             num_warps=4,
         )
     return out

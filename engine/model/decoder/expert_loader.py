@@ -14,8 +14,14 @@ from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.kinds.fp4.kind import Fp4Tensor
 from ...kernels.common.dispatch import Candidate
 from ...kernels.linear.library_linear import DeepGemmLinear
-from ...kernels.moe.dispatch import EXPERTS, LOOP, ExpertsKernelQuery
-from ...kernels.moe.experts import ExpertsKernel, RoutedExpert, experts_trial
+from ...kernels.moe.dispatch import (
+    EXPERTS,
+    LOOP,
+    ExpertsKernel,
+    ExpertsKernelQuery,
+    RoutedExpert,
+    experts_trial,
+)
 from ..layers.mlp import GatedMlp, MixtureOfExperts, PlainMlp, Router, gating
 from ..layers.norm import Norm
 from ..layers.parallel import Shard

@@ -19,8 +19,8 @@ from ....quant.families.spec_parts import (
     StateMixer,
 )
 from ...kernels.attention.batch import AttentionRule
+from ...kernels.linear.linear import OneDnnLinear
 from ...kernels.linear.native_linear import LooksUpRows
-from ...kernels.linear.onednn_linear import OneDnnLinear
 from ..layers.altup import AltUp, AltUpStreams, Laurel, PerLayerEmbedding, PerLayerInput
 from ..layers.attention import LatentAttention, Rotation
 from ..layers.embedding import EmbeddingTable, PackedEmbedding, TokenEmbedding

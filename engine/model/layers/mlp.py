@@ -17,8 +17,15 @@ from ...kernels.elementwise.dispatch import (
     RowKernelQuery,
 )
 from ...kernels.elementwise.reference import ActivationQuant, FusesGateQuant, Rows
-from ...kernels.moe.dispatch import ROUTER_LOGITS, ROUTING, RoutingKernelQuery
-from ...kernels.moe.experts import ExpertsKernel, Route, RouterLogits, RoutingRule
+from ...kernels.moe.dispatch import (
+    ROUTER_LOGITS,
+    ROUTING,
+    ExpertsKernel,
+    Route,
+    RouterLogits,
+    RoutingKernelQuery,
+    RoutingRule,
+)
 from .norm import Norm
 from .projection import NO_ADAPTERS, AdapterRows, Projection, Weights
 

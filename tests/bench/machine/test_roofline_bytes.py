@@ -13,8 +13,8 @@ import torch
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.target_sessions import load_engine
 from llmopt.engine.base.sampling_params import SamplingParams
+from llmopt.engine.kernels.linear.linear import OneDnnLinear
 from llmopt.engine.kernels.linear.native_linear import PackedLinear
-from llmopt.engine.kernels.linear.onednn_linear import OneDnnLinear
 from llmopt.engine.planner.speed import decode_step_bytes
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.model.checkpoint import Checkpoint

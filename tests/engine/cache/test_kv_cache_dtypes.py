@@ -15,13 +15,14 @@ from llmopt.engine.core import build
 from llmopt.engine.core.engine import Engine
 from llmopt.engine.execution.prompt_pass import plan_steps
 from llmopt.engine.kernels.attention import batch as pa
-from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
+from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor, quantize
 from llmopt.engine.model.layers.spec import KvLayout
 from llmopt.engine.scheduling.step_plan import BlockCopies
 from llmopt.recipes import DATA, MODELS
 
 from ...engine.kernels.test_kernels import RULES, attention_case
+from ...support.attention_reference import attend_reference
 from ...support.model_families import ADAPTED, FAMILIES, save_model
 from ...support.native_paths import native_paths
 

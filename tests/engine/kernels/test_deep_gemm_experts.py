@@ -11,8 +11,7 @@ import torch
 from llmopt.engine.kernels.common.devices import VARIABLE, Backend
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
 from llmopt.engine.kernels.linear import library_linear
-from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
-from llmopt.engine.kernels.moe.experts import LoopedExperts
+from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery, LoopedExperts
 from llmopt.engine.model.decoder import expert_loader
 from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.quant.base.scheme import Activations

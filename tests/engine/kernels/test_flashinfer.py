@@ -15,12 +15,13 @@ from llmopt.engine.execution import decode_graphs
 from llmopt.engine.kernels.attention import dispatch, flashinfer_plans, library_attention
 from llmopt.engine.kernels.attention.batch import AttentionRule
 from llmopt.engine.kernels.attention.flashinfer_plans import Shape
-from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
+from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import E4M3_ALONE, CacheDtype, PagedTensor
 from llmopt.engine.kernels.common.devices import VARIABLE, Backend
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
 
 from ...support import flashinfer_stand_in
+from ...support.attention_reference import attend_reference
 from ...support.attention_world import World
 from ...support.flashinfer_stand_in import Log, Replayed, stand_in
 from ...support.model_families import FAMILIES, save_model

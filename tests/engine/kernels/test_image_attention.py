@@ -8,8 +8,8 @@ import pytest
 import torch
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.dispatch import attention_kernels
-from llmopt.engine.kernels.attention.paged_attention import attend_reference
 
+from ...support.attention_reference import attend_reference
 from ...support.attention_world import World
 
 LENGTHS, NEWS = [40, 30, 21, 9], [25, 30, 1, 4]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from llmopt.bench.machine.kernel_table import table
 from llmopt.engine.kernels.attention import batch as pa
-from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
+from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common.dispatch import Candidate, NoKernel, Operation
 from llmopt.engine.kernels.linear.linear import LINEAR, LinearKernelQuery, TorchLinear
@@ -17,6 +17,8 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
+
+from ...support.attention_reference import attend_reference
 
 
 def attention_case(heads, kv_heads, head_dim, block_size, lengths, news, seed=0):

@@ -17,9 +17,10 @@ from llmopt.engine.kernels.attention.dispatch import (
     attend_native,
     native_attention,
 )
-from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
+from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.scheduling.draft_length import Tree
 
+from ...support.attention_reference import attend_reference
 from ...support.attention_world import STORED, World, rules
 from ...support.native_paths import native_paths
 

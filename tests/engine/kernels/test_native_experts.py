@@ -11,11 +11,14 @@ from llmopt.engine.kernels.common.graphs import CpuGraph, GraphMemoryPool
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
 from llmopt.engine.kernels.moe.dispatch import (
     EXPERTS,
+    ExpertsKernel,
     ExpertsKernelQuery,
+    LoopedExperts,
     NativeExperts,
+    RoutingRule,
     native_experts,
+    route_torch,
 )
-from llmopt.engine.kernels.moe.experts import ExpertsKernel, LoopedExperts, RoutingRule, route_torch
 from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme

@@ -9,10 +9,13 @@ import pytest
 import torch
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.core.engine import Engine
-from llmopt.engine.kernels.linear import linear as linear_module
-from llmopt.engine.kernels.linear import onednn_linear as module
-from llmopt.engine.kernels.linear.linear import LINEAR, LinearKernelQuery, prepare_linear
-from llmopt.engine.kernels.linear.onednn_linear import OneDnnLinear
+from llmopt.engine.kernels.linear import linear as module
+from llmopt.engine.kernels.linear.linear import (
+    LINEAR,
+    LinearKernelQuery,
+    OneDnnLinear,
+    prepare_linear,
+)
 from llmopt.recipes import MODELS
 
 
@@ -84,7 +87,7 @@ def test_a_torch_without_an_operator_of_onednn_is_refused_by_name(
 ) -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(linear_module, "ONEDNN_OPERATORS", ("_is_gone",))
+    monkeypatch.setattr(module, "ONEDNN_OPERATORS", ("_is_gone",))
     query = LinearKernelQuery("cpu", torch.bfloat16, 16, 32, torch.bfloat16)
     assert LINEAR.select(query).name == "torch"
-    assert linear_module._refuses_onednn(query) == "this torch has no operator mkldnn._is_gone"
+    assert module._refuses_onednn(query) == "this torch has no operator mkldnn._is_gone"

@@ -12,9 +12,9 @@ import pytest
 import torch
 from llmopt.engine.kernels.attention import batch as pa
 from llmopt.engine.kernels.attention.dispatch import PAGED_ATTENTION, AttentionKernelQuery
-from llmopt.engine.kernels.attention.paged_attention import attend_reference
 from llmopt.engine.kernels.common.devices import VARIABLE
 
+from ...support.attention_reference import attend_reference
 from ...support.attention_world import STORED, World
 from ...support.triton_world import DEVICE
 

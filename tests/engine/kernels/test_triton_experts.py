@@ -10,8 +10,7 @@ import torch
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.kernels.elementwise.dispatch import RowKernelQuery
-from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery
-from llmopt.engine.kernels.moe.experts import LoopedExperts
+from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery, LoopedExperts
 from llmopt.engine.model.layers.mlp import ACTIVATIONS, GatedMlp, PlainMlp, gating
 from llmopt.engine.model.layers.projection import Projection
 from llmopt.quant.base.scheme import Activations, Scheme

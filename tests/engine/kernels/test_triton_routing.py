@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from llmopt.engine.kernels.elementwise.reference import torch_clamped_swiglu
-from llmopt.engine.kernels.moe.experts import RoutingRule, route_torch, router_logits_torch
+from llmopt.engine.kernels.moe.dispatch import RoutingRule, route_torch, router_logits_torch
 
 from ...support.triton_world import DEVICE
 

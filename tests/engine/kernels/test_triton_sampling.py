@@ -16,9 +16,9 @@ from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.execution.step_loop import DeviceAsyncLoop
 from llmopt.engine.kernels.common.devices import VARIABLE
-from llmopt.engine.sampling.batched import TokenCounts
 from llmopt.engine.sampling.rowwise import RowwiseSampling, SamplingRow, filter_mask
 from llmopt.engine.sampling.sampler import SAMPLING, SamplingKernel, SamplingKernelQuery
+from llmopt.engine.sampling.triton_sampling import TokenCounts
 from llmopt.engine.scheduling.request import TokenView
 
 from ...support.model_families import save_model

@@ -16,7 +16,7 @@ from llmopt.engine.cache.kv_cache import KvCache, stored_dtype
 from llmopt.engine.cache.step_inputs import Run, step_inputs
 from llmopt.engine.config.config import EngineConfig, SpeculationConfig
 from llmopt.engine.kernels.attention import batch as pa
-from llmopt.engine.kernels.attention.paged_attention import attend_reference, attend_sdpa
+from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.model.adapter.open import open_model
 from llmopt.engine.model.layers.spec import LoadingOptions
@@ -34,6 +34,7 @@ from llmopt.engine.speculation.proposer import (
 )
 from llmopt.quant.source.models import open_checkpoint
 
+from ...support.attention_reference import attend_reference
 from ...support.heads_world import write_medusa
 from ...support.model_families import FAMILIES, save_model
 
