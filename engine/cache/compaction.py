@@ -23,10 +23,10 @@ POOLING_KERNEL = 7
 
 
 def check_eviction(config: EngineConfig, model: CausalModel) -> None:
-    """Check that the KV-cache budget of `config` goes with the model's layers.
+    """Check the KV-cache budget of `config` against the model's layers.
 
     Raises:
-        BadInput: it does not.
+        BadInput: they are incompatible.
     """
     because = f"kv_budget = {config.kv_budget}"
     if not isinstance(model, Decoder):
@@ -38,12 +38,11 @@ def check_eviction(config: EngineConfig, model: CausalModel) -> None:
 
 
 def kept_slots(rule: KvEviction, sums: torch.Tensor) -> torch.Tensor:
-    """The slots that each KV head keeps: the last ones, and the largest scores before them.
+    """Slots that each KV head keeps, int64 [kv_heads, budget], ascending: the last, and the best before them.
 
-    SnapKV's scores, of the queries in the observation window, are max-pooled over neighbours, so that what
-    surrounds a key stays with it. H2O's heavy hitters are those of all queries so far.
-
-    `sums` [kv_heads, slots] are key scores. Returns int64 [kv_heads, budget], ascending.
+    `sums` [kv_heads, slots] are key scores. SnapKV's, of the queries in the observation window, are max-
+    pooled over neighbours, so that the surroundings of a key stay too. H2O's heavy hitters count all queries
+    so far.
     """
     end = sums.shape[1] - rule.num_recent
     scores = sums[:, :end]
@@ -70,20 +69,17 @@ class SequenceScores:
 class Evictor:
     """Key scores of the running sequences, and compaction of their blocks by them.
 
-    A running sequence has a row in every step, so what has none has ended or is recomputed, and its scores
-    are dropped. A fork goes on from the scores of a sequence of its request.
-
-    Attributes:
-        scores: of the sequences that are scored.
+    A running sequence has a row in every step; a sequence without one has ended or is recomputed, and its
+    scores are dropped. A fork goes on from the scores of a sequence of its request.
     """
 
     def __init__(self, rule: KvEviction, cache: KvCache) -> None:
         self._rule = rule
-        self._cache = cache
+        self._cache, self._device = cache, cache.layers[0].keys.codes.device
         self.scores: dict[str, SequenceScores] = {}
 
     def compact(self, compactions: Sequence[Compaction]) -> None:
-        """Carry out compactions, one by one: a later one may write to blocks that an earlier one reads."""
+        """Carry out compactions in order: a later one may write to blocks that an earlier one reads."""
         for compaction in compactions:
             self._compact(compaction, self.scores[compaction.sequence_id])
 
@@ -109,9 +105,15 @@ class Evictor:
     def spans(self, rows: Sequence[ScheduledRow], begins: Sequence[int]) -> list[ScoredSpan]:
         """The tokens of a step that are scored, of `rows` that begin at `begins` in the batch."""
         spans = [pair for pair in zip(rows, begins, strict=True) if pair[0].num_scored]
-        # All are looked up before any goes on: forks look for where their parent was.
+        # All are looked up before any goes on: forks look for their parent's earlier scores.
+        layers = self._cache.layers
         self.scores = {
-            row.sequence_id: _of(row, self.scores) or SequenceScores(self._zeros(), 0, 0)
+            row.sequence_id: _of(row, self.scores)
+            or SequenceScores(
+                [torch.zeros(layer.keys.num_heads, 0, device=self._device) for layer in layers],
+                0,
+                0,
+            )
             for row, _ in spans
         }
         for row, _ in spans:
@@ -128,16 +130,6 @@ class Evictor:
             for (row, begin), table in zip(spans, tables, strict=True)
         ]
 
-    @property
-    def _device(self) -> torch.device:
-        return self._cache.layers[0].keys.codes.device
-
-    def _zeros(self) -> list[torch.Tensor]:
-        return [
-            torch.zeros(layer.keys.num_heads, 0, device=self._device)
-            for layer in self._cache.layers
-        ]
-
     def _extend(self, scores: SequenceScores, num_slots: int) -> None:
         """Room for `num_slots`, in whole blocks, so that decode does not copy at every token."""
         size = self._cache.block_size
@@ -149,7 +141,7 @@ class Evictor:
 
 
 def _of(row: ScheduledRow, before: Mapping[str, SequenceScores]) -> SequenceScores | None:
-    """The scores of a row's sequence up to `start`, or a copy of those of a sequence that it forked from."""
+    """Scores of a row's sequence up to `start`, or a copy of those of the sequence that it forked from."""
     start = row.start - row.num_evicted
     at = start, row.num_evicted
     scores = before.get(row.sequence_id)

@@ -70,13 +70,13 @@ def check_stored_dtype(dtype: CacheDtype, device: torch.device) -> None:
 
 
 def stored_name(dtype: CacheDtype) -> str:
-    """The `EngineConfig.kv_cache_dtype` name of how keys and values are stored."""
+    """Name of a dtype in `EngineConfig.kv_cache_dtype`."""
     return next(name for name, stored in _STORED.items() if stored == dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    """The KV layouts of a model behind the planner's interface."""
+    """KV layouts of a model with the planner's interface."""
 
     layouts: Sequence[KvLayout]
 
@@ -89,7 +89,7 @@ class _Layers:
 
 
 def kv_block_bytes(layouts: Sequence[KvLayout], dtype: CacheDtype, block_size: int) -> int:
-    """Bytes of a block over all layers, scales of 8-bit dtypes included."""
+    """Bytes of a block over all layers, including scales of 8-bit dtypes."""
     return sum(
         vector_bytes(dim, dtype) * layout.entries(block_size)
         for layout in layouts
@@ -108,23 +108,20 @@ def choose_num_blocks(
 ) -> int:
     """Number of blocks of the KV cache, the null block included, by the planner's rule.
 
-    `dtype` is the KV-cache dtype, `max_model_len` the largest number of tokens of a sequence that stay in the
-    cache. `layouts` are this rank's. `profile_kv_cache_budget` is called only where the config sets no size.
+    `layouts` are this rank's, `max_model_len` is the largest number of tokens of a sequence that stay in the
+    cache. `profile_kv_cache_budget` is called only if the config sets no size.
 
     Raises:
         BadInput: the configured memory does not hold a single sequence.
     """
-    if (
-        not layouts
-    ):  # every layer has a constant state: a block is a place in block tables, without memory
+    if not layouts:  # constant states only: a block is an entry of block tables, without memory
         whole = -(-max_model_len // block_size) * max_num_seqs
         return (config.num_blocks or min(whole, _MOST_EMPTY_BLOCKS)) + 1
     num_ranks, memory = config.tensor_parallel_size, config.kv_cache_memory_bytes
     layers = _Layers(layouts)
+    block_bytes = kv_block_bytes(layouts, dtype, block_size)
     request = CacheRequest(
-        bytes_per_element=Fraction(
-            kv_block_bytes(layouts, dtype, block_size), block_size * layers.num_elements
-        ),
+        bytes_per_element=Fraction(block_bytes, block_size * layers.num_elements),
         block_size=block_size,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
@@ -136,7 +133,7 @@ def choose_num_blocks(
 
 
 def check_fits_memory(num_bytes: int, device: torch.device) -> None:
-    """Check a KV cache against a CPU's free memory, which its pages take only as they are written.
+    """Check a KV cache against a CPU's free memory: its pages take memory only once they are written.
 
     Raises:
         BadInput: it is larger.
@@ -175,11 +172,9 @@ def choose_num_host_blocks(
 class KvCache:
     """Keys and values of all layers in blocks, stored as `dtype`; 8-bit dtypes with their scales.
 
-    On a CPU the pages of a block are committed as it is first written: attention reads what was written, and
-    the null block.
-
-    `num_host_blocks` blocks on the host are the swap space of preempted sequences; `states` are beside the
-    blocks, for a model with constant state.
+    On a CPU the pages of a block are committed as it is first written: attention reads only written slots and
+    the null block. `num_host_blocks` blocks on the host are the swap space of preempted sequences; `states`
+    belong to a model with constant state.
     """
 
     def __init__(
@@ -196,8 +191,8 @@ class KvCache:
             LayerCache.empty(layout, num_blocks, block_size, device, dtype, index)
             for index, layout in enumerate(layouts)
         ]
-        self.num_host_blocks = num_host_blocks
-        self.states = states
+        self._parts = [part for layer in self.layers for part in layer.parts]
+        self.num_host_blocks, self.states = num_host_blocks, states
         # Pinned, so that copies are asynchronous to the host.
         self._on_host = [
             torch.empty(
@@ -214,15 +209,11 @@ class KvCache:
         self.block_size = block_size
         self.dtype = dtype
         self.num_bytes = sum(part.nbytes for part in self._parts)
-        # A GPU commits all of it anyway, and libraries' kernels there may weigh, with 0, what lies behind a
+        # A GPU commits all of it anyway, and libraries' kernels there may read, with weight 0, slots after a
         # sequence's end.
         self._zero(num_blocks if device.type != "cpu" else NULL_BLOCK + 1)
         self.broadcast: Callable[[str, Any], None] | None = None
-        """Broadcasts every copy to the tensor-parallel workers, which hold other heads of the same blocks."""
-
-    @property
-    def _parts(self) -> list[torch.Tensor]:
-        return [part for layer in self.layers for part in layer.parts]
+        """Broadcasts every copy to the tensor-parallel workers, which have other heads of the same blocks."""
 
     def copy(self, copies: BlockCopies) -> None:
         """Carry out a step's block copies; within the cache all sources are read before any write."""
@@ -248,12 +239,12 @@ class KvCache:
             self._copies.from_host(((0, NULL_BLOCK),))
 
     def zero_null_block(self) -> None:
-        """Clear what steps without requests wrote: padding in a table is read, with weight 0."""
+        """Clear the null block, which steps without requests wrote: padding in a table is read, with weight
+        0."""
         self._zero(NULL_BLOCK + 1)
 
     def _zero(self, num_blocks: int) -> None:
-        """Clear the first blocks, the null block among them; a cache without blocks has nothing to clear."""
-        for part in self._parts:
+        for part in self._parts:  # none where layers have constant states
             part[:num_blocks].zero_()
 
     def copy_slots(self, copies: Sequence[tuple[int, int]]) -> None:

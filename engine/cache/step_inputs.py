@@ -32,11 +32,8 @@ class Run(NamedTuple):
     Attributes:
         start: number of slots of the sequence before these tokens.
         block_ids: block table of the whole sequence.
-        tree: of the draft tokens at the end, of which the first may be computed already.
-        state_slot: of the sequence's constant state.
-        num_evicted: tokens before `start` that have no slot any more: positions count them.
-        images: of the sequence's prompt.
-        rope_positions: of the sequence (M-RoPE).
+        tree: tree of the draft tokens at the end; the first of them may be computed already.
+        num_evicted: tokens before `start` without a slot; positions count them.
         bidirectional_images: positions of the images whose tokens attend to each other; no step cuts them.
     """
 
@@ -52,7 +49,7 @@ class Run(NamedTuple):
 
     @property
     def indices(self) -> Sequence[int]:
-        """Each token's index in the sequence, by which RoPE rotates text; a tree's are by depth."""
+        """Index of each token in the sequence, by which RoPE rotates text; in a tree by depth."""
         start, tree = self.start + self.num_evicted, self.tree
         end = start + len(self.token_ids)
         if tree is None or tree.is_chain:
@@ -62,7 +59,7 @@ class Run(NamedTuple):
 
     @property
     def seen_images(self) -> tuple[range, ...]:
-        """The bidirectional images that some of these tokens belong to."""
+        """Bidirectional images that some of these tokens belong to."""
         end = self.start + len(self.token_ids)
         images = self.bidirectional_images
         images = tuple(i for i in images if i.start < end and i.stop > self.start)
@@ -77,7 +74,7 @@ def step_inputs(
     dtype: torch.dtype,
     states: Sequence[torch.Tensor] = (),
 ) -> StepInputs:
-    """Build the model's inputs for a step; all but tree masks go in one host-to-device copy.
+    """Inputs of the model for a step; all but tree masks go in one host-to-device copy.
 
     `states` are the tensors of the state cache.
     """
@@ -95,12 +92,12 @@ def step_inputs(
         ]
         used = block_ids[: -(-end // block_size)]
         evicted = evicted_places(used)
-        held = [*used[: evicted.start], *used[evicted.stop :]] if evicted else used
+        table = [*used[: evicted.start], *used[evicted.stop :]] if evicted else used
         if len(tokens) == 1 and mask is None:
-            decodes.append((begin, end, held, evicted))
+            decodes.append((begin, end, table, evicted))
         else:
-            multi_token.append((run, begin, held, evicted, mask))
-    tables = [held for _, _, held, _, _ in multi_token]
+            multi_token.append((run, begin, table, evicted, mask))
+    tables = [table for _, _, table, _, _ in multi_token]
     state_slots = [run.state_slot for run in runs] if states else []
     columns = [token_ids, *_axes(runs), slots, state_slots, *_decode_columns(decodes, block_size)]
     copied = packed([*columns, *tables], device)
@@ -140,7 +137,7 @@ def step_inputs(
 
 
 def _axes(runs: Sequence[Run]) -> Axes:
-    """Temporal, height and width positions of a step's tokens; no height and width where all are the same."""
+    """Temporal, height and width positions of a step's tokens; no height and width if all are equal."""
     positions: list[int] = []
     grids: list[tuple[int, Axes]] = []
     for run in runs:
@@ -164,10 +161,10 @@ def _decode_columns(
     decodes: Sequence[tuple[int, int, Sequence[int], range]], block_size: int
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Rows, padded block tables, lengths and evicted spans of the sequences with one token."""
-    width = max((len(held) for _, _, held, _ in decodes), default=0)
+    width = max((len(table) for _, _, table, _ in decodes), default=0)
     padded: list[int] = []
-    for _, _, held, _ in decodes:
-        padded += [*held, *[NULL_BLOCK] * (width - len(held))]
+    for _, _, table, _ in decodes:
+        padded += [*table, *[NULL_BLOCK] * (width - len(table))]
     return (
         [row for row, _, _, _ in decodes],
         padded,
@@ -187,7 +184,7 @@ def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:
 def embedded_rows(
     runs: Sequence[Run], encoders: EncoderCache, device: torch.device
 ) -> EmbeddedRows | None:
-    """The embeddings of the placeholder tokens that `runs` compute; None without any.
+    """Embeddings of the placeholder tokens that `runs` compute; None if there are none.
 
     A run may begin or end within an image (chunked prefill, prefix hits) and takes its part of it.
     """
