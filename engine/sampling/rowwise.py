@@ -20,13 +20,10 @@ class SamplingRow(NamedTuple):
     """One token to sample. A named tuple, because every step builds one per row.
 
     Attributes:
-        params: the request's sampling parameters.
-        seed: seed of this completion.
         known: token ids so far, prompt first.
         num_prompt_tokens: length of the prompt within `known`.
         suppressed_ids: token ids masked out at this position (EOS and stop ids before `min_tokens`).
         stop_ids: EOS and stop token ids; set only with a token mask, which may allow no other token.
-        draft_ids: draft tokens after the known ones.
     """
 
     params: SamplingParams

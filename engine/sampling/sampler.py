@@ -34,9 +34,11 @@ class SamplingKernel(Protocol):
 
     def draw(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """Sampled token ids, int64 [rows], on the logits' device."""
+        ...
 
     def distributions(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """Float32 [rows, vocab]: the processed distribution that `draw` samples from."""
+        ...
 
     def preferences(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """Draft preferences for coupled acceptance, float32 [rows, vocab], each row summing to 1.
@@ -44,11 +46,13 @@ class SamplingKernel(Protocol):
         Their argmax is the token that `draw` samples. Rows that are not greedy have the probabilities divided
         by the noise of the draw, which the target's draw at that position shares.
         """
+        ...
 
     def noise(
         self, keys: Sequence[NoiseKey], size: int, stream: int, device: torch.device
     ) -> torch.Tensor:
         """Exp(1) noise of a stream, float32 [keys, size]; stream 0 is that of `draw`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,9 @@ def _trial(kernel_query: SamplingKernelQuery) -> Trial[Callable[[], SamplingKern
 SAMPLING: Operation[SamplingKernelQuery, Callable[[], SamplingKernel]] = Operation(
     "sampling",
     [
-        Candidate("triton-batched", refuses_rows, lazily(".sampling.batched", "BatchedSampling")),
+        Candidate(
+            "triton-batched", refuses_rows, lazily(".sampling.triton_sampling", "BatchedSampling")
+        ),
         Candidate("torch-rows", serves_all, RowwiseSampling),
     ],
     _trial,

@@ -8,6 +8,8 @@ batch-invariant: a row depends on that row alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -373,9 +375,10 @@ def thresholds(
     tokens = torch.empty(rows, most, dtype=torch.int32, device=scores.device)
     held = torch.empty(rows, dtype=torch.int32, device=scores.device)
     given, candidates = (scores, floats, integers, tops), (values, tokens, held, totals)
-    grid, sizes = (rows, parts), {"PARTS": power_of_two(parts), "num_warps": 8}
+    grid, sizes = (rows, parts), dict[str, Any](PARTS=power_of_two(parts), num_warps=8)
     _part_tops[grid](scores, floats, tops, size, num_warps=8)
     _coarse_sums[grid](*given, counts, masses, size, **sizes)
-    _compact[grid](*given, counts, masses, *candidates, size, MOST=most, **sizes)
-    _narrow[(rows,)](*given, *candidates, threshold, last, size, parts, MOST=most, **sizes)
+    sizes["MOST"] = most
+    _compact[grid](*given, counts, masses, *candidates, size, **sizes)
+    _narrow[(rows,)](*given, *candidates, threshold, last, size, parts, **sizes)
     return threshold, last
