@@ -18,8 +18,9 @@ import torch
 
 from ..kernels.attention.batch import StepPlans
 from ..kernels.common.graphs import CpuGraph, Launch, NotCapturable, replay_launches
-from ..kernels.elementwise.native_rows import AdvanceCall, argmax_rows, native_advance
+from ..kernels.elementwise.native_rows import argmax_rows, native_advance
 from ..model.layers.attention import StepInputs
+from ..scheduling.request import NULL_SLOT
 from ..scheduling.step_plan import DecodeRows
 from .decode_inputs import DecodeInputs
 from .graph_setting import Forward, Graph, GraphName, GraphSetting, SteppedModel, succeeds
@@ -30,8 +31,8 @@ CUDA_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
 """Batch sizes captured on a GPU, close enough that few rows are padding."""
 
 
-class DecodeKind(NamedTuple):
-    """Key of a captured decode step; `adapters`: whether rows may have some."""
+class StepKind(NamedTuple):
+    """Key of a captured step; with `adapters` rows or sequences may have some."""
 
     size: int
     sink_length: int = 0
@@ -40,10 +41,9 @@ class DecodeKind(NamedTuple):
 
 
 class StepGraphs:
-    """Decode steps of a model, of one token per sequence, captured as graphs; what is not captured is eager.
+    """Decode steps of a model, of one token per sequence, captured as graphs; other steps are eager.
 
-    Args:
-        sizes: batch sizes to capture, ascending; none: every step is eager.
+    `sizes` are the batch sizes to capture, ascending; with none every step is eager.
     """
 
     def __init__(self, setting: GraphSetting, sizes: Sequence[int]) -> None:
@@ -55,25 +55,25 @@ class StepGraphs:
         self._static = DecodeInputs(
             rows, setting.max_blocks, setting.block_size, device, setting.dtype
         )
-        self._graphs: dict[DecodeKind, Graph] = {}
-        self._plans: dict[DecodeKind, StepPlans] = {}
-        self._decode_steps: dict[tuple[DecodeKind, bool], DecodeStep] = {}
+        self._graphs: dict[StepKind, Graph] = {}
+        self._plans: dict[StepKind, StepPlans] = {}
+        self._decode_steps: dict[tuple[StepKind, bool], DecodeStep] = {}
         self.gave_up = False
-        """Whether capturing failed, so that every step is eager."""
+        """Capturing failed, so every step is eager."""
 
     @torch.inference_mode()
     def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
-        """Capture the sizes now, the largest first, whose memory the others reuse.
+        """Capture the sizes now, the largest first, so that the others reuse its memory.
 
-        On a CPU the largest and the smallest; others at their first use, which takes a step's time or two,
-        where all of them would be a second of every start.
+        On a CPU the largest and the smallest; others at their first use, which takes a step's time or two:
+        all of them would take a second of every start.
         """
 
         def capture() -> None:
             early = self._sizes if self._all_early else {*self._sizes[:1], *self._sizes[-1:]}
             for size in sorted(early, reverse=True):
                 for adapters in self._setting.with_and_without_adapters:
-                    self._graph(DecodeKind(size, 0, aux_hidden_state_layers, adapters))
+                    self._graph(StepKind(size, 0, aux_hidden_state_layers, adapters))
 
         if not succeeds(capture, "decode steps"):
             self.give_up()
@@ -92,13 +92,11 @@ class StepGraphs:
         sampled: torch.Tensor | None = None,
         adapter_slots: Sequence[int] = (),
     ) -> Forward | None:
-        """Fill a captured step with the values of decode rows, or of input tensors; None: it is not captured.
+        """Fill a captured step with the values of decode rows, or of input tensors; None if it is not
+        captured.
 
-        Of decode rows it gives the logits, of input tensors the hidden states.
-
-        Args:
-            sampled: the tokens [rows] of decode rows with placeholders, on the device.
-            adapter_slots: of each row, none where no row has an adapter.
+        Decode rows give the logits, input tensors the hidden states. `sampled` are the tokens [rows] of rows
+        with placeholders, on the device; `adapter_slots` has a slot for each row, or is empty.
         """
         if isinstance(step, StepInputs):
             return self._prepare_inputs(step, adapter_slots)
@@ -106,7 +104,7 @@ class StepGraphs:
         size = self._size_of(rows)
         if size is None:
             return None
-        kind = DecodeKind(size, adapters=bool(adapter_slots))
+        kind = StepKind(size, adapters=bool(adapter_slots))
         is_whole = size == rows and sampled is None and self._static.on_host
         key = kind, step.batch.takes_largest
         if is_whole and (captured := self._decode_steps.get(key)) is not None:
@@ -137,22 +135,17 @@ class StepGraphs:
             return None
         self._static.fill_device(inputs, group, rows, size, adapter_slots)
         aux = inputs.aux_hidden_state_layers
-        return self._replay(rows, DecodeKind(size, group.sink_length, aux, bool(adapter_slots)))
+        kind = StepKind(size, group.sink_length, aux, bool(adapter_slots))
+        graph = self.captured(kind)
+        return None if graph is None else Forward(lambda: graph.replay()[:rows])
 
     def _size_of(self, rows: int) -> int | None:
-        """The smallest size that holds so many rows."""
         place = bisect_left(self._sizes, rows)
         return self._sizes[place] if place < len(self._sizes) else None
 
-    def _replay(self, rows: int, kind: DecodeKind) -> Forward | None:
-        graph = self.captured(kind)
-        if graph is None:
-            return None
-        return Forward(lambda: graph.replay()[:rows])
-
-    def captured(self, kind: DecodeKind) -> Graph | None:
-        """The graph of a kind, captured now if it was not, and planned for the static inputs; None: capturing
-        it failed, and every step is eager from now on."""
+    def captured(self, kind: StepKind) -> Graph | None:
+        """Graph of a kind, captured now if it was not, and planned for the static inputs; None if capturing
+        it failed: every step is eager from now on."""
         if kind not in self._graphs and not succeeds(lambda: self._graph(kind), "decode steps"):
             self.give_up()
             return None
@@ -160,26 +153,29 @@ class StepGraphs:
             plans.renew(self._static.num_held(kind.size))
         return self._graphs[kind]
 
-    def capture_padding(self, kind: DecodeKind) -> None:
+    def capture_padding(self, kind: StepKind) -> None:
         """Capture a graph while the static inputs hold padding."""
         self._static.clear()
         self._graph(kind)
 
-    def static(self, kind: DecodeKind) -> DecodeInputs:
-        """The static inputs of the graphs of a kind."""
+    def static(self, kind: StepKind) -> DecodeInputs:
         return self._static
 
-    def _graph(self, kind: DecodeKind) -> Graph:
-        """Capture a step on the static inputs."""
-        if not self._setting.in_parallel:  # only rank 0 knows how many tokens sequences have
+    def _graph(self, kind: StepKind) -> Graph:
+        # With several ranks only rank 0 knows how many tokens sequences have.
+        if not (self._setting.follows or self._setting.ranks):
             self._plans[kind] = StepPlans(self._static.num_held(kind.size))
-        inputs = partial(self._inputs, kind)
-        with self._static.null_states():
+        inputs, slots = partial(self._inputs, kind), self._static.state_slots
+        before = slots.clone()
+        slots.fill_(NULL_SLOT)  # a capture runs steps, which change the states
+        try:
             graph = self._setting.graph(GraphName("decode", kind), self._static, inputs)
+        finally:
+            slots.copy_(before)
         self._graphs[kind] = graph
         return graph
 
-    def _inputs(self, kind: DecodeKind) -> StepInputs:
+    def _inputs(self, kind: StepKind) -> StepInputs:
         inputs = self._static.step(*kind[:3], self._plans.get(kind), self._setting.states)
         if not kind.adapters:
             return inputs
@@ -196,15 +192,12 @@ def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
 
 
 class DecodeStep:
-    """A CPU graph of the layers on `inputs`, with the LM head of its result, captured behind it.
+    """CPU graph of the layers on `inputs`, followed by the LM head of its result, also captured.
 
-    The logits of all sizes share their memory, as one of them runs at a time.
-    Where both are kernel launches alone, the forward pass is one call of C, and the argmax of greedy rows is
-    another. Greedy rows take their tokens and positions from the step before, if that was computed here: the
-    host then writes nothing but new blocks.
-
-    Attributes:
-        launches: of its kernels, in order; none where torch has a part in it.
+    The logits of all sizes share their memory, as one size runs at a time. If both are kernel launches only
+    (`launches`), the forward pass is one call of C, and the argmax of greedy rows is another. Greedy rows
+    take their tokens and positions from the step before, if it was computed here: the host then writes
+    nothing but new blocks.
     """
 
     @torch.inference_mode()
@@ -219,8 +212,8 @@ class DecodeStep:
         takes_largest: bool,
     ) -> None:
         self._inputs, self._size = inputs, size
-        self._advance: AdvanceCall | None = None
-        # Not of the graph's memory, which layers overwrite: the next step reads them.
+        self._advance: ctypes.Structure | None = None
+        # Outside the graph's memory, which layers overwrite: the next step reads these tokens.
         self._tokens = torch.empty(size, dtype=torch.int64) if takes_largest else None
         self.launches: list[Launch] = []
         hidden = graph.result
@@ -239,13 +232,19 @@ class DecodeStep:
             return
         head.share_result()
         self._graphs = graph, head  # keep alive what their launches point at
-        sampled = None
-        if self._tokens is not None:
-            sampled = _captured_argmax(head.result, self._tokens, capture)
-        self._forward = Forward(self._captured(graph, head), sampled)
+        sample: Callable[[], Iterable[int]] | None = None
+        if (tokens := self._tokens) is not None:
+            argmax = capture(lambda: argmax_rows(head.result, tokens))
+            on_host = (ctypes.c_int64 * size).from_address(tokens.data_ptr())
+
+            def replay_argmax() -> Iterable[int]:
+                argmax.replay()
+                return on_host
+
+            sample = replay_argmax
+        self._forward = Forward(self._captured(graph, head), sample)
 
     def prepare(self, rows: DecodeRows, adapter_slots: Sequence[int] = ()) -> Forward:
-        """The step, with the inputs of `rows` in place."""
         advance = self._advance
         follows = self._inputs.fill_host(
             rows, self._size, None, adapter_slots, advances=advance is not None
@@ -255,7 +254,7 @@ class DecodeStep:
         return self._forward
 
     def _captured(self, graph: CpuGraph, head: CpuGraph) -> Callable[[], torch.Tensor]:
-        """Runs both; in one call of C, if torch has no part in it."""
+        """Function that runs both; in one call of C, if torch has no part in it."""
         library = native_advance().library
         first: list[Launch] = []
         if self._tokens is not None and library is not None:
@@ -279,19 +278,3 @@ class DecodeStep:
             return logits
 
         return run
-
-
-def _captured_argmax(
-    logits: torch.Tensor,
-    tokens: torch.Tensor,
-    capture: Callable[[Callable[[], torch.Tensor]], CpuGraph],
-) -> Callable[[], Iterable[int]]:
-    """A function that writes the argmax of each row to `tokens` [rows] and returns them as a host view."""
-    argmax = capture(lambda: argmax_rows(logits, tokens))
-    on_host = (ctypes.c_int64 * len(tokens)).from_address(tokens.data_ptr())
-
-    def sample() -> Iterable[int]:
-        argmax.replay()
-        return on_host
-
-    return sample

@@ -10,14 +10,15 @@ entries and tokens that only the host knows is copied to a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import ctypes
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from ..base.device import packed, to_device
 from ..kernels.attention.batch import AttentionBatch, DecodeGroup, StepPlans
+from ..kernels.common.graphs import addresses
 from ..kernels.elementwise.native_rows import AdvanceCall
 from ..model.layers.attention import StepInputs
 from ..model.layers.projection import NO_SLOT
@@ -43,38 +44,29 @@ class DecodeInputs:
         self._token_ids, self._positions, self._slots, self._lengths = columns[:4]
         self._evicted_spans, self.state_slots, self.adapter_slots = columns[4:]
         self._lengths.fill_(1)
-        self._rows = torch.arange(rows, device=device)
+        self.most_rows, self._rows = rows, torch.arange(rows, device=device)
         self._tables = torch.full((rows, max_blocks), NULL_BLOCK, device=device)
-        # Of the batch that was written last, if it is still in place.
+        # The batch that was written last, if it is still in place, and its step.
         self._batch: DecodeBatch | None = None
         self._index = 0
-        self._advances = False  # whether a captured step computed it, which can go on from it
-        # Of the sequences that were written last: tokens in their blocks, and steps since.
+        self._advances = False  # a captured step computed it, and can go on from it
+        # Tokens in the blocks of the sequences that were written last, and steps since.
         self._known: Sequence[int] = ()
         self._since = 0
         self._mirror = BlockTables(rows, max_blocks)
-        # What the other tensor-parallel ranks lack: rows, and width of their tables.
+        # Values that the other tensor-parallel ranks lack: rows, and width of their tables.
         self._new_rows = self._new_width = 0
         self._arrays = None
-        if device.type == "cpu":
+        self.on_host = device.type == "cpu"  # the host writes to the tensors themselves
+        if self.on_host:
             self._arrays = [tensor.numpy() for tensor in (*columns, self._tables)]
             self._counters = self._columns.numpy()[1:4]
             self._mirror.tables = self._arrays[-1]
 
-    @property
-    def most_rows(self) -> int:
-        """Rows of the largest step."""
-        return len(self._rows)
-
-    @property
-    def on_host(self) -> bool:
-        """Whether the host writes to the tensors themselves."""
-        return self._arrays is not None
-
     def num_held(self, size: int) -> list[int]:
         """Tokens in the blocks of each of `size` rows, padding included, as the host knows them."""
-        held = [count + self._since for count in self._known]
-        return held + [1] * (size - len(held))
+        counts = [count + self._since for count in self._known]
+        return counts + [1] * (size - len(counts))
 
     def step(
         self,
@@ -94,31 +86,21 @@ class DecodeInputs:
         )
         batch = AttentionBatch([], group, self._block_size, self._dtype, plans=plans)
         rows = self._token_ids[:size], self._positions[:size], self._slots[:size]
-        held = StateBatch(tuple(states), self.state_slots[:size]) if states else NO_STATES
+        kept = StateBatch(tuple(states), self.state_slots[:size]) if states else NO_STATES
         return StepInputs(
-            *rows, batch, aux_hidden_state_layers=aux_hidden_state_layers, states=held
+            *rows, batch, aux_hidden_state_layers=aux_hidden_state_layers, states=kept
         )
 
     def clear(self) -> None:
-        """Make every row padding, whose tables stay."""
+        """Make every row padding; the tables stay."""
         self._forget_batch()
         self._columns.zero_()
         self._columns[2].fill_(NULL_BLOCK * self._block_size)
         self._columns[3].fill_(1)
         self.adapter_slots.fill_(NO_SLOT)
 
-    @contextmanager
-    def null_states(self) -> Iterator[None]:
-        """Within the block, every row has the null slot: a capture runs steps, which change their states."""
-        kept = self.state_slots.clone()
-        self.state_slots.fill_(NULL_SLOT)
-        try:
-            yield
-        finally:
-            self.state_slots.copy_(kept)
-
     def take_unshared(self) -> tuple[int, ...]:
-        """Rows, and how wide the part of their tables is in which some changed; see `StaticInputs`."""
+        """Rows, and width of the part of their tables that changed; see `StaticInputs`."""
         unshared = self._new_rows, self._new_width
         self._new_width = 0
         return unshared
@@ -140,7 +122,7 @@ class DecodeInputs:
         size: int,
         adapter_slots: Sequence[int] = (),
     ) -> None:
-        """Copy the values of a step whose input tensors were made."""
+        """Copy the values of a step whose input tensors exist already."""
         self._forget_batch()
         self._token_ids[:rows] = inputs.token_ids
         self._positions[:rows] = inputs.positions
@@ -167,11 +149,11 @@ class DecodeInputs:
         *,
         advances: bool = False,
     ) -> bool:
-        """Write a decode step; in place, where the one before it in its batch was written last.
+        """Write a decode step; in place, if the step before it in its batch was written last.
 
         `sampled` are the tokens [rows] of rows with placeholders, on the device. With `advances` the captured
-        step begins with `advance_step`: returns whether that has to go on from the step before it, which was
-        such a one too, so that the host writes nothing but new blocks.
+        step begins with `advance_step`. Returns True if that goes on from the step before, which began so
+        too: the host then writes nothing but new blocks.
         """
         follows = rows.batch is self._batch and rows.step == self._index + 1
         by_itself = follows and advances and self._advances
@@ -194,14 +176,14 @@ class DecodeInputs:
             self._token_ids[: len(rows)].copy_(token_ids)
         return False
 
-    def advance_call(self, rows: int, sampled: torch.Tensor) -> AdvanceCall:
-        """The argument of `advance_step` for a step of so many rows, which leaves its tokens in `sampled`."""
+    def advance_call(self, rows: int, sampled: torch.Tensor) -> ctypes.Structure:
+        """Argument of `advance_step` for a step of so many rows, which leaves its tokens in `sampled`."""
         columns = self._token_ids, self._positions, self._slots, self._lengths
-        pointers = (tensor.data_ptr() for tensor in (*columns, self._tables, sampled))
+        pointers = addresses(*columns, self._tables, sampled)
         return AdvanceCall(*pointers, rows, self._tables.shape[1], self._block_size, 0)
 
     def _begin_batch(self, rows: DecodeRows, size: int, adapter_slots: Sequence[int]) -> None:
-        """Write all but the tokens; of the tables what the batch before did not have in them."""
+        """Write all but the tokens; of the tables only what the batch before did not have."""
         batch, count, block_size = rows.batch, len(rows), self._block_size
         values = np.zeros((6, count), np.int64)
         positions, slots, lengths = values[:3]
@@ -224,7 +206,7 @@ class DecodeInputs:
         self._pad(count, size, width)
 
     def _advance(self, rows: DecodeRows) -> None:
-        """Move every row to its next position; on a GPU in stream order, behind steps in flight."""
+        """Move every row to its next position; on a GPU in stream order, after the steps in flight."""
         begun = self._begin_blocks(rows)
         if self._arrays is not None:
             self._counters[:, : len(rows)] += 1
@@ -235,20 +217,16 @@ class DecodeInputs:
         self._columns[1:4, : len(rows)] += 1
         if begun:
             width = self._tables.shape[1]
-            at, block_ids, of_rows, slots = packed(
-                [
-                    [place * width + column for place, column, _ in begun],
-                    [block_id for _, _, block_id in begun],
-                    [place for place, _, _ in begun],
-                    [block_id * self._block_size for _, _, block_id in begun],
-                ],
-                self._device,
-            )
+            places, columns, blocks = zip(*begun, strict=True)
+            at = [place * width + column for place, column in zip(places, columns, strict=True)]
+            new_slots = [block * self._block_size for block in blocks]
+            lists = [at, blocks, places, new_slots]
+            at, block_ids, of_rows, slots = packed(lists, self._device)
             self._tables.view(-1).index_copy_(0, at, block_ids)
             self._slots.index_copy_(0, of_rows, slots)
 
     def _begin_blocks(self, rows: DecodeRows) -> list[tuple[int, int, int]]:
-        """(row, place in its table, block) where a token is the first of a block, which the mirror takes."""
+        """Blocks that begin with this token: (row, place in its table, block); the mirror takes them too."""
         begun: list[tuple[int, int, int]] = []
         batch = rows.batch
         for place in batch.beginning(rows.step):
@@ -279,11 +257,12 @@ class DecodeInputs:
 
 
 class BlockTables:
-    """Block tables [rows, blocks] of a decode batch in NumPy: what was written before stays where it can.
+    """Block tables [rows, blocks] of a decode batch in NumPy; entries that were written before stay.
 
-    A table is known by its list, which a sequence only appends to while it runs; of the sequences that a
-    batch shares with the one before it no entry is read again, though their rows moved up. Another list with
-    the same entries at the same row, as each step of rows that are no batch has, is compared, not written.
+    A table is identified by its list, which a sequence only appends to while it runs; entries of sequences
+    that the batch shares with the one before are not read again, though their rows moved up. Another list
+    with the same entries at the same row, as in each step of rows that are no batch, is compared, not
+    written.
     """
 
     def __init__(self, rows: int, max_blocks: int) -> None:
@@ -309,10 +288,9 @@ class BlockTables:
         self._lists, self._written = list(lists), written
 
     def append(self, place: int, column: int, block_id: int) -> None:
-        """Write a block that a sequence took."""
         self.tables[place, column] = block_id
         self._written[place] = column + 1
 
     def forget(self) -> None:
-        """Something else wrote to the tables."""
+        """Drop what is known: something else wrote to the tables."""
         self._lists, self._written = [], []

@@ -1,9 +1,9 @@
-"""Graph capture: the capture function of a device, what the graphs of a model share, tensor-parallel ranks.
+"""Graph capture: capture functions of devices, state that a model's graphs share, tensor-parallel ranks.
 
 Each rank captures and replays its own graphs, with the all-reduces of a step in them, as in vLLM and SGLang.
-For a step rank 0 sends one small message by pipe, which graph is replayed, and how much of its static inputs
-is new; these go from device to device, by broadcasts in the process group. A capture waits for no other rank:
-its collectives are recorded (and left out of the call that warms a CUDA capture up). After it every rank
+For a step rank 0 sends one small message by pipe: the graph to replay, and which part of its static inputs is
+new. The values go from device to device, by broadcasts in the process group. A capture waits for no other
+rank: its collectives are recorded, and left out of the call that warms a CUDA capture up. Then every rank
 tells rank 0 whether it succeeded, so that all ranks have a graph or none.
 """
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Graph(Protocol):
-    """A captured call."""
+    """Captured call."""
 
     def replay(self) -> torch.Tensor:
         """The result, which the next replay overwrites."""
@@ -41,12 +41,12 @@ class StaticInputs(Protocol):
     """Input tensors of captured steps; rank 0 fills them."""
 
     def take_unshared(self) -> tuple[int, ...]:
-        """How much of the values the other ranks lack, who then have it; sent to them."""
+        """Describe the values that the other ranks lack; a message sends it to them, who then have the
+        values."""
         ...
 
     def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
-        """Broadcast so much from rank 0 to all; every rank calls it."""
-        ...
+        """Broadcast the described values from rank 0; every rank calls it."""
 
 
 class GraphName(NamedTuple):
@@ -57,12 +57,8 @@ class GraphName(NamedTuple):
 
 
 class GraphReplay(NamedTuple):
-    """The message of a replayed step.
-
-    Attributes:
-        unshared: of the static inputs.
-        num_logits: of how many of the first rows the logits follow at once.
-    """
+    """Message of a replayed step: the part of the static inputs that is new, and the number of first rows
+    that need logits at once."""
 
     name: GraphName
     unshared: tuple[int, ...]
@@ -70,32 +66,26 @@ class GraphReplay(NamedTuple):
 
 
 class Ranks(Protocol):
-    """The other tensor-parallel ranks, as rank 0 sees them."""
+    """Other tensor-parallel ranks, as rank 0 sees them (`Workers`)."""
 
     group: Group
 
-    def broadcast(self, call: str, argument: Any) -> None:
-        """Send a call to all."""
-        ...
+    def broadcast(self, call: str, argument: Any) -> None: ...
 
-    def replies(self) -> list[str | None]:
-        """Wait for each rank's reply to a capture: why it failed, or None."""
-        ...
+    def replies(self) -> list[str | None]: ...
 
-    def alone(self) -> AbstractContextManager[None]:
-        """Within the block, this rank's calls of the model are not sent to the others."""
-        ...
+    def alone(self) -> AbstractContextManager[None]: ...
 
 
 class CaptureFailed(RuntimeError):
-    """A capture failed on another rank; the message tells on which, and why."""
+    """Capture failed on another rank; the message has the rank and the reason."""
 
 
 class SharedGraph:
     """Rank 0's part of a graph that all ranks have.
 
     Raises:
-        CaptureFailed: another rank has no such graph; it is this rank's `capture` that raises otherwise.
+        CaptureFailed: another rank has no such graph; an error of this rank's own capture is raised as it is.
         PeerLost: another rank has ended.
     """
 
@@ -113,9 +103,7 @@ class SharedGraph:
             with ranks.alone():
                 self._graph = capture()
         finally:
-            refusals = (
-                ranks.replies()
-            )  # also where this rank failed, so that none is left in the pipe
+            refusals = ranks.replies()  # after a failure too, so that no reply stays in the pipe
         for rank, refusal in enumerate(refusals, start=1):
             if refusal is not None:
                 raise CaptureFailed(f"worker {rank}: {refusal}")
@@ -124,7 +112,7 @@ class SharedGraph:
         return self._replay(0)
 
     def logits(self, rows: int) -> torch.Tensor:
-        """Replay; the logits of the first `rows` rows, of which the other ranks compute their parts."""
+        """Replay; logits of the first `rows` rows. The other ranks compute their parts."""
         hidden = self._replay(rows)
         with self._ranks.alone():
             return self._logits(hidden[:rows])
@@ -161,11 +149,11 @@ class SteppedModel(Protocol):
 
 
 class Forward(NamedTuple):
-    """A captured step whose inputs are in place.
+    """Captured step whose inputs are in place.
 
     Attributes:
-        run: the final hidden states [tokens, hidden], or of a decode batch the logits [rows, vocab]; valid
-            until the next step, of whatever size.
+        run: final hidden states [tokens, hidden], or logits [rows, vocab] of a decode batch; valid until the
+            next step of any size.
         sample: argmax of each row of a greedy decode batch, to be called after `run`; None: the sampler takes
             the logits.
     """
@@ -176,16 +164,14 @@ class Forward(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GraphSetting:
-    """A model on its KV cache, and how its steps are captured.
+    """Model on its KV cache, and how its steps are captured.
 
     Attributes:
-        caches: the KV caches of the model's layers.
-        block_size: tokens per KV block.
-        max_blocks: blocks of a sequence.
-        ranks: the other tensor-parallel ranks, which capture and replay the same steps; None: there are none,
-            or this is one of them.
-        follows: whether this is one of them.
-        states: the tensors of the state cache.
+        caches: KV caches of the model's layers.
+        ranks: other tensor-parallel ranks, which capture and replay the same steps; None on such a rank, or
+            without tensor parallelism.
+        follows: True on such a rank.
+        states: tensors of the state cache.
     """
 
     model: SteppedModel
@@ -199,23 +185,18 @@ class GraphSetting:
     follows: bool = False
     states: Sequence[torch.Tensor] = ()
 
-    @property
-    def in_parallel(self) -> bool:
-        """Whether several ranks replay these steps."""
-        return self.follows or self.ranks is not None
-
     def graph(
         self, name: GraphName, static: StaticInputs, inputs: Callable[[], StepInputs]
     ) -> Graph:
-        """Capture the model's forward pass on `inputs()`, which are made of the tensors of `static`."""
-        held: StepInputs
+        """Capture the model's forward pass on `inputs()`, which consist of the tensors of `static`."""
+        kept: StepInputs
 
         def call() -> torch.Tensor:
             # New for each call, because a kernel computes the batch's layout on first use; and kept alive,
             # because the graph may point to it.
-            nonlocal held
-            held = inputs()
-            return self.model.forward(held, self.caches)
+            nonlocal kept
+            kept = inputs()
+            return self.model.forward(kept, self.caches)
 
         def capture() -> Graph:
             return self.capture(call)
@@ -231,30 +212,30 @@ class GraphSetting:
         return graph
 
     def logits(self, graph: Graph, rows: int) -> torch.Tensor:
-        """Replay; the logits of the first `rows` rows."""
+        """Replay; logits of the first `rows` rows."""
         if isinstance(graph, SharedGraph):
             return graph.logits(rows)
         return self.model.logits(graph.replay()[:rows])
 
     def give_up(self, kind: str) -> None:
-        """Have the other ranks drop the graphs of a kind."""
+        """Tell the other ranks to drop the graphs of a kind."""
         if self.ranks is not None:
             self.ranks.broadcast("give_up", kind)
 
     @property
     def with_and_without_adapters(self) -> tuple[bool, ...]:
-        """Whether steps are captured without adapters, which then cost nothing, and with them."""
+        """Variants to capture: without adapters, which then cost nothing, and with them."""
         bank = self.model.lora_bank
         return (False, True) if bank is not None and bank.has_slots else (False,)
 
     def slot_mask(self, slots: torch.Tensor) -> SlotMask:
-        """The mask of the adapters in these slots, int64 [rows]."""
+        """Mask of the adapters in these slots, int64 [rows]."""
         assert self.model.lora_bank is not None
         return self.model.lora_bank.mask(slots)
 
 
 class EagerGraph:
-    """No capture: calls the function on every replay."""
+    """No capture: every replay calls the function."""
 
     def __init__(self, call: Callable[[], torch.Tensor]) -> None:
         self._call = call
@@ -266,9 +247,9 @@ class EagerGraph:
 def capture_on(
     device: torch.device, warming_up: Callable[[], AbstractContextManager[object]] | None = None
 ) -> Capture:
-    """The capture function of a device; its graphs share a memory pool.
+    """Capture function of a device; its graphs share a memory pool.
 
-    `warming_up` is entered for the call before a CUDA capture; of a tensor-parallel rank.
+    `warming_up`, of a tensor-parallel rank, is entered for the call before a CUDA capture.
     """
     if device.type == "cuda":
         memory = torch.cuda.graph_pool_handle()
@@ -288,7 +269,7 @@ def capture_on(
 
 
 def succeeds(capture: Callable[[], object], steps: str) -> bool:
-    """Whether `capture` succeeds; of what fails unexpectedly, one warning line tells for which steps.
+    """Run `capture`; log one warning about the `steps` and return False if it fails unexpectedly.
 
     Raises:
         PeerLost: a tensor-parallel worker has ended.
@@ -296,7 +277,7 @@ def succeeds(capture: Callable[[], object], steps: str) -> bool:
     try:
         capture()
     except NotCapturable:
-        # Some linear has data-dependent control flow, as those with outliers (LLM.int8) do.
+        # Some linear has data-dependent control flow, such as outliers (LLM.int8).
         return False
     except PeerLost:
         raise

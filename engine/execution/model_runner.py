@@ -38,14 +38,6 @@ from .step import UNTIMED, LaunchedStep, SampledTokens, StepLayout, StepResult, 
 from .token_graphs import TokenGraphs, capture_all
 
 
-def _fetch_tokens(rows: DecodeRows, draw: Draw, result: StepResult, timer: StepTimer) -> StepResult:
-    """Wait for the tokens of a decode step, one of each row and without logprobs."""
-    with timer("fetch_tokens"):
-        tokens, _ = draw.result()
-    result.tokens = _by_name(rows, tokens)
-    return result
-
-
 def _by_name(rows: DecodeRows, tokens: Iterable[int]) -> dict[str, list[int]]:
     return dict(zip(rows.batch.names, [[token] for token in tokens], strict=True))
 
@@ -91,6 +83,8 @@ class ModelRunner:
         self._graphs, self._token_graphs = graphs, token_graphs
         self.evictor = evictor
         self.encoders = encoders
+        self._proposer = proposer
+        self._aux_layers = () if proposer is None else proposer.aux_hidden_state_layers
         self._speculation: SpeculativeDecoding | None = None
         if proposer is not None:
             self._speculation = SpeculativeDecoding(
@@ -98,21 +92,13 @@ class ModelRunner:
             )
 
     @property
-    def _proposer(self) -> Proposer | None:
-        return None if self._speculation is None else self._speculation.proposer
-
-    @property
-    def _aux_hidden_state_layers(self) -> tuple[int, ...]:
-        return () if self._proposer is None else self._proposer.aux_hidden_state_layers
-
-    @property
     def caches(self) -> tuple[KvCache, ...]:
-        """The model's KV cache, and those of the proposer."""
+        """KV caches of the model and of the proposer."""
         return (self.cache, *(() if self._proposer is None else self._proposer.caches))
 
     def capture_graphs(self) -> None:
         """Capture the graphs of decode steps and of steps of few tokens, before the first step."""
-        capture_all(self._graphs, self._token_graphs, self._aux_hidden_state_layers)
+        capture_all(self._graphs, self._token_graphs, self._aux_layers)
         proposer = self._proposer
         if isinstance(proposer, CachedProposer):
             proposer.capture_all()
@@ -122,7 +108,7 @@ class ModelRunner:
         return self.launch(plan, timer=timer).wait()
 
     def reads_placeholders(self, plan: StepPlan) -> bool:
-        """Whether the host reads tokens for which the plan has output placeholders."""
+        """True if the host reads tokens for which the plan has output placeholders."""
         drafts = self._speculation is not None
         if isinstance(plan.rows, DecodeRows):
             return plan.rows.has_placeholders and (drafts or plan.rows.batch.reads_tokens)
@@ -137,12 +123,15 @@ class ModelRunner:
     ) -> LaunchedStep:
         """Launch a step. If the plan has output placeholders, `sampled` are the tokens of the previous step.
 
-        A plan of which it `reads_placeholders` must be resolved first.
+        A plan with `reads_placeholders` must be resolved first.
         """
         speculation = self._speculation
         if plan.compactions or plan.copies or speculation is not None:
-            with timer("prepare_inputs"):
-                self._move_blocks(plan)
+            with timer("prepare_inputs"), torch.inference_mode():
+                if self.evictor is not None:
+                    self.evictor.compact(plan.compactions)
+                for cache in self.caches:
+                    cache.copy(plan.copies)
         if speculation is not None:
             result = speculation.run(plan.rows, self.cache, self._compute, timer)
             return LaunchedStep(lambda: result)
@@ -176,20 +165,12 @@ class ModelRunner:
             return self._draw(rows, logits, result, timer)
 
     @torch.inference_mode()
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """Carry out the compactions and copies that come before a step."""
-        if self.evictor is not None:
-            self.evictor.compact(plan.compactions)
-        for cache in self.caches:
-            cache.copy(plan.copies)
-
-    @torch.inference_mode()
     def _save_states(self, checkpoints: Copies) -> None:
         assert self.cache.states is not None
         self.cache.states.copy(checkpoints)
 
     def _decode_rows(self, rows: Sequence[ScheduledRow]) -> DecodeRows | None:
-        """The rows of a step of which only positions, blocks and tokens are new; None: it is another."""
+        """Rows of a step in which only positions, blocks and tokens are new; None for another step."""
         if isinstance(rows, DecodeRows):
             return rows
         plain = self.evictor is None and all(map(is_plain_decode, rows))
@@ -202,7 +183,7 @@ class ModelRunner:
         return DecodeRows(batch, 0, has_placeholders=False, sampled=token_ids)
 
     def _prepare_decode(self, rows: DecodeRows, sampled: SampledTokens | None) -> Forward | None:
-        """A captured decode step; None: it is not captured, or some adapter is in no slot."""
+        """Captured decode step; None if it is not captured, or an adapter is in no slot."""
         placed = None
         if sampled is not None and rows.has_placeholders:
             placed = sampled.of(rows.batch)
@@ -213,12 +194,15 @@ class ModelRunner:
     def _compute(
         self, layout: StepLayout, timer: StepTimer, sampled: SampledTokens | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, StepResult]:
-        """Hidden states [tokens, hidden], logits [ends, vocab] of the layout's `ends` if any row samples, and
-        a result with the prompts' logprobs."""
+        """Hidden states [tokens, hidden], logits [ends, vocab] if any row samples, and a result with the
+        logprobs of prompts."""
         with timer("prepare_inputs"):
             forward = self._prepare(layout, sampled)
             run = forward.run if isinstance(forward, Forward) else forward
-            ends = self._ends(layout)
+            # Indices of the hidden states whose logits are needed, int64 [ends]; None: of all, in order.
+            indices, ends = layout.ends, None
+            if indices != [*range(layout.num_tokens)]:
+                ends = packed([indices], self._device)[0]
         result = StepResult(replayed=isinstance(forward, Forward))
         with timer("forward"):
             hidden = run()
@@ -245,22 +229,6 @@ class ModelRunner:
         other.cache = cache
         return other
 
-    def _inputs(self, layout: StepLayout, sampled: SampledTokens | None = None) -> StepInputs:
-        inputs = self._inputs_of(layout.runs)
-        if sampled is not None and (placeholders := layout.placeholders):
-            sampled.fill_placeholders(inputs.token_ids, placeholders)
-        adapters: AdapterRows = {}  # not `NO_ADAPTERS`: tensor-parallel ranks receive it by pickle
-        if any(row.lora for row in layout.rows):
-            lengths = [len(run.token_ids) for run in layout.runs]
-            loras = zip((row.lora for row in layout.rows), lengths, strict=True)
-            adapters = rows_by_adapter(list(loras), self._device)
-        return replace(
-            inputs,
-            adapters=adapters,
-            aux_hidden_state_layers=self._aux_hidden_state_layers,
-            scored=() if self.evictor is None else self.evictor.spans(layout.rows, layout.begins),
-        )
-
     def _inputs_of(self, runs: Sequence[Run]) -> StepInputs:
         states = () if self.cache.states is None else self.cache.states.tensors
         inputs = step_inputs(runs, self.cache.block_size, self._device, self._dtype, states)
@@ -271,41 +239,41 @@ class ModelRunner:
     def _prepare(
         self, layout: StepLayout, sampled: SampledTokens | None
     ) -> Forward | Callable[[], torch.Tensor]:
-        """A captured step with its inputs in place, or the model's own forward pass."""
-        slots = self._adapter_slots(layout.rows)
-        has_spans = layout.num_tokens > len(layout.runs)
-        if slots is not None and has_spans and (captured := self._tokens(layout, sampled, slots)):
-            return captured
-        inputs = self._inputs(layout, sampled)
-        captured = None
+        """Captured step with its inputs in place, or the model's own forward pass."""
+        slots, tokens, fill, captured = (
+            self._adapter_slots(layout.rows),
+            self._token_graphs,
+            None,
+            None,
+        )
+        has_spans = layout.num_tokens > len(layout.runs)  # several tokens of some sequence
+        if sampled is not None and (placeholders := layout.placeholders):
+            fill = partial(sampled.fill_placeholders, placeholders=placeholders)
+        if slots is not None and has_spans and tokens is not None and self.evictor is None:
+            captured = tokens.prepare(layout.runs, self._aux_layers, fill, slots)
+            if captured is not None:
+                return captured
+        inputs = self._inputs_of(layout.runs)
+        if fill is not None:
+            fill(inputs.token_ids)
+        adapters: AdapterRows = {}  # not `NO_ADAPTERS`: tensor-parallel ranks receive it by pickle
+        if any(row.lora for row in layout.rows):
+            pairs = zip(layout.rows, layout.runs, strict=True)
+            loras = [(row.lora, len(run.token_ids)) for row, run in pairs]
+            adapters = rows_by_adapter(loras, self._device)
+        scored = () if self.evictor is None else self.evictor.spans(layout.rows, layout.begins)
+        aux = self._aux_layers
+        inputs = replace(inputs, adapters=adapters, aux_hidden_state_layers=aux, scored=scored)
         if slots is not None and not has_spans:
             captured = self._graphs.prepare(inputs, adapter_slots=slots)
         return captured or partial(self.decoder.forward, inputs, self.cache.layers)
 
-    def _tokens(
-        self, layout: StepLayout, sampled: SampledTokens | None, slots: Sequence[int]
-    ) -> Forward | None:
-        """A captured step in which some sequence has several tokens; None: it is not captured."""
-        if self._token_graphs is None or self.evictor is not None:
-            return None
-        fill = None
-        if sampled is not None and (placeholders := layout.placeholders):
-            fill = partial(sampled.fill_placeholders, placeholders=placeholders)
-        return self._token_graphs.prepare(layout.runs, self._aux_hidden_state_layers, fill, slots)
-
     def _adapter_slots(self, rows: Sequence[ScheduledRow]) -> list[int] | None:
-        """The slot of each row's adapter, none where no row has one; None: some adapter is in no slot."""
+        """Slot of each row's adapter, [] without adapters; None if an adapter is in no slot."""
         bank = self.decoder.lora_bank
         if bank is None or not any(row.lora for row in rows):
             return []
         return bank.slots_of(row.lora for row in rows) if bank.has_slots else None
-
-    def _ends(self, layout: StepLayout) -> torch.Tensor | None:
-        """Indices of the hidden states whose logits are needed, int64 [ends]; None: of all, in order."""
-        ends = layout.ends
-        if ends == [*range(layout.num_tokens)]:
-            return None
-        return packed([ends], self._device)[0]
 
     def _draw(
         self,
@@ -318,7 +286,13 @@ class ModelRunner:
         if not (isinstance(rows, DecodeRows) and rows.batch.takes_largest):
             return self._begin_draw(rows, logits, result, timer)
         draw = self._sampler.largest(logits)
-        wait = partial(_fetch_tokens, rows, draw, result, timer)
+
+        def wait() -> StepResult:
+            with timer("fetch_tokens"):
+                tokens, _ = draw.result()
+            result.tokens = _by_name(rows, tokens)
+            return result
+
         return LaunchedStep(wait, SampledTokens(draw.tokens, rows.batch.places))
 
     @torch.inference_mode()
@@ -329,8 +303,7 @@ class ModelRunner:
         result: StepResult,
         timer: StepTimer,
     ) -> LaunchedStep:
-        """Sample from the logits of each row, asynchronously."""
-        sampling = [each for row in rows for each in sampling_rows(row, self.eos_token_ids)]
+        sampling = [sample for row in rows for sample in sampling_rows(row, self.eos_token_ids)]
         draw = self._sampler.begin(logits, sampling)
         places = accumulate((row.num_samples for row in rows), initial=0)
         names = (row.sequence_id for row in rows)
@@ -338,7 +311,7 @@ class ModelRunner:
         return LaunchedStep(partial(_fetch_samples, rows, draw, result, timer), sampled)
 
     def _score_prompts(self, layout: StepLayout, hidden: torch.Tensor, result: StepResult) -> None:
-        """Logprobs of the step's prompt tokens, from slices of logits over all rows that ask for them."""
+        """Logprobs of the step's prompt tokens, from slices of logits over all rows that request them."""
         indices: list[int] = []
         token_ids: list[int] = []
         spans: list[tuple[ScheduledRow, range]] = []
@@ -355,15 +328,8 @@ class ModelRunner:
             return
         num_top = max(row.params.prompt_logprobs or 0 for row, _ in spans)
         (rows,) = packed([indices], self._device)
-        scored = iter(
-            sliced_logprobs(
-                self.decoder.logits,
-                hidden.index_select(0, rows),
-                token_ids,
-                num_top,
-                rows_per_slice(self.decoder.vocab_size),
-            )
-        )
+        states, num_rows = hidden.index_select(0, rows), rows_per_slice(self.decoder.vocab_size)
+        scored = iter(sliced_logprobs(self.decoder.logits, states, token_ids, num_top, num_rows))
         for row, positions in spans:
             num_logprobs = row.params.prompt_logprobs or 0
             result.prompt_logprobs[row.sequence_id] = [

@@ -75,10 +75,18 @@ class OutputProcessor:
         return outputs if self._pooled is None else outputs + self._pooled.outputs(plan)
 
     def shown(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """The deltas to emit: of a request with best_of only the best completions, at its end."""
+        """Deltas to emit; a request with best_of has only its best completions, at its end."""
         if not self._best_of:
             return outputs
-        return [shown for output in outputs for shown in self._shown(output)]
+        shown: list[RequestOutput] = []
+        for output in outputs:
+            best_of = self._best_of.get(output.request_id)
+            if best_of is None:
+                shown.append(output)
+            elif winners := best_of.take(output):
+                del self._best_of[output.request_id]
+                shown += winners
+        return shown
 
     def _output(
         self, run: list[Token], scored: Sequence[TokenLogprobs | None] | None
@@ -89,7 +97,7 @@ class OutputProcessor:
         logprobs: list[TokenLogprobs] = []
         if scored is not None:
             shown = run[: len(token_ids)]
-            logprobs = [each for token in shown if (each := scored[token.sample]) is not None]
+            logprobs = [entry for token in shown if (entry := scored[token.sample]) is not None]
         prompt_logprobs = None
         num_output_tokens = len(request.token_ids) - request.num_prompt_tokens
         is_first = request.index == 0 and num_output_tokens == len(token_ids)
@@ -99,28 +107,11 @@ class OutputProcessor:
         if request.finish_reason is not None:
             self._texts.pop(request.sequence_id, None)
         return RequestOutput(
-            request.request_id,
-            request.index,
-            tuple(token_ids),
-            text,
-            tuple(logprobs) or None,
-            prompt_logprobs,
-            request.finish_reason,
-            request.stop_reason,
-            request.num_prompt_tokens,
-            request.num_cached_tokens,
-            num_output_tokens,
+            *(request.request_id, request.index, tuple(token_ids), text, tuple(logprobs) or None),
+            *(prompt_logprobs, request.finish_reason, request.stop_reason),
+            *(request.num_prompt_tokens, request.num_cached_tokens, num_output_tokens),
             request.times,
         )
-
-    def _shown(self, output: RequestOutput) -> list[RequestOutput]:
-        best_of = self._best_of.get(output.request_id)
-        if best_of is None:
-            return [output]
-        winners = best_of.take(output)
-        if winners:
-            del self._best_of[output.request_id]
-        return winners
 
     def _advance_text(
         self, request: Request, token_ids: list[int]
@@ -171,23 +162,21 @@ class BestOf:
         self._num_finished += output.finish_reason is not None
         if self._num_finished < self._params.num_sequences:
             return []
-        ranked = sorted(self._outputs.values(), key=_cumulative_logprob, reverse=True)
+        ranked = sorted(
+            self._outputs.values(),
+            key=lambda outputs: sum(e.logprob for output in outputs for e in output.logprobs or ()),
+            reverse=True,
+        )
         return [self._whole(rank, outputs) for rank, outputs in enumerate(ranked[: self._params.n])]
 
     def _whole(self, rank: int, outputs: Sequence[RequestOutput]) -> RequestOutput:
-        wants_logprobs = self._params.logprobs is not None
+        logprobs = tuple(entry for output in outputs for entry in output.logprobs or ())
         return replace(
             outputs[-1],
             index=rank,
             new_token_ids=tuple(token for output in outputs for token in output.new_token_ids),
             text="".join(output.new_text for output in outputs),
-            logprobs=tuple(entry for output in outputs for entry in output.logprobs or ())
-            if wants_logprobs
-            else None,
-            # The prompt was scored once, beside the first completion.
+            logprobs=logprobs if self._params.logprobs is not None else None,
+            # The prompt was scored once, with the first completion.
             prompt_logprobs=self._outputs[0][0].prompt_logprobs if rank == 0 else None,
         )
-
-
-def _cumulative_logprob(outputs: Sequence[RequestOutput]) -> float:
-    return sum(entry.logprob for output in outputs for entry in output.logprobs or ())

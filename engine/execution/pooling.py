@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,14 +44,8 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Pooling, normalization, and the lengths to which vectors may be cut.
-
-    Attributes:
-        dimensions: the lengths that a Matryoshka model was trained for; empty where the config names none.
-
-    Raises:
-        BadInput: an unsupported mode.
-    """
+    """Pooling, normalization, and the lengths (`dimensions`) that a Matryoshka model was trained for, if the
+    config names them."""
 
     params: PoolingParams
     normalize: bool
@@ -75,7 +70,7 @@ class Pooling:
 
 
 def normalized(vector: Vector) -> Vector:
-    """The vector at length 1; zero stays zero."""
+    """Vector at length 1; zero stays zero."""
     return vector / np.maximum(np.linalg.norm(vector), np.float32(1e-12))
 
 
@@ -139,13 +134,13 @@ QWEN3_RERANKER_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """The relevance of a document to a query, from one prompt with both.
+    """Relevance of a document to a query, from one prompt with both.
 
     Attributes:
-        pooling: what is computed of the prompt: its last state, or logits of one token or two.
-        head: of a sequence classifier, float32 [hidden]; None: the score is the first logit, less the second.
-        bias: added to the head's output.
-        is_probability: whether scores are put through a sigmoid where the request does not say.
+        pooling: share of the prompt: its last state, or logits of one token or two.
+        head: weights of a sequence classifier, float32 [hidden]; None: the score is the first logit, less the
+            second.
+        is_probability: True if scores go through a sigmoid by default.
         template: prompt with {query} and {document} in it; None: the tokenizer joins the pair.
     """
 
@@ -156,7 +151,6 @@ class Scorer:
     template: str | None = None
 
     def score(self, pooled: Sequence[float], use_activation: bool | None = None) -> float:
-        """The score of a pooled prompt."""
         if self.head is None:
             logit = pooled[0] - (pooled[1] if len(pooled) > 1 else 0.0)
         else:
@@ -174,7 +168,11 @@ def read_scorer(folder: Path, config: dict[str, Any], tokenizer: Any) -> Scorer 
     if is_classifier(config):
         return _classifier(folder, config)
     modules = read_modules(folder)
-    token_ids = _classifier_tokens(config, tokenizer)
+    # vLLM's key: the words for no and for yes; their ids, yes first.
+    words = config.get("classifier_from_token") or ()
+    token_ids = tuple(tokenizer.convert_tokens_to_ids(word) for word in reversed(words))
+    if any(not isinstance(token, int) for token in token_ids) or len(token_ids) > 2:
+        raise BadInput(f"config.json: classifier_from_token: {words} are not two tokens")
     if "LogitScore" in modules:
         named = read_json(modules["LogitScore"] / "config.json")
         ids = (named.get("true_token_id"), named.get("false_token_id"))
@@ -201,15 +199,6 @@ def _classifier(folder: Path, config: dict[str, Any]) -> Scorer:
     return Scorer(PoolingParams("last"), head[0].numpy(), bias, sigmoid)
 
 
-def _classifier_tokens(config: dict[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """vLLM's `classifier_from_token`: the words for no and for yes; their ids, yes first."""
-    words = config.get("classifier_from_token") or ()
-    ids = [tokenizer.convert_tokens_to_ids(word) for word in reversed(words)]
-    if any(not isinstance(token, int) for token in ids) or len(ids) > 2:
-        raise BadInput(f"config.json: classifier_from_token: {words} are not two tokens")
-    return tuple(ids)
-
-
 def _wants_sigmoid(folder: Path, config: dict[str, Any]) -> bool:
     """sentence-transformers' activation; a sigmoid where the checkpoint names none, as in vLLM."""
     path = folder / "config_sentence_transformers.json"
@@ -227,6 +216,9 @@ _SHARES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "last": lambda states: states[-1],
 }
 
+_JOINED: dict[str, Callable[[float, float], float]] = {"mean": operator.add, "max": max}
+"""Two steps' shares of an element; other modes keep the later share."""
+
 
 def pooled_rows(
     layout: StepLayout, hidden: torch.Tensor, width: int | None, logits: Logits
@@ -239,27 +231,22 @@ def pooled_rows(
     names: list[str] = []
     shares: list[torch.Tensor] = []
     for row, begin in zip(layout.rows, layout.begins, strict=True):
-        if row.pooling is None or not _contributes_to_vector(row):
+        if row.pooling is None:
+            continue
+        mode = row.pooling.mode
+        if (mode == "cls" and row.start) or (mode == "last" and row.end != row.num_prompt_tokens):
             continue
         rows = hidden[begin : begin + row.num_tokens]
         if row.pooling.token_ids:
             share = logits(rows[-1:])[0, list(row.pooling.token_ids)]
         else:
-            share = _SHARES[row.pooling.mode](rows[:, :width])
+            share = _SHARES[mode](rows[:, :width])
         names.append(row.sequence_id)
         shares.append(share.float())
     if not shares:
         return {}
     values = torch.cat(shares).cpu().split([share.numel() for share in shares])
     return {name: share.tolist() for name, share in zip(names, values, strict=True)}
-
-
-def _contributes_to_vector(row: ScheduledRow) -> bool:
-    """Whether the tokens of a row count: the first for cls, the last for last."""
-    assert row.pooling is not None
-    if row.pooling.mode == "cls":
-        return row.start == 0
-    return row.pooling.mode != "last" or row.end == row.num_prompt_tokens
 
 
 @dataclass(slots=True)
@@ -269,10 +256,10 @@ class _Pooled:
 
 
 class PooledPrompts:
-    """The vectors of pooled prompts that are being computed, by sequence.
+    """Vectors of pooled prompts that are being computed, by sequence.
 
-    A prompt may take several steps, and starts again after a preemption: a row from position 0 drops what
-    there was.
+    A prompt may take several steps, and starts again after a preemption: a row from position 0 drops the
+    earlier shares.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -291,34 +278,24 @@ class PooledPrompts:
                 pooled = self._pooled[row.sequence_id] = _Pooled(request, [])
             share = result.pooled.get(row.sequence_id)
             if share is not None:
-                pooled.vector = _joined(row.pooling.mode, pooled.vector, share)
+                join = _JOINED.get(row.pooling.mode)
+                if pooled.vector and join is not None:
+                    share = [*map(join, pooled.vector, share)]
+                pooled.vector = share
 
     def outputs(self, plan: StepPlan) -> list[RequestOutput]:
         """The outputs of the prompts that a step completed."""
         if not self._pooled:
             return []
-        ended = [row for row in plan.rows if row.pooling is not None and _is_last(row)]
         return [
             _output(row, pooled)
-            for row in ended
+            for row in plan.rows
+            if row.pooling is not None and row.end == row.num_prompt_tokens
             if (pooled := self._pooled.pop(row.sequence_id, None)) is not None
         ]
 
     def forget(self, sequence_id: str) -> None:
-        """Drop an aborted prompt."""
         self._pooled.pop(sequence_id, None)
-
-
-def _is_last(row: ScheduledRow) -> bool:
-    return row.end == row.num_prompt_tokens
-
-
-def _joined(mode: str, before: list[float], share: list[float]) -> list[float]:
-    if not before:
-        return share
-    if mode == "mean":
-        return [a + b for a, b in zip(before, share, strict=True)]
-    return [*map(max, before, share)] if mode == "max" else share
 
 
 def _output(row: ScheduledRow, pooled: _Pooled) -> RequestOutput:
@@ -327,17 +304,7 @@ def _output(row: ScheduledRow, pooled: _Pooled) -> RequestOutput:
     if row.pooling is not None and row.pooling.mode == "mean":
         vector = [value / row.num_prompt_tokens for value in vector]
     return RequestOutput(
-        request_id=request.request_id,
-        index=0,
-        new_token_ids=(),
-        text="",
-        logprobs=None,
-        prompt_logprobs=None,
-        finish_reason=request.finish_reason,
-        stop_reason=None,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_output_tokens=0,
-        times=request.times,
+        *(request.request_id, 0, (), "", None, None, request.finish_reason, None),
+        *(request.num_prompt_tokens, request.num_cached_tokens, 0, request.times),
         pooled=tuple(vector),
     )

@@ -23,10 +23,9 @@ from .model_runner import ModelRunner
 
 
 class Span(NamedTuple):
-    """Tokens `begin` to `end` of the prompt of that index.
+    """Tokens `begin` to `end` of a prompt, given by its index.
 
-    Attributes:
-        is_kept: its blocks are, behind its last token: the next step begins with a prompt that shares them.
+    With `is_kept` its blocks stay after its last token: the next step begins with a prompt that shares them.
     """
 
     prompt: int
@@ -36,11 +35,8 @@ class Span(NamedTuple):
 
 
 class PromptPass:
-    """Prefill of prompts on one engine, in order; a context manager that frees the KV blocks.
-
-    Args:
-        lora: adapter of all prompts.
-    """
+    """Prefill of prompts on one engine, in order, with one adapter; a context manager that frees the KV
+    blocks."""
 
     def __init__(
         self,
@@ -52,6 +48,10 @@ class PromptPass:
     ) -> None:
         self._runner, self._pool, self._config, self._lora = runner, pool, config, lora
         self._states = StatePool() if states is None else states
+        self.vocab_size = runner.decoder.vocab_size
+        # Tokens of a step, of a prompt per step, and of a prompt.
+        self.max_tokens, self.chunk = config.max_num_batched_tokens, config.chunk
+        self.max_model_len = config.max_model_len
         self._tables: dict[int, tuple[list[int], range]] = {}
         self._slots: dict[int, int] = {}
         self._kept: int | None = None  # a prompt that has ended: the next one shares its blocks
@@ -62,25 +62,6 @@ class PromptPass:
     def __exit__(self, *_: object) -> None:
         for prompt in list(self._tables):
             self._free(prompt)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.decoder.vocab_size
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens per step."""
-        return self._config.max_num_batched_tokens
-
-    @property
-    def chunk(self) -> int:
-        """Tokens of one prompt per step."""
-        return self._config.chunk
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens per prompt."""
-        return self._config.max_model_len
 
     @property
     def max_prompts(self) -> int:
@@ -120,13 +101,20 @@ class PromptPass:
     def hidden(self, spans: Sequence[Span], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Run a step; returns the final normed hidden states of its tokens, [tokens, hidden].
 
-        The spans of a prompt come in order; whose first one begins later shares the blocks before it with the
-        prompt before. With its last token a prompt's blocks are freed.
+        The spans of a prompt come in order. A first span that begins later shares the blocks before it with
+        the prompt before. After its last token the blocks of a prompt are freed.
         """
         config, runs = self._config, []
         for prompt, begin, end, _ in spans:
             if prompt not in self._tables:
-                self._tables[prompt] = self._shared(prompt, begin), range(0)
+                table = []
+                if begin:  # blocks that the prompt before it has
+                    table = self._tables[prompt - 1][0][: config.num_blocks(begin)]
+                    self._pool.share(table)
+                    if self._kept is not None:
+                        self._free(self._kept)
+                        self._kept = None
+                self._tables[prompt] = table, range(0)
             table, _ = self._tables[prompt]
             table += self._pool.allocate(config.num_blocks(end) - len(table))
             if prompt not in self._slots:
@@ -148,19 +136,7 @@ class PromptPass:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [rows, vocab], of rows of `hidden`."""
         return self._runner.decoder.logits(hidden)
-
-    def _shared(self, prompt: int, num_tokens: int) -> list[int]:
-        """The blocks of the first tokens, which the prompt before it holds."""
-        if not num_tokens:
-            return []
-        table = self._tables[prompt - 1][0][: self._config.num_blocks(num_tokens)]
-        self._pool.share(table)
-        if self._kept is not None:
-            self._free(self._kept)
-            self._kept = None
-        return table
 
     def _free(self, prompt: int) -> None:
         table, evicted = self._tables.pop(prompt)
@@ -173,30 +149,28 @@ def plan_steps(
 ) -> Iterator[list[Span]]:
     """Steps over all prompts in order, with as many tokens in each as every one of `passes` takes.
 
-    A prompt begins where the KV blocks and state slots of all that have begun and of it are free in every
-    pass. The prompts fit one by one (`PromptPass.check_fits`).
+    A prompt begins once every pass has free KV blocks and state slots for it and for all that have begun.
+    Each prompt fits alone (`PromptPass.check_fits`).
 
     Args:
-        shared: first tokens of each prompt that the one before it has too, and whose hidden states nobody
-            needs: whole blocks of them are not computed again.
+        shared: first tokens of each prompt that the prompt before it has too, and whose hidden states are not
+            needed: whole blocks of them are not computed again.
     """
-    max_tokens = min(each.max_tokens for each in passes)
-    chunk = min(each.chunk for each in passes)
-    free = [each.num_free_blocks for each in passes]
-    max_prompts = min(each.max_prompts for each in passes)
-    unit = math.lcm(*(each.shared_block for each in passes))  # 0 where a pass shares none
+    max_tokens, chunk = min(p.max_tokens for p in passes), min(p.chunk for p in passes)
+    free, max_prompts = [p.num_free_blocks for p in passes], min(p.max_prompts for p in passes)
+    unit = math.lcm(*(p.shared_block for p in passes))  # 0 where a pass shares none
     step: list[Span] = []
-    held = [0] * len(passes)  # blocks of the prompts in this step
+    taken = [0] * len(passes)  # blocks of the prompts in this step
     left = max_tokens
     for prompt, length in enumerate(lengths):
-        whole = [each.num_blocks(length) for each in passes]
+        whole = [prompts.num_blocks(length) for prompts in passes]
         start = begin = shared[prompt] // unit * unit if unit and shared else 0
         # The first prompt of a step holds what it shares alone.
-        own = [n - each.num_blocks(start) for n, each in zip(whole, passes, strict=True)]
+        own = [n - prompts.num_blocks(start) for n, prompts in zip(whole, passes, strict=True)]
         while begin < length:
             needed = own if step else whole
             fits = begin > start or (
-                all(h + n <= f for h, n, f in zip(held, needed, free, strict=True))
+                all(h + n <= f for h, n, f in zip(taken, needed, free, strict=True))
                 and len(step) < max_prompts
             )
             if left == 0 or not fits:
@@ -205,10 +179,10 @@ def plan_steps(
                     step[-1] = step[-1]._replace(is_kept=True)
                 yield step
                 step, left = [], max_tokens
-                held = [0] * len(passes) if begin == start else whole
+                taken = [0] * len(passes) if begin == start else whole
                 continue
             if begin == start:
-                held = [h + n for h, n in zip(held, needed, strict=True)]
+                taken = [h + n for h, n in zip(taken, needed, strict=True)]
             end = min(length, begin + min(left, chunk))
             step.append(Span(prompt, begin, end))
             left -= end - begin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,24 +14,72 @@ from ..sampling.sampler import Sampler, WantedLogprobs
 from ..scheduling.outputs import TokenLogprobs
 from ..scheduling.step_plan import ScheduledRow
 from ..speculation.proposer import ACCEPT_STREAM, DraftTokens, Proposer
-from .step import SpeculativeRow, StepLayout, StepResult, StepTimer
+from .step import StepLayout, StepResult, StepTimer
+
+Compute = Callable[[StepLayout, StepTimer], tuple[torch.Tensor, torch.Tensor | None, StepResult]]
+"""The forward pass of a step: hidden states, logits of its `ends` if any row samples, and a result."""
 
 
-@dataclass(frozen=True, slots=True)
-class CoupledVerification:
-    """Samples every token as without speculation; a draft token is accepted if it is the sampled one."""
+class SpeculativeDecoding:
+    """Speculative steps: a proposer of draft tokens, and the rule by which they are accepted.
 
-    sampler: Sampler
-    eos_token_ids: frozenset[int]
+    The rule samples from the logits [ends, vocab] of a layout's `ends` into the result; accepted draft tokens
+    are recorded in the speculative rows.
+    """
 
-    def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
-        begins = _begins(layout)
+    def __init__(
+        self,
+        proposer: Proposer,
+        sampler: Sampler,
+        eos_token_ids: frozenset[int],
+        *,
+        by_rejection: bool,
+    ) -> None:
+        self.proposer, self._sampler, self._eos_token_ids = proposer, sampler, eos_token_ids
+        self._draw = self._draw_by_rejection if by_rejection else self._draw_coupled
+
+    @torch.inference_mode()
+    def run(
+        self, rows: Sequence[ScheduledRow], cache: KvCache, compute: Compute, timer: StepTimer
+    ) -> StepResult:
+        """Run a step: propose, compute, verify, compact KV slots, and update the proposer."""
+        proposer = self.proposer
+        with timer("draft"):
+            generating = [row for row in rows if row.pooling is None]
+            ids = self._eos_token_ids
+            drafts = {}
+            if generating:
+                drafts = proposer.propose(generating, lambda row, own: sampling_row(row, ids, own))
+        layout = StepLayout.of(rows, drafts)
+        hidden, logits, result = compute(layout, timer)
+        if logits is not None:
+            with timer("sample"):
+                self._draw(layout, logits, result)
+        with timer("draft"):
+            moved: list[tuple[int, int]] = []
+            for name, row in layout.speculative.items():
+                result.num_draft_tokens[name] = len(row.draft.token_ids)
+                result.draft_depths[name] = row.draft.tree.depth
+                moved += row.moved_slots(cache.block_size)
+            cache.copy_slots(moved)
+            if generating:
+                proposer.observe(layout.target_states(hidden, result))
+        return result
+
+    def _draw_coupled(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
+        """Sample every token as without speculation; a draft token is accepted if it is the sampled one."""
+        begins: dict[str, int] = {}  # offset of each row's samples in the layout's `ends`
+        begin = 0
+        for row in layout.sampled_rows:
+            begins[row.sequence_id] = begin
+            drafted = layout.speculative.get(row.sequence_id)
+            begin += row.num_samples + (0 if drafted is None else len(drafted.draft.token_ids))
         indices: list[int] = []
         sampling: list[SamplingRow] = []
         for row in layout.sampled_rows:
             begin = begins[row.sequence_id]
             indices += range(begin, begin + row.num_samples)
-            sampling += sampling_rows(row, self.eos_token_ids)
+            sampling += sampling_rows(row, self._eos_token_ids)
         tokens, logprobs = self._sample(logits, indices, sampling)
         begin = 0
         for row in layout.sampled_rows:
@@ -39,35 +87,38 @@ class CoupledVerification:
             result.tokens[row.sequence_id] = tokens[begin:end]
             result.logprobs[row.sequence_id] = logprobs[begin:end]
             begin = end
-        active = [row for row in layout.speculative.values() if row.accept(_last(row, result))]
-        while active:
-            indices = [begins[each.row.sequence_id] + 1 + each.accepted[-1] for each in active]
-            sampling = [sampling_row(each.row, self.eos_token_ids, each.path) for each in active]
+        active = [*layout.speculative.values()]
+        while active := [r for r in active if r.accept(result.tokens[r.row.sequence_id][-1])]:
+            indices = [begins[r.row.sequence_id] + 1 + r.accepted[-1] for r in active]
+            sampling = [sampling_row(r.row, self._eos_token_ids, r.path) for r in active]
             tokens, logprobs = self._sample(logits, indices, sampling)
             for verified, token, scored in zip(active, tokens, logprobs, strict=True):
                 result.tokens[verified.row.sequence_id].append(token)
                 result.logprobs[verified.row.sequence_id].append(scored)
-            active = [each for each in active if each.accept(_last(each, result))]
 
     def _sample(
         self, logits: torch.Tensor, indices: Sequence[int], sampling: Sequence[SamplingRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         if len(indices) == len(logits):
-            return self.sampler.draw(logits, sampling)
+            return self._sampler.draw(logits, sampling)
         (at,) = packed([indices], logits.device)
-        return self.sampler.draw(logits.index_select(0, at), sampling)
+        return self._sampler.draw(logits.index_select(0, at), sampling)
 
-
-@dataclass(frozen=True, slots=True)
-class RejectionVerification:
-    """Rejection sampling: see `accepted_tokens`."""
-
-    sampler: Sampler
-    eos_token_ids: frozenset[int]
-
-    def draw(self, layout: StepLayout, logits: torch.Tensor, result: StepResult) -> None:
-        sampling = [each for row in layout.sampled_rows for each in self._draws(row, layout)]
-        target = self.sampler.distributions(logits, sampling)
+    def _draw_by_rejection(
+        self, layout: StepLayout, logits: torch.Tensor, result: StepResult
+    ) -> None:
+        """Rejection sampling: see `accepted_tokens`."""
+        sampling: list[SamplingRow] = []
+        for row in layout.sampled_rows:
+            verified = layout.speculative.get(row.sequence_id)
+            if verified is None:
+                sampling += sampling_rows(row, self._eos_token_ids)
+                continue
+            # Each position of the draft, and the bonus token.
+            ids = verified.draft.token_ids
+            counts = range(len(ids) + 1)
+            sampling += [sampling_row(row, self._eos_token_ids, ids[:count]) for count in counts]
+        target = self._sampler.distributions(logits, sampling)
         chains: list[DraftChain] = []
         begins: list[int] = []
         begin = 0
@@ -81,7 +132,7 @@ class RejectionVerification:
                 chains.append(DraftChain(distributions, draft, first.seed, first.position))
                 begins.append(begin)
                 begin += length
-        accepted = accepted_tokens(chains, self.sampler)
+        accepted = accepted_tokens(chains, self._sampler)
         indices = [
             at + i for at, ids in zip(begins, accepted, strict=True) for i in range(len(ids))
         ]
@@ -96,84 +147,6 @@ class RejectionVerification:
         for verified in layout.speculative.values():
             num_accepted = len(result.tokens[verified.row.sequence_id]) - 1
             verified.accepted = list(range(num_accepted))
-
-    def _draws(self, row: ScheduledRow, layout: StepLayout) -> list[SamplingRow]:
-        """Sampling rows of the row's samples, or of each position of its draft and the bonus token."""
-        verified = layout.speculative.get(row.sequence_id)
-        if verified is None:
-            return sampling_rows(row, self.eos_token_ids)
-        ids = verified.draft.token_ids
-        return [sampling_row(row, self.eos_token_ids, ids[:count]) for count in range(len(ids) + 1)]
-
-
-Verification = CoupledVerification | RejectionVerification
-"""Acceptance rules: `draw` samples from the logits [ends, vocab] of a layout's `ends` into the result.
-
-Accepted draft tokens are recorded in the speculative rows.
-"""
-
-Compute = Callable[[StepLayout, StepTimer], tuple[torch.Tensor, torch.Tensor | None, StepResult]]
-"""The forward pass of a step: hidden states, logits of its `ends` if any row samples, and a result."""
-
-
-class SpeculativeDecoding:
-    """Speculative steps: a proposer of draft tokens, and the rule by which they are accepted."""
-
-    def __init__(
-        self,
-        proposer: Proposer,
-        sampler: Sampler,
-        eos_token_ids: frozenset[int],
-        *,
-        by_rejection: bool,
-    ) -> None:
-        self.proposer, self._eos_token_ids = proposer, eos_token_ids
-        rule = RejectionVerification if by_rejection else CoupledVerification
-        self._verification: Verification = rule(sampler, eos_token_ids)
-
-    @torch.inference_mode()
-    def run(
-        self, rows: Sequence[ScheduledRow], cache: KvCache, compute: Compute, timer: StepTimer
-    ) -> StepResult:
-        """Run a step: propose, compute, verify, compact KV slots, and update the proposer."""
-        proposer = self.proposer
-        with timer("draft"):
-            generating = [row for row in rows if row.pooling is None]
-            drafts = proposer.propose(generating, self._sampling_row) if generating else {}
-        layout = StepLayout.of(rows, drafts)
-        hidden, logits, result = compute(layout, timer)
-        if logits is not None:
-            with timer("sample"):
-                self._verification.draw(layout, logits, result)
-        with timer("draft"):
-            moved: list[tuple[int, int]] = []
-            for name, row in layout.speculative.items():
-                result.num_draft_tokens[name] = len(row.draft.token_ids)
-                result.draft_depths[name] = row.draft.tree.depth
-                moved += row.moved_slots(cache.block_size)
-            cache.copy_slots(moved)
-            if generating:
-                proposer.observe(layout.target_states(hidden, result))
-        return result
-
-    def _sampling_row(self, row: ScheduledRow, draft_ids: Sequence[int]) -> SamplingRow:
-        return sampling_row(row, self._eos_token_ids, draft_ids)
-
-
-def _begins(layout: StepLayout) -> Mapping[str, int]:
-    """Offset of each row's samples in the layout's `ends`."""
-    begins: dict[str, int] = {}
-    begin = 0
-    for row in layout.sampled_rows:
-        begins[row.sequence_id] = begin
-        verified = layout.speculative.get(row.sequence_id)
-        begin += row.num_samples + (0 if verified is None else len(verified.draft.token_ids))
-    return begins
-
-
-def _last(verified: SpeculativeRow, result: StepResult) -> int:
-    """The token of a row that was sampled last."""
-    return result.tokens[verified.row.sequence_id][-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +174,9 @@ def accepted_tokens(chains: Sequence[DraftChain], sampler: Sampler) -> list[list
 
     A draft token x is accepted with probability min(1, p(x) / q(x)). The first rejected one is replaced by
     the recovered token, sampled from max(0, p - q), normalized; if all are accepted, the bonus token is
-    sampled from p. So every token is distributed by p (Leviathan et al.,
-    "Fast Inference from Transformers via Speculative Decoding", 2023;
-    Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling", 2023).
+    sampled from p. So every token is distributed by p (Leviathan et al., "Fast Inference from Transformers
+    via Speculative Decoding", 2023; Chen et al., "Accelerating Large Language Model Decoding with Speculative
+    Sampling", 2023).
 
     The host synchronises with the device twice, whatever the number of chains.
     """
@@ -229,24 +202,18 @@ def accepted_tokens(chains: Sequence[DraftChain], sampler: Sampler) -> list[list
 
 
 def _num_accepted(chains: Sequence[DraftChain], sampler: Sampler) -> list[int]:
-    """Number of accepted draft tokens of each chain."""
     drafted = [chain for chain in chains if chain.token_ids]
     if not drafted:
         return [0] * len(chains)
     device = drafted[0].target.device
     chains_tokens = packed([chain.token_ids for chain in drafted], device)
-    p = torch.cat(
-        [
-            _of_tokens(chain.target[:-1], ids)
-            for chain, ids in zip(drafted, chains_tokens, strict=True)
-        ]
-    )
-    draft_probabilities = torch.cat(
-        [
-            _draft_probabilities(chain, ids)
-            for chain, ids in zip(drafted, chains_tokens, strict=True)
-        ]
-    )
+    targets, drafts = [], []
+    for chain, ids in zip(drafted, chains_tokens, strict=True):
+        assert chain.draft is not None
+        targets.append(_of_tokens(chain.target[:-1], ids))
+        q = chain.draft.probabilities
+        drafts.append(torch.ones(len(ids), device=device) if q is None else _of_tokens(q, ids))
+    p, draft_probabilities = torch.cat(targets), torch.cat(drafts)
     keys = [(c.seed, c.position + i) for c in drafted for i in range(len(c.token_ids))]
     is_accepted = sampler.uniform(keys, ACCEPT_STREAM, device) * draft_probabilities < p
     accepted = iter(HostCopy(is_accepted).wait().tolist())
@@ -259,11 +226,3 @@ def _num_accepted(chains: Sequence[DraftChain], sampler: Sampler) -> list[int]:
 
 def _of_tokens(probabilities: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     return probabilities.gather(1, token_ids[:, None]).squeeze(1)
-
-
-def _draft_probabilities(chain: DraftChain, token_ids: torch.Tensor) -> torch.Tensor:
-    """q of each draft token, float32 [draft tokens]."""
-    assert chain.draft is not None
-    if chain.draft.probabilities is None:
-        return torch.ones(len(chain.token_ids), device=chain.target.device)
-    return _of_tokens(chain.draft.probabilities, token_ids)

@@ -1,8 +1,8 @@
 """Steps before the first request: a profile run that sizes the KV cache, a warm-up that compiles kernels.
 
-A Triton kernel is compiled anew for each combination of its compile-time constants and argument types.
-Which of them a step meets follows from how many tokens, sequences and sampled rows it has, up to powers of
-two, and from the sampling parameters; the warm-up's steps meet each once.
+A Triton kernel is compiled anew for each combination of its compile-time constants and argument types. Which
+of them a step meets follows from how many tokens, sequences and sampled rows it has, up to powers of two, and
+from the sampling parameters; the warm-up's steps meet each once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from ..scheduling.scheduler_config import SchedulerConfig
 from ..scheduling.step_plan import ScheduledRow, StepPlan
 from .model_runner import ModelRunner
 
+_log = logging.getLogger(__name__)
+
 PROFILE_BLOCKS = 2
-"""KV blocks of the profile run: the null block, and one that every sequence writes."""
+"""KV blocks of the profile run: the null block, and `WRITTEN_BLOCK`."""
 
 
 class DeviceMemory(Protocol):
@@ -45,7 +47,7 @@ class DeviceMemory(Protocol):
 
 
 class CudaMemory:
-    """The memory of a CUDA device, as the driver and torch's allocator count it."""
+    """Memory of a CUDA device, as the driver and torch's allocator count it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,7 +56,7 @@ class CudaMemory:
         return torch.cuda.mem_get_info(self._device)
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """Reserved memory, what the allocator caches included: it is not free for the KV cache either."""
+        """Reserved memory, including the allocator's cache: it is not free for the KV cache either."""
         self._give_back()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)
@@ -71,9 +73,9 @@ class CudaMemory:
 
 
 class MpsMemory:
-    """The memory of an Apple GPU: the share of the machine's that Metal recommends.
+    """Memory of an Apple GPU: the share of the machine's that Metal recommends.
 
-    torch counts no peak there. Its allocator keeps what it has freed, so the driver's bytes do not fall.
+    torch counts no peak there. Its allocator keeps freed memory, so the driver's bytes do not fall.
     """
 
     def free_and_total(self) -> tuple[int, int]:
@@ -92,7 +94,7 @@ class MpsMemory:
 
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
-    """The memory of a GPU; None for a CPU, whose memory other processes share."""
+    """Memory of a GPU; None for a CPU, whose memory other processes share."""
     if device.type == "mps":
         return MpsMemory()
     return CudaMemory(device) if device.type == "cuda" else None
@@ -124,11 +126,11 @@ def profile_kv_cache_budget(
 
 
 def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Run the largest steps: of `max_num_batched_tokens` and `max_num_seqs`, with a sampled token each
-    and logprobs of all prompt tokens; and of as many sequences at the end of their context, with their draft
-    tokens, whose keys are split over programs.
+    """Run the largest steps, which size the KV cache.
 
-    All sequences write the same block of a cache of `PROFILE_BLOCKS`: the values are meaningless.
+    The first has `max_num_batched_tokens` and `max_num_seqs`, a sampled token per sequence, and logprobs of
+    all prompt tokens. The second has as many sequences at the end of their context, with their draft tokens;
+    their keys are split over programs. All sequences write the same block: the values are meaningless.
     """
     share, rest = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
     longest = min(limits.chunk, limits.max_model_len)
@@ -136,35 +138,22 @@ def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
     runner.execute(_largest_step(limits, [range(length) for length in lengths], scored=True))
     most = 1 if limits.drafting is None else 1 + limits.drafting.longest * limits.drafting.width
     drafted = min(most, longest, max(1, share))
-    # Behind a window the context may be endless: what a sequence holds of it at once.
-    held = limits.max_blocks(limits.max_model_len) * limits.block_size
-    end = min(limits.max_model_len, held)
+    # With a window the context may be endless: a sequence holds a part of it at once.
+    most_held = limits.max_blocks(limits.max_model_len) * limits.block_size
+    end = min(limits.max_model_len, most_held)
     runner.execute(_largest_step(limits, [range(end - drafted, end)] * limits.max_num_seqs))
 
 
 def _largest_step(
     limits: SchedulerConfig, spans: Sequence[range], *, scored: bool = False
 ) -> StepPlan:
-    """A step that computes these tokens of a sequence each."""
+    """Step that computes these tokens of a sequence each."""
     params = SamplingParams(
         temperature=1.0, top_k=50, top_p=0.9, prompt_logprobs=1 if scored else None
     )
     tokens = [0] * max(span.stop for span in spans)
-    rows = tuple(
-        ScheduledRow(
-            sequence_id=f"largest-step/{index}",
-            start=span.start,
-            end=span.stop,
-            tokens=TokenView(tokens, span.stop),
-            block_ids=(PROFILE_BLOCKS - 1,) * limits.num_blocks(span.stop),
-            num_samples=1,
-            num_prompt_tokens=span.stop,
-            params=params,
-            seed=index,
-        )
-        for index, span in enumerate(spans)
-    )
-    return StepPlan(rows)
+    named = ((f"largest-step/{index}", span) for index, span in enumerate(spans))
+    return StepPlan(tuple(_scheduled(limits, name, span, tokens, params) for name, span in named))
 
 
 @contextmanager
@@ -186,17 +175,14 @@ def explaining_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
         ) from error
 
 
-_log = logging.getLogger(__name__)
 WRITTEN_BLOCK = NULL_BLOCK + 1
-"""The block that all warm-up steps write: null blocks in a table are those that were evicted."""
+"""The block that all these steps write: null blocks in a table are those that were evicted."""
 QUIET_SECONDS = 3.0
-"""A warm-up that takes longer says how far it is, at most this often."""
+"""A longer warm-up logs its progress, at most this often."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AllTokens:
-    """A token mask that allows all tokens."""
-
     vocab_size: int
 
     def allowed(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
@@ -208,12 +194,12 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig) -> int:
     plans = [
         *warm_up_plans(limits, runner.decoder.vocab_size, min(runner.eos_token_ids, default=0))
     ]
-    said = begun = time.monotonic()
+    logged = begun = time.monotonic()
     for done, plan in enumerate(plans):
         runner.execute(plan)
-        if (now := time.monotonic()) - said > QUIET_SECONDS:
+        if (now := time.monotonic()) - logged > QUIET_SECONDS:
             _log.info("warm-up: %d of %d steps in %.0f s", done + 1, len(plans), now - begun)
-            said = now
+            logged = now
     for cache in runner.caches:
         cache.warm_up()
         cache.zero_null_block()
@@ -223,13 +209,17 @@ def warm_up(runner: ModelRunner, limits: SchedulerConfig) -> int:
 def warm_up_plans(limits: SchedulerConfig, vocab_size: int, stop_id: int) -> Iterator[StepPlan]:
     """Prompts and batches of every power of two of tokens, a mixed step, and each kind of sampling."""
     plain, drawn = SamplingParams(), SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01)
-    for size in _powers_of_two(limits.max_num_seqs):
+    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    for size in (*(1 << i for i in range((seqs - 1).bit_length())), seqs):
         yield StepPlan(tuple(_row(limits, f"{i}", 1, drawn) for i in range(size)))
-    for size in _powers_of_two(limits.max_num_batched_tokens):
-        yield StepPlan(tuple(_prompts(limits, size, plain)))
-    # Below and above what counts as a short span, beside a decode; greedy and sampled rows.
+    longest = min(limits.chunk, limits.max_model_len)
+    for size in (*(1 << i for i in range((tokens - 1).bit_length())), tokens):
+        # As few prompts as the limits allow; surplus tokens are left out.
+        lengths = [min(size - begin, longest) for begin in range(0, size, longest)][:seqs]
+        yield StepPlan(tuple(_row(limits, f"{i}", n, plain) for i, n in enumerate(lengths)))
+    # Shorter and longer than a short span, with a decode.
     mixed = [_row(limits, f"{i}", count, plain) for i, count in enumerate((1, 5, 20))]
-    if limits.max_num_seqs >= 3 and limits.max_num_batched_tokens >= 26:
+    if seqs >= 3 and tokens >= 26:
         yield StepPlan(tuple(mixed))
     token_mask = _AllTokens(vocab_size)
     kinds = (
@@ -247,22 +237,6 @@ def warm_up_plans(limits: SchedulerConfig, vocab_size: int, stop_id: int) -> Ite
             yield StepPlan((_row(limits, "0", 2, params, num_draft_tokens=2),))
 
 
-def _powers_of_two(most: int) -> list[int]:
-    """Those below `most`, and `most`."""
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
-
-
-def _prompts(
-    limits: SchedulerConfig, tokens: int, params: SamplingParams
-) -> Iterator[ScheduledRow]:
-    """Prompts of so many tokens, as few as the limits allow; what does not fit in them is left out."""
-    longest = min(limits.chunk, limits.max_model_len)
-    for index in range(limits.max_num_seqs):
-        if (count := min(tokens, longest)) > 0:
-            yield _row(limits, f"{index}", count, params)
-        tokens -= count
-
-
 def _row(
     limits: SchedulerConfig,
     name: str,
@@ -270,15 +244,27 @@ def _row(
     params: SamplingParams,
     num_draft_tokens: int = 0,
 ) -> ScheduledRow:
-    count = min(count, limits.max_model_len)
+    span = range(min(count, limits.max_model_len))
+    return _scheduled(limits, f"warm-up/{name}", span, [0] * len(span), params, num_draft_tokens)
+
+
+def _scheduled(
+    limits: SchedulerConfig,
+    sequence_id: str,
+    span: range,
+    tokens: list[int],
+    params: SamplingParams,
+    num_draft_tokens: int = 0,
+) -> ScheduledRow:
+    """Row of the tokens `span` of a prompt; every row writes the same block."""
     return ScheduledRow(
-        sequence_id=f"warm-up/{name}",
-        start=0,
-        end=count,
-        tokens=TokenView([0] * count),
-        block_ids=(WRITTEN_BLOCK,) * limits.num_blocks(count + num_draft_tokens),
+        sequence_id=sequence_id,
+        start=span.start,
+        end=span.stop,
+        tokens=TokenView(tokens, span.stop),
+        block_ids=(WRITTEN_BLOCK,) * limits.num_blocks(span.stop + num_draft_tokens),
         num_samples=1,
-        num_prompt_tokens=count,
+        num_prompt_tokens=span.stop,
         params=params,
         seed=0,
         num_draft_tokens=num_draft_tokens,

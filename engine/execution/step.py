@@ -73,8 +73,6 @@ class PhaseTimer:
 
 
 class _Untimed:
-    """No measurement, at no cost."""
-
     seconds: Mapping[Phase, float] = MappingProxyType({})
 
     def __call__(self, phase: Phase) -> _Untimed:
@@ -93,12 +91,8 @@ UNTIMED: StepTimer = _Untimed()
 
 @dataclass(slots=True)
 class SpeculativeRow:
-    """A row followed by its draft tokens.
-
-    Attributes:
-        first: index of the first draft token in the step.
-        accepted: indices of the accepted draft tokens, from the root of the tree.
-    """
+    """Row, its draft tokens from index `first` of the step on, and the accepted ones, from the root of the
+    tree."""
 
     row: ScheduledRow
     draft: DraftTokens
@@ -106,25 +100,12 @@ class SpeculativeRow:
     accepted: list[int] = field(default_factory=list)
 
     @property
-    def run(self) -> Run:
-        row, draft = self.row, self.draft
-        return Run(
-            row.start,
-            [*row.token_ids, *draft.token_ids],
-            row.block_ids,
-            draft.tree,
-            rope_positions=row.rope_positions,
-            images=row.images,
-            bidirectional_images=row.bidirectional_images,
-        )
-
-    @property
     def path(self) -> list[int]:
-        """The accepted token ids."""
+        """Accepted token ids."""
         return [self.draft.token_ids[index] for index in self.accepted]
 
     def accept(self, token_id: int) -> bool:
-        """Accept the child in the tree that is the sampled `token_id`; False if there is none."""
+        """Accept the child in the tree with the sampled `token_id`; False if there is none."""
         parent = self.accepted[-1] if self.accepted else -1
         child_index = self.draft.tree.child(parent, token_id, self.draft.token_ids)
         if child_index is not None:
@@ -139,7 +120,7 @@ class SpeculativeRow:
         return [(source, target) for source, target in slots if source != target]
 
     def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows of `hidden` [tokens, hidden] of its tokens and the accepted draft tokens."""
+        """Rows of `hidden` [tokens, hidden] of the row's tokens and the accepted draft tokens."""
         begin = self.first - self.row.num_tokens
         if self.accepted == list(range(len(self.accepted))):
             return hidden[begin : self.first + len(self.accepted)]
@@ -153,9 +134,9 @@ class StepLayout:
     """Offsets of the rows in the flattened tokens of a step.
 
     Attributes:
-        begins: of each row's first token.
-        runs: the tokens of each row, with its draft tokens.
-        speculative: the rows that have draft tokens, by sequence.
+        begins: index of each row's first token.
+        runs: tokens of each row, with its draft tokens.
+        speculative: rows with draft tokens, by sequence.
     """
 
     rows: Sequence[ScheduledRow]
@@ -165,7 +146,7 @@ class StepLayout:
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRow], drafts: Mapping[str, DraftTokens]) -> StepLayout:
-        """The layout of `rows`, those of `drafts` followed by their draft tokens."""
+        """Layout of `rows`, the ones in `drafts` followed by their draft tokens."""
         begins: list[int] = []
         runs: list[Run] = []
         speculative: dict[str, SpeculativeRow] = {}
@@ -183,8 +164,9 @@ class StepLayout:
             )
             draft = drafts.get(row.sequence_id)
             if draft is not None:
+                run = run._replace(token_ids=[*row.token_ids, *draft.token_ids], tree=draft.tree)
                 verified = SpeculativeRow(row, draft, begin + row.num_tokens)
-                speculative[row.sequence_id], run = verified, verified.run
+                speculative[row.sequence_id] = verified
             begins.append(begin)
             runs.append(run)
             begin += len(run.token_ids)
@@ -197,7 +179,6 @@ class StepLayout:
 
     @property
     def sampled_rows(self) -> list[ScheduledRow]:
-        """The rows that sample."""
         return [row for row in self.rows if row.num_samples]
 
     @property
@@ -222,8 +203,7 @@ class StepLayout:
         return ends
 
     def target_states(self, hidden: torch.Tensor, result: StepResult) -> list[TargetStates]:
-        """Target hidden states and next token ids of the rows that generate, of `hidden` [tokens, hidden] and
-        `result`."""
+        """Target hidden states, from `hidden` [tokens, hidden], and next token ids of generating rows."""
         states: list[TargetStates] = []
         for row, begin in zip(self.rows, self.begins, strict=True):
             if row.pooling is not None:
@@ -243,13 +223,13 @@ class StepResult:
     """Sampled tokens of a step, by sequence.
 
     Attributes:
-        tokens: `num_samples` of the row, or the accepted draft tokens and the bonus token.
-        logprobs: one entry per token; None where the request asks for no logprobs.
+        tokens: `num_samples` tokens of the row, or its accepted draft tokens and the bonus token.
+        logprobs: an entry per token; None where the request needs no logprobs.
         prompt_logprobs: (position, logprobs) of prompt tokens that this step scored.
         pooled: shares of the vectors of pooled prompts.
-        num_draft_tokens: verified draft tokens.
-        draft_depths: their speculative positions.
-        replayed: whether the forward pass replayed a captured graph.
+        num_draft_tokens: number of draft tokens verified.
+        draft_depths: depths of the draft trees.
+        replayed: True if the forward pass replayed a captured graph.
     """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -263,36 +243,33 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens on the device, which the next step reads before the host knows them.
+    """Sampled tokens on the device, int64 [tokens], which the next step reads before the host knows them.
 
-    Attributes:
-        token_ids: int64 [tokens].
-        indices: index of the first one of each sequence.
+    `indices` has the index of each sequence's first token.
     """
 
     token_ids: torch.Tensor
     indices: Mapping[str, int]
 
     def of(self, batch: DecodeBatch) -> torch.Tensor:
-        """Those of each row of a decode batch, int64 [rows]."""
+        """Sampled token of each decode row, int64 [rows]."""
         if self.indices is batch.places:
             return self.token_ids
         sources = [self.indices[name] for name in batch.names]
         return self.token_ids.index_select(0, packed([sources], self.token_ids.device)[0])
 
     def fill_placeholders(self, token_ids: torch.Tensor, placeholders: Mapping[str, int]) -> None:
-        """Write them to `token_ids` [tokens] at the index of each sequence's output placeholder."""
+        """Write the tokens to `token_ids` [tokens] at the index of each sequence's output placeholder."""
         sources = [self.indices[name] for name in placeholders]
         to, source = packed([list(placeholders.values()), sources], token_ids.device)
         token_ids.index_copy_(0, to, self.token_ids.index_select(0, source))
 
 
 class LaunchedStep(NamedTuple):
-    """A step whose kernels are launched.
+    """Step whose kernels are launched.
 
-    Attributes:
-        wait: waits until the tokens are on the host; returns the result.
-        sampled: the sampled tokens on the device; None: there are none, or the host knows them.
+    `wait` returns the result once the tokens are on the host. `sampled` are the tokens on the device; None if
+    there are none, or if the host knows them.
     """
 
     wait: Callable[[], StepResult]

@@ -18,7 +18,7 @@ from .step import UNTIMED, Phase, SampledTokens, StepResult, StepTimer
 
 
 class ComputedStep(NamedTuple):
-    """The result of a step, and when the runner started and ended it, on the clock of `time.perf_counter`."""
+    """Result of a step, and when the runner started and ended it, on the clock of `time.perf_counter`."""
 
     result: StepResult
     started: float
@@ -26,14 +26,13 @@ class ComputedStep(NamedTuple):
 
 
 class InFlightStep(NamedTuple):
-    """A step that is scheduled, and whose outputs are not processed yet.
+    """Scheduled step whose outputs are not processed yet.
 
     Attributes:
-        plan: of the scheduler.
-        start, scheduled: when its scheduling began and ended, on the clock of `time.perf_counter`.
+        start, scheduled: begin and end of its scheduling, on the clock of `time.perf_counter`.
         kv_blocks_used: KV blocks in use while it runs.
-        timer: of its phases.
-        wait: computes it, or waits for its result. To be called once in a serial loop.
+        timer: timer of its phases.
+        wait: function that computes it, or waits for its result; a serial loop calls it once.
     """
 
     plan: StepPlan
@@ -62,9 +61,9 @@ class SerialLoop:
 class ThreadedLoop:
     """Async scheduling on the CPU: a thread computes the steps.
 
-    While it does, the next step is scheduled and the tokens of the previous one are detokenized. The thread
-    puts the tokens of one step in place of the next plan's placeholders; it reads plans and writes results,
-    and has no access to the rest of the engine.
+    Meanwhile the next step is scheduled and the tokens of the previous one are detokenized. The thread puts
+    the tokens of one step in place of the next plan's placeholders; it reads plans and writes results, and
+    accesses nothing else of the engine.
     """
 
     is_overlapped = True
@@ -86,8 +85,8 @@ class ThreadedLoop:
 class DeviceAsyncLoop:
     """Async scheduling on a GPU: the kernels of a step are launched at once, in stream order.
 
-    The tokens that it needs of its predecessor stay on the device, so that the device computes while the host
-    waits for tokens, detokenizes, and schedules. A step that needs such a token on the host waits.
+    Tokens of the step before stay on the device, so that the device computes while the host waits for tokens,
+    detokenizes, and schedules. A step that needs such a token on the host waits.
     """
 
     is_overlapped = True
@@ -120,7 +119,7 @@ def open_loop(runner: ModelRunner, device: torch.device, *, overlapped: bool) ->
 
 
 class _OnDevice:
-    """A step that is launched on creation. An error is raised by `wait`."""
+    """Step that is launched on creation; `wait` raises its error."""
 
     def __init__(
         self, runner: ModelRunner, plan: StepPlan, timer: StepTimer, before: _OnDevice | None
@@ -144,7 +143,6 @@ class _OnDevice:
 
     @property
     def sampled(self) -> SampledTokens | None:
-        """The step's tokens on the device."""
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._sampled
@@ -156,17 +154,14 @@ class _OnDevice:
             except Exception as error:
                 self._outcome = error
             else:
-                self._outcome = ComputedStep(result, self._start(), time.perf_counter())
+                started, before = self._started, self._previous
+                if before is not None and isinstance(before._outcome, ComputedStep):
+                    started = max(started, before._outcome.ended)  # when the device could start it
+                self._outcome = ComputedStep(result, started, time.perf_counter())
             self._previous = None
         if isinstance(self._outcome, Exception):
             raise self._outcome
         return self._outcome
-
-    def _start(self) -> float:
-        """When the device could start it."""
-        if self._previous is None or not isinstance(self._previous._outcome, ComputedStep):
-            return self._started
-        return max(self._started, self._previous._outcome.ended)
 
 
 def _compute(
@@ -175,7 +170,7 @@ def _compute(
     timer: StepTimer,
     before: Future[ComputedStep] | None = None,
 ) -> ComputedStep:
-    """Run a step whose placeholders are for the tokens of the one `before`, which has ended by now."""
+    """Run a step whose placeholders are for the tokens of the step `before`, which has ended by now."""
     started = time.perf_counter()
     if before is not None:
         plan = plan.resolved(before.result().result.tokens)
@@ -184,23 +179,20 @@ def _compute(
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One step. `start` is on the clock of `time.perf_counter`.
+    """Trace of a step. `start` is on the clock of `time.perf_counter`.
 
-    In a serial loop its parts follow each other; with async scheduling they overlap those of the steps before
-    and after it.
+    In a serial loop its parts follow each other; with async scheduling they overlap with the steps around it.
 
     Attributes:
-        schedule_seconds: planning it, and allocating its blocks.
-        execute_seconds: the model and the sampler.
-        update_seconds: appending the tokens to their requests, and detokenizing.
-        step_seconds: from the start of its scheduling until its outputs are complete.
+        schedule_seconds: time to plan it, and to allocate its blocks.
+        execute_seconds: time of the model and the sampler.
+        update_seconds: time to append the tokens to their requests, and to detokenize.
+        step_seconds: time from the start of its scheduling until its outputs are complete.
         prefill_tokens: positions computed of prompts, and recomputed after a preemption.
         decode_tokens: positions computed to sample the next output token, draft tokens included.
-        num_rows: sequences in the step.
-        num_preemptions: sequences preempted for it.
         kv_blocks_used: KV blocks in use during the step.
         kv_slots_unfilled: slots in the blocks of the step's sequences without a token after it.
-        replayed: whether the forward pass replayed a captured graph; otherwise it was eager.
+        replayed: True if the forward pass replayed a captured graph, False if it was eager.
         phases: seconds of each phase; empty without `phases` in the recorder.
     """
 
@@ -220,7 +212,6 @@ class StepTrace:
 
     @property
     def decode_only(self) -> bool:
-        """Whether it has no prefill tokens."""
         return not self.prefill_tokens
 
 

@@ -1,8 +1,8 @@
-"""Graph capture and replay of steps of few tokens: verification, drafting, chunks beside decodes.
+"""Graph capture and replay of steps of few tokens: verification, drafting, chunks with decodes.
 
-One graph serves every step of up to so many tokens, whatever sequences they are of: short prompts and
-chunks beside decodes, draft tokens to verify, what a draft model has to catch up with. Longer steps are
-eager: there the launches take less time than the work.
+One graph serves every step of up to so many tokens, of any sequences: short prompts and chunks with decodes,
+draft tokens to verify, tokens that a draft model has to catch up with. Longer steps are eager: there the
+launches take less time than the work.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ..model.layers.attention import LayerCache, StepInputs
 from ..scheduling.block_pool import NULL_BLOCK
 from ..speculation.eagle import EagleHead
 from ..speculation.proposer import CachedProposer, DraftForward
-from .decode_graphs import StepGraphs
+from .decode_graphs import StepGraphs, StepKind
 from .graph_setting import Forward, Graph, GraphName, GraphSetting, succeeds
 
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256)
@@ -29,7 +29,7 @@ TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256)
 
 
 def is_plain(run: Run) -> bool:
-    """Whether a run is text at its plain positions, without a tree, of a sequence with all its blocks."""
+    """True if a run is text at its plain positions, without a tree, of a sequence with all its blocks."""
     return (
         (run.tree is None or run.tree.is_chain)
         and not run.num_evicted
@@ -40,26 +40,14 @@ def is_plain(run: Run) -> bool:
     )
 
 
-class TokensKind(NamedTuple):
-    """Key of a captured step of several tokens; `adapters`: whether sequences may have some."""
-
-    size: int
-    aux_hidden_state_layers: tuple[int, ...] = ()
-    adapters: bool = False
-
-
 class TokenGraphs:
-    """Forward passes of steps of up to `sizes[-1] - 1` tokens.
-
-    Args:
-        sizes: tokens to capture, ascending; none: no step is captured.
-    """
+    """Forward passes of steps of up to `sizes[-1] - 1` tokens; with no sizes, none is captured."""
 
     def __init__(self, setting: GraphSetting, sizes: Sequence[int]) -> None:
         self._setting = setting
         self._sizes = tuple(sizes) if setting.model.captures_any_step else ()
         self._block_size, max_blocks = setting.block_size, setting.max_blocks
-        self._graphs: dict[TokensKind, Graph] = {}
+        self._graphs: dict[StepKind, Graph] = {}
         self._buffers: dict[int, Any] = {}
         if self._sizes:
             from ..kernels.attention.triton_metadata import StaticBuffer
@@ -73,12 +61,12 @@ class TokenGraphs:
 
     @torch.inference_mode()
     def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
-        """Capture the sizes now, the largest first, whose memory the others reuse."""
+        """Capture the sizes now, the largest first, so that the others reuse its memory."""
 
         def capture() -> None:
             for size in reversed(self._sizes):
                 for adapters in self._setting.with_and_without_adapters:
-                    self.capture_padding(TokensKind(size, aux_hidden_state_layers, adapters))
+                    self.capture_padding(StepKind(size, 0, aux_hidden_state_layers, adapters))
 
         if not succeeds(capture, "steps of several tokens"):
             self.give_up()
@@ -96,32 +84,27 @@ class TokenGraphs:
         fill_placeholders: Callable[[torch.Tensor], None] | None = None,
         adapter_slots: Sequence[int] = (),
     ) -> Forward | None:
-        """Fill the static inputs with a step's values; None: the step is not one that is captured.
+        """Fill the static inputs with a step's values; None if the step is not one that is captured.
 
-        `fill_placeholders` writes token ids that only the device knows. `adapter_slots` are of each run, none
-        where no run has an adapter. What else `StepInputs` tells is the caller's to know.
+        `fill_placeholders` writes token ids that only the device knows. `adapter_slots` has a slot for each
+        run, or is empty. The caller checks the rest of `StepInputs`.
         """
         rows = sum(len(run.token_ids) for run in runs)
         place = bisect_left(self._sizes, rows + 1)
         if place == len(self._sizes) or not all(map(is_plain, runs)):
             return None
-        size = self._sizes[place]
-        buffer = self._buffers[size]
+        kind = StepKind(self._sizes[place], 0, aux_hidden_state_layers, bool(adapter_slots))
+        # Before the inputs are filled: a capture runs on a step of padding.
+        if kind not in self._graphs and not succeeds(
+            lambda: self.capture_padding(kind), "steps of several tokens"
+        ):
+            self.give_up()
+            return None
+        buffer = self._buffers[kind.size]
         buffer.fill(*self._values(runs, adapter_slots))
         if fill_placeholders is not None:
             fill_placeholders(buffer.column(0)[:rows])
-        kind = TokensKind(size, aux_hidden_state_layers, bool(adapter_slots))
-        graph = self._graphs.get(kind)
-        if graph is None:
-            if not succeeds(lambda: self.capture_padding(kind), "steps of several tokens"):
-                self.give_up()
-                return None
-            graph = self._graphs[kind]
-            # Its capture ran on a step of padding.
-            buffer.fill(*self._values(runs, adapter_slots))
-            if fill_placeholders is not None:
-                fill_placeholders(buffer.column(0)[:rows])
-        replay = graph.replay
+        replay = self._graphs[kind].replay
         return Forward(lambda: replay()[:rows])
 
     def _values(
@@ -141,28 +124,26 @@ class TokenGraphs:
             positions += range(run.start, end)
             blocks = run.block_ids
             slots += [blocks[p // size] * size + p % size for p in range(run.start, end)]
-            held = blocks[: -(-end // size)]
-            segments.append(Segment(begin, len(run.token_ids), end, held))
+            used = blocks[: -(-end // size)]
+            segments.append(Segment(begin, len(run.token_ids), end, used))
         counted = zip(adapter_slots, runs, strict=True) if adapter_slots else ()
         adapters = [slot for slot, run in counted for _ in run.token_ids]
         return [token_ids, positions, slots, adapters], segments
 
-    def captured(self, kind: TokensKind) -> Graph:
-        """The graph of a kind, which was captured."""
+    def captured(self, kind: StepKind) -> Graph:
         return self._graphs[kind]
 
-    def static(self, kind: TokensKind) -> Any:
-        """The static inputs of the graphs of a kind."""
+    def static(self, kind: StepKind) -> Any:
         return self._buffers[kind.size]
 
-    def capture_padding(self, kind: TokensKind) -> None:
+    def capture_padding(self, kind: StepKind) -> None:
         """Capture a step of padding."""
         buffer = self._buffers[kind.size]
         buffer.fill([[]] * buffer.columns, ())
         inputs = partial(self._inputs, kind, buffer)
         self._graphs[kind] = self._setting.graph(GraphName("tokens", kind), buffer, inputs)
 
-    def _inputs(self, kind: TokensKind, buffer: Any) -> StepInputs:
+    def _inputs(self, kind: StepKind, buffer: Any) -> StepInputs:
         from ..kernels.attention.triton_metadata import StaticMetadata
 
         metadata = StaticMetadata(buffer, self._block_size)
@@ -188,19 +169,16 @@ def capture_all(
     """Capture a model's steps before the first request."""
     decodes.capture_all(aux_hidden_state_layers)
     if tokens is not None:
-        if decodes.gave_up:  # so would these
+        if decodes.gave_up:  # these would fail too
             tokens.give_up()
         else:
             tokens.capture_all(aux_hidden_state_layers)
 
 
 class DraftGraphs:
-    """`DraftForward` of captured steps.
+    """`DraftForward` of captured steps; `eager` serves the others.
 
-    Args:
-        eager: serves the steps that are not captured.
-        sizes, token_sizes: as of `StepGraphs` and `TokenGraphs`.
-        before: of a head, the static hidden states that it starts from.
+    A head starts from the static hidden states `before`.
     """
 
     def __init__(
@@ -216,7 +194,6 @@ class DraftGraphs:
         self._steps = TokenGraphs(setting, token_sizes)
 
     def capture_all(self) -> None:
-        """Capture all steps now."""
         capture_all(self._decodes, self._steps)
 
     def __call__(
@@ -230,7 +207,7 @@ class DraftGraphs:
         return forward.run()
 
     def _prepare(self, runs: Sequence[Run], token_ids: torch.Tensor | None) -> Forward | None:
-        """Put the inputs of a pass in place; None: it is not captured."""
+        """Put the inputs of a pass in place; None if it is not captured."""
 
         def fill(to: torch.Tensor) -> None:
             assert token_ids is not None
@@ -246,8 +223,7 @@ class DraftGraphs:
 
 
 class _HeadSteps:
-    """An EAGLE head as a model of captured steps: the hidden states that it starts from are one more of their
-    static inputs."""
+    """EAGLE head as a model of captured steps; the hidden states that it starts from are static inputs."""
 
     lora_bank = None
 
@@ -266,7 +242,7 @@ def replay_drafts(
     sizes: Sequence[int],
     token_sizes: Sequence[int],
 ) -> None:
-    """Have a draft model or head replay its steps, captured with the model's own, whose `setting` it is."""
+    """Let a draft model or head replay its steps, captured with the `setting` of the model."""
     (cache,), model, before = proposer.caches, proposer.model, None
     if isinstance(model, EagleHead):
         rows = max((*sizes, *token_sizes), default=0)

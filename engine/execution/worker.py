@@ -1,8 +1,8 @@
 """Tensor-parallel worker process: holds one shard of the model and executes the calls that rank 0 broadcasts.
 
 Messages go by pipe as pickle; tensors of a GPU follow by NCCL. A worker captures and replays its own graphs
-as rank 0 says. `main` takes its end of the pipe (a file descriptor) and its device from the command line.
-It ends when the other end of the pipe is closed.
+as rank 0 says. `main` takes its end of the pipe (a file descriptor) and its device from the command line. It
+ends when the other end of the pipe is closed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ from .token_graphs import TokenGraphs
 
 
 class PackedMessage(NamedTuple):
-    """A serialized value.
+    """Serialized value.
 
-    Attributes:
-        on_device: its tensors on a GPU, contiguous, which follow by broadcasts: the host waits for none.
+    `on_device` are its tensors on a GPU, contiguous, which follow by broadcasts: the host does not wait.
     """
 
     content: bytes
@@ -65,13 +64,9 @@ class Channel:
         self._device = device
         self.broadcast = broadcast
 
-    def send(self, value: object) -> None:
-        """Send a value without tensors on a GPU; raise `OSError` where the other end is closed."""
-        self.send_packed(pack(value).content)
-
-    def send_packed(self, content: bytes) -> None:
-        """`send` of a value that `pack` has serialized."""
-        self._connection.send_bytes(content)
+    def send(self, message: PackedMessage) -> None:
+        """Send the content of a message; raise `OSError` where the other end is closed."""
+        self._connection.send_bytes(message.content)
 
     def receive(self) -> Any:
         """Wait for a value; raise `EOFError` or `OSError` where the other end is closed."""
@@ -87,7 +82,6 @@ class Channel:
 
 
 def pack(value: object) -> PackedMessage:
-    """Serialize a value to a message."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, pickle.HIGHEST_PROTOCOL)
     pickler.dump(value)
@@ -140,8 +134,8 @@ def machine() -> Topology:
 def bind_shard(topology: Topology, rank: int, size: int, num_threads: int | None) -> int:
     """Bind the calling thread, and those that it starts, to the shard's NUMA node; the threads of a step.
 
-    They are `num_threads` where the user chose; else the physical cores of the node, or fewer where a
-    process alone measures that these are clearly faster.
+    They are `num_threads` where the user chose; else the physical cores of the node, or fewer where a process
+    alone measures that these are clearly faster.
     """
     placement = place(topology, rank, size)
     if placement.cpus and (num_threads or 1) <= len(placement.cpus):
@@ -153,7 +147,7 @@ def bind_shard(topology: Topology, rank: int, size: int, num_threads: int | None
 
 
 def share_of(topology: Topology, rank: int, size: int, num_threads: int | None) -> int:
-    """The threads of a shard without a measurement and without binding, as beside a GPU."""
+    """Threads of a shard without a measurement and without binding, as for a GPU."""
     if num_threads is not None:
         return num_threads
     most = place(topology, rank, size).num_threads
@@ -180,8 +174,6 @@ def warm_up(group: Group, sizes: GraphSizes, width: int | None, dtype: torch.dty
 
 @dataclass(frozen=True, slots=True)
 class ShardSetup:
-    """Parameters with which a worker loads its shard."""
-
     rank: int
     size: int
     folder: Path
@@ -192,7 +184,7 @@ class ShardSetup:
 
 @dataclass(frozen=True, slots=True)
 class LoadedShard:
-    """A worker's reply after loading: the bytes of its shard, or the error message of its refusal."""
+    """Reply of a worker after loading: bytes of its shard, or the message of its refusal."""
 
     bytes_held: int = 0
     bytes_per_step: int = 0
@@ -210,9 +202,9 @@ def work(channel: Channel) -> None:
         shard = Shard(setup.rank, setup.size, group)
         model, _ = open_model(open_checkpoint(setup.folder), setup.options, shard)
     except BadInput as error:
-        channel.send(LoadedShard(refusal=str(error)))
+        channel.send(pack(LoadedShard(refusal=str(error))))
         return
-    channel.send(LoadedShard(model.bytes_held, model.bytes_per_step))
+    channel.send(pack(LoadedShard(model.bytes_held, model.bytes_per_step)))
     rendezvous: Path = channel.receive()
     # The engine process that made the folder may be killed before it removes it.
     atexit.register(shutil.rmtree, rendezvous.parent, ignore_errors=True)
@@ -242,9 +234,9 @@ class _Calls:
 
     def cache(self, sizes: tuple[int, int, torch.dtype, int]) -> None:
         num_blocks, block_size, dtype, on_host = sizes
-        given = block_size, self._setup.options.device, dtype, on_host
-        self._graphs = {}
-        self._cache = KvCache(self._model.kv_layouts, num_blocks, *given)
+        self._graphs, device = {}, self._setup.options.device
+        layouts = self._model.kv_layouts
+        self._cache = KvCache(layouts, num_blocks, block_size, device, dtype, on_host)
 
     def forward(self, inputs: StepInputs) -> None:
         self._model.forward(inputs, self._cache.layers)
@@ -271,7 +263,7 @@ class _Calls:
             raise
         except Exception as error:  # rank 0 tells of it, and all ranks go on without the graph
             refusal = f"{type(error).__name__}: {first_line(error)}"
-        self._channel.send(refusal)
+        self._channel.send(pack(refusal))
 
     @torch.inference_mode()
     def replay(self, step: GraphReplay) -> None:
@@ -285,7 +277,6 @@ class _Calls:
             self._model.logits(hidden[: step.num_logits])
 
     def give_up(self, kind: str) -> None:
-        """Drop the graphs of a kind."""
         self._graphs[kind].give_up()
 
     def load_lora(self, adapter: tuple[str, Path]) -> None:

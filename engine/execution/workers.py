@@ -83,24 +83,24 @@ class Workers:
         self.group.connect(self._rendezvous_file)
 
     def attach(self, model: CausalModel, cache: KvCache, num_blocks: int) -> None:
-        """From now on, broadcast every call of `model` and every copy in `cache` to the workers."""
+        """Broadcast every call of `model` and every copy in `cache` to the workers from now on."""
         self.broadcast("cache", (num_blocks, cache.block_size, cache.dtype, cache.num_host_blocks))
         self._model = model
         model.broadcast = cache.broadcast = self.broadcast
 
     def open_graphs(self, sizes: GraphSizes, dtype: torch.dtype) -> None:
-        """Have the workers make `SharedGraph`s with this rank, on the cache that was attached."""
+        """Let the workers make `SharedGraph`s with this rank, on the attached cache."""
         assert self._model is not None
         self.broadcast("graphs", sizes)
         warm_up(self.group, sizes, self._model.hidden_size, dtype)
 
     def replies(self) -> list[str | None]:
-        """Each worker's reply to a capture; see `Ranks`."""
+        """Wait for each worker's reply to a capture: why it failed, or None."""
         return [self._receive(channel) for channel in self._channels]
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the block, calls of the model are this rank's alone; see `Ranks`."""
+        """Send no calls of the model to the workers within the block."""
         assert self._model is not None
         before, self._model.broadcast = self._model.broadcast, None
         try:
@@ -113,13 +113,13 @@ class Workers:
         self._send(self._channels, (call, argument))
 
     def _send(self, channels: Sequence[Channel], value: object) -> None:
-        content, on_device = pack(value)
+        message = pack(value)
         for channel in channels:
             try:
-                channel.send_packed(content)
+                channel.send(message)
             except OSError as error:
                 raise PeerLost(self._lost()) from error
-        for tensor in on_device:
+        for tensor in message.on_device:
             self.group.broadcast(tensor)
 
     def _receive(self, channel: Channel) -> Any:
@@ -132,7 +132,7 @@ class Workers:
         return f"tensor parallel: {self._explanation() or 'a worker has closed its pipe'}"
 
     def _explanation(self) -> str | None:
-        """Which worker has ended and how, if one ends within `GRACE_SECONDS`."""
+        """Worker that ended and how, if one ends within `GRACE_SECONDS`."""
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline:
             for rank, process in enumerate(self.processes, start=1):
@@ -159,16 +159,8 @@ def open_shards(
     check_stored_dtype(stored, device)  # before kernels are tried with it
     bits = config.activation_bits((checkpoint.quantization_config or {}).get("quant_method"))
 
-    options = LoadingOptions(
-        device,
-        dtype,
-        config.max_model_len,
-        bits,
-        config.loras,
-        config.max_loras,
-        config.stream,
-        stored,
-    )
+    loading = config.loras, config.max_loras, config.stream, stored
+    options = LoadingOptions(device, dtype, config.max_model_len, bits, *loading)
     if size == 1:
         return *open_model(checkpoint, options), None
     if device.type == "cuda" and torch.cuda.device_count() < size:
