@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,16 +11,38 @@ import typer
 
 from ..base.atomic_io import check_output
 from ..base.errors import BadInput
-from ..base.option import keywords_of_words
+from ..base.option import keywords_of_words, option
 from ..engine.base.image_input import MediaLimits
 from ..engine.config.config import EngineConfig
 from ..engine.server.protocol.server_options import ServedModelOptions
-from .options.command import From, Words, output_to, with_options
-from .options.shared import Json, check_models
+from .options.command import From, Words, with_options
+from .options.shared import check_models, json_option
 from .serve_local import app_options, require_server
 
 if TYPE_CHECKING:
     from ..engine.server.batch import AnswerJournal, BatchFile
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """The model that answers, and where the answers go."""
+
+    model: str | None = option(
+        None,
+        "A folder, a .gguf file, a bundled model's name or a hub id. Default: stories3M.",
+        common=True,
+    )
+    output: Path | None = option(
+        None,
+        "The file of answers to write. Default: FILE with .out.jsonl.",
+        flag="--output -o",
+        writes="file",
+        common=True,
+    )
+    restart: bool = option(
+        False, "Throw away the answers of an earlier run.", flag="--restart", common=True
+    )
+    as_json: bool = json_option()
 
 
 @with_options
@@ -29,19 +51,7 @@ def batch(
     served: ServedModelOptions,
     engine: Annotated[Words, From(EngineConfig)],
     media: Annotated[Words, From(MediaLimits)],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder, a .gguf file, a bundled model's name or a hub id. Default: stories3M."
-        ),
-    ] = None,
-    output: Annotated[
-        Path | None, output_to("The file of answers to write. Default: FILE with .out.jsonl.")
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Throw away the answers of an earlier run.")
-    ] = False,
-    as_json: Json = False,
+    run: BatchOptions,
 ) -> None:
     """Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed."""
     require_server("batch")
@@ -50,19 +60,19 @@ def batch(
     from ..recipes import DEFAULT_MODEL
     from .output.console import result_console, say
 
-    asked = model or DEFAULT_MODEL
+    asked = run.model or DEFAULT_MODEL
     keywords = keywords_of_words(EngineConfig, engine)
     check_models(keywords)
     config = EngineConfig(model=asked, **keywords)
     for_app = {"model_name": served.served_name(asked), **app_options(served)}
     limits = MediaLimits(**keywords_of_words(MediaLimits, media))
-    target = output or file.with_suffix(".out.jsonl")
+    target = run.output or file.with_suffix(".out.jsonl")
     names = [served.served_name(asked), *config.loras]
     check_output(target, "--output", folder=False)
     requests = read_batch(file, names, digest_of(resolve_model(asked), config, for_app))
     if target.resolve() == file.resolve():
         raise BadInput(f"--output {target} is the batch file itself: name another")
-    with AnswerJournal(target, requests.requests, restart=restart) as answers:
+    with AnswerJournal(target, requests.requests, restart=run.restart) as answers:
         for note in answers.notes:
             say(note)
         num_resumed, began = len(answers), time.monotonic()
@@ -72,18 +82,14 @@ def batch(
         answers.finish()
         seconds = time.monotonic() - began
         num_failed = answers.num_failed
-    counts = {
-        "num_requests": len(requests.requests),
-        "num_resumed": num_resumed,
-        "num_failed": num_failed,
-        "total_tokens": num_tokens,
-    }
-    earlier = f", {num_resumed} of them before" if num_resumed else ""
     seconds = round(seconds, 3)
+    counts = {"num_requests": len(requests.requests), "num_resumed": num_resumed}
+    counts |= {"num_failed": num_failed, "total_tokens": num_tokens}
+    earlier = f", {num_resumed} of them before" if num_resumed else ""
     say(
         f"{target}: {len(requests.requests)} requests answered{earlier}, {num_failed} of them "
         f"with an error; {num_tokens:,} tokens in {seconds:.1f} s",
-        result_console(as_json, {"output": str(target), **counts, "seconds": seconds}),
+        result_console(run.as_json, {"output": str(target), **counts, "seconds": seconds}),
     )
     raise typer.Exit(1 if num_failed else 0)
 

@@ -2,49 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .options.command import output_to, writable
+from ..base.option import option
+from .options.command import with_options
 
 
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """The files to write."""
+
+    output: Path = option(
+        Path("report.html"), "The HTML file to write.", flag="--output -o", writes="file"
+    )
+    markdown: Path | None = option(
+        None, "Write the tables as Markdown to this file too.", writes="file"
+    )
+    otava: Path | None = option(
+        None,
+        "Write the runs of one series as CSV for Apache Otava to this file instead: a row a run.",
+        writes="file",
+    )
+
+
+@with_options
 def report(
     runs: Annotated[
         list[Path], typer.Argument(help="Run folders or result.json files, two or more.")
     ],
-    output: Annotated[Path, output_to("The HTML file to write.")] = Path("report.html"),
-    markdown: Annotated[
-        Path | None,
-        typer.Option(callback=writable, help="Write the tables as Markdown to this file too."),
-    ] = None,
-    otava: Annotated[
-        Path | None,
-        typer.Option(
-            callback=writable,
-            help="Write the runs of one series as CSV for Apache Otava to this file instead: a row "
-            "a run.",
-        ),
-    ] = None,
+    files: ReportOptions,
 ) -> None:
     """Combine runs into one page: speed, quality and size side by side, and the Pareto front."""
     from ..bench.record.result import RunData
-    from .output.console import result_console, say
+    from .output.console import say, stdout
 
-    if otava is not None:
+    if files.otava is not None:
         from ..bench.report.otava import write_otava
 
-        out = result_console(False)
-        for sentence in write_otava(otava, runs):
-            say(f"note: {sentence}", out)
-        say(f"Table: {otava}", out)
+        for sentence in write_otava(files.otava, runs):
+            say(f"note: {sentence}", stdout)
+        say(f"Table: {files.otava}", stdout)
         return
     read = [RunData.read(path) for path in runs]
     from ..bench.report.joined import joined_page  # imports torch
 
     page = joined_page(read)
-    page.write(output, markdown)
-    out = result_console(False)
-    out.print(f"{page.verdict.headline} {page.verdict.sentence}")
-    say(f"Report: {output}", out)
+    page.write(files.output, files.markdown)
+    stdout.print(f"{page.verdict.headline} {page.verdict.sentence}")
+    say(f"Report: {files.output}", stdout)

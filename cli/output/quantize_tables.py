@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 
-from .console import table_of
+from .console import say, table_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,21 +36,14 @@ def show_preflight(answer: Preflight, console: Console) -> None:
     header = ("module", "count", "scheme", "MiB", "bits / weight")
     console.print(table_of(header, rows, title="quantization of the linears", **CENTRED))
     for name, size in answer.tensor_bytes.items():
-        console.print(
-            f"{name}: {size:,} bytes of tensors, {answer.file_bytes[name]:,} of files, from "
-            f"{answer.source_bytes:,}; "
-            f"{answer.bits_per_weight:.3f} bits per quantized weight",
-            soft_wrap=True,
-        )
+        files = f"{answer.file_bytes[name]:,} of files, from {answer.source_bytes:,}"
+        bits = f"{answer.bits_per_weight:.3f} bits per quantized weight"
+        say(f"{name}: {size:,} bytes of tensors, {files}; {bits}", console)
     memory = answer.memory
-    parts = ", ".join(
-        f"{name} {getattr(memory, name) / MIB:.1f}" for name in memory.__dataclass_fields__
-    )
-    console.print(
-        f"peak memory beyond the start: about {memory.bytes / MIB:.0f} MiB ({parts})",
-        soft_wrap=True,
-    )
-    console.print(f"time: {answer.time}", soft_wrap=True)
+    sizes = ((name, getattr(memory, name) / MIB) for name in memory.__dataclass_fields__)
+    parts = ", ".join(f"{name} {size:.1f}" for name, size in sizes)
+    say(f"peak memory beyond the start: about {memory.bytes / MIB:.0f} MiB ({parts})", console)
+    say(f"time: {answer.time}", console)
     rows = (
         (loader.format, loader.name, "yes" if loader.loads else "no", loader.reason)
         for loader in answer.loaders
@@ -64,7 +57,7 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
     manifest, summary = result.manifest, result.manifest["summary"]
     title = f"{manifest['model']}: {manifest['method']}, {manifest['scheme']}, {manifest['format']}"
     if summary["error"] is None:
-        console.print(f"{title}; {summary['num_modules']} linears", soft_wrap=True)
+        say(f"{title}; {summary['num_modules']} linears", console)
     else:
         by_layer = groupby(manifest["modules"], key=_layer)
         rows = (_row(layer, list(members)) for layer, members in by_layer)
@@ -93,7 +86,7 @@ def show_result(result: QuantizeResult, seconds: float, console: Console) -> Non
         f"written to {result.output} in {seconds:.1f} s",
     ]
     for line in lines:
-        console.print(line, soft_wrap=True)
+        say(line, console)
 
 
 def _parts(parts: list[dict[str, Any]]) -> Table:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...core.engine import Engine
 from ...scheduling.request import Request, RequestStatus
 from ..protocol.errors import ApiError, Unavailable
 from ..requests.loop import EngineLoop
-from ..requests.metrics import Histogram, ServerMetrics, speed_features
+from ..requests.metrics import ServerMetrics, speed_features
 from .service import EventStream, server_sent
 
 INTERVAL_SECONDS = 0.25
@@ -39,21 +39,18 @@ class StateFeed:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, until the client disconnects, the server stops, or the engine has failed."""
+        metrics = self._loop.metrics
         while not self._loop.is_draining:
             try:
-                yield await self._snapshot()
+                async with self._lock:
+                    if time.perf_counter() - self._taken_at >= INTERVAL_SECONDS / 2:
+                        state = await self._loop.run(lambda engine: snapshot(engine, metrics))
+                        self._latest, self._taken_at = server_sent(state), time.perf_counter()
+                yield self._latest
             except Unavailable as error:
                 yield server_sent({"unavailable": str(error)})
                 return
             await asyncio.sleep(INTERVAL_SECONDS)
-
-    async def _snapshot(self) -> bytes:
-        async with self._lock:
-            if time.perf_counter() - self._taken_at >= INTERVAL_SECONDS / 2:
-                metrics = self._loop.metrics
-                state = await self._loop.run(lambda engine: snapshot(engine, metrics))
-                self._latest, self._taken_at = server_sent(state), time.perf_counter()
-        return self._latest
 
 
 def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
@@ -62,7 +59,8 @@ def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
     pool, stats = scheduler.pool, engine.stats
     requests = list(scheduler.requests())
     waiting = [r for r in requests if r.status is RequestStatus.WAITING]
-    histograms = metrics.distributions
+    ttft = metrics.distributions.time_to_first_token_seconds
+    itl = metrics.distributions.inter_token_latency_seconds
     return {
         "now": now,
         "engine": {
@@ -97,8 +95,8 @@ def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
             "finished": sum(metrics.finished.values()),
         },
         "step_seconds": metrics.step_seconds,
-        "ttft": _histogram(histograms.time_to_first_token_seconds),
-        "itl": _histogram(histograms.inter_token_latency_seconds),
+        "ttft": {"bounds": ttft.bounds, "counts": list(ttft.counts)},
+        "itl": {"bounds": itl.bounds, "counts": list(itl.counts)},
         "preemptions": [
             {"id": p.sequence_id, "seconds_ago": now - p.at, "tokens": p.num_tokens}
             for p in reversed(metrics.preemptions)
@@ -132,10 +130,6 @@ def _sequence(request: Request, now: float) -> dict[str, Any]:
     }
 
 
-def _histogram(histogram: Histogram) -> dict[str, Sequence[float]]:
-    return {"bounds": histogram.bounds, "counts": list(histogram.counts)}
-
-
 FOLDER = Path(__file__).with_name("static")
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -160,19 +154,15 @@ def add_page(app: FastAPI, loop: EngineLoop) -> None:
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return _file("index.html", files["index.html"])
+        return await part("index.html")
 
     @app.get("/page/{name}", include_in_schema=False)
     async def part(name: str) -> Response:
         if name not in files:
             raise ApiError(404, f"the page has no file {name!r}")
-        return _file(name, files[name])
+        return Response(files[name], media_type=MEDIA_TYPES[Path(name).suffix], headers=HEADERS)
 
     @app.get("/engine/state", include_in_schema=False)
     async def state() -> Response:
         """Engine snapshots as server-sent events, four per second."""
         return EventStream(feed.events(), lambda: None, "text/event-stream")
-
-
-def _file(name: str, content: bytes) -> Response:
-    return Response(content, media_type=MEDIA_TYPES[Path(name).suffix], headers=HEADERS)

@@ -61,7 +61,7 @@ def calls_in_text(
     if form.bare:
         bare = [_section(shape, tools, r"\s*") for shape in shapes]
         if form.end is not None:
-            bare = [_sequence(each, _optional(_const(form.end))) for each in bare]
+            bare = [_sequence(calls, _optional(_const(form.end))) for calls in bare]
         whole = _either([*bare, text])
     if reasoning is not None:
         whole = _after(reasoning, in_reasoning, whole, text, rules)
@@ -115,7 +115,7 @@ def _section(shape: CallShape, names: Iterable[str], lead: str | None = None) ->
 
 
 def _call(shape: CallShape, name: str) -> list[Form]:
-    before, after = ([_piece(each, name) for each in some] for some in (shape.before, shape.after))
+    before, after = [_piece(p, name) for p in shape.before], [_piece(p, name) for p in shape.after]
     return [*before, _named(name), *after]
 
 
@@ -123,7 +123,7 @@ def _piece(piece: Piece, name: str) -> Form:
     if isinstance(piece, str):
         return _const(piece.replace("NAME", name))
     if isinstance(piece, tuple):
-        return _optional(_sequence(*(_piece(each, name) for each in piece)))
+        return _optional(_sequence(*(_piece(part, name) for part in piece)))
     return _pattern(piece.pattern.replace("NAME", re.escape(name)))
 
 

@@ -10,6 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from ...scheduling.outputs import overlap
@@ -282,7 +283,9 @@ class CallReader:
                 if name is not None and first != '"':
                     yield from source.json_value(self.argue)
                     continue
-                early = yield from self._whole_arguments()
+                early = yield from self._json_text()
+                with suppress(ValueError):  # a string may hold the object
+                    early = str(json.loads(early)) if first == '"' else early
                 if name is not None:
                     self.argue(early)
             else:
@@ -306,16 +309,6 @@ class CallReader:
         parts: list[str] = []
         yield from self._source.json_value(parts.append)
         return "".join(parts)
-
-    def _whole_arguments(self) -> Generator[None, None, str]:
-        """Arguments as an object, or as a string that holds one."""
-        text = yield from self._json_text()
-        if text.startswith('"'):
-            try:
-                return str(json.loads(text))
-            except ValueError:
-                return text
-        return text
 
     def _tags(self, tags: Tags, end: str | None) -> Reading:
         """Elements; the closing marker is left where it also ends all calls."""

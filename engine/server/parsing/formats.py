@@ -67,6 +67,9 @@ _OBJECT = re.compile(r'\{ ?"name" ?: ?"NAME" ?, ?"(?:arguments|parameters)" ?: ?
 _CLOSED = re.compile(r" ?\}")
 _LIST = CallShape((_OBJECT,), (_CLOSED,), ", ", r" ?\[ ?", r" ?\]")
 _PYTHON = CallShape(("NAME(",), (")",), ", ", r"\[ ?", r" ?\]")
+_IN_LINES = CallShape((_OBJECT,), (_CLOSED,), begin=r"[ \n]{0,2}", end=r"[ \n]{0,2}")
+_SPACED = CallShape((_OBJECT,), (_CLOSED,), begin=" ?")
+_SEMICOLONS = CallShape((_OBJECT,), (_CLOSED,), "; ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,33 +101,13 @@ class ToolFormat:
     shapes: tuple[CallShape, ...] = ()
 
 
-HERMES = ToolFormat(
-    "hermes",
-    "json",
-    "<tool_call>",
-    end="</tool_call>",
-    shapes=(CallShape((_OBJECT,), (_CLOSED,), begin=r"[ \n]{0,2}", end=r"[ \n]{0,2}"),),
-)
-GRANITE = ToolFormat(
-    "granite",
-    "json",
-    "<|tool_call|>",
-    special=True,
-    shapes=(_LIST, CallShape((_OBJECT,), (_CLOSED,), begin=" ?")),
-)
+HERMES = ToolFormat("hermes", "json", "<tool_call>", "</tool_call>", shapes=(_IN_LINES,))
+GRANITE = ToolFormat("granite", "json", "<|tool_call|>", special=True, shapes=(_LIST, _SPACED))
 LLAMA3_JSON = ToolFormat(
-    "llama3_json",
-    "json",
-    "<|python_tag|>",
-    bare="{",
-    special=True,
-    shapes=(CallShape((_OBJECT,), (_CLOSED,), "; "),),
+    "llama3_json", "json", "<|python_tag|>", bare="{", special=True, shapes=(_SEMICOLONS,)
 )
 LLAMA4_PYTHONIC = ToolFormat(
-    "llama4_pythonic",
-    "python",
-    "<|python_start|>",
-    "<|python_end|>",
+    *("llama4_pythonic", "python", "<|python_start|>", "<|python_end|>"),
     bare="[",
     special=True,
     shapes=(_PYTHON,),
@@ -200,59 +183,27 @@ KIMI_K2 = ToolFormat(
         ),
     ),
 )
-QWEN3_CODER = ToolFormat(
-    "qwen3_coder",
-    "tags",
-    "<tool_call>",
-    "</tool_call>",
-    tags=Tags(
-        "<function=",
-        (">",),
-        "<parameter=",
-        ">",
-        "</parameter>",
-        "</function>",
-        strips_newlines=True,
-    ),
+_QWEN = Tags("<function=", (">",), "<parameter=", ">", "</parameter>", "</function>", "", True)
+QWEN3_CODER = ToolFormat("qwen3_coder", "tags", "<tool_call>", "</tool_call>", tags=_QWEN)
+_GLM = Tags(
+    *("", ("\n", "<arg_key>", "</tool_call>"), "<arg_key>", "</arg_key>"),
+    *("</arg_value>", "</tool_call>", "<arg_value>"),
 )
-GLM45 = ToolFormat(
-    "glm45",
-    "tags",
-    "<tool_call>",
-    "</tool_call>",
-    tags=Tags(
-        "",
-        ("\n", "<arg_key>", "</tool_call>"),
-        "<arg_key>",
-        "</arg_key>",
-        "</arg_value>",
-        "</tool_call>",
-        value_open="<arg_value>",
-    ),
-    special=True,
-)
+GLM45 = ToolFormat("glm45", "tags", "<tool_call>", "</tool_call>", tags=_GLM, special=True)
+_MINIMAX = Tags('<invoke name="', ('">',), '<parameter name="', '">', "</parameter>", "</invoke>")
 MINIMAX_M2 = ToolFormat(
-    "minimax_m2",
-    "tags",
-    "<minimax:tool_call>",
-    "</minimax:tool_call>",
-    tags=Tags('<invoke name="', ('">',), '<parameter name="', '">', "</parameter>", "</invoke>"),
+    *("minimax_m2", "tags", "<minimax:tool_call>", "</minimax:tool_call>"),
+    tags=_MINIMAX,
     special=True,
+)
+_DSML = Tags(
+    *('<｜DSML｜invoke name="', ('">',), '<｜DSML｜parameter name="', '">'),
+    *("</｜DSML｜parameter>", "</｜DSML｜invoke>"),
+    typed=True,
 )
 DEEPSEEK_V32 = ToolFormat(
-    "deepseek_v32",
-    "tags",
-    "<｜DSML｜function_calls>",
-    "</｜DSML｜function_calls>",
-    tags=Tags(
-        '<｜DSML｜invoke name="',
-        ('">',),
-        '<｜DSML｜parameter name="',
-        '">',
-        "</｜DSML｜parameter>",
-        "</｜DSML｜invoke>",
-        typed=True,
-    ),
+    *("deepseek_v32", "tags", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    tags=_DSML,
     special=True,
 )
 HARMONY = ToolFormat("openai", "harmony", "<|channel|>", special=True)
@@ -260,46 +211,24 @@ HARMONY = ToolFormat("openai", "harmony", "<|channel|>", special=True)
 FORCED = ToolFormat("forced", "json", "", bare="[")
 """Output of a forced tool call, constrained by the JSON schema, whatever the model."""
 
-FORMATS = {
-    form.name: form
-    for form in (
-        *(
-            HERMES,
-            LLAMA3_JSON,
-            MISTRAL,
-            QWEN3_CODER,
-            GLM45,
-            DEEPSEEK_V3,
-            DEEPSEEK_V31,
-            DEEPSEEK_V32,
-        ),
-        *(KIMI_K2, MINIMAX_M2, LLAMA4_PYTHONIC, GRANITE, LFM2, HARMONY),
-    )
-}
+_KNOWN = (HERMES, LLAMA3_JSON, MISTRAL, QWEN3_CODER, GLM45, DEEPSEEK_V3, DEEPSEEK_V31, DEEPSEEK_V32)
+_KNOWN += (KIMI_K2, MINIMAX_M2, LLAMA4_PYTHONIC, GRANITE, LFM2, HARMONY)
+FORMATS = {form.name: form for form in _KNOWN}
 
 
 def format_of_template(template: str) -> ToolFormat | None:
     """Detect the tool-call format from a chat template; None if it is not a supported one."""
-    for form, parts in (
-        (HARMONY, ("<|channel|>", "functions")),
-        (DEEPSEEK_V32, (DEEPSEEK_V32.start,)),
-        (DEEPSEEK_V3, (DEEPSEEK_V3.start, "```json")),
-        (DEEPSEEK_V31, (DEEPSEEK_V31.start,)),
-        (KIMI_K2, (KIMI_K2.start,)),
-        (MINIMAX_M2, (MINIMAX_M2.start,)),
-        (GLM45, ("<tool_call>", "<arg_key>")),
-        (QWEN3_CODER, ("<tool_call>", "<function=")),
-        (HERMES, (HERMES.start,)),
-        (MISTRAL, (MISTRAL.start,)),
-        (GRANITE, (GRANITE.start,)),
-        (LFM2, (LFM2.start,)),
-        (LLAMA4_PYTHONIC, (LLAMA4_PYTHONIC.start,)),
-        (LLAMA3_JSON, (LLAMA3_JSON.start,)),
-        (LLAMA3_JSON, ('"parameters"', "ipython")),
+    # Some formats begin alike: the second marker tells them apart.
+    for form, marker in (
+        (HARMONY, "functions"),
+        *((DEEPSEEK_V32, ""), (DEEPSEEK_V3, "```json"), (DEEPSEEK_V31, "")),
+        *((KIMI_K2, ""), (MINIMAX_M2, ""), (GLM45, "<arg_key>"), (QWEN3_CODER, "<function=")),
+        *((HERMES, ""), (MISTRAL, ""), (GRANITE, ""), (LFM2, "")),
+        *((LLAMA4_PYTHONIC, ""), (LLAMA3_JSON, "")),
     ):
-        if all(part in template for part in parts):
+        if form.start in template and marker in template:
             return form
-    return None
+    return LLAMA3_JSON if '"parameters"' in template and "ipython" in template else None
 
 
 def tool_format(name: str) -> ToolFormat:

@@ -96,9 +96,8 @@ def configure_logging(form: LogFormat) -> None:
     """Log the server's and uvicorn's lines to stderr in that format. There are no bodies in them, hence no
     prompts, unless `log_prompts` is set."""
     handler = _StderrHandler()
-    handler.setFormatter(
-        JsonFormatter() if form == "json" else TextFormatter("%(levelprefix)s %(message)s")
-    )
+    text = TextFormatter("%(levelprefix)s %(message)s")
+    handler.setFormatter(JsonFormatter() if form == "json" else text)
     logging.captureWarnings(form == "json")
     for name, level in LEVELS.items():
         logger = logging.getLogger(name)
