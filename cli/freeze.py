@@ -54,7 +54,7 @@ def freeze(
     made, output = freeze_workload(options, frozen.output), frozen.output
     for note in made.notes:
         say(f"{made.name}: {note}")
-    found = {
+    record = {
         "path": str(output),
         "sha256": made.sha256,
         "num_requests": made.num_requests,
@@ -65,8 +65,8 @@ def freeze(
     }
     threads = f"{len(made.items)} conversations, " if made.is_multi_turn else ""
     say(
-        f"{output}: {threads}{found['num_requests']} requests, {made.prompt_tokens:,} prompt and "
+        f"{output}: {threads}{record['num_requests']} requests, {made.prompt_tokens:,} prompt and "
         f"{made.output_tokens:,} output tokens, the last due at "
-        f"{found['last_arrival_seconds']:.2f} s\nsha256 {made.sha256}",
-        result_console(frozen.as_json, found),
+        f"{record['last_arrival_seconds']:.2f} s\nsha256 {made.sha256}",
+        result_console(frozen.as_json, record),
     )

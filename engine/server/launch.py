@@ -230,7 +230,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket bound to `host` and `port`; port 0 takes a free one. Connections are refused until it listens.
     Raises `BadInput`: the port is in use, or the address is not one of this machine's."""
     try:
-        how = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
+        how: dict[str, Any] = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, **how)[0]
         bound = socket.socket(family, kind, protocol)
     except (OSError, OverflowError) as error:

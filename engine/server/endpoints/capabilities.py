@@ -83,8 +83,8 @@ class PromptImages:
 
         def prepare() -> PreparedPrompt:
             images = load_images(sent, self._limits)
-            how = {"add_special_tokens": False, "max_tokens": self._max_model_len}
-            return self._support.prepare(text, images, **how)
+            limit = self._max_model_len
+            return self._support.prepare(text, images, add_special_tokens=False, max_tokens=limit)
 
         return await asyncio.get_running_loop().run_in_executor(self._decoding, prepare)
 

@@ -96,7 +96,7 @@ def add_pooling(app: FastAPI, service: Service) -> None:
         service.check_model(body.model)
         body.refuse_unsupported()
         pooling = service.pooling.embedder()
-        how = {
+        how: dict[str, Any] = {
             "add_special_tokens": body.add_special_tokens,
             "max_tokens": body.truncate_prompt_tokens,
         }

@@ -124,7 +124,7 @@ class Tokenization:
         def encode(prompt: Prompt) -> list[int]:
             if not isinstance(prompt, str):
                 return list(prompt)[:limit]
-            how = {"add_special_tokens": add_special_tokens, "max_tokens": limit}
+            how: dict[str, Any] = {"add_special_tokens": add_special_tokens, "max_tokens": limit}
             return self._encode_text(prompt, **how)
 
         return await self._on_worker(lambda: [encode(prompt) for prompt in prompts])

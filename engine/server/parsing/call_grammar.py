@@ -216,7 +216,7 @@ def _python_value(declared: Any) -> Form:
     if declared.get("type") != "string":
         return value
     if (values := declared.get("enum")) is not None:
-        body = "|".join(re.escape(str(each)) for each in values if str(each).isprintable())
+        body = "|".join(re.escape(text) for text in map(str, values) if text.isprintable())
         return _either([value, _pattern(f"'(?:{body})'")])
     length = f"{{{declared.get('minLength', 0)},{declared.get('maxLength', '')}}}"
     return _either([value, _pattern(rf"'(?:[^'\\\x00-\x1f]|\\['\"\\nt]){length}'")])

@@ -82,10 +82,9 @@ class TextSource:
         """Emit the text before the first of these markers; the marker, unread, or None at the end. None of
         them may begin with another one. Without any, all that is left is emitted."""
         while True:
-            place = self._find(stops)
-            if place is not None:
-                self._emit(place[0] - self._at, emit)
-                return place[1]
+            if (match := self._find(stops)) is not None:
+                self._emit(match[0] - self._at, emit)
+                return match[1]
             self._emit(self._num_decided(stops), emit)
             if self.has_ended:
                 return None
@@ -97,12 +96,12 @@ class TextSource:
         parts: list[str] = []
         size = 0
         while True:
-            place = self._find(stops)
-            count = self._num_decided(stops) if place is None else place[0] - self._at
+            match = self._find(stops)
+            count = self._num_decided(stops) if match is None else match[0] - self._at
             if (size := size + count) > limit:
                 return None
             parts.append(self.take(count))
-            if place is not None:
+            if match is not None:
                 return "".join(parts)
             if self.has_ended:
                 return None
@@ -146,8 +145,8 @@ class TextSource:
             yield
 
     def _find(self, stops: Sequence[str]) -> tuple[int, str] | None:
-        places = [(at, stop) for stop in stops if (at := self._text.find(stop, self._at)) >= 0]
-        return min(places, default=None)
+        found = ((self._text.find(stop, self._at), stop) for stop in stops)
+        return min((match for match in found if match[0] >= 0), default=None)
 
     def _num_decided(self, stops: Sequence[str]) -> int:
         """Characters of the unread text that cannot belong to a marker, where it has no whole one."""
@@ -336,8 +335,8 @@ class CallReader:
             source.take(len(tags.key_close))
             kind = kind_of(self._schemas.get(name), key)
             if tags.typed:
-                key, _, told = key.partition('" string="')
-                kind = "string" if told == "true" else "other"
+                key, _, is_string = key.partition('" string="')
+                kind = "string" if is_string == "true" else "other"
             self.argue(separator + json.dumps(key.strip(), ensure_ascii=False) + ": ")
             separator = ", "
             yield from self._value(tags, kind)

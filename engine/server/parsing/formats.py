@@ -115,73 +115,52 @@ LLAMA4_PYTHONIC = ToolFormat(
 LFM2 = ToolFormat(
     "lfm2", "python", "<|tool_call_start|>", "<|tool_call_end|>", special=True, shapes=(_PYTHON,)
 )
+_MARKED = CallShape(
+    ("NAME", ("[CALL_ID]", re.compile("[A-Za-z0-9]{9}")), ("[ARGS]",)), between="[TOOL_CALLS]"
+)
 MISTRAL = ToolFormat(
-    "mistral",
-    "named",
-    "[TOOL_CALLS]",
+    *("mistral", "named", "[TOOL_CALLS]"),
     header=re.compile(_NAME + r"(?:\[CALL_ID\](?P<id>\w+))?(?:\[ARGS\])?\s*"),
     special=True,
-    shapes=(
-        _LIST,
-        CallShape(
-            ("NAME", ("[CALL_ID]", re.compile("[A-Za-z0-9]{9}")), ("[ARGS]",)),
-            between="[TOOL_CALLS]",
-        ),
-    ),
+    shapes=(_LIST, _MARKED),
+)
+_DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_V3 = CallShape(
+    ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",),
+    ("\n```<｜tool▁call▁end｜>", ("\n",)),
+    between="",
 )
 DEEPSEEK_V3 = ToolFormat(
-    "deepseek_v3",
-    "named",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
+    *("deepseek_v3", "named", *_DEEPSEEK_CALLS),
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "```"),
     header=re.compile(rf"function<｜tool▁sep｜>{_NAME}\s*```(?:json)?\s*"),
     special=True,
-    shapes=(
-        CallShape(
-            ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",),
-            ("\n```<｜tool▁call▁end｜>", ("\n",)),
-            between="",
-        ),
-    ),
+    shapes=(_DEEPSEEK_V3,),
+)
+_DEEPSEEK_V31 = CallShape(
+    ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",), ("<｜tool▁call▁end｜>", ("\n",)), between=""
 )
 DEEPSEEK_V31 = ToolFormat(
-    "deepseek_v31",
-    "named",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁calls▁end｜>",
+    *("deepseek_v31", "named", *_DEEPSEEK_CALLS),
     ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
     header=re.compile(rf"{_NAME}<｜tool▁sep｜>\s*"),
     special=True,
-    shapes=(
-        CallShape(
-            ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",),
-            ("<｜tool▁call▁end｜>", ("\n",)),
-            between="",
-        ),
-    ),
+    shapes=(_DEEPSEEK_V31,),
+)
+_KIMI_ARGUMENT = "<|tool_call_argument_begin|>"
+_KIMI = CallShape(
+    ("<|tool_call_begin|>functions.NAME:", re.compile("[0-9]{1,3}"), _KIMI_ARGUMENT),
+    ("<|tool_call_end|>", ("\n",)),
+    between="",
 )
 KIMI_K2 = ToolFormat(
-    "kimi_k2",
-    "named",
-    "<|tool_calls_section_begin|>",
-    "<|tool_calls_section_end|>",
+    *("kimi_k2", "named", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ("<|tool_call_begin|>", "<|tool_call_end|>"),
     header=re.compile(
         r"(?P<id>(?:functions\.)?(?P<name>[\w.\-]+):\d+)\s*<\|tool_call_argument_begin\|>\s*"
     ),
     special=True,
-    shapes=(
-        CallShape(
-            (
-                "<|tool_call_begin|>functions.NAME:",
-                re.compile("[0-9]{1,3}"),
-                "<|tool_call_argument_begin|>",
-            ),
-            ("<|tool_call_end|>", ("\n",)),
-            between="",
-        ),
-    ),
+    shapes=(_KIMI,),
 )
 _QWEN = Tags("<function=", (">",), "<parameter=", ">", "</parameter>", "</function>", "", True)
 QWEN3_CODER = ToolFormat("qwen3_coder", "tags", "<tool_call>", "</tool_call>", tags=_QWEN)
