@@ -25,7 +25,7 @@ MARKS = {True: "yes", False: "no", None: "unsure"}
 
 @dataclass(frozen=True, slots=True)
 class BestRunOptions:
-    """Where the answer goes, and whether finalists are made."""
+    """Output folder, and whether finalists are made."""
 
     PANEL: ClassVar = "Output"
 
@@ -163,7 +163,7 @@ def _finalists_table(decision: Record, width: int) -> Table:
 
 
 def _gap(decision: Record) -> str:
-    """How far the solver may be from the optimum."""
+    """Distance of the solver from the optimum, at most."""
     from ..bench.best.decision import gap_words
 
     return f"search: {gap_words(decision['front'])}"

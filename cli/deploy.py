@@ -43,7 +43,7 @@ class DeployedPlanOptions:
 
 @dataclass(frozen=True, slots=True)
 class DeployOutputOptions:
-    """Where the files go."""
+    """Output folder."""
 
     output: Path | None = option(
         None,

@@ -17,7 +17,7 @@ from .options.command import with_options
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What to find out."""
+    """Checks to make, and their output."""
 
     everything: bool = option(
         False,

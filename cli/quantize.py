@@ -19,7 +19,7 @@ _RUN = ("tensor_parallel", "trust_remote_code", "restart")
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Whether anything is written, and what is printed."""
+    """Dry run, processes, and printed output."""
 
     PANEL: ClassVar = "Run"
 

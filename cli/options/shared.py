@@ -211,7 +211,7 @@ class VerdictOptions:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """How much worse the new run may be."""
+    """Limits for a new run that is worse."""
 
     threshold: str = option("5%", "How much worse a speed may get: 5% or 0.05.")
     gate: str | None = option(
@@ -232,7 +232,7 @@ class LimitOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunPlanOptions:
-    """How many runs a comparison needs, before any is made."""
+    """Number of runs that a comparison needs, before any is made."""
 
     plan_runs: str | None = option(
         None,

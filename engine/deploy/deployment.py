@@ -208,7 +208,7 @@ class ServerDeployment:
 
     @property
     def stop_seconds(self) -> int:
-        """From the removal of a pod from the service until it is killed: longer than the drain."""
+        """Time from the removal of a pod from the service until it is killed: longer than the drain."""
         return STEP_ASIDE_SECONDS + self.choices.drain_seconds + 15
 
 

@@ -217,7 +217,7 @@ class AnswerJournal:
     """The answers so far of the batch that goes into `output`; a context manager that holds the journal open.
 
     Attributes:
-        notes: what the user should know about answers that were there.
+        notes: remarks for the user about answers that were there.
     """
 
     def __init__(self, output: Path, requests: Sequence[BatchRequest], *, restart: bool) -> None:
@@ -326,7 +326,7 @@ class AnswerJournal:
 FLIGHTS_PER_SEQUENCE = 2
 """Requests in flight for each sequence of a step: while some are tokenized or written, others wait."""
 MAX_BUSY = 100
-"""How often a request is sent again that the engine has no room for at the moment."""
+"""Maximum number of retries of a request that the engine has no room for at the moment."""
 
 OPTIONS = ServerOptions(
     max_body_bytes=sys.maxsize,

@@ -53,8 +53,8 @@ class _BoundedConnection(H11Protocol):
     at once, unless another address has more that say nothing: it loses one of them.
 
     Attributes:
-        quiet: by address the connections on which the server waits for a request, or the rest of one.
-        refused: those that are being closed for another.
+        quiet: connections on which the server waits for a request, or the rest of one, by address.
+        refused: connections that are being closed for another.
     """
 
     options: ServerOptions
@@ -204,7 +204,7 @@ class ServiceManager:
 SWITCH_SECONDS = 5e-4
 """Time after which a thread gives Python's lock to one that waits for it.
 
-The event loop waits for it after every system call. With Python's own 5 ms, beside threads that compute, a
+The event loop waits for it after every system call. With Python's own 5 ms, next to threads that compute, a
 thousand connections or writes would take seconds.
 """
 
@@ -251,7 +251,7 @@ def own_names(host: str) -> frozenset[str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback address, reachable from this machine only."""
+    """True if `host` is a loopback address, reachable from this machine only."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:

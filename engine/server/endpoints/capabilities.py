@@ -1,4 +1,4 @@
-"""Capabilities of a served checkpoint beside text: images, embeddings, scores, and output by a grammar.
+"""Capabilities of a served checkpoint other than text: images, embeddings, scores, and output by a grammar.
 
 Images are fetched and decoded, and grammars compiled, on worker threads, few at a time.
 """

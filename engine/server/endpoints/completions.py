@@ -100,7 +100,7 @@ class ChoicesResponse(ABC):
         return await self._workers.run(self._key, lambda: b"".join(json_pieces(document())))
 
     holds_json = False
-    """Whether choices have parts that are JSON already."""
+    """True if choices have parts that are JSON already."""
 
     async def write_scores(self, job: int) -> None:
         """Write the scores of a prompt, as soon as they have come; by default they wait for the choices."""

@@ -111,7 +111,7 @@ class ConversationResponse(ABC):
     """The only output of a request as events of text, reasoning and calls, which an API writes in its shapes.
 
     Args:
-        has_reasoning: whether the client asked for the reasoning; else it is left out.
+        has_reasoning: True if the client asked for the reasoning; else it is left out.
     """
 
     def __init__(

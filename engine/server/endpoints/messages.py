@@ -103,7 +103,7 @@ class MessagesPrompt(BaseModel):
 
     @property
     def thinks(self) -> bool:
-        """Whether reasoning is asked for."""
+        """True if reasoning is asked for."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def for_chat(self, *, takes_images: bool, **fields: Any) -> ChatRequest:

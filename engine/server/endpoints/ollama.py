@@ -111,7 +111,7 @@ class ModelFacts:
 
 
 def _num_parameters(config: Mapping[str, Any]) -> int | None:
-    """From the planner's table of families; None for another type, which would have to be probed."""
+    """Number by the planner's table of families; None for another type, which would have to be probed."""
     try:
         raw = dict(config)
         return model_shape(raw).num_parameters if has_table_rule(raw) else None
@@ -296,7 +296,7 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
 
 
 def _is_plain(service: Service, body: OllamaGenerate) -> bool:
-    """Whether the prompt stands as it is: raw, or because the model has no template to put it in."""
+    """True if the prompt stands as it is: raw, or because the model has no template to put it in."""
     if (body.suffix or body.template) and body.images:
         raise bad_field("images", "only through the chat template: not with suffix or template")
     has_no_template = service.text.template_source == "plain"

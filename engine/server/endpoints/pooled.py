@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: pooled prompts, batched by the scheduler beside generation.
+"""`/v1/embeddings`, `/v1/score` and `/v1/rerank`: pooled prompts, batched by the scheduler with generation.
 
 The shapes are OpenAI's, vLLM's, Jina's and Cohere's.
 """

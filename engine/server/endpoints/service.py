@@ -123,7 +123,7 @@ class Asked:
         id_prefix: begin of the response's id; the rest is the body's `request_id`, or the `X-Request-Id` that
             every request has.
         images: images of the only prompt.
-        pooling: how the prompts are pooled, if they are; nothing is generated then.
+        pooling: parameters of prompts that are pooled; nothing is generated then.
     """
 
     request: Request

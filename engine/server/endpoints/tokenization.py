@@ -38,8 +38,8 @@ class TokenText:
     """Text of a single token, for log-probabilities.
 
     Attributes:
-        name: its text within a sequence; `bytes:\\x..` for a part of a character.
-        raw: its bytes, None if unknown.
+        name: text within a sequence; `bytes:\\x..` for a part of a character.
+        raw: bytes, None if unknown.
         length: characters that it adds to a text, 0 for a special token.
     """
 

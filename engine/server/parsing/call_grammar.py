@@ -23,7 +23,7 @@ _SPACE = r"[ \n]{0,2}"
 _KEY = r"[A-Za-z0-9_.\-]{1,64}"
 _ANY: Form = {"type": "any_text"}
 _BEGINS = {"json": r'\s*\{ ?"name"', "python": r"\s*\[ ?[A-Za-z_][A-Za-z0-9_.]*\("}
-"""How a call without a marker begins, by the style of its format."""
+"""Beginning of a call without a marker, by the style of its format."""
 
 
 def calls_in_text(
@@ -164,7 +164,7 @@ def _element(tags: Tags, key: str, declared: Any) -> Form:
 
 
 def _value(tags: Tags, opening: str, content: Form) -> Form:
-    """A value behind the name of its argument."""
+    """A value after the name of its argument."""
     if not tags.value_open:
         return _tag(opening, content, tags.value_close)
     value = _tag(tags.value_open, content, tags.value_close)

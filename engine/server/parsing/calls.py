@@ -167,7 +167,7 @@ Kind = Literal["string", "other", "unknown"]
 
 
 def kind_of(schema: Any, key: str) -> Kind:
-    """Whether the schema of a tool's parameters makes this argument a string."""
+    """Type of an argument by the schema of a tool's parameters: a string or not, if it says so."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     if not isinstance(declared, Mapping) or "type" not in declared:

@@ -48,11 +48,11 @@ may be left out."""
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """How a model writes the calls of a section, for the grammar of a tool choice of `auto`.
+    """Form of the calls of a section, for the grammar of a tool choice of `auto`.
 
     Attributes:
-        before, after: what stands around a call's arguments.
-        between: what separates two calls; None: a section has one.
+        before, after: text around a call's arguments.
+        between: separator of two calls; None: a section has one.
         begin, end: patterns around all calls of a section.
     """
 
@@ -74,7 +74,7 @@ _SEMICOLONS = CallShape((_OBJECT,), (_CLOSED,), "; ")
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model family writes tool calls.
+    """Form of a model family's tool calls.
 
     Attributes:
         name: value of `--tool-call-parser`, as in vLLM.

@@ -275,7 +275,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def must_call(self) -> bool:
-        """Whether the output has to be a tool call."""
+        """True if the output has to be a tool call."""
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
             return choice.allowed_tools.mode == "required"
@@ -283,7 +283,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def is_forced_json(self) -> bool:
-        """Whether calls are JSON by a grammar, whatever the model's own format."""
+        """True if calls are JSON by a grammar, whatever the model's own format."""
         answer = self.answer_constraint()
         is_shaped = answer is not None and answer.kind != "structural_tag"
         return self.must_call or (bool(self.usable_tools) and is_shaped)

@@ -193,6 +193,6 @@ class RetryAfter:
         self._last_end = now
 
     def retry_after(self, num_before: int) -> dict[str, str]:
-        """The `Retry-After` header for a client behind `num_before` other requests."""
+        """The `Retry-After` header for a client after `num_before` other requests."""
         seconds = math.ceil((self._interval_seconds or 0.0) * max(1, num_before))
         return {"Retry-After": str(min(max(seconds, 1), MAX_SECONDS))}

@@ -198,7 +198,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def only_echoes(self) -> bool:
-        """Whether the choices are the prompt alone. The engine still samples a token, which is dropped."""
+        """True if the choices are the prompt alone. The engine still samples a token, which is dropped."""
         return bool(self.echo) and self.max_tokens == 0
 
     def sampling_params(self) -> SamplingParams:
@@ -253,7 +253,7 @@ def client_tools(*served: str | None) -> BeforeValidator:
 
 
 def is_hosted(tool: Any) -> bool:
-    """Whether the vendor defines the tool, by its type."""
+    """True if the vendor defines the tool, by its type."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     return isinstance(kind, str) and kind not in CLIENT_KINDS
 

@@ -188,7 +188,7 @@ class Constraint:
     """A grammar constraint on the text of every choice, and the request field that it came from.
 
     Attributes:
-        sent: what the client sent of it, where `value` was made of that.
+        sent: value as the client sent it, where `value` was made of that.
     """
 
     kind: Kind

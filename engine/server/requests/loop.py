@@ -118,7 +118,7 @@ class EngineLoop:
 
     Attributes:
         unavailable: why the engine does not serve; None while it does.
-        is_draining: whether the server is shutting down: requests in flight finish, then it stops.
+        is_draining: True if the server is shutting down: requests in flight finish, then it stops.
     """
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:

@@ -204,7 +204,7 @@ class ServerMetrics:
 
 Labels = Mapping[str, str]
 Values = Sequence[tuple[Labels, float]]
-"""Values of a metric, each with the labels that it has beside the model's."""
+"""Values of a metric, each with its labels in addition to the model's."""
 Scalars = Mapping[str, tuple[str, float]]
 """Text and value by name."""
 

@@ -1,5 +1,5 @@
 """HTTP middleware: size limits, host and origin checks, API keys, HEAD wherever there is GET;
-and routes that read large bodies beside the event loop."""
+and routes that read large bodies off the event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BODIES_PER_KEY = 16
 """Bodies of the largest size, or their bytes in smaller ones, that a key may have in memory at a time."""
 
 DISCARD_SECONDS = 2.0
-"""How long an oversized body is still read, so that the client gets to read the 413 response."""
+"""Time for which an oversized body is still read, so that the client gets to read the 413 response."""
 
 
 class RequestMiddleware:
@@ -182,7 +182,7 @@ class BodyRoute(APIRoute):
     FastAPI finds the validated model in place of the JSON.
 
     Attributes:
-        takes_any_type: whether a body is JSON whatever its Content-Type says, as for Ollama's clients.
+        takes_any_type: True if a body is JSON whatever its Content-Type says, as for Ollama's clients.
     """
 
     takes_any_type = False

@@ -131,7 +131,7 @@ class _StderrHandler(logging.Handler):
 
 
 def _takes_a_line(stream: TextIO, seconds: float) -> bool:
-    """Whether 4 kB can be written to a stream without waiting, at the latest after so many seconds."""
+    """True if 4 kB can be written to a stream without waiting, at the latest after so many seconds."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):  # in memory

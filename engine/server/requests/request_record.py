@@ -42,7 +42,7 @@ class Phases(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Iterable[RequestOutput]) -> Phases:
-        """From the last output of each sequence: the first of all began, the last of all ended."""
+        """Phases from the last output of each sequence: the first of all began, the last of all ended."""
         times = [output.times for output in outputs]
         arrival = min(t.arrival for t in times)
         begun = min(t.first_scheduled or arrival for t in times)
