@@ -35,7 +35,7 @@ class AbortRequest(BaseModel):
 
 def add_operations(app: FastAPI, engine: Engine, loop: EngineLoop, service: Service) -> None:
     """Health probes, metrics and the model cards of the base model and its LoRA adapters."""
-    registry = exposition(engine, loop, service.model_name)
+    registry = exposition(engine, loop.metrics, lambda: loop.is_ready, service.model_name)
 
     @app.get("/health")
     async def health() -> dict[str, str]:

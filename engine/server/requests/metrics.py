@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -31,9 +30,6 @@ from ...execution.step_loop import StepRecorder
 from ...scheduling.outputs import EngineStats, RequestOutput
 from ...scheduling.request import RequestStatus
 from .metric_names import llmopt_metric, vllm_metric
-
-if TYPE_CHECKING:
-    from .loop import EngineLoop
 
 SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2, 5))
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
@@ -209,12 +205,14 @@ Scalars = Mapping[str, tuple[str, float]]
 """Text and value by name."""
 
 
-def exposition(engine: Engine, loop: EngineLoop, model_name: str) -> CollectorRegistry:
+def exposition(
+    engine: Engine, metrics: ServerMetrics, is_ready: Callable[[], bool], model_name: str
+) -> CollectorRegistry:
     """The metrics of one engine, in a registry of their own, so that a process may hold several."""
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)
     for metric in (llmopt_metric, vllm_metric):
-        registry.register(_ServerCollector(metric, engine, loop, model_name))
+        registry.register(_ServerCollector(metric, engine, metrics, is_ready, model_name))
     return registry
 
 
@@ -239,9 +237,14 @@ class _ServerCollector(Collector):
     """All metrics of the server under one engine's names, by `metric`: None for one that it has not."""
 
     def __init__(
-        self, metric: Callable[[str], str | None], engine: Engine, loop: EngineLoop, model_name: str
+        self,
+        metric: Callable[[str], str | None],
+        engine: Engine,
+        metrics: ServerMetrics,
+        is_ready: Callable[[], bool],
+        model_name: str,
     ) -> None:
-        self._metric, self._loop = metric, loop
+        self._metric, self._metrics, self._is_ready = metric, metrics, is_ready
         self._labels = {"model_name": model_name, "engine": "0"}
         self._features, device = speed_features(engine), engine.device
         # A benchmark's client compares the GPU.
@@ -249,7 +252,7 @@ class _ServerCollector(Collector):
         self._device = {"device": str(device), "gpu": gpu}
 
     def collect(self) -> Iterator[Metric]:
-        metrics, stats = self._loop.metrics, self._loop.metrics.stats
+        metrics, stats = self._metrics, self._metrics.stats
         used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
         gauges: Scalars = {
             "num_requests_running": ("Sequences that are running.", stats.num_running),
@@ -261,7 +264,7 @@ class _ServerCollector(Collector):
                 "KV-cache usage: the fraction of blocks in use, 0 to 1.",
                 used,
             ),
-            "ready": ("1 while the server is ready.", float(self._loop.is_ready)),
+            "ready": ("1 while the server is ready.", float(self._is_ready())),
         }
         for name, (text, value) in gauges.items():
             yield from self._family(GaugeMetricFamily, name, text, [({}, value)])
