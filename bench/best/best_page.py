@@ -60,6 +60,9 @@ def best_page(decision: Decision) -> Page:
     finalists = {one["id"]: one for one in decision["finalists"]}
     chosen = [decision[key] for key in ("recommended", "closest") if decision[key]]
     pictures = [layers_figure(points[name]) for name in [*chosen[:1], *finalists]]
+    fronts = [Figure("front-size", front_svg(decision, "size"), half=True)]
+    if any(point["speed"] for point in decision["front"]):
+        fronts.append(Figure("front-speed", front_svg(decision, "speed"), half=True))
     return page_of(
         "best/best.jinja",
         decision=decision,
@@ -68,7 +71,7 @@ def best_page(decision: Decision) -> Page:
         cards=best_cards(decision, points, finalists),
         commands=finalists.get(chosen[0]) if chosen else None,
         neighbours=neighbours_table(decision, points, finalists),
-        fronts=front_figures(decision),
+        fronts=fronts,
         finalists=finalists_table(decision),
         domains=domains_table(decision),
         pictures=list({one.name: one for one in pictures if one}.values()),
@@ -220,14 +223,6 @@ def domains_table(decision: Decision) -> ReportTable | None:
         for one in finalists
     ]
     return ReportTable(["KL by domain, nats", *names], rows) if names else None
-
-
-def front_figures(decision: Decision) -> list[Figure]:
-    """Quality against bytes, and against time per token if a speed is known."""
-    figures = [Figure("front-size", front_svg(decision, "size"), half=True)]
-    if any(point["speed"] for point in decision["front"]):
-        figures.append(Figure("front-speed", front_svg(decision, "speed"), half=True))
-    return figures
 
 
 @drawn

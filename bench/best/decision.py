@@ -111,7 +111,11 @@ def choose(asked: Record, searched: Record, count: int) -> list[str]:
     def may_keep(point: Record) -> bool:
         return check_point(asked, point, None)["keeps"] is not False
 
-    points = [point for point in undominated(searched["front"]) if may_keep(point)]
+    undominated: list[Record] = []  # by any point in both bytes and expected KL
+    for point in sorted(searched["front"], key=lambda p: (p["bytes"], p["expected_kl"])):
+        if not undominated or point["expected_kl"] < undominated[-1]["expected_kl"]:
+            undominated.append(point)
+    points = [point for point in undominated if may_keep(point)]
     most = next((p["limit"] for p in asked["promises"] if p["metric"] == "kl"), None)
     at = len(points) - 1
     if most is not None and not asked["is_bounded"]:
@@ -132,15 +136,6 @@ def gap_words(front: Sequence[Record]) -> str:
     if not gaps:
         return "no mixture was solved for"
     return f"each of the {len(gaps)} mixtures is within {max(gaps):.2%} of the least expected KL for its size"
-
-
-def undominated(points: Sequence[Record]) -> list[Record]:
-    """The points that no other point beats in both bytes and expected KL, by bytes."""
-    kept: list[Record] = []
-    for point in sorted(points, key=lambda point: (point["bytes"], point["expected_kl"])):
-        if not kept or point["expected_kl"] < kept[-1]["expected_kl"]:
-            kept.append(point)
-    return kept
 
 
 def check_finalist(asked: Record, finalist: Record) -> dict[str, Any]:

@@ -109,7 +109,9 @@ def _verdict(
     logarithm, or a share for waiting time."""
     what, is_share = limit.quantity, limit.quantity.key == WAITING
     relative = float if is_share else math.expm1
-    text = f"{what.label} {change_words(relative(change[0]), is_share)}"
+    size, direction = relative(change[0]), "higher" if change[0] > 0 else "lower"
+    wall = "of the wall time " if is_share else ""
+    text = f"{what.label} is {abs(size):.1%} {wall}{direction}"
     if not limit.relative:
         text = f"{what.label} is {sides[1]:,.4g} {what.unit}"
     low, high = relative(change[1]), relative(change[2])
@@ -121,7 +123,7 @@ def _verdict(
         base=sides[0],
         new=sides[1],
         interval=(low, high),
-        change=relative(change[0]),
+        change=size,
         worse=relative(change[0] if limit.at_most else -change[0]),
         low=low,
         high=high,
@@ -149,12 +151,6 @@ def operating_curve(limit: Limit, paired: PairedExcess) -> OperatingCurve | None
     )
     what = limit.quantity
     return OperatingCurve(what.key, what.label, limit.text, paired.plan.looks[-1], points)
-
-
-def change_words(change: float, is_share: bool) -> str:
-    """A change as text; waiting time changes by a share of the base's wall time."""
-    direction = "higher" if change > 0 else "lower"
-    return f"is {abs(change):.1%} {'of the wall time ' if is_share else ''}{direction}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,14 +191,6 @@ def tail_of_start(start: RunData, measured: Measured) -> float | None:
     rows = zip(table["run"], table[measured.column], strict=True)
     values = [value for number, value in rows if number in kept and value is not None]
     return float(np.percentile(values, TAILS[measured.statistic or ""])) if values else None
-
-
-def requests_missing(measured: Measured, starts: Sequence[RunData]) -> int:
-    """How many more requests a percentile needs before order statistics bound it from above; 0 if none."""
-    if measured.statistic not in TAILS:
-        return 0
-    completed = sum(start.result["completed"] or 0 for start in starts)
-    return max(0, requests_for_percentile(TAILS[measured.statistic]) - completed)
 
 
 def paired_changes(
@@ -260,9 +248,11 @@ def change_of_passes(logs: Sequence[float], key: str) -> float:
 def unjudgeable(measured: Measured, base: Sequence[RunData], new: Sequence[RunData]) -> str | None:
     """Why a limit on a metric cannot be judged on these starts; None if it can. A tail needs requests.
     Goodput depends on the limits that it was counted with. Energy has the meter's reason."""
-    if missing := max(requests_missing(measured, side) for side in (base, new)):
-        needed = requests_for_percentile(TAILS[measured.statistic or ""])
-        return f"{measured.label} needs {needed} requests a side: {missing} more"
+    if measured.statistic in TAILS:  # order statistics have to bound it from above
+        needed = requests_for_percentile(TAILS[measured.statistic])
+        completed = (sum(start.result["completed"] or 0 for start in side) for side in (base, new))
+        if (missing := needed - min(completed)) > 0:
+            return f"{measured.label} needs {needed} requests a side: {missing} more"
     key = measured.key
     if key in SLO_KEYS:
         limits = [sorted({_slo_words(start) for start in side}) for side in (base, new)]
@@ -349,11 +339,14 @@ def judge_in_runs(
 
 
 def value_of_run(measured: Measured, data: RunData) -> float:
-    """The value that the run's own table and report show, over all its passes; else the centre of the
-    undisturbed passes."""
+    """The value that the run's own table and report show, over all its passes; else the mean of the
+    undisturbed passes, geometric but for waiting time."""
     # The whole run's duration is not that of a pass.
     recorded = None if measured.key == "duration" else data.result.get(measured.key)
-    return recorded or centre_of(measured, values_of(measured, data))
+    values = values_of(measured, data)
+    if recorded or measured.key == WAITING:
+        return recorded or float(np.mean(values))
+    return float(np.exp(np.mean(np.log(values))))
 
 
 def values_of(measured: Measured, data: RunData) -> list[float]:
@@ -369,13 +362,6 @@ def values_of_pairs(measured: Measured, base: RunData, new: RunData) -> list[tup
     kept = set(undisturbed(sides[0])) & set(undisturbed(sides[1])) or set(range(len(sides[0])))
     pairs = [[value_of_pass(side[n], measured.key) for side in sides] for n in sorted(kept)]
     return [(before, after) for before, after in pairs if before and after]
-
-
-def centre_of(measured: Measured, values: Sequence[float]) -> float:
-    """The mean of waiting time, the geometric mean of any other metric."""
-    if measured.key == WAITING:
-        return float(np.mean(values))
-    return float(np.exp(np.mean(np.log(values))))
 
 
 def effect_of_bound(measured: Measured, limit: Limit, new: RunData) -> Effect:
@@ -413,13 +399,21 @@ def background_error(data: RunData) -> float:
 def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:
     """The change of a metric with its uncertainty: paired or unpaired, with or without request data."""
     before, after = values_of(measured, base), values_of(measured, new)
-    if measured.key == WAITING:
-        return _effect_on_waiting(before, after, values_of(MEASURED["duration"], base))
+    if measured.key == WAITING:  # as a share of the base's wall time
+        walls, counts = values_of(MEASURED["duration"], base), (len(before), len(after))
+        wall = float(np.mean(walls)) if walls else math.nan
+        several = [side for side in (before, after) if len(side) > 1]
+        variance = sum(float(np.var(side, ddof=1)) / len(side) for side in several)
+        error = math.sqrt(variance) / wall if min(counts) > 1 else FEW_PASSES_CV
+        change = (float(np.mean(after)) - float(np.mean(before))) / wall
+        total = math.hypot(error, START_CV * math.sqrt(2))
+        return Effect(change, total, max(sum(counts) - 2, 1))
     if is_paired(base, new) and len(pairs := values_of_pairs(measured, base, new)) > 1:
         return effect_of_pairs(*zip(*pairs, strict=True))
     error = 0.0
     if measured.column is not None and min(len(before), len(after)) < RUNS_THAT_SHOW_SPREAD:
-        percentile = percentile_of(measured.statistic)
+        digits = (measured.statistic or "").removeprefix("p")
+        percentile = float(digits) if digits.isdigit() else 50.0  # the mean is taken as the median
         tables = (base.by_request(measured.column), new.by_request(measured.column))
         error = paired_error(*tables, percentile=percentile)
     effect = effect_of_runs(
@@ -432,26 +426,6 @@ def effect_between(measured: Measured, base: RunData, new: RunData) -> Effect:
     )
     known = math.hypot(START_CV * math.sqrt(2), background_error(base), background_error(new))
     return effect.with_error(known)
-
-
-def _effect_on_waiting(
-    before: Sequence[float], after: Sequence[float], walls: Sequence[float]
-) -> Effect:
-    """The change of waiting time as a share of the base's wall time."""
-    wall = float(np.mean(walls)) if walls else math.nan
-    counts = len(before), len(after)
-    variance = sum(
-        float(np.var(side, ddof=1)) / len(side) for side in (before, after) if len(side) > 1
-    )
-    error = math.sqrt(variance) / wall if min(counts) > 1 else FEW_PASSES_CV
-    change = (float(np.mean(after)) - float(np.mean(before))) / wall
-    return Effect(change, math.hypot(error, START_CV * math.sqrt(2)), max(sum(counts) - 2, 1))
-
-
-def percentile_of(statistic: str | None) -> float:
-    """The percentile of a statistic; the mean is treated as the median."""
-    digits = (statistic or "").removeprefix("p")
-    return float(digits) if digits.isdigit() else 50.0
 
 
 def paired_error(

@@ -163,7 +163,13 @@ def hardware_facts(device: str, *, cpuinfo: Path = CPUINFO, sys: Path = SYS) -> 
     limits = {"cpu_governor": governors(sys), "cpu_max_mhz": cpu_max_mhz(sys)}
     facts = {"fingerprint": fingerprint(cpu), **cpu, **limits}
     facts = {name: value for name, value in facts.items() if value is not None}
-    return {**facts, **gpu_facts(device)} if device.startswith("cuda") else facts
+    if device.startswith("cuda"):
+        import torch
+
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / 2**30)}
+        facts |= driver_facts(int(device[5:] or 0))
+    return facts
 
 
 def fingerprint(facts: dict[str, Any]) -> str:
@@ -192,15 +198,6 @@ def cpu_max_mhz(sys: Path = SYS) -> int | None:
         limits = [int(path.read_text()) for path in paths]
         return max(limits) // 1000 if limits else None
     return None
-
-
-def gpu_facts(device: str) -> dict[str, Any]:
-    """Name, memory, driver, power limit and clock settings of a GPU."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    name, memory = properties.name, round(properties.total_memory / 2**30)
-    return {"gpu": name, "gpu_memory_gib": memory, **driver_facts(int(device[5:] or 0))}
 
 
 def driver_facts(index: int, library: Any = None) -> dict[str, Any]:

@@ -175,6 +175,7 @@ def step_trace_part(passes: Sequence[LoadPass], block_size: int) -> dict[str, An
     def total(name: str) -> Any:
         return sum(getattr(step, name) for step in steps)
 
+    slots = total("kv_blocks_used") * block_size
     return {
         "num_steps": len(steps),
         "prefill_tokens": total("prefill_tokens"),
@@ -185,14 +186,9 @@ def step_trace_part(passes: Sequence[LoadPass], block_size: int) -> dict[str, An
         "update_seconds": total("update_seconds"),
         "preemptions": total("num_preemptions"),
         "peak_kv_blocks": max(step.kv_blocks_used for step in steps),
-        "kv_unfilled_share": unfilled_share(steps, block_size),
+        # Internal fragmentation: share of the slots in used KV blocks without a token, over all steps.
+        "kv_unfilled_share": total("kv_slots_unfilled") / slots if slots else 0.0,
     }
-
-
-def unfilled_share(steps: Sequence[StepTrace], block_size: int) -> float:
-    """Internal fragmentation: fraction of the slots in used KV blocks without a token, over all steps."""
-    slots = sum(step.kv_blocks_used for step in steps) * block_size
-    return sum(step.kv_slots_unfilled for step in steps) / slots if slots else 0.0
 
 
 def write_steps(path: Path, passes: Sequence[LoadPass]) -> None:

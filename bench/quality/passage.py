@@ -23,8 +23,14 @@ from ...recipes import DATA
 
 EVALUATION_TEXT = DATA / "evaluation.txt"
 # Domains of the bundled texts (`domains.py`), with their names for readers.
-DOMAINS = {"prose": "prose", "code": "code", "math": "mathematics", "chat": "chat"}
-DOMAINS |= {"fr": "French", "zh": "Chinese"}
+DOMAINS = {
+    "prose": "prose",
+    "code": "code",
+    "math": "mathematics",
+    "chat": "chat",
+    "fr": "French",
+    "zh": "Chinese",
+}
 ProtocolName = Literal["documents", "gptq", "strided", "llama.cpp"]
 PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
 # The papers' window, and `--ctx-size` of llama-perplexity; a model with a shorter context has that window.

@@ -165,17 +165,27 @@ def items_of(
             if sample["filter"] == row["filter"] and row["metric"] in sample
         ]
         parts = [_parts(sample[row["metric"]]) for sample in logged]
-        row["aggregation"] = _aggregation(parts, row["value"])
+        row["aggregation"] = None
+        if parts and None not in parts:
+            values, weights = np.array(parts, dtype=np.float64).T
+            row["aggregation"] = _aggregation(values, weights, row["value"])
         if row["aggregation"] is None:
             continue
         for sample, part in zip(logged, parts, strict=True):
             assert part is not None
             ids = int(sample["doc_id"]), str(sample["doc_hash"])
             texts = _text(sample["filtered_resps"]), _text(sample["target"])
-            values = (row["task"], *ids, row["metric"], row["filter"], *part, *texts)
-            for name, value in zip(COLUMNS, values, strict=True):
+            cells = (row["task"], *ids, row["metric"], row["filter"], *part, *texts)
+            for name, value in zip(COLUMNS, cells, strict=True):
                 columns[name].append(value)
     return TaskItems(columns if columns["task"] else {})
+
+
+def _aggregation(values: np.ndarray, weights: np.ndarray, value: float) -> Aggregation | None:
+    for kind in AGGREGATIONS:
+        if np.isclose(aggregate(kind, values, weights), value, rtol=1e-6, atol=1e-12):
+            return kind
+    return None
 
 
 def _parts(value: Any) -> tuple[float, float] | None:
@@ -186,16 +196,6 @@ def _parts(value: Any) -> tuple[float, float] | None:
         first, second = value
         if isinstance(first, int | float) and isinstance(second, int | float) and second > 0:
             return float(first), float(second)
-    return None
-
-
-def _aggregation(parts: Sequence[tuple[float, float] | None], value: float) -> Aggregation | None:
-    if not parts or None in parts:
-        return None
-    values, weights = np.array(parts, dtype=np.float64).T
-    for kind in AGGREGATIONS:
-        if np.isclose(aggregate(kind, values, weights), value, rtol=1e-6, atol=1e-12):
-            return kind
     return None
 
 

@@ -9,8 +9,8 @@ import csv
 import json
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from itertools import accumulate
@@ -99,12 +99,6 @@ class Load:
     @property
     def longest(self) -> int:
         return max(map(sum, self.lengths))
-
-    def of_batch(self, batches: int) -> Load:
-        """The load of each of `batches` equal batches."""
-        if self.rate is not None:
-            return replace(self, rate=self.rate / batches)
-        return replace(self, concurrency=ceil((self.concurrency or 0) / batches))
 
     def mean_lengths(self) -> tuple[float, float]:
         prompts, outputs = zip(*self.lengths, strict=True)
@@ -310,13 +304,9 @@ def parse_images(text: str) -> tuple[int, int, int]:
     return count, width, height
 
 
-def image_load(
-    model: PlannedModel,
-    text: str,
-    probe: Callable[[Path, int, int], ImageTokens | None] | None = None,
-) -> ImageLoad:
-    """The load of the images that `--images` asks for, with tokens by the family's rule, or by `probe`, which
-    asks the checkpoint's processor. Raises BadInput: an invalid option, or a model without vision tower or
+def image_load(model: PlannedModel, text: str) -> ImageLoad:
+    """The load of the images that `--images` asks for, with tokens by the family's rule, or counted by
+    the checkpoint's processor. Raises BadInput: an invalid option, or a model without vision tower or
     rule."""
     count, width, height = parse_images(text)
     vision = model.config.get("vision_config")
@@ -329,8 +319,8 @@ def image_load(
             read = read_json(folder / name)
             settings |= read | (read.get("image_processor") or {})
     tokens = image_tokens(ImageSettings(model.config, settings), width, height)
-    if tokens is None and probe is not None:
-        tokens = probe(folder, width, height)
+    if tokens is None:
+        tokens = probed_image_tokens(folder, width, height)
     if tokens is None:
         raise BadInput(
             f"--images: no rule for the image tokens of {type_of(model.config)!r}, and no "

@@ -13,7 +13,6 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
-from typing import Self
 
 from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
@@ -50,24 +49,6 @@ class Reserve:
             if getattr(self, name) < 1:
                 option = {"chunk_tokens": "max-num-batched-tokens"}.get(name, "max-num-seqs")
                 raise BadInput(f"--{option} {getattr(self, name)}: at least 1 is needed")
-
-    @classmethod
-    def for_memory(
-        cls,
-        memory_bytes: int,
-        utilization: float | None = None,
-        chunk_tokens: int | None = None,
-        max_num_seqs: int | None = None,
-        kv_cache_bytes: int | None = None,
-    ) -> Self:
-        """Defaults for unset limits as servers commonly choose them, smaller below 70 GiB."""
-        large = memory_bytes >= 70 * GIB
-        return cls(
-            DEFAULT_UTILIZATION if utilization is None else utilization,
-            (8192 if large else 2048) if chunk_tokens is None else chunk_tokens,
-            (1024 if large else 256) if max_num_seqs is None else max_num_seqs,
-            kv_cache_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,17 +235,6 @@ _STAGE = {"name": str, "ended": str, "seconds": (int, float), "findings": [dict]
 _FINDING = {"what": str, "expected": str, "seen": str, "met": (bool, None), "numbers": dict}
 
 
-def check_gpu_record(file: Path, record: Mapping[str, Any]) -> None:
-    """Raise BadInput where a file is no record of `llmopt doctor --gpu`, or lacks what its readers need."""
-    if record.get("schema") != GPU_SCHEMA:
-        raise BadInput(f"{file} is no record of llmopt doctor --gpu: give the JSON that it wrote")
-    _check_part(file, record, _GPU_RECORD)
-    for stage in record["stages"]:
-        _check_part(file, stage, _STAGE)
-        for finding in stage["findings"]:
-            _check_part(file, finding, _FINDING)
-
-
 def _check_part(file: Path, part: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     if missing := [key for key in kinds if key not in part]:
         raise BadInput(
@@ -262,7 +251,11 @@ def read_gpu_record(file: Path, record: Mapping[str, Any], weights: str) -> Meas
     Raises:
         BadInput: it is damaged, or of no model.
     """
-    check_gpu_record(file, record)
+    _check_part(file, record, _GPU_RECORD)
+    for stage in record["stages"]:
+        _check_part(file, stage, _STAGE)
+        for finding in stage["findings"]:
+            _check_part(file, finding, _FINDING)
     shares, roofs = record["shares"], record["roofs"]
     alike = (name for name in shares if name.split(" ")[0] == weights.split(" ")[0])
     chosen = weights if weights in shares else next(alike, "bf16")

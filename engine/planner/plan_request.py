@@ -25,7 +25,7 @@ from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices, find_device
 from .engine_rules import engine_rule
-from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load, probed_image_tokens
+from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
 from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
@@ -61,7 +61,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         block_size,
         ask.output_tokens,
         EngineConfig(kv_budget=ask.kv_budget, kv_eviction=ask.kv_eviction).eviction(block_size),
-        None if ask.images is None else image_load(model, ask.images, probed_image_tokens),
+        None if ask.images is None else image_load(model, ask.images),
         prefix_share=ask.prefix_hit_rate,
         kv_dtype_is_default=ask.kv_dtype is None,
     )

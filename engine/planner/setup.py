@@ -15,13 +15,14 @@ from ..scheduling.kv_eviction import KvEviction
 from .cache_size import (
     DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_MAX_NUM_SEQS,
+    DEFAULT_UTILIZATION,
     KvCacheBudget,
     kv_dtype,
 )
 from .devices import Device, HourPrice
 from .engine_rules import engine_rule
 from .load import ImageLoad, PlannedLoad
-from .memory import Reserve
+from .memory import GIB, Reserve
 from .speed import Efficiency
 from .step_parameters import OwnRows
 from .weights import UNQUANTIZED_BYTES, WeightRecipe
@@ -283,12 +284,15 @@ class Setup:
 
     def reserve(self, device: Device, weight_bytes: int) -> Reserve:
         """Memory limits on a device. On a CPU, the KV cache gets the engine's fraction of free memory."""
-        if device.kind != "cpu":
-            return Reserve.for_memory(
-                device.memory_bytes,
-                self.utilization,
-                self.max_num_batched_tokens,
-                self.max_num_seqs,
+        if (
+            device.kind != "cpu"
+        ):  # unset limits as servers commonly choose them, smaller below 70 GiB
+            is_large = device.memory_bytes >= 70 * GIB
+            tokens, sequences = (8192, 1024) if is_large else (2048, 256)
+            return Reserve(
+                DEFAULT_UTILIZATION if self.utilization is None else self.utilization,
+                tokens if self.max_num_batched_tokens is None else self.max_num_batched_tokens,
+                sequences if self.max_num_seqs is None else self.max_num_seqs,
                 self.kv_cache_bytes,
             )
         budget = KvCacheBudget.on_cpu(max(0, device.memory_bytes - weight_bytes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from typing import NamedTuple, Protocol
 
@@ -279,7 +279,10 @@ def simulate(
     Raises:
         BadInput: a request can never fit.
     """
-    share = load.of_batch(server.batches)
+    if load.rate is not None:
+        share = replace(load, rate=load.rate / server.batches)
+    else:
+        share = replace(load, concurrency=ceil((load.concurrency or 0) / server.batches))
     around = share.concurrency or 0
     places = range(around, around + max(1, ceil(counted / server.batches)))
     total = places.stop + around

@@ -198,6 +198,14 @@ class StepModel:
             tags = deployment_tags(shape, recipe, device, engine)
             deployed = Deployed(model, engine, weight_dtype(recipe), version, tags)
             parameters = fitted_parameters(deployed)
+        peaks = device.peaks or {}
+        plain = peaks.get("bf16", peaks.get("fp16"))
+        if device.bandwidth is None or plain is None:
+            raise BadInput(f"{device.name} has no known speed: name a GPU, or give --measured")
+        quantized = peaks.get(weight_dtype(recipe), plain)
+        linear = quantized if "linear" in recipe.roles else plain
+        link = device.link_bytes_per_second
+        roofs = Roofs(device.bandwidth, link, linear, quantized, plain)
         return cls(
             shape,
             recipe,
@@ -207,7 +215,7 @@ class StepModel:
             parallel,
             float(kv_bytes_per_element),
             parameters,
-            roofs_of(device, recipe),
+            roofs,
             _weights_on_rank(shape, recipe, parallel),
             _cache_classes(shape, parallel.tp),
         )
@@ -361,17 +369,6 @@ def weight_dtype(recipe: WeightRecipe) -> str:
     if "fp4" in recipe.name:
         return "fp4"
     return "fp8" if recipe.name.startswith(("fp8", "mxfp8")) else "int"
-
-
-def roofs_of(device: Device, recipe: WeightRecipe) -> Roofs:
-    """Roofs of a device for weights of a recipe. Raises BadInput: the device's speed is unknown."""
-    peaks = device.peaks or {}
-    plain = peaks.get("bf16", peaks.get("fp16"))
-    if device.bandwidth is None or plain is None:
-        raise BadInput(f"{device.name} has no known speed: name a GPU, or give --measured")
-    quantized = peaks.get(weight_dtype(recipe), plain)
-    linear = quantized if "linear" in recipe.roles else plain
-    return Roofs(device.bandwidth, device.link_bytes_per_second, linear, quantized, plain)
 
 
 def _weights_on_rank(shape: ModelShape, recipe: WeightRecipe, parallel: Parallelism) -> _Weights:
