@@ -57,7 +57,7 @@ SHOWN_FORMULAS = ("KL", "top-1 agreement", "flips", "KL by domain", "quality int
 def best_page(decision: Decision) -> Page:
     """The page of a `decision.json`."""
     points = {point["id"]: point for point in decision["front"]}
-    finalists = {one["id"]: one for one in decision["finalists"]}
+    finalists = {finalist["id"]: finalist for finalist in decision["finalists"]}
     chosen = [decision[key] for key in ("recommended", "closest") if decision[key]]
     pictures = [layers_figure(points[name]) for name in [*chosen[:1], *finalists]]
     fronts = [Figure("front-size", front_svg(decision, "size"), half=True)]
@@ -74,7 +74,7 @@ def best_page(decision: Decision) -> Page:
         fronts=fronts,
         finalists=finalists_table(decision),
         domains=domains_table(decision),
-        pictures=list({one.name: one for one in pictures if one}.values()),
+        pictures=list({picture.name: picture for picture in pictures if picture}.values()),
         predicted=predicted_figure(decision, points),
         front=[(point, words(point)) for point in decision["front"]],
         gap=gap_words(decision["front"]),
@@ -121,15 +121,22 @@ def best_cards(
     name = decision["recommended"] or decision["closest"]
     if name not in finalists:
         return []
-    one, point = finalists[name], points[name]
+    finalist, point = finalists[name], points[name]
     cards = [
-        Card("Size", size(one["bytes"]), "", f"{number(point['bits_per_weight'])} bits a weight"),
-        Card("KL", number(one["kl"]["value"], 4), "nats", interval_words(one["kl"], 4)),
-        Card("Top-1 agreement", percent(one["top1"]["value"]), "", interval_words(one["top1"])),
+        Card(
+            "Size", size(finalist["bytes"]), "", f"{number(point['bits_per_weight'])} bits a weight"
+        ),
+        Card("KL", number(finalist["kl"]["value"], 4), "nats", interval_words(finalist["kl"], 4)),
+        Card(
+            "Top-1 agreement",
+            percent(finalist["top1"]["value"]),
+            "",
+            interval_words(finalist["top1"]),
+        ),
     ]
-    if flips := one["flips"]:
+    if flips := finalist["flips"]:
         cards.append(Card("Flips", percent(flips["value"]), "", interval_words(flips)))
-    if speed := one["speed"]:
+    if speed := finalist["speed"]:
         band, source = interval_of(speed["band"]), speed["source"]
         note = f"{band} ms, {source}" if band else source
         cards.append(Card("TPOT", number(speed["tpot_ms"], 1), "ms", note))
@@ -188,13 +195,15 @@ def neighbours_table(
     rows = []
     base = points[next(iter(shown.values()))] if shown else {}
     for text, name in shown.items():
-        point, one = points[name], finalists.get(name)
+        point, finalist = points[name], finalists.get(name)
         kl = (
-            measured_words(one["kl"], 4) if one else f"{number(point['expected_kl'], 4)}, predicted"
+            measured_words(finalist["kl"], 4)
+            if finalist
+            else f"{number(point['expected_kl'], 4)}, predicted"
         )
         change = point["bytes"] / base["bytes"] - 1
         more = "" if point is base else f" ({percent(change, 1, signed=True)})"
-        speed = speed_words((one or point)["speed"])
+        speed = speed_words((finalist or point)["speed"])
         rows.append([text, name, point["label"], f"{size(point['bytes'])}{more}", kl, speed])
     header = ["", "checkpoint", "bits", "size", "KL, nats", "TPOT, ms"]
     return ReportTable(header, rows, is_prose=True) if rows else None
@@ -203,13 +212,16 @@ def neighbours_table(
 def finalists_table(decision: Decision) -> ReportTable:
     """The measurements of each finalist, and whether it keeps the promises."""
     rows, tones = [], {}
-    for row, one in enumerate(decision["finalists"]):
-        kept = {True: "yes", False: "no", None: "unsure"}[one["keeps"]]
-        mark = "\u00a0*" if one["id"] == decision["recommended"] else ""
-        tones[row] = {True: "good" if mark else "", False: "bad", None: "unsure"}[one["keeps"]]
-        measured = [measured_words(one["kl"], 4), *map(measured_words, (one["top1"], one["flips"]))]
-        figures = [size(one["bytes"]), *measured, speed_words(one["speed"])]
-        rows.append([one["id"] + mark, kept, *figures, "; ".join(one["breaks"])])
+    for row, finalist in enumerate(decision["finalists"]):
+        kept = {True: "yes", False: "no", None: "unsure"}[finalist["keeps"]]
+        mark = "\u00a0*" if finalist["id"] == decision["recommended"] else ""
+        tones[row] = {True: "good" if mark else "", False: "bad", None: "unsure"}[finalist["keeps"]]
+        measured = [
+            measured_words(finalist["kl"], 4),
+            *map(measured_words, (finalist["top1"], finalist["flips"])),
+        ]
+        figures = [size(finalist["bytes"]), *measured, speed_words(finalist["speed"])]
+        rows.append([finalist["id"] + mark, kept, *figures, "; ".join(finalist["breaks"])])
     header = ["checkpoint", "keeps", "size", "KL, nats", "top-1", "flips", "TPOT, ms", "breaks"]
     return ReportTable(header, rows, "In parentheses: intervals. * is recommended.", tones)
 
@@ -217,10 +229,15 @@ def finalists_table(decision: Decision) -> ReportTable:
 def domains_table(decision: Decision) -> ReportTable | None:
     """KL by domain, one column each."""
     finalists = decision["finalists"]
-    names = list(dict.fromkeys(name for one in finalists for name in one["kl_by_domain"] or {}))
+    names = list(
+        dict.fromkeys(name for finalist in finalists for name in finalist["kl_by_domain"] or {})
+    )
     rows = [
-        [one["id"], *(measured_words((one["kl_by_domain"] or {}).get(name), 4) for name in names)]
-        for one in finalists
+        [
+            finalist["id"],
+            *(measured_words((finalist["kl_by_domain"] or {}).get(name), 4) for name in names),
+        ]
+        for finalist in finalists
     ]
     return ReportTable(["KL by domain, nats", *names], rows) if names else None
 
@@ -229,10 +246,10 @@ def domains_table(decision: Decision) -> ReportTable | None:
 def front_svg(decision: Decision, against: str) -> str:
     """KL on a logarithmic axis against MiB or milliseconds a token; down and left is better."""
 
-    def across(one: Mapping[str, Any]) -> float | None:
+    def across(point: Mapping[str, Any]) -> float | None:
         if against == "size":
-            return one["bytes"] / 2**20
-        return (one["speed"] or {}).get("tpot_ms")
+            return point["bytes"] / 2**20
+        return (point["speed"] or {}).get("tpot_ms")
 
     figure, (axis,) = canvas(width=5.4, height=4.2)
     log_scale(axis, "y")
@@ -243,21 +260,21 @@ def front_svg(decision: Decision, against: str) -> str:
     for lane in dict.fromkeys(lane_of.values()):
         # A usual quantization is no point of a front: nothing predicted its KL.
         mine = sorted(
-            (across(one) or 0.0, max(one["expected_kl"], LEAST_KL))
-            for one in shown
-            if one["lane"] == lane and one["expected_kl"]
+            (across(finalist) or 0.0, max(finalist["expected_kl"], LEAST_KL))
+            for finalist in shown
+            if finalist["lane"] == lane and finalist["expected_kl"]
         )
         style = {"color": colours[lane], "markersize": 3.5, "linewidth": 0.9, "label": lane}
         style |= {"markerfacecolor": "none", "alpha": 0.7}
         axis.plot([x for x, _ in mine], [y for _, y in mine], "o--", **style)
     positions: dict[str, tuple[float, float]] = {}
     spans: list[Span] = []
-    for one in decision["finalists"]:
-        if (x := across(one)) is not None and one["id"] in lane_of:
-            positions[one["id"]] = (x, max(one["kl"]["value"], LEAST_KL))
-            colour = colours[lane_of[one["id"]]]
-            is_recommended = one["id"] == decision["recommended"]
-            spans.append(_measured(axis, one, x, colour, is_recommended=is_recommended))
+    for finalist in decision["finalists"]:
+        if (x := across(finalist)) is not None and finalist["id"] in lane_of:
+            positions[finalist["id"]] = (x, max(finalist["kl"]["value"], LEAST_KL))
+            colour = colours[lane_of[finalist["id"]]]
+            is_recommended = finalist["id"] == decision["recommended"]
+            spans.append(_measured(axis, finalist, x, colour, is_recommended=is_recommended))
     axis.margins(0.08)
     spans += _limits(axis, decision["asked"], against)
     axis.set_xlabel(f"{'MiB' if against == 'size' else 'ms a token (TPOT)'}, left is better")
@@ -271,13 +288,13 @@ def front_svg(decision: Decision, against: str) -> str:
 
 
 def _measured(
-    axis: Axes, one: Mapping[str, Any], x: float, colour: str, *, is_recommended: bool = False
+    axis: Axes, finalist: Mapping[str, Any], x: float, colour: str, *, is_recommended: bool = False
 ) -> Span:
     """Draw a finalist with its interval, which is returned; a cross if it breaks a promise, a ring if it is
     recommended."""
-    low, y, high = (max(one["kl"][side], LEAST_KL) for side in ("low", "value", "high"))
+    low, y, high = (max(finalist["kl"][side], LEAST_KL) for side in ("low", "value", "high"))
     axis.plot([x, x], [low, high], color=colour, linewidth=3, alpha=0.45)
-    axis.plot(x, y, "X" if one["keeps"] is False else "o", color=colour, markersize=8)
+    axis.plot(x, y, "X" if finalist["keeps"] is False else "o", color=colour, markersize=8)
     if is_recommended:
         style = {"color": GOOD, "markersize": 14, "markeredgewidth": 2, "markerfacecolor": "none"}
         axis.plot(x, y, "o", linestyle="none", label="recommended", **style)
@@ -303,23 +320,23 @@ def _limits(axis: Axes, asked: Mapping[str, Any], against: str) -> list[Span]:
 def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | None:
     """Measured KL of the finalists against the predicted one, with the rank correlation."""
     pairs = [
-        (one, point)
-        for one in decision["finalists"]
-        if (point := points.get(one["id"])) and point["expected_kl"]
+        (finalist, point)
+        for finalist in decision["finalists"]
+        if (point := points.get(finalist["id"])) and point["expected_kl"]
     ]
     if len(pairs) < 2 or not is_installed("matplotlib"):
         return None
     from scipy.stats import rankdata
 
     expected = [max(point["expected_kl"], LEAST_KL) for _, point in pairs]
-    measured = [max(one["kl"]["value"], LEAST_KL) for one, _ in pairs]
+    measured = [max(finalist["kl"]["value"], LEAST_KL) for finalist, _ in pairs]
     figure, (axis,) = canvas(width=5.4, height=4.2)
     log_scale(axis, "x", "y")
     ends = [min(expected + measured) / 1.3, max(expected + measured) * 1.3]
     axis.plot(ends, ends, color=MUTED, linewidth=1, linestyle="--")
     spans: list[Span] = []
-    for (one, point), x, y in zip(pairs, expected, measured, strict=True):
-        spans.append(_measured(axis, one, x, SERIES[0]))
+    for (finalist, point), x, y in zip(pairs, expected, measured, strict=True):
+        spans.append(_measured(axis, finalist, x, SERIES[0]))
         if band := point["kl_band"]:
             low, high = (max(side, LEAST_KL) for side in band)
             axis.plot([low, high], [y, y], color=SERIES[0], linewidth=1)
@@ -327,7 +344,7 @@ def predicted_figure(decision: Decision, points: Mapping[str, Any]) -> Figure | 
     axis.set_xlabel("predicted KL (nats)")
     axis.set_ylabel("measured KL (nats)")
     title(axis, "Predicted against measured")
-    names = [one["id"] for one, _ in pairs]
+    names = [finalist["id"] for finalist, _ in pairs]
     positions = list(zip(names, zip(expected, measured, strict=True), strict=True))
     name_points(axis, positions, spans, color=INK)
     caption = "Bars are intervals of the measurement and bands of the prediction, equal on the dashed line."

@@ -162,37 +162,41 @@ def check_finalist(asked: Record, finalist: Record) -> dict[str, Any]:
 def decide(asked: Record, searched: Record, measured: Sequence[Record]) -> dict[str, Any]:
     """The decision of a question, but for its head: see docs/commands/best.md for every key. `measured` are
     the finalists' `finalists.results`."""
-    points = {one["id"]: one for one in (*searched["front"], *searched["usual"])}
-    finalists = [check_finalist(asked, one) for one in measured]
-    by_bytes = sorted(finalists, key=lambda one: (one["bytes"], one["kl"]["value"], one["id"]))
+    points = {point["id"]: point for point in (*searched["front"], *searched["usual"])}
+    finalists = [check_finalist(asked, point) for point in measured]
+    by_bytes = sorted(
+        finalists, key=lambda point: (point["bytes"], point["kl"]["value"], point["id"])
+    )
     band = kl_band(points, finalists)
-    best = next((one for one in by_bytes if one["keeps"] is True), None)
+    best = next((point for point in by_bytes if point["keeps"] is True), None)
     if asked["is_bounded"]:  # the least KL divergence, not the fewest bytes
-        sure = [one for one in by_bytes if one["keeps"] is True]
-        best = min(sure, key=lambda one: (one["kl"]["value"], one["bytes"]), default=None)
-    made = {one["id"] for one in finalists}
-    listed = [*searched["front"], *(one for one in searched["usual"] if one["id"] in made)]
-    front = [check_point(asked, one, band) | {"finalist": one["id"] in made} for one in listed]
-    rest = sorted(front, key=lambda one: (one["bytes"], one["id"]))
+        sure = [point for point in by_bytes if point["keeps"] is True]
+        best = min(sure, key=lambda point: (point["kl"]["value"], point["bytes"]), default=None)
+    made = {point["id"] for point in finalists}
+    listed = [*searched["front"], *(point for point in searched["usual"] if point["id"] in made)]
+    front = [
+        check_point(asked, point, band) | {"finalist": point["id"] in made} for point in listed
+    ]
+    rest = sorted(front, key=lambda point: (point["bytes"], point["id"]))
     near = best or min(
-        by_bytes or rest, key=lambda one: (one["keeps"] is False, one["excess"]), default=None
+        by_bytes or rest, key=lambda point: (point["keeps"] is False, point["excess"]), default=None
     )
     closest = near["id"] if near and not best else None
     unmade = None if best else _unmade(front)
-    is_unsure = unmade is not None or any(one["keeps"] is None for one in finalists)
+    is_unsure = unmade is not None or any(point["keeps"] is None for point in finalists)
     code = FOUND if best else UNSURE if is_unsure else NOTHING
     # The next smaller finalist, and the next larger one that is nearer to the original.
     smaller = better = None
     if near is not None and near in by_bytes:
         at = by_bytes.index(near)
-        less = (one["id"] for one in reversed(by_bytes[:at]) if one["bytes"] < near["bytes"])
+        less = (point["id"] for point in reversed(by_bytes[:at]) if point["bytes"] < near["bytes"])
         nearer = (f["id"] for f in by_bytes[at + 1 :] if f["kl"]["value"] < near["kl"]["value"])
         smaller, better = next(less, None), next(nearer, None)
     return {
         "lanes": searched["lanes"],
         "front": _without_excess(rest),
         "finalists": _without_excess(by_bytes),
-        "usual": [_why_not(one, by_bytes, best, asked) for one in searched["usual"]],
+        "usual": [_why_not(point, by_bytes, best, asked) for point in searched["usual"]],
         "recommended": best and best["id"],
         "next_smaller": smaller,
         "next_better": better,
@@ -213,7 +217,7 @@ def _unmade(front: Sequence[Record]) -> Record | None:
 
 
 def _without_excess(records: Sequence[Record]) -> list[dict[str, Any]]:
-    return [{name: one[name] for name in one if name != "excess"} for one in records]
+    return [{name: point[name] for name in point if name != "excess"} for point in records]
 
 
 def kl_band(
@@ -221,9 +225,9 @@ def kl_band(
 ) -> tuple[float, float] | None:
     """The least and the largest ratio of measured to expected KL."""
     ratios = [
-        one["kl"]["value"] / expected
-        for one in finalists
-        if (expected := points[one["id"]]["expected_kl"])
+        point["kl"]["value"] / expected
+        for point in finalists
+        if (expected := points[point["id"]]["expected_kl"])
     ]
     return (min(ratios), max(ratios)) if len(ratios) >= _LEAST_RATIOS else None
 
@@ -232,7 +236,7 @@ def _why_not(
     usual: Record, finalists: Sequence[Record], best: Record | None, asked: Record
 ) -> dict[str, Any]:
     """A usual quantization, and the promise that it breaks."""
-    finalist = next((one for one in finalists if one["id"] == usual["id"]), None)
+    finalist = next((point for point in finalists if point["id"] == usual["id"]), None)
     if usual["refused"] is not None:
         breaks = [usual["refused"]]
     elif finalist is None:

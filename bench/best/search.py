@@ -148,7 +148,7 @@ class Target:
             speed = {
                 "tpot_ms": tpot,
                 "ttft_ms": ttft,
-                "e2el_ms": ttft + tpot * (self.output_tokens - 1),
+                "e2el_ms": ttft + tpot * (PlanContext.of(asked).output - 1),
                 "tokens_per_s": plan.tokens_per_second,
                 "band": band and [factor * tpot for factor in band.tpot],
                 "ttft_band": band and [factor * ttft for factor in band.ttft],
@@ -161,14 +161,6 @@ class Target:
                 f"{self.device.name}"
             )
         return {"speed": speed, "unfit": why}
-
-    @property
-    def longest(self) -> int:
-        return PlanContext.of(self.asked).context
-
-    @property
-    def output_tokens(self) -> int:
-        return PlanContext.of(self.asked).output
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +237,7 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
         point["quantize"] |= {"stats": stats_name, **target.asked.shared}
     result = {
         "hardware": {"name": target.device.name, "kind": target.device.kind, "count": 1},
-        "context": target.longest,
+        "context": PlanContext.of(target.asked).context,
         "kv_dtype": kv_dtype,
         "lanes": lanes,
         "front": sorted(points, key=lambda point: point["bytes"]),

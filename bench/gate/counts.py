@@ -98,10 +98,10 @@ def failure_words(
     before, after = failures(base), failures(new)
     if after[0] * before[1] <= before[0] * after[1]:
         return None
-    said = f"failed requests rose from {before[0]} to {after[0]} of {after[1]}"
+    text = f"failed requests rose from {before[0]} to {after[0]} of {after[1]}"
     if fisher_tails(before, after)[0] <= FALSE_REGRESSION:
-        return GateOutcome.REGRESSION, said
-    return GateOutcome.NO_VERDICT, f"{said}: too few to tell whether more fail"
+        return GateOutcome.REGRESSION, text
+    return GateOutcome.NO_VERDICT, f"{text}: too few to tell whether more fail"
 
 
 def _failure_tails(

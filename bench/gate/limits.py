@@ -132,9 +132,9 @@ class GateOutcome(StrEnum):
     @classmethod
     def of(cls, outcomes: Iterable[GateOutcome]) -> GateOutcome:
         """Several outcomes as one: regression before no verdict before pass; of none, no verdict."""
-        found = set(outcomes)
+        given = set(outcomes)
         order = (cls.REGRESSION, cls.NO_VERDICT, cls.PASS)
-        return next((outcome for outcome in order if outcome in found), cls.NO_VERDICT)
+        return next((outcome for outcome in order if outcome in given), cls.NO_VERDICT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ def quantity(name: str, *, of_scores: bool = False) -> Quantity:
 
 def parse_promises(text: str) -> tuple[Limit, ...]:
     """Limits on scores against the original, such as `flips<=2% kl.code<=0.02 top1>=98% perplexity<=+1%`.
-    Raises BadInput: a limit that cannot be read, or on what one checkpoint's quality record does not hold."""
+    Raises BadInput: a limit that cannot be read, or on a score that one checkpoint's quality record lacks."""
     limits = parse_gate(text, of_scores=True)
     for limit in limits:
         what = limit.quantity
@@ -391,12 +391,12 @@ def default_limits(
     ]
     quantities = [*(MEASURED[key] for key in rates), *tasks]
     slower = [Limit(MEASURED[key], True, threshold, relative=True) for key in means]
-    return (*(Limit(one, False, least, relative=True) for one in quantities), *slower) or usual
+    return (*(Limit(what, False, least, relative=True) for what in quantities), *slower) or usual
 
 
 def parse_share(text: str) -> float:
     """`5%` or `0.05` as 0.05. A bare number of 1 and more is refused: 5 may mean 5 % and 500 %, which as a
-    limit passes everything. `150%` says what it means. Raises BadInput: neither, negative, or a bare number
+    limit passes everything. `150%` is clear. Raises BadInput: neither, negative, or a bare number
     of 1 and more."""
     word = text.strip()
     number = word.removesuffix("%")

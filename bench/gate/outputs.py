@@ -61,7 +61,7 @@ DASHBOARD = {
 def junit(comparison: Comparison) -> str:
     """JUnit XML: a test case per limit, and one for the verdict. A regression is a failure, no verdict an
     error."""
-    cases = [(f"{one.label} {one.limit}", one.outcome, one.reason) for one in comparison.verdicts]
+    cases = [(f"{v.label} {v.limit}", v.outcome, v.reason) for v in comparison.verdicts]
     cases.append(("verdict", comparison.outcome, comparison.sentence))
     suite = ElementTree.Element(
         "testsuite",
@@ -128,7 +128,7 @@ def write_outputs(
     benchmark_json: Path | None,
 ) -> None:
     """The verdict as JUnit XML and the run for a dashboard, where they were asked for: smaller-is-better
-    entries in `benchmark_json`, bigger-is-better ones beside it, as its format has one direction a file."""
+    entries in `benchmark_json`, bigger-is-better ones next to it, as its format has one direction a file."""
     if junit_path is not None and comparison is not None:
         write_atomically(junit_path, junit(comparison))
     if (path := benchmark_json) is not None and data is not None:

@@ -1,9 +1,10 @@
 """Verdict of a limit: the evidence, its excess over the limit, and the outcome; the sequential test.
 
 A limit is broken if the evidence shows the new side beyond it, kept if it shows it within, and else
-undecided. Excess is worsening minus what the limit allows: positive is beyond it. Evidence is an interval of
-the excess (passes of single runs, paired items and positions, exact values), the tails of a test at the limit
-(counts), or the excess of each pair of starts, for the sequential test, which looks after every second pair.
+undecided. Excess is worsening minus the allowed worsening: positive is beyond the limit. Evidence is an
+interval of the excess (passes of single runs, paired items and positions, exact values), the tails of a test
+at the limit (counts), or the excess of each pair of starts, for the sequential test, which looks after every
+second pair.
 
 Its two tests are one-sided signed-rank tests of the same hypothesis, that the worsening is exactly the limit:
 rejected upwards it is a regression, downwards a pass (non-inferiority within the limit). Each has its own
@@ -74,7 +75,7 @@ def nominal_levels(
 FALSE_REGRESSION = 0.01
 FALSE_PASS = 0.05
 # With pairs as costly as starts, a pass ends early by even spending. A regression cannot: the signed ranks of
-# six pairs have no p-value below 1/64, so that what is spent there is lost.
+# six pairs have no p-value below 1/64, so error spent there is lost.
 REGRESSION_EXPONENT, PASS_EXPONENT = 2.0, 1.0
 FIRST_LOOK = 6
 PAIRS_BETWEEN_LOOKS = 2

@@ -102,20 +102,20 @@ def overview() -> dict[str, Any]:
 
 def problems(facts: Mapping[str, Any]) -> list[Problem]:
     """Faults in the facts of `overview` or of `machine.examine`, each with a remedy."""
-    found = []
+    faults = []
     for package in facts["missing"]:
         if package["extra"] is None or package["installed"]:
             name, installed = package["package"], package["installed"] or "none"
             what = f"{name} is needed, and {installed} is installed"
-            found.append(Problem(what, f"pip install '{name}'"))
-    found += _native_problems(facts["native"])
+            faults.append(Problem(what, f"pip install '{name}'"))
+    faults += _native_problems(facts["native"])
     nvidia, torch = facts["nvidia"], facts["versions"]["torch"]
     if nvidia["reason"] is not None:
-        found.append(Problem(f"the GPU's driver: {nvidia['reason']}", "load it, or reinstall it"))
+        faults.append(Problem(f"the GPU's driver: {nvidia['reason']}", "load it, or reinstall it"))
     elif nvidia["gpus"] and torch.endswith("+cpu"):
         what = f"torch {torch} does not use the GPU"
-        found.append(Problem(what, "install a CUDA build of torch"))
-    return found
+        faults.append(Problem(what, "install a CUDA build of torch"))
+    return faults
 
 
 def _threads() -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _missing() -> list[dict[str, Any]]:
 
 
 def _native_problems(native: Mapping[str, Any]) -> list[Problem]:
-    found = []
+    faults = []
     if native["reason"] is not None:
         if os.environ.get(VARIABLE) == "off":
             remedy = f"unset {VARIABLE}"
@@ -200,8 +200,8 @@ def _native_problems(native: Mapping[str, Any]) -> list[Problem]:
             remedy = "install gcc or clang, or name a compiler by CC"
         else:
             remedy = "name another compiler by CC"
-        found.append(Problem(f"torch serves, and no C kernels: {native['reason']}", remedy))
+        faults.append(Problem(f"torch serves, and no C kernels: {native['reason']}", remedy))
     if not native["is_kept"]:
         what = f"{native['cache']} cannot be written by this user alone: every start compiles"
-        found.append(Problem(what, "let XDG_CACHE_HOME name a folder of yours"))
-    return found
+        faults.append(Problem(what, "let XDG_CACHE_HOME name a folder of yours"))
+    return faults

@@ -345,7 +345,7 @@ class Expectation:
         return Likeness(steps.engine, where, known, kind, batch_regime(clients))
 
     def _step_time(self, work: StepWork, outside: float) -> StepTime:
-        """The step's time, with `outside` seconds of a request beside it."""
+        """The step's time, with `outside` seconds of a request added."""
         loads, p = self.steps.loads(work), self.steps.parameters.values
         operators = self.steps.operators(work)
         seconds = {name: part for name, part, _ in operators}

@@ -188,7 +188,7 @@ class Deployment:
         return self.attention_dp * min(counts)
 
     def max_sequences(self, memory_bytes: int, reserve: Reserve, context: int) -> int:
-        """Sequences of `context` tokens that run concurrently: those that fit, at most `max_num_seqs`."""
+        """Sequences of `context` tokens that fit and run concurrently, at most `max_num_seqs`."""
         most = self.attention_dp * reserve.max_num_seqs
         return min(self.sequences_that_fit(memory_bytes, reserve, context), most)
 

@@ -208,7 +208,7 @@ def _efficiency(file: Path, decode: Any, prefill: Any, source: str) -> Efficienc
 
 
 def sent_in(gpu: Device) -> Path | None:
-    """The record of a check of a GPU, among those that come with the source; None: there is none."""
+    """The record of a check of a GPU, among the records that come with the source, if there is one."""
     for path in sorted(RECORDS.glob("*/gpu.json")):
         name = str(read_json(path)["environment"]["gpu"]["name"])
         if _table_name(name) == gpu.name:

@@ -362,8 +362,19 @@ def _warnings(
     plans: Sequence[DevicePlan],
 ) -> list[str]:
     warnings = []
-    if workload.context > model.shape.max_context:
-        warnings.append(_beyond_max_context(model, workload.context))
+    limit, context = model.shape.max_context, workload.context
+    if context > limit:
+        remedy = "its positions are learned, so no rope scaling extends it"
+        if not model.shape.learned_positions:
+            scaling = model.config.get("rope_scaling") or {}
+            original = scaling.get("original_max_position_embeddings") or limit
+            factor = ceil(10 * context / original) / 10
+            remedy = (
+                f'it would need rope_scaling {{"rope_type": "yarn", "factor": {factor}, '
+                f'"original_max_position_embeddings": {original}}}, and quality has to be checked'
+            )
+        past = f"--ctx {context} is past the {limit} tokens that {model.name} was trained for"
+        warnings.append(f"{past}: {remedy}")
     if workload.eviction is not None and any(plan.deployment.gpus > 1 for plan in plans):
         warnings.append(
             "the engine evicts in one process: a kv_budget on several devices is arithmetic"
@@ -376,17 +387,3 @@ def _warnings(
                 f"{', '.join(rule.kv_dtypes)}): the numbers are arithmetic"
             )
     return warnings
-
-
-def _beyond_max_context(model: PlannedModel, context: int) -> str:
-    limit = model.shape.max_context
-    message = f"--ctx {context} is past the {limit} tokens that {model.name} was trained for: "
-    if model.shape.learned_positions:
-        return message + "its positions are learned, so no rope scaling extends it"
-    scaling = model.config.get("rope_scaling") or {}
-    original = scaling.get("original_max_position_embeddings") or limit
-    factor = ceil(10 * context / original) / 10
-    return message + (
-        f'it would need rope_scaling {{"rope_type": "yarn", "factor": {factor}, '
-        f'"original_max_position_embeddings": {original}}}, and quality has to be checked'
-    )

@@ -68,7 +68,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         sizes = {part: shape.measured.num_parameters(part) for part in PARTS}
         by_part = {part: size for part, size in sizes.items() if size}
         indexer_elements = shape.indexer_elements
-    slo = work.load and work.load.slo
+    slo, evicted = work.load and work.load.slo, first.evicted
     return {
         "schema": SCHEMA,
         "model": plan.model.name,
@@ -108,27 +108,21 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "kv_bytes_paged_no_window": count * full.kv_bytes(context, element, block),
         "engines": engines_as_dict(plan, first),
         **_device_dict(first),
-        "kv_eviction": _eviction_dict(first),
+        "kv_eviction": evicted
+        and {
+            "method": evicted.rule.method,
+            "budget": evicted.rule.budget,
+            "kv_tokens_per_sequence": evicted.num_slots,
+            "kv_bytes_per_sequence": evicted.kv_bytes,
+            "kv_bytes_of_prompt": evicted.prompt_kv_bytes,
+            "max_concurrent_sequences": first.max_concurrent_sequences,
+        },
         "images": _images_dict(work.images),
         "kv_bytes_per_rank": count * max(stages),
         "kv_bytes_all_ranks": count * first.deployment.tp * sum(stages),
         "efficiency": asdict(plan.efficiency),
         "speed_from": "fit" if plan.setup.measured is None else "measured",
         "gpus": [_device_dict(device) for device in plan.devices],
-    }
-
-
-def _eviction_dict(plan: DevicePlan) -> dict[str, Any] | None:
-    """A sequence under the KV-cache budget, on the first plan's devices."""
-    if (evicted := plan.evicted) is None:
-        return None
-    return {
-        "method": evicted.rule.method,
-        "budget": evicted.rule.budget,
-        "kv_tokens_per_sequence": evicted.num_slots,
-        "kv_bytes_per_sequence": evicted.kv_bytes,
-        "kv_bytes_of_prompt": evicted.prompt_kv_bytes,
-        "max_concurrent_sequences": plan.max_concurrent_sequences,
     }
 
 

@@ -1,7 +1,7 @@
 """Command-line options of `llmopt kv-plan`, resolved into a plan; measured runs in place of a data sheet.
 
 Weights are told by names of `llmopt quantize`: `Q4_K_M` is a mix of llama.cpp, whose rules give each weight
-its block type; `awq`, `exl3` or `hqq:3` are a method or the format that it writes, with bits behind the name.
+its block type; `awq`, `exl3` or `hqq:3` are a method or the format that it writes, with bits after the name.
 What a recipe has no field for counts by the scheme's bits per weight, its scales included.
 """
 

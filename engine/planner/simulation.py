@@ -164,7 +164,7 @@ def prompt_tokens(order: int, length: int, prefix_share: float) -> list[int]:
 
 
 class Simulation:
-    """One run of a server under a load. Requests come at `arrivals`; in a closed loop those that are left
+    """One run of a server under a load. Requests come at `arrivals`; in a closed loop the other requests
     come one by one, when another ends."""
 
     def __init__(

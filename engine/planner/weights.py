@@ -368,7 +368,7 @@ def weight_bytes_per_rank(
 ) -> int:
     """Weight bytes on each of `ranks` tensor-parallel ranks, of one pipeline stage. K and V projections are
     split over at most the number of KV heads; norms, router and biases are replicated on every rank.
-    `expert_ranks` are those that the experts are split over, if more."""
+    `expert_ranks` is the number that the experts are split over, if it is larger."""
     parts = {"ranks": ranks, "kv_heads": min(ranks, shape.num_kv_heads), "whole": 1}
     experts = {**parts, "ranks": expert_ranks or ranks}
     divided: Counter[int] = Counter()
