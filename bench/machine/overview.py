@@ -78,7 +78,7 @@ def overview() -> dict[str, Any]:
     `LLMOPT_NATIVE` names an unknown or unsupported path."""
     known = {flag for path in PATHS for flag in (*path.needs, *dict(path.extras))}
     return {
-        "versions": {"python": platform.pythonlibrary_version()}
+        "versions": {"python": platform.python_version()}
         | {package: library_version(package) or "not installed" for package in PACKAGES},
         "cpu": {
             "model": cpu_model(),
