@@ -188,9 +188,9 @@ def decide(asked: Record, searched: Record, measured: Sequence[Record]) -> dict[
     # The next smaller finalist, and the next larger one that is nearer to the original.
     smaller = better = None
     if near is not None and near in by_bytes:
-        at = by_bytes.index(near)
-        less = (point["id"] for point in reversed(by_bytes[:at]) if point["bytes"] < near["bytes"])
-        nearer = (f["id"] for f in by_bytes[at + 1 :] if f["kl"]["value"] < near["kl"]["value"])
+        at, size, kl = by_bytes.index(near), near["bytes"], near["kl"]["value"]
+        less = (point["id"] for point in reversed(by_bytes[:at]) if point["bytes"] < size)
+        nearer = (point["id"] for point in by_bytes[at + 1 :] if point["kl"]["value"] < kl)
         smaller, better = next(less, None), next(nearer, None)
     return {
         "lanes": searched["lanes"],

@@ -115,9 +115,10 @@ def checkpoint_hash(folder: Path) -> str:
     """Identity of a checkpoint: a hash of its config and weights, or of its GGUF file. Up to 2 GiB all bytes
     are hashed; beyond, sizes and 64 samples of each shard (prefix `sha256-sampled`)."""
     file = gguf_file_of(folder)
-    files = [file]
     if file is None:
         files = sorted([folder / "config.json", *folder.glob("*.safetensors")])
+    else:
+        files = [file]
     whole = sum(path.stat().st_size for path in files) <= WHOLE_HASH_BYTES
     digest = hashlib.sha256()
     for path in files:
