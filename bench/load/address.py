@@ -316,11 +316,8 @@ def _kind(family_type: str, sample_name: str) -> SampleKind | None:
 
 
 class Scraper:
-    """Reads `/metrics` of one server; a thread scrapes it between `start` and `stop`.
-
-    Attributes:
-        reason: reason why there is nothing to scrape; None where the server has metrics.
-    """
+    """Reads `/metrics` of one server; a thread scrapes it between `start` and `stop`. `reason` says why there
+    is nothing to scrape; None where the server has metrics."""
 
     def __init__(self, address: Address) -> None:
         self.url = address.url + PATH
@@ -375,9 +372,9 @@ class Scraper:
 
 
 def pass_metrics(scrapes: Sequence[Mapping[str, Sample]], failed: int) -> dict[str, Any] | None:
-    """Metrics of one pass; None without two scrapes to compare. Requests of other clients are included.
-    Counters are rises from the first scrape to the last, gauges have mean and maximum over all scrapes, and
-    `means` are the means of the observations in each histogram."""
+    """Metrics of one pass; None without two scrapes to compare. Counters are rises from the first scrape to
+    the last, gauges have mean and maximum, `means` are those of the observations in each histogram. Other
+    clients' requests count too."""
     if len(scrapes) < 2:
         return None
     first, last = scrapes[0], scrapes[-1]

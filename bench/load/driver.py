@@ -22,14 +22,7 @@ from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
 from ..options.values import BACKENDS, CHAT, COMPLETIONS, RERANK, TRANSFORMERS
 from ..workloads.workload import ConversationTurn, Message, Workload, WorkloadItem, cycle_seconds
 from .address import Address, ServedModel
-from .exchange import (
-    MARK,
-    EncodedRequest,
-    EncodedTurn,
-    Exchange,
-    PassWindow,
-    encoded_message,
-)
+from .exchange import MARK, EncodedRequest, EncodedTurn, Exchange, PassWindow, encoded_message
 from .fleet import ClientError, Fleet, FleetPass, default_workers, judge, measure_client
 from .load import adapter_of, request_id, window_duration
 from .stream import chunk_tokens

@@ -70,12 +70,10 @@ class EncodedTurn:
 
 @dataclass(frozen=True, slots=True)
 class EncodedRequest:
-    """One request or conversation, encoded before the clock starts, due seconds after the origin.
-
-    `body` is that of the first turn, and `messages` are its messages where `turns` follow. The client
-    leaves the last turn `cancel` seconds after sending it. `waiting` are (turn, request) of those that begin
-    when that turn has ended; their `due` counts from there.
-    """
+    """One request or conversation, encoded before the clock starts, due seconds after the origin. `body` is
+    the first turn's, and `messages` are its messages where `turns` follow. The client leaves the last turn
+    `cancel` seconds after sending it. `waiting` are (turn, request) pairs that begin when that turn has
+    ended; their `due` counts from there."""
 
     request_id: str
     body: bytes
@@ -175,12 +173,8 @@ class Exchange:
 
 @dataclass(slots=True)
 class Report:
-    """A worker's results at the end of a pass.
-
-    Attributes:
-        lag_ms: event-loop lag (wake-up after the requested time): mean, p99, max.
-        late_connections: connections opened after the clock had started.
-    """
+    """A worker's results at the end of a pass: with the event-loop lag (wake-up after the requested time;
+    mean, p99, max), and the number of connections opened after the clock had started."""
 
     exchanges: list[Exchange]
     lag_ms: Mapping[str, float]
@@ -309,6 +303,13 @@ class Response:
         return b"".join(body)
 
 
+def tls_context(verify: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if not verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
 class Connection(asyncio.Protocol):
     """A keep-alive connection that carries one exchange at a time."""
 
@@ -318,17 +319,6 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[None] | None = None
         self.is_open = False
         self.idle_since = 0.0
-
-    @classmethod
-    async def open(
-        cls, host: str, port: int, context: ssl.SSLContext | None, timeout: float
-    ) -> Connection:
-        """Connect, with the TLS handshake where there is a context. Raises OSError: the connection or the TLS
-        handshake failed (TimeoutError included)."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(timeout):
-            _, connection = await loop.create_connection(cls, host, port, ssl=context)
-        return connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)

@@ -121,23 +121,20 @@ class InProcessTarget:
     def _note_step(
         self, start: float, end: float, outputs: list[RequestOutput], computed_tokens: int
     ) -> None:
-        flights = self._flights
         in_step = {output.request_id for output in outputs}
-        decode_only = bool(in_step) and all(
-            flight.num_tokens > 0 and name in in_step for name, flight in flights.items()
+        active = [self._flights[name] for name in in_step]
+        num_first = sum(flight.num_tokens == 0 for flight in active)
+        step = StepRecord(
+            start,
+            end,
+            num_sequences=len(in_step),
+            num_first=num_first,
+            new_tokens=sum(len(output.new_token_ids) for output in outputs),
+            decode_only=bool(in_step) and in_step == self._flights.keys() and not num_first,
+            context_tokens=sum(flight.prompt_len + flight.num_tokens for flight in active),
+            computed_tokens=computed_tokens,
         )
-        self._steps.append(
-            StepRecord(
-                start,
-                end,
-                num_sequences=len(in_step),
-                num_first=sum(flights[name].num_tokens == 0 for name in in_step),
-                new_tokens=sum(len(output.new_token_ids) for output in outputs),
-                decode_only=decode_only,
-                context_tokens=sum(flights[n].prompt_len + flights[n].num_tokens for n in in_step),
-                computed_tokens=computed_tokens,
-            )
-        )
+        self._steps.append(step)
 
     def _chunk(self, output: RequestOutput, now: float) -> Chunk:
         flight = self._flights[output.request_id]
@@ -145,6 +142,7 @@ class InProcessTarget:
         finished = output.finish_reason is not None
         if finished:
             del self._flights[output.request_id]
+        # The end token is left out: the chat template writes it.
         tokens = output.new_token_ids
         at_end = output.finish_reason == "stop" and tokens[-1:]
         return Chunk(
@@ -192,9 +190,7 @@ class ImagePreparation:
 
 
 def images_part(
-    preparation: ImagePreparation,
-    encoders: EncoderCache | None,
-    traces: Sequence[RequestTrace],
+    preparation: ImagePreparation, encoders: EncoderCache | None, traces: Sequence[RequestTrace]
 ) -> dict[str, Any] | None:
     """Images of a pass, and the parts of the mean TTFT in milliseconds; None without images. `prepare` is
     decoding and the image processor, `encode` the vision tower (shared among the images of a step), `prefill`
@@ -204,20 +200,15 @@ def images_part(
         return None
     stats = encoders.stats
     ttfts = [trace.ttft for trace in traces if trace.success]
-    prepare, encode = (
-        1e3 * seconds / count for seconds in (preparation.seconds, stats.encode_seconds)
-    )
+    prepare, encode = 1e3 * preparation.seconds / count, 1e3 * stats.encode_seconds / count
+    prefill = 1e3 * mean(ttfts) - prepare - encode if ttfts else None
     return {
         "num_requests": count,
         "num_images": preparation.num_images,
         "image_tokens": preparation.num_tokens,
         "encoder_cache_hits": stats.num_hits,
         "encode_seconds": stats.encode_seconds,
-        "mean_ttft_parts_ms": {
-            "prepare": prepare,
-            "encode": encode,
-            "prefill": 1e3 * mean(ttfts) - prepare - encode if ttfts else None,
-        },
+        "mean_ttft_parts_ms": {"prepare": prepare, "encode": encode, "prefill": prefill},
     }
 
 
@@ -299,7 +290,7 @@ def step_split(
 
 def mean_split(steps: Sequence[StepTrace]) -> dict[str, Any]:
     """Mean phase times of steps taken without async scheduling."""
-    split = {part: 0.0 for part in PARTS if part != "rest"}
+    split = dict.fromkeys((part for part in PARTS if part != "rest"), 0.0)
     for step in steps:
         for phase, seconds in step.phases.items():
             part = PART_OF[phase]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import math
-import ssl
 import time
 import urllib.error
 import urllib.request
@@ -21,6 +20,7 @@ from functools import cache
 from typing import Any, Literal
 
 from ...base.errors import BadInput
+from .exchange import tls_context
 from .stream import refusal
 
 RETRIED = (429, 502, 503)  # the server, or a proxy in front of it, is full for a moment
@@ -120,13 +120,9 @@ class JsonClient:
 @cache
 def _opener(verify_tls: bool) -> urllib.request.OpenerDirector:
     """A cached opener: reading the system's certificates takes 30 ms, and metrics are read every second."""
-    context = ssl.create_default_context()
-    if not verify_tls:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     # Ignore proxies of the environment: the measurement must reach the server directly.
-    return urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-    )
+    https = urllib.request.HTTPSHandler(context=tls_context(verify_tls))
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), https)
 
 
 @dataclass(frozen=True, slots=True)

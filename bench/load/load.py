@@ -39,12 +39,8 @@ ROUND_ROBIN, RANDOM = "round-robin", "random"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One streamed chunk of a request: tokens, its end, or an error.
-
-    Attributes:
-        time: `time.perf_counter()` at the delivery.
-        token_ids: the tokens without an end token, where the target knows them.
-    """
+    """One streamed chunk of a request: tokens (without an end token, where the target knows ids), its end, or
+    an error; `time` is `time.perf_counter()` at the delivery."""
 
     request_id: str
     time: float

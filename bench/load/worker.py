@@ -35,6 +35,7 @@ from .exchange import (
     Response,
     WorkerJob,
     encoded_message,
+    tls_context,
     turn_due,
 )
 from .stream import read_document, read_pooled, read_stream, refusal
@@ -59,7 +60,7 @@ class Pool:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._context = _tls_context(endpoint)
+        self._context = tls_context(endpoint.verify_tls) if endpoint.is_tls else None
         self.idle: deque[Connection] = deque()
         self.num_opened = 0
 
@@ -97,17 +98,10 @@ class Pool:
 
     async def _open(self) -> Connection:
         self.num_opened += 1
-        endpoint, timeout = self._endpoint, min(self._endpoint.timeout, 30.0)
-        return await Connection.open(endpoint.host, endpoint.port, self._context, timeout)
-
-
-def _tls_context(endpoint: Endpoint) -> ssl.SSLContext | None:
-    if not endpoint.is_tls:
-        return None
-    context = ssl.create_default_context()
-    if not endpoint.verify_tls:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return context
+        loop, (host, port) = asyncio.get_running_loop(), (self._endpoint.host, self._endpoint.port)
+        async with asyncio.timeout(min(self._endpoint.timeout, 30.0)):
+            _, connection = await loop.create_connection(Connection, host, port, ssl=self._context)
+        return connection
 
 
 def openings(job: WorkerJob) -> Iterator[tuple[int, EncodedRequest, float]]:

@@ -49,16 +49,10 @@ class DataOptions:
         limit=POSITIVE,
     )
     random_input_len: int | None = option(
-        None,
-        "Prompt tokens of random. Default: 1024.",
-        limit=POSITIVE,
-        common=True,
+        None, "Prompt tokens of random. Default: 1024.", limit=POSITIVE, common=True
     )
     random_output_len: int | None = option(
-        None,
-        "Output tokens of random. Default: 128.",
-        limit=POSITIVE,
-        common=True,
+        None, "Output tokens of random. Default: 128.", limit=POSITIVE, common=True
     )
     random_prefix_len: int = option(0, "Shared prefix tokens of random.", limit=COUNT)
     random_batch_size: int = option(

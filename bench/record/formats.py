@@ -227,10 +227,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "sglang bench_serving",
         ("mean_e2e_latency_ms", "output_throughput", "backend", "total_output_tokens_retokenized"),
-        {
-            **{name: (name, 1.0) for name in ("ttft", "tpot", "itl")},
-            "e2el": ("e2e_latency", 1.0),
-        },
+        {**{name: (name, 1.0) for name in ("ttft", "tpot", "itl")}, "e2el": ("e2e_latency", 1.0)},
         pattern=FLAT,
         values=columns(
             "duration completed total_input_tokens total_output_tokens request_throughput "

@@ -73,12 +73,8 @@ class MeasuredPass:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The measurements common to all kinds of target.
-
-    Attributes:
-        paired_runs: shared id of runs whose passes were interleaved; None for a single run.
-        rejected: disturbed passes that were measured again, which enter nothing else.
-    """
+    """The measurements common to all kinds of target. `paired_runs` is the shared id of runs with interleaved
+    passes; `rejected` are disturbed passes that were measured again, which enter nothing else."""
 
     options: BenchOptions
     name: str

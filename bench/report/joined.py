@@ -85,12 +85,9 @@ def pareto_svg(
     figure, (axis,) = canvas(width=5.4, height=3.7 if is_crowded else 3.1)
     sign = -1 if against == "speed" else 1
     best = sorted(
-        point
-        for point in points.values()
-        if not any(
-            other != point and sign * other[0] <= sign * point[0] and other[1] <= point[1]
-            for other in points.values()
-        )
+        (x, y)
+        for x, y in points.values()
+        if not any((u, v) != (x, y) and sign * u <= sign * x and v <= y for u, v in points.values())
     )
     axis.plot(*zip(*best, strict=True), color=MUTED, linewidth=1, linestyle="--", zorder=1)
     for place, (name, (x, y)) in enumerate(points.items()):
@@ -149,12 +146,10 @@ def joined_figures(
     if roofs := rooflines(results):
         svgs["roofline"] = roofline_svg(roofs)
     fronts = {}
-    if quality_name is not None:
-        fronts = {
-            name: Figure(f"pareto-{name}", pareto_svg(candidates, quality_name, name), half=True)
-            for name in ("size", "speed")
-            if name == "size" or are_comparable(candidates)
-        }
+    for name in ("size", "speed") if are_comparable(candidates) else ("size",):
+        if quality_name is not None:
+            svg = pareto_svg(candidates, quality_name, name)
+            fronts[name] = Figure(f"pareto-{name}", svg, half=True)
     captions = {"side-by-side": "", **({"roofline": SHARED_ROOFLINE} if len(roofs) > 1 else {})}
     return {**captioned(svgs, **captions), **fronts}
 

@@ -184,10 +184,7 @@ SCORES = (
     ("KL, p99.9", "p999_kl_nats", 5),
     ("KL, largest", "max_kl_nats", 5),
 )
-SHARES = (
-    ("Top-1 agreement", "top1_agreement"),
-    ("Tokens whose rank moved", "rank_moved"),
-)
+SHARES = (("Top-1 agreement", "top1_agreement"), ("Tokens whose rank moved", "rank_moved"))
 
 
 def felt_scores(quality: Mapping[str, Any]) -> list[dict[str, str]]:

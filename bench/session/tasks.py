@@ -210,13 +210,8 @@ class TaskGeneration(NamedTuple):
 
 
 class TaskBackend(Protocol):
-    """Where tasks are scored: an idle engine, or a server.
-
-    Attributes:
-        max_inputs: most input tokens of a scored window.
-        longest: most tokens of a prompt with its generation.
-        sends_messages: whether conversations are sent as messages, because the server applies the template.
-    """
+    """Where tasks are scored: an idle engine, or a server. `max_inputs` limits the input tokens of a scored
+    window, `longest` a prompt with its generation. `sends_messages`: a server applies the chat template."""
 
     tokenizer: Any
     max_inputs: int

@@ -246,12 +246,8 @@ class Grid(_Strict):
 
 
 class CompareStep(_Strict):
-    """How the variants are compared, by the options of `llmopt compare`.
-
-    Attributes:
-        gate: limits in place of `threshold`; true: those of the other keys; false: the verdicts inform, and
-            the exit code is 0.
-    """
+    """How the variants are compared, by the options of `llmopt compare`. `gate` has limits in place of
+    `threshold`; true: those of the other keys; false: the verdicts inform, and the exit code is 0."""
 
     gate: bool | str = True
     threshold: str | float = "5%"
@@ -282,12 +278,8 @@ class CompareStep(_Strict):
 
 
 class CapacityStep(_Strict):
-    """Capacity of one model on this machine: a sweep over users, beside the planner's prediction.
-
-    Attributes:
-        sweep_concurrency: numbers of users such as `1,2,4,8`, or `auto`.
-        max_model_len: maximum tokens of a sequence; by default the model's limit.
-    """
+    """Capacity of one model on this machine, measured and planned: a sweep over numbers of users such as
+    `1,2,4,8`, or `auto`, with sequences of `max_model_len` tokens at most (default: the model's limit)."""
 
     sweep_concurrency: str = Field(
         "auto", validation_alias=AliasChoices("sweep_concurrency", "loads")

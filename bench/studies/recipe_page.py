@@ -73,18 +73,14 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
             "The files do not hold what was computed: do not use them.",
         )
     best = min(run.variants, key=quality_key)
-    record = best.data.result["llmopt"]
-    share = _share_of_bytes(best.comparison)
-    headline = best.variant.name
-    if share is not None:
-        headline += f" keeps {percent(share, 0)} of the weight bytes"
-    scored = record["quality"]
+    scored = best.data.result["llmopt"]["quality"]
+    clauses = [best.variant.name]
+    if (share := _share_of_bytes(best.comparison)) is not None:
+        clauses.append(f"keeps {percent(share, 0)} of the weight bytes")
     if (change := best.comparison.quality.get("perplexity_change")) is not None:
-        headline += (
-            f" {'is ' if share is None else ''}at {percent(change, 1, signed=True)} perplexity"
-        )
-    if headline == best.variant.name:
-        headline += f" beside the {BASE_NAME}"
+        clauses += ["is"] if share is None else []
+        clauses.append(f"at {percent(change, 1, signed=True)} perplexity")
+    headline = " ".join(clauses) if clauses[1:] else f"{clauses[0]} beside the {BASE_NAME}"
     files = "" if best.verified is None else best.verified.status.partition(":")[0]
     sentence = (
         f"It agrees with the {BASE_NAME} on the likeliest next token at "
@@ -228,24 +224,22 @@ def capacity_verdict(run: CapacityRun) -> ReportVerdict:
     record, knee = run.record, run.record["knee"]
     if knee is None:
         return sweep_verdict(run.sweep)
-    fits = record["predicted_sequences"]
-    said = f"The KV cache holds {record['kv_tokens']:,} tokens" if fits is not None else ""
+    fits, length = record["predicted_sequences"], f"{record['sequence_tokens']:,}"
     if fits is None:
         sentence = "The plan says nothing of this engine's cache."
-    elif fits > knee:
-        sentence = (
-            f"{said}, {fits:,} sequences of {record['sequence_tokens']:,}: computing, not memory, limits the "
-            "users here."
-        )
-    elif fits == knee:
-        sentence = (
-            f"{said}, as many sequences of {record['sequence_tokens']:,} as the knee has users."
-        )
     else:
-        sentence = (
-            f"{said}, no more than {fits:,} sequences of {record['sequence_tokens']:,}: memory limits the "
-            "users here, unless their sequences stay short."
-        )
+        sentence = f"The KV cache holds {record['kv_tokens']:,} tokens, "
+        if fits > knee:
+            sentence += (
+                f"{fits:,} sequences of {length}: computing, not memory, limits the users here."
+            )
+        elif fits == knee:
+            sentence += f"as many sequences of {length} as the knee has users."
+        else:
+            sentence += (
+                f"no more than {fits:,} sequences of {length}: memory limits the users here, "
+            )
+            sentence += "unless their sequences stay short."
     return ReportVerdict("plain", sweep_verdict(run.sweep).headline, sentence)
 
 

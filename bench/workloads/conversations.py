@@ -86,12 +86,8 @@ class ChatSegments:
 
 @dataclass(frozen=True, slots=True)
 class ConversationRules:
-    """How conversations become items.
-
-    Attributes:
-        history: whose answers a prompt repeats: the model's own, or the data set's.
-        min_turns, max_turns: a shorter conversation is dropped, a longer one cut.
-    """
+    """How conversations become items: the answers that a prompt repeats (the model's own, or the data set's),
+    and the number of turns (a shorter conversation is dropped, a longer one cut)."""
 
     max_model_len: int
     history: History = "model"

@@ -22,15 +22,7 @@ from ...base.errors import BadInput
 from ...base.json_lines import parse_json
 from ...recipes import DATA
 from .conversations import ConversationBuilder, ConversationRules, SourceTurn, in_order
-from .workload import (
-    Message,
-    Tokenizer,
-    Workload,
-    WorkloadItem,
-    numbered,
-    oversampled,
-    read_text,
-)
+from .workload import Message, Tokenizer, Workload, WorkloadItem, numbered, oversampled, read_text
 
 STAND_IN = DATA / "sharegpt_stand_in.json"
 MIN_TOKENS = 4

@@ -242,10 +242,7 @@ def oversampled(
 
 
 def fit_lengths(
-    asked: Mapping[str, int | None],
-    defaults: Mapping[str, int],
-    max_model_len: int,
-    flags: str,
+    asked: Mapping[str, int | None], defaults: Mapping[str, int], max_model_len: int, flags: str
 ) -> tuple[dict[str, int], list[str]]:
     """Lengths (in tokens) that together fit the context, and a note if a default was reduced.
 

@@ -144,7 +144,7 @@ def test_generation_is_greedy_and_stops(scorer: TaskScorer, reference: Any) -> N
     for context, text in zip(contexts, free, strict=True):
         ids = torch.tensor([encode(scorer.tokenizer, context)])
         wanted = reference.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
-        assert text and text == decode(scorer._tokenizer, wanted.tolist())
+        assert text and text == decode(scorer.tokenizer, wanted.tolist())
     stopped = scorer.generate([(one, {"until": ["."], "max_gen_toks": 60}) for one in contexts])
     assert all(text and "." not in text for text in stopped)
     assert [
@@ -154,7 +154,7 @@ def test_generation_is_greedy_and_stops(scorer: TaskScorer, reference: Any) -> N
     (text,) = scorer.generate([(LONG + " Once upon a", {"until": ".", "max_gen_toks": 60})])
     ids = torch.tensor([encode(scorer.tokenizer, LONG + " Once upon a")[-452:]])
     wanted = reference.generate(ids, max_new_tokens=60, do_sample=False)[0, 452:]
-    assert text and text == decode(scorer._tokenizer, wanted.tolist()).split(".")[0]
+    assert text and text == decode(scorer.tokenizer, wanted.tolist()).split(".")[0]
     with pytest.raises(BadInput, match="600 tokens; 512 fit"):
         scorer.generate([("a", {"max_gen_toks": 600})])
 
@@ -352,9 +352,9 @@ def test_a_generation_task_over_http_equals_that_in_process(
             remote = ServedBackend(
                 client, address, find_served(options, address), backend="openai", concurrency=4
             )
-            for backend in (scorer._backend, remote):
+            for backend in (scorer.backend, remote):
                 backend.tokenizer.chat_template = CHAT
-            here, there = (run_tasks(tasks, each, options) for each in (scorer._backend, remote))
+            here, there = (run_tasks(tasks, each, options) for each in (scorer.backend, remote))
             assert here.record["error"] is None, here.record["error"]
             assert [row["value"] for row in there.record["metrics"]] == [
                 row["value"] for row in here.record["metrics"]
