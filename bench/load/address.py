@@ -166,7 +166,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model behind a server, with the tokenizer of its prompts."""
+    """The model of a server, with the tokenizer of its prompts."""
 
     model: str
     tokenizer_name: str
@@ -395,7 +395,8 @@ def pass_metrics(scrapes: Sequence[Mapping[str, Sample]], failed: int) -> dict[s
         "failed_scrapes": failed,
         "counters": counters,
         "gauges": {
-            name: {"mean": sum(each) / len(each), "max": max(each)} for name, each in gauges.items()
+            name: {"mean": sum(values) / len(values), "max": max(values)}
+            for name, values in gauges.items()
         },
         "means": {
             stem: grown[f"{stem}_sum"] / grown[f"{stem}_count"]
@@ -420,7 +421,7 @@ def server_metrics_part(
 ) -> dict[str, Any]:
     """`llmopt.server_metrics` of a result: counters summed over the passes, gauges' mean of means and
     maximum."""
-    known = [each for each in passes if each is not None]
+    known = [metrics for metrics in passes if metrics is not None]
     reason = scraper.reason
     if reason is None and not known:
         reason = f"{scraper.url} could not be scraped during the passes"
@@ -447,4 +448,4 @@ def _over(passes: Sequence[Mapping[str, Any]], part: str, reduce: Any) -> dict[s
     for metrics in passes:
         for name, value in metrics[part].items():
             values.setdefault(name, []).append(value)
-    return {name: reduce(found) for name, found in values.items()}
+    return {name: reduce(observed) for name, observed in values.items()}

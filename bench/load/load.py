@@ -327,7 +327,7 @@ def adapter_of(request_id: str, names: Sequence[str], assignment: str, seed: int
 
 
 class PassProgress:
-    """Reports requests to a `Progress`; with a `window` its seconds, with the number of requests beside."""
+    """Reports requests to a `Progress`; with a `window` its seconds, and the number of requests as status."""
 
     def __init__(
         self, progress: Progress, description: str, num_requests: int, window: float | None

@@ -77,19 +77,19 @@ def model_of(*configs: type, only: Collection[str] = (), but: Collection[str] = 
     return create_model(f"{name}Fields", __validators__=validators, **definitions)
 
 
-def _field_of(field: Any, hint: Any, one: Option, **more: Any) -> tuple[Any, Any]:
+def _field_of(field: Any, hint: Any, option: Option, **more: Any) -> tuple[Any, Any]:
     """(type, pydantic field) of an option."""
     if not more and field.default_factory is not MISSING:
         more = {"default_factory": field.default_factory}
     elif not more:
         more = {"default": field.default}
-    parsed = one.word is not None and get_origin(hint) is not Literal
+    parsed = option.word is not None and get_origin(hint) is not Literal
     read = BeforeValidator(
-        partial(_value, one), json_schema_input_type=hint | one.word if parsed else hint
+        partial(_value, option), json_schema_input_type=hint | option.word if parsed else hint
     )
-    names = AliasChoices(*spellings(field.name, one))
-    info = Field(validation_alias=names, repr=not one.secret, description=one.help, **more)
-    return Annotated[hint, read, AfterValidator(_within(one))], info
+    names = AliasChoices(*spellings(field.name, option))
+    info = Field(validation_alias=names, repr=not option.secret, description=option.help, **more)
+    return Annotated[hint, read, AfterValidator(_within(option))], info
 
 
 def _words_of_nested(config: type) -> dict[str, Any]:
@@ -121,10 +121,10 @@ def _gathering(nested: Mapping[str, type]) -> Callable[[Any], Any]:
     return gathered
 
 
-def _value(one: Option, value: Any) -> Any:
+def _value(option: Option, value: Any) -> Any:
     """The value of a field; a text may stand for a list of one value."""
-    is_list = get_origin(one.word) is list and isinstance(value, str)
-    return one.value([value] if is_list else value)
+    is_list = get_origin(option.word) is list and isinstance(value, str)
+    return option.value([value] if is_list else value)
 
 
 def _within(known: Option) -> Callable[[Any], Any]:
@@ -174,7 +174,7 @@ def _model_in(kind: Any) -> type[BaseModel] | None:
     """The pydantic model in a type such as `tuple[Model, ...]`."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind
-    return next((found for part in get_args(kind) if (found := _model_in(part))), None)
+    return next((model for part in get_args(kind) if (model := _model_in(part))), None)
 
 
 DEFAULT_CONCURRENCY = 8

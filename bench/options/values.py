@@ -69,24 +69,24 @@ def parse_duration(text: str) -> float:
 
 def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
     """{key: value} of words KEY=VALUE."""
-    found = {}
+    values = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise BadInput(f"{flag} {word!r}: write KEY=VALUE")
-        found[key] = value
-    return found
+        values[key] = value
+    return values
 
 
 def json_object(text: str) -> dict[str, Any]:
     """The object of `--extra-body`."""
     try:
-        found = json.loads(text or "{}")
+        value = json.loads(text or "{}")
     except ValueError as error:
         raise BadInput(f"--extra-body is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise BadInput("--extra-body is not a JSON object")
-    return found
+    return value
 
 
 def listed(text: str) -> list[str]:

@@ -285,7 +285,7 @@ class PageReader:
             return ""
         first = len(self._inserted)
         self._inserted += [parts] if isinstance(parts, Part) else list(parts)
-        marks = (f"\0{place}" for place in range(first, len(self._inserted)))
+        marks = (f"\0{number}" for number in range(first, len(self._inserted)))
         return Markup("\n".join(marks))
 
     def read(self, text: str) -> PageReader:
@@ -424,6 +424,6 @@ def _template_environment() -> jinja2.Environment:
         undefined=Absent,
     )
     filters = (number, percent, size, per_second, bounds, flat, sentence, row)
-    environment.filters |= {each.__name__: each for each in filters}
+    environment.filters |= {filter_.__name__: filter_ for filter_ in filters}
     environment.globals |= {"isfinite": math.isfinite}
     return environment

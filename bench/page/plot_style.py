@@ -172,7 +172,7 @@ def whole_numbers(axis: Axes, *sides: Literal["x", "y"]) -> None:
 def themed(svg: str) -> str:
     variables = {colour: f"var(--{name})" for colour, name in _NAMES.items()}
     pattern = r"(?<=: )#[0-9a-f]{6}(?=[;\"])"
-    return re.sub(pattern, lambda found: variables.get(found[0], found[0]), svg)
+    return re.sub(pattern, lambda match: variables.get(match[0], match[0]), svg)
 
 
 def to_svg(figure: Figure, alt: str) -> str:

@@ -84,16 +84,16 @@ class Difference:
 def incomparable(base: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
     """The conditions in which these two runs differ, in the order of the list; empty if they did the same
     work on the same machine."""
-    found: dict[str, list[str]] = {}
+    clauses: dict[str, list[str]] = {}
     for field, (before, after) in _differing(base, new).items():
         is_condition, name = place_of(field)
         if is_condition:
-            said = f"{field_words(field)}: {_shown(before)} and {_shown(after)}"
-            found.setdefault(name, []).append(said)
+            clause = f"{field_words(field)}: {_shown(before)} and {_shown(after)}"
+            clauses.setdefault(name, []).append(clause)
     return [
-        Difference(name, f"not the same {name} ({', '.join(found[name])})")
+        Difference(name, f"not the same {name} ({', '.join(clauses[name])})")
         for name in (*CONDITIONS, UNKNOWN)
-        if name in found
+        if name in clauses
     ]
 
 
@@ -113,8 +113,8 @@ def differs_by(base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, ..
 
 def place_of(field: str) -> tuple[bool, str]:
     """(whether a field of the identity is a condition, the name of its entry in the list)."""
-    found = _PLACE.get(field) or _PLACE.get(f"{field.partition('.')[0]}.*")
-    return found or (True, UNKNOWN)
+    entry = _PLACE.get(field) or _PLACE.get(f"{field.partition('.')[0]}.*")
+    return entry or (True, UNKNOWN)
 
 
 def _differing(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -143,13 +143,13 @@ def _fields(result: Mapping[str, Any]) -> dict[str, Any]:
     """The identity with a dotted name for each inner field, and the versions of the libraries."""
     record = result["llmopt"]
     libraries = (record.get("environment") or {}).get("libraries") or {}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in {**record["identity"], "libraries": libraries}.items():
         if f"{key}.*" in _PLACE:
-            found |= {f"{key}.{name}": inner for name, inner in (value or {}).items()}
+            fields |= {f"{key}.{name}": inner for name, inner in (value or {}).items()}
         elif key not in IGNORED:
-            found[key] = value
-    return found
+            fields[key] = value
+    return fields
 
 
 def _shown(value: Any, absent: str = "none") -> str:
@@ -231,10 +231,10 @@ def served_weight_bytes(result: Mapping[str, Any]) -> int | None:
     """Bytes of the weights; for a model that is not quantized at most its file's. A machine that needs
     float32 holds them in twice as many, which is no reason to quantize."""
     record = result["llmopt"]
-    held, stored = record["memory"]["weight_bytes"], record["memory"].get("checkpoint_bytes")
-    if held is None or stored is None or record["identity"].get("quantization"):
-        return held
-    return min(held, stored)
+    loaded, stored = record["memory"]["weight_bytes"], record["memory"].get("checkpoint_bytes")
+    if loaded is None or stored is None or record["identity"].get("quantization"):
+        return loaded
+    return min(loaded, stored)
 
 
 def widened_words(name: str, result: Mapping[str, Any]) -> str:

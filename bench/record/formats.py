@@ -125,7 +125,7 @@ def guidellm_requests(row: Row, _: Path) -> list[dict[str, Any]]:
 
 
 def aiperf_requests(_: Row, path: Path) -> list[dict[str, Any]]:
-    """The records of `profile_export.jsonl` beside the summary."""
+    """The records of `profile_export.jsonl` next to the summary."""
     records = path.with_name("profile_export.jsonl")
     table = []
     for record in read_rows(records) if records.is_file() else ():
@@ -171,13 +171,13 @@ def repetitions(rows: Sequence[Row]) -> Iterator[Row]:
         groups.setdefault(str(stays), {}).setdefault(kind, []).append(row)
     for kinds in groups.values():
         for tests in zip_longest(*(kinds.get(kind, ()) for kind in ("pp", "tg", "both"))):
-            rates = [(one.get("samples_ts") or [one["avg_ts"]]) if one else () for one in tests]
+            rates = [(test.get("samples_ts") or [test["avg_ts"]]) if test else () for test in tests]
             lengths = {
-                name: sum(one[name] for one in tests if one) for name in ("n_prompt", "n_gen")
+                name: sum(test[name] for test in tests if test) for name in ("n_prompt", "n_gen")
             }
-            first = next(one for one in tests if one)
-            for each in zip_longest(*rates):
-                measured = dict(zip(("pp", "tg", "both"), each, strict=True))
+            first = next(test for test in tests if test)
+            for repeated in zip_longest(*rates):
+                measured = dict(zip(("pp", "tg", "both"), repeated, strict=True))
                 yield {**first, **lengths, "rate": measured}
 
 

@@ -22,7 +22,7 @@ from .formats import FORMATS, SAME, Format, Row, at, read_rows
 
 UNKNOWN = "unknown"
 TIMES = ("ttft", "tpot", "itl", "e2el")
-# Milliseconds in the units that a file may name beside its times.
+# Milliseconds in the units that a file may name next to its times.
 UNITS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "sec": 1000.0, "s": 1000.0, "seconds": 1000.0}
 COUNTS = ("completed", "failed", "total_input_tokens", "total_output_tokens", "duration")
 KEYS = (*COUNTS, "request_throughput", "request_goodput", "input_throughput", "output_throughput")
@@ -99,35 +99,35 @@ def _rows(file: Path) -> list[Row]:
     return [] if rows and at(rows[0], "llmopt") is not None else rows
 
 
-def _chosen(one: Format, points: Sequence[Row], file: Path, number: str) -> ImportedRun:
+def _chosen(format: Format, points: Sequence[Row], file: Path, number: str) -> ImportedRun:
     """The run of the settings that `number` names, from 1; the only one without."""
     groups: dict[str, list[Row]] = {}
     for row in points:
         # A pass with failures does not say the tokens of all its prompts, and is a pass all the same.
-        said = {key: value for key, value in _said(one, row).items() if key != TOTAL_TOKENS}
-        groups.setdefault(json.dumps(said, sort_keys=True, default=str), []).append(row)
+        settings = {key: value for key, value in _said(format, row).items() if key != TOTAL_TOKENS}
+        groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(row)
     runs = [*groups.values()]
     if not runs:
-        raise BadInput(f"{file} is of {one.tool} and holds no measurement")
+        raise BadInput(f"{file} is of {format.tool} and holds no measurement")
     if not number and len(runs) > 1:
-        said = [_said(one, rows[0]) for rows in runs]
-        differing = [key for key in said[0] if len({str(each.get(key)) for each in said}) > 1]
+        settings = [_said(format, rows[0]) for rows in runs]
+        differing = [key for key in settings[0] if len({str(own.get(key)) for own in settings}) > 1]
         shown = "; ".join(
-            f"{file.name}#{place} ({', '.join(f'{key} {each.get(key)}'[:60] for key in differing[:3])})"
-            for place, each in enumerate(said[:6], 1)
+            f"{file.name}#{position} ({', '.join(f'{key} {own.get(key)}'[:60] for key in differing[:3])})"
+            for position, own in enumerate(settings[:6], 1)
         )
-        raise BadInput(f"{file} holds {len(runs)} runs of {one.tool}, name one: {shown}")
+        raise BadInput(f"{file} holds {len(runs)} runs of {format.tool}, name one: {shown}")
     if number and not (number.isdigit() and 1 <= int(number) <= len(runs)):
         raise BadInput(f"{file}#{number}: it holds {len(runs)} runs, from #1")
-    return _run(one, runs[int(number or 1) - 1], file, number)
+    return _run(format, runs[int(number or 1) - 1], file, number)
 
 
-def _said(one: Format, row: Row) -> dict[str, Any]:
+def _said(format: Format, row: Row) -> dict[str, Any]:
     """{field of the identity: what the row says}."""
-    said = {name: at(row, path) for name, path in one.says.items()}
+    said = {name: at(row, path) for name, path in format.says.items()}
     if isinstance(said.get("shape.input_lens"), list):
         said["shape.input_lens"] = _hash(said["shape.input_lens"])
-    if at(row, one.values.get("failed", "")):
+    if at(row, format.values.get("failed", "")):
         said.pop(TOTAL_TOKENS, None)  # it lacks those of the failed requests
     known = {name: _plain(value) for name, value in said.items()}
     return {name: value for name, value in known.items() if value not in (None, "", UNKNOWN)}
@@ -147,26 +147,26 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def _measured(one: Format, row: Row) -> dict[str, float | None]:
+def _measured(format: Format, row: Row) -> dict[str, float | None]:
     """A pass: our keys in our units, None where the row has no value."""
     times = [f"{name}_{metric}_ms" for metric in TIMES for name in SAME]
-    found: dict[str, float | None] = dict.fromkeys([*KEYS, *times])
-    for key, path in one.values.items():
-        found[key] = _number(at(row, path))
-    for metric, (path, unit) in one.metrics.items():
-        if one.has_units and (said := at(row, f"{path}.unit")) is not None:
-            if said not in UNITS:
-                raise ValueError(f"{path} is in {said!r}, which is no known unit of time")
-            unit = UNITS[said]
-        for name, theirs in one.statistics.items():
-            value = at(row, one.pattern.format(metric=path, statistic=theirs))
-            found[f"{name}_{metric}_ms"] = _number(value, unit)
+    values: dict[str, float | None] = dict.fromkeys([*KEYS, *times])
+    for key, path in format.values.items():
+        values[key] = _number(at(row, path))
+    for metric, (path, unit) in format.metrics.items():
+        if format.has_units and (named := at(row, f"{path}.unit")) is not None:
+            if named not in UNITS:
+                raise ValueError(f"{path} is in {named!r}, which is no known unit of time")
+            unit = UNITS[named]
+        for name, theirs in format.statistics.items():
+            value = at(row, format.pattern.format(metric=path, statistic=theirs))
+            values[f"{name}_{metric}_ms"] = _number(value, unit)
         # The 50th percentile has either name.
-        p50, median = found[f"p50_{metric}_ms"], found[f"median_{metric}_ms"]
-        found |= dict.fromkeys(
+        p50, median = values[f"p50_{metric}_ms"], values[f"median_{metric}_ms"]
+        values |= dict.fromkeys(
             (f"p50_{metric}_ms", f"median_{metric}_ms"), median if p50 is None else p50
         )
-    return found
+    return values
 
 
 def _number(value: Any, factor: float = 1.0) -> float | None:
@@ -174,11 +174,11 @@ def _number(value: Any, factor: float = 1.0) -> float | None:
     return value * factor if is_number and math.isfinite(value) else None
 
 
-def _run(one: Format, rows: Sequence[Row], file: Path, number: str) -> ImportedRun:
-    said, passes = _said(one, rows[0]), [_measured(one, row) for row in rows]
+def _run(format: Format, rows: Sequence[Row], file: Path, number: str) -> ImportedRun:
+    facts, passes = _said(format, rows[0]), [_measured(format, row) for row in rows]
     requests: dict[str, list[Any]] = {}
-    for number_of_pass, row in enumerate(rows if one.requests else ()):
-        for request in one.requests(row, file) if one.requests else ():
+    for number_of_pass, row in enumerate(rows if format.requests else ()):
+        for request in format.requests(row, file) if format.requests else ():
             for key, value in (*request.items(), ("run", number_of_pass)):
                 requests.setdefault(key, []).append(value)
     totals: dict[str, float | None] = {}
@@ -186,8 +186,8 @@ def _run(one: Format, rows: Sequence[Row], file: Path, number: str) -> ImportedR
         known = [value for measured in passes if (value := measured[key]) is not None]
         total = sum(known) if key in COUNTS else sum(known) / max(1, len(known))
         totals[key] = total if len(known) == len(passes) else None
-    record = _record(one.tool, said, file, number, _stamp(at(rows[0], one.date)))
-    record["llmopt"]["identity"]["target"] = one.target
+    record = _record(format.tool, facts, file, number, _stamp(at(rows[0], format.date)))
+    record["llmopt"]["identity"]["target"] = format.target
     record["llmopt"] |= {"runs": passes, "num_runs": len(passes), "metrics": _distributions(totals)}
     return ImportedRun({**record, **totals}, requests or None)
 

@@ -265,7 +265,7 @@ class RunData:
 
     @classmethod
     def read(cls, path: Path) -> RunData:
-        """Read a run folder, a `result.json` with the request table beside it, or another tool's result.
+        """Read a run folder, a `result.json` with the request table next to it, or another tool's result.
         Raises BadInput: no such result, or a damaged file."""
         if (imported := _imported(path)) is not None:
             return cls(imported.result, imported.requests, items=imported.items)
@@ -354,7 +354,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` to write to, synced and renamed to it when the block succeeds."""
+    """A temporary path next to `path` to write to, synced and renamed to it when the block succeeds."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         yield partial

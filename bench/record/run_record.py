@@ -176,15 +176,15 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
         "runs": [
             {
                 **figures,
-                "prefix_cache_hit_rate": one.prefix_cache_hit_rate,
-                "joules_per_token": joules_per_token(one.usage["joules"], *one.load.all_tokens),
-                **({"cancelled": one.load.cancelled} if one.load.cancelled else {}),
-                **one.usage,
+                "prefix_cache_hit_rate": own.prefix_cache_hit_rate,
+                "joules_per_token": joules_per_token(own.usage["joules"], *own.load.all_tokens),
+                **({"cancelled": own.load.cancelled} if own.load.cancelled else {}),
+                **own.usage,
             }
-            for figures, one in zip(summaries, measured.passes, strict=True)
+            for figures, own in zip(summaries, measured.passes, strict=True)
         ],
         "rejected_passes": [
-            {"duration": one.load.duration, **one.usage} for one in measured.rejected
+            {"duration": own.load.duration, **own.usage} for own in measured.rejected
         ],
         "metrics": measured.metrics,
         "spread": spread(summaries),

@@ -89,8 +89,8 @@ def of_sweep(record: Mapping[str, Any], folder: Path) -> TrackedRun:
     knee = next((p for p in record["points"] if p[kind] == record["knee"]), {})
     slo = record.get("slo") or {}
     params = texts({**record["identity"], "swept": kind})
-    found = {"knee": {**knee, "load": record["knee"]}, "slo": {"best": slo.get("best")}}
-    return TrackedRun(record["name"], params, numbers(found), folder)
+    figures = {"knee": {**knee, "load": record["knee"]}, "slo": {"best": slo.get("best")}}
+    return TrackedRun(record["name"], params, numbers(figures), folder)
 
 
 def flattened(part: Mapping[str, Any], path: str = "") -> dict[str, Any]:

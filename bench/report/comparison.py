@@ -170,7 +170,7 @@ ASPECT_TONES: dict[str, Tone] = {
 
 
 def aspect_rows(comparison: Comparison) -> list[list[str]]:
-    rows = [[one.aspect, one.verdict, one.words] for one in comparison.aspects]
+    rows = [[aspect.aspect, aspect.verdict, aspect.words] for aspect in comparison.aspects]
     decided = ", ".join(comparison.decided_by) or "; ".join(comparison.reasons)
     return [*rows, ["overall", comparison.outcome.value, decided]]
 
@@ -178,7 +178,7 @@ def aspect_rows(comparison: Comparison) -> list[list[str]]:
 def aspects_table(comparison: Comparison) -> ReportTable:
     rows = aspect_rows(comparison)
     tones: dict[int, Tone] = {
-        place: ASPECT_TONES.get(verdict, "plain") for place, (_, verdict, _) in enumerate(rows)
+        row: ASPECT_TONES.get(verdict, "plain") for row, (_, verdict, _) in enumerate(rows)
     }
     caption = "A verdict is by the limits; without one, by the interval of the change."
     return ReportTable(["", "verdict", "by"], rows, caption, tones, is_prose=True)
@@ -260,15 +260,15 @@ def summary(comparison: Comparison) -> str:
 
 def plot_lines(deltas: Sequence[MeasuredVerdict]) -> list[str]:
     """A line of text for each change with its interval and limit, on one scale."""
-    shown = [one for one in deltas if one.allowed is not None]
+    shown = [delta for delta in deltas if delta.allowed is not None]
     slowdowns = [
-        (one.low, one.high)
-        if one.limit.startswith("≤")
-        else (1 / (1 + one.high) - 1, 1 / (1 + one.low) - 1)
-        for one in shown
+        (delta.low, delta.high)
+        if delta.limit.startswith("≤")
+        else (1 / (1 + delta.high) - 1, 1 / (1 + delta.low) - 1)
+        for delta in shown
     ]
     ends = [abs(end) for sides in slowdowns for end in sides]
-    ends += [abs(one.allowed or 0.0) for one in shown]
+    ends += [abs(delta.allowed or 0.0) for delta in shown]
     reach = min(max((end for end in ends if math.isfinite(end)), default=1.0) * 1.1 or 1.0, 1.0)
 
     def column(value: float) -> int:
@@ -276,13 +276,13 @@ def plot_lines(deltas: Sequence[MeasuredVerdict]) -> list[str]:
         return round((inside / reach + 1) / 2 * (PLOT_WIDTH - 1))
 
     lines = []
-    for one, sides in zip(shown, slowdowns, strict=True):
+    for delta, sides in zip(shown, slowdowns, strict=True):
         low, high = map(column, sides)
-        row = ["─" if low <= place <= high else " " for place in range(PLOT_WIDTH)]
-        marks = {column(0.0): "┊", column(one.allowed or 0.0): "┃", column(one.worse): "●"}
-        for place, mark in marks.items():
-            row[place] = mark
-        lines.append(f"{one.label[:26]:<26} {''.join(row)}".rstrip())
+        row = ["─" if low <= dot <= high else " " for dot in range(PLOT_WIDTH)]
+        marks = {column(0.0): "┊", column(delta.allowed or 0.0): "┃", column(delta.worse): "●"}
+        for dot, mark in marks.items():
+            row[dot] = mark
+        lines.append(f"{delta.label[:26]:<26} {''.join(row)}".rstrip())
     scale = f"{-reach:.0%}"
     return [*lines, f"{'':<26} {scale:<{PLOT_WIDTH - 4}}{reach:>+4.0%}"] if lines else []
 

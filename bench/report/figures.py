@@ -41,7 +41,7 @@ SHORT = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "End to end"}
 MAX_BARS = 120
 NUM_BINS = 240
 MAX_NAME_LETTERS = 30
-"""Letters of all names together that stand beside each other below the bars of a panel."""
+"""Letters of all names that fit in one row below the bars of a panel."""
 CAPTIONS = {
     "distributions": "How many of the values lie at or below a latency. ITL pools the gaps of all "
     "requests; the other three have one value per request.",
@@ -92,11 +92,11 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
 
 
 @drawn
-def timeline_svg(one: LoadPass) -> str:
+def timeline_svg(load_pass: LoadPass) -> str:
     """Timeline: every request of a pass as a bar, and below it the output tokens per second."""
     ratios = {"height_ratios": [3, 1]}
     figure, (bars, rate) = canvas(1, 2, width=11, height=4.6, sharex=True, gridspec_kw=ratios)
-    done = [trace for trace in one.traces if trace.success][:MAX_BARS]
+    done = [trace for trace in load_pass.traces if trace.success][:MAX_BARS]
     done.sort(key=lambda trace: trace.sent)
     rows = np.arange(len(done))
     spans = {
@@ -113,15 +113,15 @@ def timeline_svg(one: LoadPass) -> str:
     whole_numbers(bars, "y")
     bars.legend(loc="upper right", ncols=3, fontsize=9, bbox_to_anchor=(1, 1.14), frameon=False)
     title(bars, "One bar per request")
-    width = max(one.duration / 60, 1e-3)
+    width = max(load_pass.duration / 60, 1e-3)
     times = np.array([time for t in done for time in t.chunk_times])
     counts = np.array([count for t in done for count in t.chunk_tokens])
-    edges = np.arange(0, one.duration + width, width)
+    edges = np.arange(0, load_pass.duration + width, width)
     tokens, _ = np.histogram(times, bins=edges, weights=counts)
     rate.stairs(tokens / width, edges, fill=True, color=DECODE, alpha=0.85)
     rate.set_ylabel("tokens/s")
     rate.set_xlabel("seconds from the start of the pass")
-    rate.set_xlim(0, one.duration)
+    rate.set_xlim(0, load_pass.duration)
     return to_svg(figure, "Timeline of the requests of one pass and the tokens per second")
 
 
@@ -201,23 +201,23 @@ def roofline_svg(series: Mapping[str, Mapping[str, Any]]) -> str:
     run's own ceilings, which differ from run to run."""
     alone = next(iter(series.values()))["ceilings"] if len(series) == 1 else None
     points = []
-    for (name, one), colour in zip(series.items(), cycle(SERIES), strict=False):
-        own = one["ceilings"]
+    for (name, roofline), colour in zip(series.items(), cycle(SERIES), strict=False):
+        own = roofline["ceilings"]
         unit, peak = (1.0, 1.0) if alone else (own["flops"] / own["bandwidth"], own["flops"])
-        for point in one["points"]:
-            said = point["phase"] if alone else f"{point['phase']}, {name}"
+        for point in roofline["points"]:
+            name_of_point = point["phase"] if alone else f"{point['phase']}, {name}"
             at = point["intensity"] / unit, point["achieved_flops"] / peak
             marker = "o" if point["phase"] == "decode" else "s"
             style = {"marker": marker, "color": colour, "markersize": 9, "linestyle": "none"}
-            said = f"{said}: {point['of_roof']:.1%} of the roof"
-            points.append((at, point["of_roof"], said, style))
+            name_of_point = f"{name_of_point}: {point['of_roof']:.1%} of the roof"
+            points.append((at, point["of_roof"], name_of_point, style))
     ridge = alone["flops"] / alone["bandwidth"] if alone else 1.0
     across = [ridge, *(x for (x, _), *_ in points)]
     figure, (axis,) = canvas(width=11, height=4.2)
     _draw_roofs(axis, np.geomspace(min(across) / 4, max(across) * 4, 200), alone)
-    for (x, y), of_roof, said, style in points:
+    for (x, y), of_roof, name_of_point, style in points:
         axis.plot([x, x], [y, y / of_roof], ":", color=style["color"], linewidth=0.9)
-        axis.plot(x, y, label=said, **style)
+        axis.plot(x, y, label=name_of_point, **style)
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=9, frameon=False)
     return to_svg(figure, "Roofline with the measured ceilings and one point per phase")
 
@@ -238,8 +238,8 @@ def _draw_roofs(axis: Axes, grid: np.ndarray, ceilings: Mapping[str, float] | No
         ("far_bandwidth", "reads from memory", "--"),
     ):
         roof = np.minimum(ceilings["flops"], grid * ceilings[key])
-        said = f"{name}: {ceilings[key] / 1e9:.3g} GB/s"
-        axis.plot(grid, roof, color=INK if style == "-" else MUTED, linestyle=style, label=said)
+        label = f"{name}: {ceilings[key] / 1e9:.3g} GB/s"
+        axis.plot(grid, roof, color=INK if style == "-" else MUTED, linestyle=style, label=label)
     axis.set_xlabel("FLOP per model byte moved")
     axis.set_ylabel("FLOP/s")
     title(axis, f"Measured ceilings, matmul {ceilings['flops'] / 1e9:.3g} GFLOP/s")
@@ -251,7 +251,7 @@ def captioned(svgs: Mapping[str, str], **captions: str) -> dict[str, Figure]:
 
 
 def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[str, str]:
-    traces = [trace for one in passes for trace in one.traces]
+    traces = [trace for load_pass in passes for trace in load_pass.traces]
     figures: dict[str, str] = {}
     if any(trace.success for trace in traces):
         figures["distributions"] = distributions_svg({"this run": samples(traces)})
@@ -366,7 +366,7 @@ def _draw_bars(
 ) -> None:
     """Bars with their values at the ends; names that do not fit in a row are stacked."""
     places, lengths = range(len(values)), [value or 0.0 for value in values]
-    colours = [SERIES[place % len(SERIES)] for place in places]
+    colours = [SERIES[row % len(SERIES)] for row in places]
     draw, side = (axis.barh, "y") if lying else (axis.bar, "x")
     bars = draw(places, lengths, 0.62, color=colours)
     labels = ["n/a" if value is None else f"{value:,.4g}" for value in values]
@@ -385,10 +385,10 @@ def _draw_bars(
 def latency_samples(data: RunData) -> dict[str, np.ndarray]:
     """The columns of a run's requests as samples for the distribution figure."""
     table = data.requests or {}
-    found = {
+    columns = {
         metric: np.array([v for v in table.get(f"{metric}_ms", []) if v is not None])
         for metric in ("ttft", "tpot", "e2el")
     }
     gaps = [np.diff(times) * 1000 for times in table.get("chunk_times_s", [])]
-    found["itl"] = np.concatenate(gaps) if gaps else np.array([])
-    return found
+    columns["itl"] = np.concatenate(gaps) if gaps else np.array([])
+    return columns

@@ -44,13 +44,13 @@ class ParetoPoint:
         return 0.0 if value is None else value
 
 
-def beats(one: ParetoPoint, other: ParetoPoint, quality_name: str) -> bool:
-    """Pareto dominance: `one` is nowhere worse and somewhere better (size, speed, quality)."""
-    pairs = [(one.quality(quality_name), other.quality(quality_name))]
-    if one.throughput is not None and other.throughput is not None:
-        pairs.append((-one.throughput, -other.throughput))
-    if one.weight_bytes is not None and other.weight_bytes is not None:
-        pairs.append((one.weight_bytes, other.weight_bytes))
+def beats(point: ParetoPoint, other: ParetoPoint, quality_name: str) -> bool:
+    """Pareto dominance: `point` is nowhere worse and somewhere better (size, speed, quality)."""
+    pairs = [(point.quality(quality_name), other.quality(quality_name))]
+    if point.throughput is not None and other.throughput is not None:
+        pairs.append((-point.throughput, -other.throughput))
+    if point.weight_bytes is not None and other.weight_bytes is not None:
+        pairs.append((point.weight_bytes, other.weight_bytes))
     return all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
@@ -60,8 +60,8 @@ def front(candidates: Mapping[str, ParetoPoint], quality_name: str | None) -> li
         return []
     return [
         name
-        for name, one in candidates.items()
-        if not any(beats(other, one, quality_name) for other in candidates.values())
+        for name, point in candidates.items()
+        if not any(beats(other, point, quality_name) for other in candidates.values())
     ]
 
 
@@ -72,9 +72,9 @@ def pareto_svg(
     """Quality against size or speed. Better is down and to the left for size, to the right for speed;
     the line joins the non-dominated ones in these two."""
     points: dict[str, tuple[float, float]] = {}
-    for name, one in candidates.items():
-        x = one.throughput if against == "speed" else (one.weight_bytes or 0.0) / 2**20
-        points[name] = (x or 0.0, one.quality(quality_name))
+    for name, entry in candidates.items():
+        x = entry.throughput if against == "speed" else (entry.weight_bytes or 0.0) / 2**20
+        points[name] = (x or 0.0, entry.quality(quality_name))
     spans = (max(values) - min(values) or 1.0 for values in zip(*points.values(), strict=True))
     x_span, y_span = spans
     # Names next to points that are this close would cover each other.
@@ -90,13 +90,13 @@ def pareto_svg(
         if not any((u, v) != (x, y) and sign * u <= sign * x and v <= y for u, v in points.values())
     )
     axis.plot(*zip(*best, strict=True), color=MUTED, linewidth=1, linestyle="--", zorder=1)
-    for place, (name, (x, y)) in enumerate(points.items()):
-        colour = SERIES[place % len(SERIES)]
+    for number, (name, (x, y)) in enumerate(points.items()):
+        colour = SERIES[number % len(SERIES)]
         axis.plot(x, y, "o", color=colour, markersize=9, zorder=2, label=name)
         if is_crowded:
             continue
         # Alternate label sides, so that neighbouring labels do not overlap.
-        above = place % 2 == 0
+        above = number % 2 == 0
         style = {"ha": "center", "va": "bottom" if above else "top", "fontsize": 9, "color": INK}
         label(axis, name, (x, y), (0, 9 if above else -9), **style)
     axis.margins(0.18)
@@ -190,7 +190,7 @@ def shared_quality(candidates: Mapping[str, ParetoPoint]) -> str | None:
 
 
 def are_comparable(candidates: Mapping[str, ParetoPoint]) -> bool:
-    return all(one.throughput is not None for one in candidates.values())
+    return all(point.throughput is not None for point in candidates.values())
 
 
 def joined_verdict(
@@ -200,11 +200,11 @@ def joined_verdict(
     quality_name: str | None,
 ) -> ReportVerdict:
     """The Pareto-optimal runs, as a sentence; the fastest only where speeds are comparable."""
-    speeds = {name: one.throughput or 0.0 for name, one in candidates.items()}
+    speeds = {name: point.throughput or 0.0 for name, point in candidates.items()}
     clauses = ["Their speeds are not comparable"]
     if are_comparable(candidates):
         clauses = [f"Fastest: {max(speeds, key=lambda name: speeds[name])}"]
-    sizes = {name: one.weight_bytes for name, one in candidates.items()}
+    sizes = {name: point.weight_bytes for name, point in candidates.items()}
     if known := {name: value for name, value in sizes.items() if value is not None}:
         clauses.append(f"smallest: {min(known, key=lambda name: known[name])}")
     if quality_name is None:
@@ -224,8 +224,10 @@ def speed_obstacles(named: Mapping[str, RunData]) -> list[str]:
     (first_name, first), *others = named.items()
     sentences = []
     for name, run in others:
-        found = [*incomparable(first.result, run.result)]
-        if not found and (difference := unusable(first, run, (first_name, name))):
-            found = [difference]
-        sentences += [f"Not comparable in speed: {name} and {first_name}: {one}." for one in found]
+        differences = [*incomparable(first.result, run.result)]
+        if not differences and (difference := unusable(first, run, (first_name, name))):
+            differences = [difference]
+        sentences += [
+            f"Not comparable in speed: {name} and {first_name}: {one}." for one in differences
+        ]
     return sentences

@@ -191,10 +191,10 @@ def felt_scores(quality: Mapping[str, Any]) -> list[dict[str, str]]:
     """Rows of the scores where users notice them: at sure positions, by domain, and flips."""
     rows = []
     for key, scored in SCORED.items():
-        found = score_of(quality, scored.name) if scored.is_felt else None
-        if found is None:
+        score = score_of(quality, scored.name) if scored.is_felt else None
+        if score is None:
             continue
-        value, sides = found[0], found[1] or (None, None)
+        value, sides = score[0], score[1] or (None, None)
         words = partial(percent, digits=2) if scored.unit == "share" else partial(number, digits=5)
         between = " to ".join("unbounded" if side is None else words(side) for side in sides)
         part, unit = scored.name.rsplit(".", 1)[0], "items" if key == "flips" else "tokens"

@@ -86,15 +86,15 @@ def _memory_svg(devices: Sequence[DevicePlan]) -> str:
     for device in devices:
         used = min(device.kv_bytes, device.kv_budget_bytes)
         work = device.activation_bytes + device.overhead_bytes
-        held = (device.weight_bytes, work, used, device.kv_budget_bytes - used)
-        parts.append([num_bytes / GIB for num_bytes in held])
+        components = (device.weight_bytes, work, used, device.kv_budget_bytes - used)
+        parts.append([num_bytes / GIB for num_bytes in components])
     parts = zip(*parts, strict=True)
     for name, sizes, colour in zip(COMPONENTS, parts, (*SERIES[:3], GRID), strict=True):
         axis.barh(places, sizes, left=left, color=colour, label=name, height=0.6)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    for place, device in zip(places, devices, strict=True):
+    for row, device in zip(places, devices, strict=True):
         total = device.device.memory_bytes / GIB
-        axis.plot([total, total], [place - 0.38, place + 0.38], color=INK, linewidth=1.6)
+        axis.plot([total, total], [row - 0.38, row + 0.38], color=INK, linewidth=1.6)
     axis.set_yticks(list(places), names)
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
@@ -140,14 +140,14 @@ def _times_svg(devices: Sequence[DevicePlan], measured: bool) -> str:
     figure, axes = canvas(2, width=9, height=0.9 + 0.42 * len(loaded), sharey=True)
     names = [f"{device.deployment.gpus} x {device.gpu}" for device, _ in loaded]
     for axis, quantity, colour in zip(axes, ("tpot", "ttft"), SERIES, strict=False):
-        for place, (device, means) in enumerate(loaded):
+        for row, (device, means) in enumerate(loaded):
             value = 1e3 * getattr(means, f"{quantity}_seconds")
             band = device.band
             low, high = UNKNOWN_FACTORS if band is None else getattr(band, quantity)
-            axis.barh([place], [value], color=colour, height=0.6)
+            axis.barh([row], [value], color=colour, height=0.6)
             if band or not measured:
                 dashed = "--" if band is None else "-"
-                axis.plot([low * value, high * value], [place] * 2, dashed, color=INK, marker="|")
+                axis.plot([low * value, high * value], [row] * 2, dashed, color=INK, marker="|")
         axis.set_xlabel(f"{quantity.upper()}, ms")
         axis.grid(axis="y", visible=False)
     axes[0].set_yticks(range(len(loaded)), names)
@@ -207,8 +207,8 @@ def residuals(
     not a different load. A first token that waited for other prompts shows as a residual: the prediction is
     for an idle engine.
     """
-    traces = [trace for one in passes for trace in one.traces if trace.success]
-    steps = [step for one in passes for step in one.steps if step.decode_only]
+    traces = [trace for load_pass in passes for trace in load_pass.traces if trace.success]
+    steps = [step for load_pass in passes for step in load_pass.steps if step.decode_only]
     times = None
     prompt = batch = context = 0
     if traces and steps:
@@ -217,9 +217,9 @@ def residuals(
         context = round(fmean(step.context_tokens / step.num_sequences for step in steps))
         times = plan.times(prompt, context, batch)
     ttft, tpot = times or (None, None)
-    config, held = engine.scheduler.config, engine.memory.weight_bytes
+    config, loaded = engine.scheduler.config, engine.memory.weight_bytes
     planned, is_plain = plan.held_weight_bytes, plan.model.as_stored().bits >= 16
-    layouts = "" if held == planned or is_plain else "kernels keep layouts of their own"
+    layouts = "" if loaded == planned or is_plain else "kernels keep layouts of their own"
     tokens = engine.stats.kv_blocks_total * config.block_size
     load = f"a prompt of {prompt} tokens"
     step = f"{batch} sequences of {context} tokens"
@@ -227,7 +227,7 @@ def residuals(
         "file": str(plan.path),
         "rows": [
             _row("weights in the checkpoint", "bytes", plan.weight_bytes, plan.model.stored_bytes),
-            _row("weights in memory", "bytes", planned, held, layouts),
+            _row("weights in memory", "bytes", planned, loaded, layouts),
             _row("KV cache", "tokens", plan.kv_tokens, tokens),
             _row("TTFT", "ms", ttft and 1e3 * ttft, metrics["ttft"].get("median"), load),
             _row("TPOT", "ms", tpot and 1e3 * tpot, metrics["tpot"].get("median"), step),
@@ -254,7 +254,7 @@ def _own_row(
         for name in ("prompt_len", "output_len")
     )
     config = engine.scheduler.config
-    held = engine.stats.kv_blocks_total * config.block_size // (prompt + output)
+    capacity = engine.stats.kv_blocks_total * config.block_size // (prompt + output)
     return asdict(
         OwnRow(
             model=plan.values["model"],
@@ -267,7 +267,7 @@ def _own_row(
             prompt_tokens=prompt,
             output_tokens=output,
             clients=clients,
-            resident=max(1, min(config.max_num_seqs, held)),
+            resident=max(1, min(config.max_num_seqs, capacity)),
             ttft_ms=ttft,
             tpot_ms=tpot,
         )
@@ -292,7 +292,7 @@ def _differences(plan: WrittenPlan, engine: Engine) -> list[str]:
         ("type of the KV cache", values["kv_dtype"], dtype, "--kv-cache-dtype"),
     )
     return [
-        f"{what}: {planned} in the plan, {found} here ({option})"
-        for what, planned, found, option in pairs
-        if planned != found
+        f"{what}: {planned} in the plan, {actual} here ({option})"
+        for what, planned, actual, option in pairs
+        if planned != actual
     ]

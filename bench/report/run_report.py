@@ -173,8 +173,8 @@ def check_table(errors: Sequence[ClientError]) -> str:
     ]
     for error in errors:
         pairs = [
-            f"{number(each['median'])} / {number(each['p99'])}"
-            for each in (error.client_ttft_error_ms, error.client_itl_error_ms)
+            f"{number(figures['median'])} / {number(figures['p99'])}"
+            for figures in (error.client_ttft_error_ms, error.client_itl_error_ms)
         ]
         late, lag = error.server_lateness_ms["median"], error.loop_lag_ms["p99"]
         counts = (error.streams, error.workers, error.failed)
@@ -235,15 +235,15 @@ def load_text(value: float, kind: str) -> str:
 def sweep_verdict(record: Mapping[str, Any]) -> ReportVerdict:
     kind = record["kind"]
     if slo := record.get("slo"):
-        asked = f"{slo['limits']} for {percent(slo['share'], 0)} of the requests"
+        limits = f"{slo['limits']} for {percent(slo['share'], 0)} of the requests"
         if slo["best"] is None:
             lowest = load_text(slo["lowest_failed"], kind)
             return ReportVerdict(
-                "bad", f"Not even {lowest} keeps {asked}.", "No lighter load was tried."
+                "bad", f"Not even {lowest} keeps {limits}.", "No lighter load was tried."
             )
         best = load_text(slo["best"], kind)
         if slo["lowest_failed"] is None:
-            said = "No heavier load was tried: this is the most that the workload can press."
+            sentence = "No heavier load was tried: this is the most that the workload can press."
         else:
             failed = next(p for p in record["points"] if p[kind] == slo["lowest_failed"])
             rate = number(failed["request_throughput"])
@@ -251,8 +251,8 @@ def sweep_verdict(record: Mapping[str, Any]) -> ReportVerdict:
             if not failed["kept_up"]:
                 why = f", it is not kept up with: {rate} requests/s of it completed"
                 why += " (with more --num-prompts the drain counts for less)"
-            said = f"{load_text(slo['lowest_failed'], kind)} does not{why}."
-        return ReportVerdict("good", f"{best} keeps {asked}.", said)
+            sentence = f"{load_text(slo['lowest_failed'], kind)} does not{why}."
+        return ReportVerdict("good", f"{best} keeps {limits}.", sentence)
     point = knee_point(record)
     if point is None:
         return ReportVerdict(

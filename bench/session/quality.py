@@ -1,6 +1,6 @@
 """Quality of the measured model: of an engine from its logits, of a server from prompt log-probabilities.
 
-Both are scored beside a reference of their kind, if there is one: a model of this process, or a server.
+Both are scored with a reference of their kind, if there is one: a model of this process, or a server.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def score_quality(
     else:
         model, reference = _scorers(options, engine, passages)
         named: dict[str, Any] = {"progress": progress, "what": options.name or "model"}
-        pairs = [score_passage(each, model, reference, **named) for each in passages]
+        pairs = [score_passage(part, model, reference, **named) for part in passages]
         (series, *others), speed = (pair[0] for pair in pairs), pairs[0][1].as_dict()
         if reference is not None:
             rounding = _cache_rounding(options, model, passage, progress)
@@ -159,8 +159,8 @@ def score_share(
     full = full_passage(options, engine.tokenizer, engine.max_model_len)
     passages = [passage] if full is None else [passage, full.passage]
     model, reference = _scorers(options, engine, passages)
-    for each in passages:
-        shared.score(each, share, model, reference, progress)
+    for part in passages:
+        shared.score(part, share, model, reference, progress)
 
 
 def _scorers(
@@ -310,14 +310,14 @@ def _scored(
         seed=options.seed,
         tokenizer=served.tokenizer,
     )
-    asked = {
+    how = {
         "scored_by": servers[0].scoring.form,
         "reference_scored_by": None if reference is None else reference.scoring.form,
         "num_top": min(server.scoring.num_top for server in servers),
         "kl_is_lower_bound": True if rests else None,
         "mean_rest": float(np.mean(rests)) if rests else None,
     }
-    record = asdict(quality) | {"served": asked}
+    record = asdict(quality) | {"served": how}
     longest = min(server.max_model_len for server in servers) - 1
     full = None if reference is None else full_passage(options, served.tokenizer, longest)
     if full is not None:
@@ -330,8 +330,8 @@ def _served_series(
 ) -> QualitySeries:
     """The scores of every position; `rests` as in `_columns`."""
     with SeriesWriter() as writer:
-        each = zip(*(server.scores(passage.windows) for server in servers), strict=True)
-        for number, (window, scores) in enumerate(zip(passage.windows, each, strict=True)):
+        scored = zip(*(server.scores(passage.windows) for server in servers), strict=True)
+        for number, (window, scores) in enumerate(zip(passage.windows, scored, strict=True)):
             columns = _columns(scores, [server.scoring.form for server in servers], rests)
             first, last = window.first_scored, len(window.token_ids)
             writer.add(

@@ -278,11 +278,11 @@ def search_slo(sweep_target: SweepTarget, limits: str, share: float) -> SloSearc
         return point["kept_up"] and point["good_share"] is not None and point["good_share"] >= share
 
     if sweep_target.kind == "rate":
-        found = highest_rate(keeps, sweep_target.serial_rate() * LOWEST_RATE)
+        result = highest_rate(keeps, sweep_target.serial_rate() * LOWEST_RATE)
     else:
-        found = highest_count(keeps, sweep_target.max_requests)
+        result = highest_count(keeps, sweep_target.max_requests)
     assert sweep_target.sweep is not None
-    return SloSearch(sweep_target.sweep, limits, share, found)
+    return SloSearch(sweep_target.sweep, limits, share, result)
 
 
 def highest_rate(keeps: Callable[[float], bool], lowest: float) -> SloResult:

@@ -129,19 +129,19 @@ class ServeStep(model_of(*_SERVER, but=("served_model_name", "print_command", "s
     def arguments(self) -> str:
         """The options as words of the server's command line. Raises BadInput: options that contradict each
         other, or that the server has no equivalent of."""
-        asked: dict[str, Any] = {}
+        given: dict[str, Any] = {}
         for config in _SERVER:
-            asked |= words_of(config, _given(self, config))
-        asked.pop("engine", None)
+            given |= words_of(config, _given(self, config))
+        given.pop("engine", None)
         if self.engine != "llmopt":
-            return shlex.join(server_command(self.engine).options(asked))
-        if others := [name for name in _ANOTHER if name in asked]:
+            return shlex.join(server_command(self.engine).options(given))
+        if others := [name for name in _ANOTHER if name in given]:
             raise BadInput(f"{others[0]} is for another engine")
         EngineConfig(**_given(self, EngineConfig))
         ServerOptions(**_given(self, ServerOptions))
         if self.scripted_output is not None:
-            asked["scripted_output"] = str(self.scripted_output)
-        return shlex.join(server_words(asked))
+            given["scripted_output"] = str(self.scripted_output)
+        return shlex.join(server_words(given))
 
 
 def server_words(params: Mapping[str, Any]) -> list[str]:
@@ -413,8 +413,8 @@ def bench_of(recipe: Recipe, variant: Variant | None, model: str | None = None) 
         model = variant.model  # asked of the server if it is not named
         if is_local(recipe.model_name):
             given.setdefault("tokenizer", recipe.model_name)
-    place = "bench" if variant is None else f"variants.{name}.bench"
-    return checked(BenchOptions, {**given, "model": model, "name": name}, place)
+    where = "bench" if variant is None else f"variants.{name}.bench"
+    return checked(BenchOptions, {**given, "model": model, "name": name}, where)
 
 
 def steps_of(recipe: Recipe) -> list[str]:

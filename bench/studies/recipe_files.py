@@ -118,10 +118,10 @@ def _set(values: dict[str, Any], change: str) -> Place:
     if not equals or not all(keys):
         raise BadInput(f"--set {change}: write PATH=VALUE, such as bench.num_prompts=200")
     node: Any = values
-    place: list[int | str] = []
+    path_of_value: list[int | str] = []
     for key in keys[:-1]:
         step = _step(node, key, change)
-        place.append(step)
+        path_of_value.append(step)
         if isinstance(node, list):
             node = node[int(step)]
         else:
@@ -133,7 +133,7 @@ def _set(values: dict[str, Any], change: str) -> Place:
     if text == "null" or text.startswith(("[", "{")):
         with suppress(yaml.YAMLError, ValueError, RecursionError):
             node[last] = yaml.safe_load(text)
-    return (*place, last)
+    return (*path_of_value, last)
 
 
 def _step(node: Any, key: str, change: str) -> int | str:

@@ -1,5 +1,5 @@
 """Reports of recipes: every checkpoint against the original in speed, quality and memory; and of a capacity
-recipe, whose page is its sweep's with the plan beside the measured knee."""
+recipe, whose page is its sweep's with the plan next to the measured knee."""
 
 from __future__ import annotations
 
@@ -202,11 +202,13 @@ def recipe_page(run: RecipeRun) -> Page:
 def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
     """Side by side, changes, distributions and, where there is one, the roofline."""
     results = all_results(run)
-    data = [run.base, *(one.data for one in run.variants)]
+    data = [run.base, *(variant.data for variant in run.variants)]
     svgs = {
         "side-by-side": bars_svg(results),
         "changes": variants_svg(run.variants, run.recipe.compare.share),
-        "distributions": distributions_svg({one.name: latency_samples(one) for one in data}),
+        "distributions": distributions_svg(
+            {variant.name: latency_samples(variant) for variant in data}
+        ),
     }
     if len(roofs := rooflines(results)) == len(results):
         svgs["roofline"] = roofline_svg(roofs)

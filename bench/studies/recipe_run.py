@@ -1,4 +1,4 @@
-"""Recipes: quantize, verify, serve, bench, compare, report; or a capacity plan beside a measured sweep."""
+"""Recipes: quantize, verify, serve, bench, compare, report; or a capacity plan and a measured sweep."""
 
 from __future__ import annotations
 
@@ -167,11 +167,13 @@ def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
     return compare(base, new, threshold=recipe.compare.share, limits=limits, gate=quality)
 
 
-def measure(stages: Stages, one: BenchOptions, original: BenchOptions, progress: Progress) -> None:
+def measure(
+    stages: Stages, wanted: BenchOptions, original: BenchOptions, progress: Progress
+) -> None:
     """Run a benchmark into a folder of its name, on a server that is started and stopped, if it asks for one;
     scores that jobs have shared out are joined."""
-    scores = stages.scores(str(one.name))
-    with served(one, progress) as ready:
+    scores = stages.scores(str(wanted.name))
+    with served(wanted, progress) as ready:
         options = with_reference(ready, original)
         shared = {"shared": SharedScores(scores)} if scores.is_dir() else {}
         keep([run_bench(options, progress, **shared)], stages, progress)
@@ -198,7 +200,7 @@ def keep(runs: Sequence[BenchRun], stages: Stages, progress: Progress) -> None:
     requests is written too, and then ends the recipe."""
     wanted = stages.recipe.bench
     for run in runs:
-        if any(one.traces for one in run.passes):
+        if any(load.traces for load in run.passes):
             folder = stages.clear(run.result["llmopt"]["name"])
             write_run(run, folder, with_csv=wanted.csv, with_report=wanted.report)
             log_run(wanted.trackers, of_result(run.result, folder), progress.note)
@@ -255,7 +257,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
             "recipe": recipe.dump(exclude_unset=True),
             "exit_code": 1 if sweep["knee"] is None else 0,
             "knee": sweep["knee"],
-            **beside(written, sweep),
+            **planned_and_measured(written, sweep),
         }
     )
     write_atomically(folder / "result.json", to_json(record))
@@ -287,7 +289,7 @@ def planned(stages: Stages, options: BenchOptions) -> WrittenPlan:
     return read_plan(path, find_model(model))
 
 
-def beside(plan: WrittenPlan, sweep: Mapping[str, Any]) -> dict[str, Any]:
+def planned_and_measured(plan: WrittenPlan, sweep: Mapping[str, Any]) -> dict[str, Any]:
     """Predicted and measured values: how many sequences fit, and a row for each load."""
     workload = sweep["workload"]
     requests = workload["num_requests"]

@@ -145,9 +145,9 @@ def check_options(builds: Sequence[Build], options: Sequence[str]) -> None:
 def value_of(options: Sequence[str], name: str) -> str | None:
     """The last value of an option in a command line; None without one."""
     value = None
-    for place, word in enumerate(options):
+    for position, word in enumerate(options):
         if word == name:
-            value = options[place + 1] if place + 1 < len(options) else None
+            value = options[position + 1] if position + 1 < len(options) else None
         elif word.startswith(f"{name}="):
             value = word.partition("=")[2]
     return value
@@ -155,8 +155,8 @@ def value_of(options: Sequence[str], name: str) -> str | None:
 
 PLAN_NAME = "starts.json"
 OUTPUT_NAME = "output.json"
-# Short passes of a single thread: many starts say more than long ones. What is given behind `--` comes later
-# on the command line and wins.
+# Short passes of a single thread: many starts say more than long ones. Options after `--` come later
+# on the command line and win.
 SHORT_PASSES = ("--num-prompts", "24", "--num-runs", "10", "--output-len", "16")
 ONE_THREAD = ("--num-threads", "1")
 
@@ -216,8 +216,8 @@ class StartsPlan:
     def scores_quality(self) -> bool:
         """True if the first start of each build scores quality: a limit or a reference asks for it."""
         limited = any(isinstance(limit.quantity, Scored | TaskScored) for limit in self.gate())
-        asked = any(value is not None for value in asdict(self.quality()).values())
-        return limited or asked or value_of(self.options, "--reference") is not None
+        has_limit = any(value is not None for value in asdict(self.quality()).values())
+        return limited or has_limit or value_of(self.options, "--reference") is not None
 
     def command(self, build: Build, number: int, folder: Path, *, is_current: bool) -> list[str]:
         """The command line of a build's start `number`, from 1, which writes the run folder `folder`. Only

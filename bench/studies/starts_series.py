@@ -46,7 +46,9 @@ def num_cold(passes: Sequence[Mapping[str, Any]]) -> int:
     differs by at most 3 %; never more than half of the passes."""
     most = int(len(passes) * MAX_DISCARDED)
     for number in range(most):
-        times = [one.get("cpu_seconds") or one["duration"] for one in passes[number : number + 2]]
+        times = [
+            load.get("cpu_seconds") or load["duration"] for load in passes[number : number + 2]
+        ]
         if max(times) <= min(times) * (1 + AGREEMENT):
             return number
     return most
@@ -263,7 +265,7 @@ SHOWN = ("duration", "cpu_seconds", "waiting_seconds", "output_throughput", "med
 def record_of(finished: Finished) -> dict[str, Any]:
     """`comparison.json`: the verdict, the plan, and each start's values."""
     starts = {
-        name: [{key: value_of_start(one, key) for key in SHOWN} for one in side]
+        name: [{key: value_of_start(start, key) for key in SHOWN} for start in side]
         for name, side in (("base", finished.base), ("new", finished.new))
     }
     record = {"stopped_because": finished.stopped_because, "plan": asdict(finished.plan)}
@@ -292,7 +294,7 @@ def starts_page(finished: Finished) -> Page:
         template="studies/starts.jinja",
         finished=finished,
         order=[
-            (pair, one) for pair, sides in pairs for one in (sides if pair % 2 else sides[::-1])
+            (pair, start) for pair, sides in pairs for start in (sides if pair % 2 else sides[::-1])
         ],
         shown=[MEASURED[key] for key in SHOWN],
         value_of_start=value_of_start,
@@ -305,11 +307,11 @@ def pooled(starts: Sequence[RunData]) -> RunData:
     first = starts[0]
     values = {key: [value_of_start(start, key) for start in starts] for key in MEASURED}
     medians = {
-        key: float(np.median([value for value in found if value is not None]))
-        for key, found in values.items()
-        if key in first.result and key != "duration" and None not in found
+        key: float(np.median([value for value in sides if value is not None]))
+        for key, sides in values.items()
+        if key in first.result and key != "duration" and None not in sides
     }
-    runs = [one for start in starts for one in start.result["llmopt"]["runs"]]
+    runs = [load for start in starts for load in start.result["llmopt"]["runs"]]
     ours = {**first.result["llmopt"], "runs": runs, "num_runs": len(runs)}
     tables = [start.requests for start in starts]
     requests: dict[str, list[Any]] | None = None

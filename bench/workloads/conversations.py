@@ -64,9 +64,9 @@ class ChatSegments:
     def rewrites_history(self) -> bool:
         """True if the template renders an earlier turn otherwise than as the last one: then appending is not
         what a chat server does."""
-        asked = {"role": "user", "content": "a"}
-        answered = [asked, {"role": "assistant", "content": _ANSWER}, asked]
-        alone = self._rendered([asked]).rstrip(" ")
+        question = {"role": "user", "content": "a"}
+        answered = [question, {"role": "assistant", "content": _ANSWER}, question]
+        alone = self._rendered([question]).rstrip(" ")
         return self._rendered(answered).split(_ANSWER)[0].rstrip(" ") != alone
 
     def encode(self, text: str, *, starts: bool) -> tuple[int, ...]:
@@ -207,8 +207,8 @@ def agentic_workload(
     messages: the chat template's tokens are added. Default lengths shrink to the context, then the default
     number of turns. Raises BadInput: explicit lengths that do not fit the context.
     """
-    asked = {"system": system_len, "task": task_len, "tool-output": tool_output_len}
-    asked["output"] = output_len
+    wanted = {"system": system_len, "task": task_len, "tool-output": tool_output_len}
+    wanted["output"] = output_len
     segments = ChatSegments(tokenizer)
     for turns in [num_turns] if num_turns else range(NUM_TURNS, 0, -1):
         results = [tool_output_growth**number for number in range(turns - 1)]
@@ -218,7 +218,7 @@ def agentic_workload(
         room = rules.max_model_len - (
             sum(map(len, segments.split([opening, *later]))) + SLACK * (turns + 1)
         )
-        if fitted := fit_session(asked, weights, room):
+        if fitted := fit_session(wanted, weights, room):
             break
     else:
         raise BadInput(

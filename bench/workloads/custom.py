@@ -174,13 +174,13 @@ def download_sharegpt() -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        found = hf_hub_download(SHAREGPT_REPOSITORY, SHAREGPT_FILE, repo_type="dataset")
+        path = hf_hub_download(SHAREGPT_REPOSITORY, SHAREGPT_FILE, repo_type="dataset")
     except Exception as error:  # any network or hub failure becomes a one-line message
         raise BadInput(
             f"cannot get {SHAREGPT_FILE} from the hub's {SHAREGPT_REPOSITORY}: "
             f"{first_line(error)}; give a local file with --dataset-path"
         ) from error
-    return Path(found)
+    return Path(path)
 
 
 def hub_rows(
@@ -254,7 +254,9 @@ def prompt_and_answer(row: Mapping[str, Any], source: str) -> tuple[str, str | N
             if not isinstance(prompt, str) or not prompt:
                 return None
             answers = (row.get(name) for name in ANSWERS)
-            return prompt, next((one for one in answers if isinstance(one, str) and one), None)
+            return prompt, next(
+                (answer for answer in answers if isinstance(answer, str) and answer), None
+            )
     raise BadInput(
         f"{source} has the columns {', '.join(row)}: none of "
         f"{', '.join((*TURNS, *PROMPTS))} is there to take prompts from"

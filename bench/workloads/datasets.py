@@ -80,8 +80,8 @@ def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -
             f"--multi-turn wants conversations, and {name} has none: give sharegpt or agentic"
         )
     module, _, builder = DATASETS[name].partition(".")
-    asked = DatasetRequest(name, path, options, tokenizer, max_model_len)
-    workload: Workload = asked.build(getattr(import_module(f"{__package__}.{module}"), builder))
+    request = DatasetRequest(name, path, options, tokenizer, max_model_len)
+    workload: Workload = request.build(getattr(import_module(f"{__package__}.{module}"), builder))
     if options.think_time != "0" and (name == "frozen" or not workload.is_multi_turn):
         raise BadInput(
             "--think-time is drawn when conversations are built: give it with --multi-turn or --dataset "
@@ -174,7 +174,7 @@ class DatasetRequest:
             options.seed,
         )
         shared: dict[str, Any] = {
-            "asked": self,
+            "request": self,
             "tokenizer": self.tokenizer,
             "path": self.path,
             "max_model_len": self.max_model_len,
@@ -195,52 +195,52 @@ class DatasetRequest:
         return builder(**arguments)
 
 
-def sharegpt(asked: DatasetRequest) -> Workload:
+def sharegpt(request: DatasetRequest) -> Workload:
     from .custom import download_sharegpt
     from .sharegpt import sharegpt_threads_workload, sharegpt_workload
 
-    path = asked.path
+    path = request.path
     if path is not None and str(path) == HUB and not path.exists():
         path = download_sharegpt()
-    builder = sharegpt_threads_workload if asked.options.multi_turn else sharegpt_workload
-    return asked.build(builder, path=path)
+    builder = sharegpt_threads_workload if request.options.multi_turn else sharegpt_workload
+    return request.build(builder, path=path)
 
 
-def trace(asked: DatasetRequest) -> Workload:
+def trace(request: DatasetRequest) -> Workload:
     from .traces import trace_workload
 
-    options = asked.options
+    options = request.options
     is_chat = BACKENDS[options.backend] == CHAT
     # A server takes its own answers back as chat messages alone.
     takes_answers = is_chat or (options.base_url is None and options.serve is None)
-    whole = asked.name == "trace" and "num_prompts" not in options.model_fields_set
-    return asked.build(
+    whole = request.name == "trace" and "num_prompts" not in options.model_fields_set
+    return request.build(
         trace_workload,
-        kind=asked.name,
+        kind=request.name,
         num_prompts=None if whole else options.num_prompts,
         start_seconds=options.trace_start,
         speed=options.trace_speed,
         lengths=options.trace_lengths,
         replay=options.trace_replay,
-        decode=getattr(asked.tokenizer, "decode", str) if takes_answers else None,
-        as_text=is_chat and asked.name == "trace",
+        decode=getattr(request.tokenizer, "decode", str) if takes_answers else None,
+        as_text=is_chat and request.name == "trace",
     )
 
 
-def random_images(asked: DatasetRequest) -> Workload:
+def random_images(request: DatasetRequest) -> Workload:
     """Random prompts with images; the texts have the options of `random`, as in vLLM."""
     from .synthetic import random_workload, with_random_images
 
     names = ("input_len", "output_len", "prefix_len", "range_ratio")
-    given = {name: getattr(asked.options, f"random_{name}") for name in names}
-    return asked.build(with_random_images, texts=asked.build(random_workload, **given))
+    given = {name: getattr(request.options, f"random_{name}") for name in names}
+    return request.build(with_random_images, texts=request.build(random_workload, **given))
 
 
-def hub(asked: DatasetRequest) -> Workload:
+def hub(request: DatasetRequest) -> Workload:
     from .custom import hub_rows, hub_workload
 
-    rows = asked.build(hub_rows, name=str(asked.path), subset=asked.options.hf_subset)
-    return asked.build(hub_workload, rows=rows, source=f"hub data set {asked.path}")
+    rows = request.build(hub_rows, name=str(request.path), subset=request.options.hf_subset)
+    return request.build(hub_workload, rows=rows, source=f"hub data set {request.path}")
 
 
 # Format 2 has conversations, 3 requests that wait for others or are cancelled; others are of format 1.

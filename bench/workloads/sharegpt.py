@@ -214,10 +214,10 @@ def exchanges_of(messages: list[Any]) -> list[SourceTurn]:
         spoken.append(message)
     opening, spoken = _opened(spoken)
     exchanges: list[SourceTurn] = []
-    for asked, answered in zip(spoken[::2], spoken[1::2], strict=False):
-        if (asked.role, answered.role) != ("user", "assistant"):
+    for question, answer in zip(spoken[::2], spoken[1::2], strict=False):
+        if (question.role, answer.role) != ("user", "assistant"):
             break
-        exchanges.append(SourceTurn((*opening, asked), answered.content))
+        exchanges.append(SourceTurn((*opening, question), answer.content))
         opening = []
     return exchanges
 

@@ -147,8 +147,8 @@ def prefix_repetition_workload(
             f"--num-prompts is {num_prompts}, fewer than --prefix-repetition-num-prefixes "
             f"{num_prefixes}: no prefix would repeat"
         )
-    asked = {"prefix": prefix_len, "suffix": suffix_len, "output": output_len}
-    lengths, notes = fit_lengths(asked, PREFIX_DEFAULTS, max_model_len, "--prefix-repetition-")
+    wanted = {"prefix": prefix_len, "suffix": suffix_len, "output": output_len}
+    lengths, notes = fit_lengths(wanted, PREFIX_DEFAULTS, max_model_len, "--prefix-repetition-")
     allowed = allowed_tokens(tokenizer)
     rng = np.random.default_rng(seed)
 
@@ -185,8 +185,8 @@ def sonnet_workload(
         if prefix_len is None:
             prefix_len = min(SONNET_DEFAULTS["prefix"], input_len // 2)
         lines_len = input_len - prefix_len
-    asked = {"prefix": prefix_len, "input": lines_len, "output": output_len}
-    lengths, notes = fit_lengths(asked, SONNET_DEFAULTS, max_model_len, "--sonnet-")
+    wanted = {"prefix": prefix_len, "input": lines_len, "output": output_len}
+    lengths, notes = fit_lengths(wanted, SONNET_DEFAULTS, max_model_len, "--sonnet-")
     total = lengths["prefix"] + lengths["input"]
     lines = [line + "\n" for line in VERSE.read_text(encoding="utf-8").splitlines() if line]
     pieces = [list(tokenizer.encode(line, add_special_tokens=False)) for line in lines]

@@ -82,8 +82,8 @@ def message_text(part: Any) -> str:
     if kept.get("type") in ("text", "input_text", "output_text"):
         return str(kept.get("text", kept.get("content")))
     content = kept.pop("content", None)
-    said = "" if content is None else message_text(content)
-    return json.dumps(kept, ensure_ascii=False, sort_keys=True) + said + "\n"
+    inner = "" if content is None else message_text(content)
+    return json.dumps(kept, ensure_ascii=False, sort_keys=True) + inner + "\n"
 
 
 def table_rows(kind: str, lines: Any, path: Path) -> Iterator[TraceRow] | None:
@@ -229,17 +229,17 @@ def _objects(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     try:
         document = json.loads(text)
-        found = document if isinstance(document, list) else [document]
+        entries = document if isinstance(document, list) else [document]
     except json.JSONDecodeError:
-        found = []
+        entries = []
         for number, line in enumerate(text.splitlines(), start=1):
             try:
-                found += [json.loads(line)] if line.strip() else []
+                entries += [json.loads(line)] if line.strip() else []
             except json.JSONDecodeError as error:
-                if not found:  # no JSON at all
+                if not entries:  # no JSON at all
                     return []
                 raise BadInput(f"trace {path}, line {number}: not JSON ({error.msg})") from error
-    return [entry for entry in found if isinstance(entry, dict)]
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def linked(calls: Iterable[Call]) -> list[TraceRow]:

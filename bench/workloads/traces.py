@@ -142,8 +142,8 @@ def read_trace(kind: str, path: Path) -> list[TraceRow]:
     try:
         if not path.is_dir():
             with path.open(encoding="utf-8-sig", newline="") as lines:
-                found = table_rows(kind, lines, path)
-                rows = None if found is None else list(found)
+                known = table_rows(kind, lines, path)
+                rows = None if known is None else list(known)
         if rows is None:
             files = sorted(path.rglob("*.json*")) if path.is_dir() else [path]
             rows = read_agents(files)
@@ -202,7 +202,7 @@ class BlockTokens:
         left = max(0, row.prompt_len - known)
         # Where the last block is known, so are all before it.
         bulk = max(row.filled - len(row.blocks) + len(new), len(new) - 0.999, 0.001)
-        ends = [math.floor(left * min(1.0, place / bulk)) for place in range(len(new) + 1)]
+        ends = [math.floor(left * min(1.0, index / bulk)) for index in range(len(new) + 1)]
         for name, (start, end) in zip(new, pairwise(ends), strict=True):
             self._blocks[name] = self._drawn(name, block_tokens or end - start, 0)
         tokens = [token for name in row.blocks for token in self._blocks[name]]

@@ -1,6 +1,6 @@
 """Workload: requests with fixed token ids, lengths and arrival times, their hash, and cycles over them.
 
-In a run of fixed duration every cycle behind the first gets a first token of its own: its prompts miss what
+In a run of fixed duration every cycle after the first gets a first token of its own: its prompts miss what
 earlier cycles left in a prefix cache, and still share what they share among themselves.
 """
 
@@ -203,13 +203,13 @@ def shared_tokens(workload: Workload) -> float | None:
     if workload.is_multi_turn or workload.num_images:
         return None
     prompts = sorted(item.prompt_token_ids for item in workload.items)
-    shared = [0, *(_common(one, other) for one, other in pairwise(prompts)), 0]
+    shared = [0, *(_common(prompt, other) for prompt, other in pairwise(prompts)), 0]
     return sum(map(max, pairwise(shared))) / workload.prompt_tokens
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    same = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(same, min(len(one), len(other)))
+def _common(prompt: Sequence[int], other: Sequence[int]) -> int:
+    same = (position for position, (a, b) in enumerate(zip(prompt, other, strict=False)) if a != b)
+    return next(same, min(len(prompt), len(other)))
 
 
 def numbered(pairs: Sequence[tuple[Sequence[int], int]]) -> tuple[WorkloadItem, ...]:
