@@ -152,7 +152,7 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt tools/install.py
 SITE := build/docs
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(SITE)/installed
-	$(SITE)/bin/mkdocs build --strict --quiet
+	$(SITE)/bin/mkdocs build --strict
 
 $(SITE)/installed: pyproject.toml constraints.txt tools/site_packages.py
 	$(PYTHON) tools/site_packages.py $(SITE)
