@@ -242,7 +242,9 @@ def test_the_table_in_the_documentation_is_the_present_one() -> None:
 
 def test_every_key_of_the_gguf_package_has_a_treatment() -> None:
     gguf = pytest.importorskip("gguf")
-    page = (Path(__file__).parents[3] / "docs" / "measured" / "gguf-keys.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "measured" / "gguf-keys.md").read_text(
+        encoding="utf-8"
+    )
     keys = gguf.constants.Keys
     groups = (keys.LLM, keys.Attention, keys.Rope, keys.SSM, keys.Classifier, keys.Tokenizer)
     names = [name for group in groups for name in vars(group).values() if isinstance(name, str)]
