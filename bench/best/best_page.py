@@ -82,18 +82,18 @@ def best_page(decision: Decision) -> Page:
     )
 
 
-def asked_words(asked: Mapping[str, Any]) -> list[str]:
+def asked_words(request: Mapping[str, Any]) -> list[str]:
     """Hardware, load, loader and promises as clauses."""
-    hardware = asked["hardware"]
+    hardware = request["hardware"]
     count = f"{hardware['count']} × " if hardware["count"] > 1 else ""
-    clauses = [f"{count}{hardware['name']}", f"{asked['context']:,} tokens of context"]
-    clauses += [f"{asked['concurrency']} at once", f"loads in {asked['loads_in']}"]
-    if asked["size_bytes"]:
-        clauses.append(f"at most {size(asked['size_bytes'])}")
-    if bits := asked.get("target_bpw"):
+    clauses = [f"{count}{hardware['name']}", f"{request['context']:,} tokens of context"]
+    clauses += [f"{request['concurrency']} at once", f"loads in {request['loads_in']}"]
+    if request["size_bytes"]:
+        clauses.append(f"at most {size(request['size_bytes'])}")
+    if bits := request.get("target_bpw"):
         clauses.append(f"at most {bits:g} bits a weight")
-    clauses += [f"{name.upper()} ≤ {limit:g} ms" for name, limit in (asked["slo"] or {}).items()]
-    return clauses + [promise_words(promise) for promise in asked["promises"]]
+    clauses += [f"{name.upper()} ≤ {limit:g} ms" for name, limit in (request["slo"] or {}).items()]
+    return clauses + [promise_words(promise) for promise in request["promises"]]
 
 
 def promise_words(promise: Mapping[str, Any]) -> str:
@@ -301,12 +301,12 @@ def _measured(
     return (x, low), (x, high)
 
 
-def _limits(axis: Axes, asked: Mapping[str, Any], against: str) -> list[Span]:
+def _limits(axis: Axes, request: Mapping[str, Any], against: str) -> list[Span]:
     """Draw dashed lines at the promises that these axes can show; return the lines."""
     style = {"color": BAD, "linewidth": 1, "linestyle": "--"}
-    limit = (asked["slo"] or {}).get("tpot") if against == "speed" else asked["size_bytes"]
+    limit = (request["slo"] or {}).get("tpot") if against == "speed" else request["size_bytes"]
     bounds = [limit if against == "speed" else limit / 2**20] if limit else []
-    promised = (promise["limit"] for promise in asked["promises"] if promise["metric"] == "kl")
+    promised = (promise["limit"] for promise in request["promises"] if promise["metric"] == "kl")
     most = [kl for kl in promised if kl > 0]
     for kl in most:
         axis.axhline(kl, **style)

@@ -31,11 +31,11 @@ def slo_breaks(
         if speed is None or value is None:
             breaks.append((None, f"{name} is not known: the limit is {limit:g} ms", 0.0))
             continue
-        low, high, words = value, value, ""
+        low, high, note = value, value, ""
         if band := speed["ttft_band"] if metric == "ttft" else speed["band"]:
             low, high = (edge * value / speed[_BANDED[metric]] for edge in band)
-            words = f" ({low:.3g} to {high:.3g})"
-        text = f"{name} {value:.3g} ms{words} > {limit:g} ms"
+            note = f" ({low:.3g} to {high:.3g})"
+        text = f"{name} {value:.3g} ms{note} > {limit:g} ms"
         breaks.append((_kept(low, high, limit), text, value / limit - 1))
     return breaks
 
@@ -72,20 +72,20 @@ def keeps(parts: Sequence[bool | None]) -> bool | None:
     return False if False in parts else None if None in parts else True
 
 
-def check_point(asked: Record, point: Record, band: tuple[float, float] | None) -> dict[str, Any]:
+def check_point(request: Record, point: Record, band: tuple[float, float] | None) -> dict[str, Any]:
     """A point of the front with `kl_band`, `keeps` and `breaks`, by prediction; `band` are factors on the
     expected KL."""
     broken = []
     if point["unfit"] is not None:
         broken.append((False, f"memory: {point['unfit']}", float("inf")))
-    size = asked["size_bytes"]
+    size = request["size_bytes"]
     if size is not None and point["bytes"] > size:
         text = f"{format_gib(point['bytes'])} > {format_gib(size)}"
         broken.append((False, text, point["bytes"] / size - 1))
-    broken += slo_breaks(asked["slo"] or {}, point["speed"])
+    broken += slo_breaks(request["slo"] or {}, point["speed"])
     expected = point["expected_kl"]
     kl_band = None if band is None or expected is None else [factor * expected for factor in band]
-    for promise in asked["promises"]:
+    for promise in request["promises"]:
         if promise["metric"] != "kl" or kl_band is None:
             broken.append((None, "", 0.0))
             continue
@@ -104,21 +104,21 @@ def check_point(asked: Record, point: Record, band: tuple[float, float] | None) 
     }
 
 
-def choose(asked: Record, searched: Record, count: int) -> list[str]:
+def choose(request: Record, searched: Record, count: int) -> list[str]:
     """Choose the finalists: points of the front around the expected answer, by bytes, then fewer usual
     quantizations that may keep the promises, the nearest in bytes first."""
 
     def may_keep(point: Record) -> bool:
-        return check_point(asked, point, None)["keeps"] is not False
+        return check_point(request, point, None)["keeps"] is not False
 
     undominated: list[Record] = []  # by any point in both bytes and expected KL
     for point in sorted(searched["front"], key=lambda p: (p["bytes"], p["expected_kl"])):
         if not undominated or point["expected_kl"] < undominated[-1]["expected_kl"]:
             undominated.append(point)
     points = [point for point in undominated if may_keep(point)]
-    most = next((p["limit"] for p in asked["promises"] if p["metric"] == "kl"), None)
+    most = next((p["limit"] for p in request["promises"] if p["metric"] == "kl"), None)
     at = len(points) - 1
-    if most is not None and not asked["is_bounded"]:
+    if most is not None and not request["is_bounded"]:
         at = next((n for n, point in enumerate(points) if point["expected_kl"] <= most), at)
     # The smaller neighbour first: the answer has to be defended against it.
     near = sorted(range(len(points)), key=lambda n: (abs(n - at), n))
@@ -138,12 +138,12 @@ def gap_words(front: Sequence[Record]) -> str:
     return f"each of the {len(gaps)} mixtures is within {max(gaps):.2%} of the least expected KL for its size"
 
 
-def check_finalist(asked: Record, finalist: Record) -> dict[str, Any]:
+def check_finalist(request: Record, finalist: Record) -> dict[str, Any]:
     """A finalist with `keeps`, `breaks` and the excess over its worst promise."""
     outcome = {"pass": True, "regression": False}
     parts = [(outcome.get(v["outcome"]), v["reason"], v["excess"]) for v in finalist["verdicts"]]
-    parts += slo_breaks(asked["slo"] or {}, finalist["speed"])
-    size, num_bytes = asked["size_bytes"], finalist["bytes"]
+    parts += slo_breaks(request["slo"] or {}, finalist["speed"])
+    size, num_bytes = request["size_bytes"], finalist["bytes"]
     if size is not None and num_bytes > size:
         parts.append((False, f"{num_bytes:,} bytes > {size:,}", num_bytes / size - 1))
     if not finalist["sound"]:
@@ -159,23 +159,23 @@ def check_finalist(asked: Record, finalist: Record) -> dict[str, Any]:
     }
 
 
-def decide(asked: Record, searched: Record, measured: Sequence[Record]) -> dict[str, Any]:
+def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dict[str, Any]:
     """The decision of a question, but for its head: see docs/commands/best.md for every key. `measured` are
     the finalists' `finalists.results`."""
     points = {point["id"]: point for point in (*searched["front"], *searched["usual"])}
-    finalists = [check_finalist(asked, point) for point in measured]
+    finalists = [check_finalist(request, point) for point in measured]
     by_bytes = sorted(
         finalists, key=lambda point: (point["bytes"], point["kl"]["value"], point["id"])
     )
     band = kl_band(points, finalists)
     best = next((point for point in by_bytes if point["keeps"] is True), None)
-    if asked["is_bounded"]:  # the least KL divergence, not the fewest bytes
+    if request["is_bounded"]:  # the least KL divergence, not the fewest bytes
         sure = [point for point in by_bytes if point["keeps"] is True]
         best = min(sure, key=lambda point: (point["kl"]["value"], point["bytes"]), default=None)
     made = {point["id"] for point in finalists}
     listed = [*searched["front"], *(point for point in searched["usual"] if point["id"] in made)]
     front = [
-        check_point(asked, point, band) | {"finalist": point["id"] in made} for point in listed
+        check_point(request, point, band) | {"finalist": point["id"] in made} for point in listed
     ]
     rest = sorted(front, key=lambda point: (point["bytes"], point["id"]))
     near = best or min(
@@ -196,13 +196,13 @@ def decide(asked: Record, searched: Record, measured: Sequence[Record]) -> dict[
         "lanes": searched["lanes"],
         "front": _without_excess(rest),
         "finalists": _without_excess(by_bytes),
-        "usual": [_why_not(point, by_bytes, best, asked) for point in searched["usual"]],
+        "usual": [_why_not(point, by_bytes, best, request) for point in searched["usual"]],
         "recommended": best and best["id"],
         "next_smaller": smaller,
         "next_better": better,
         "closest": closest,
         "exit_code": code,
-        "sentence": _sentence(asked, points, near, unmade, code),
+        "sentence": _sentence(request, points, near, unmade, code),
     }
 
 
@@ -233,14 +233,14 @@ def kl_band(
 
 
 def _why_not(
-    usual: Record, finalists: Sequence[Record], best: Record | None, asked: Record
+    usual: Record, finalists: Sequence[Record], best: Record | None, request: Record
 ) -> dict[str, Any]:
     """A usual quantization, and the promise that it breaks."""
     finalist = next((point for point in finalists if point["id"] == usual["id"]), None)
     if usual["refused"] is not None:
         breaks = [usual["refused"]]
     elif finalist is None:
-        breaks = check_point(asked, usual, None)["breaks"]
+        breaks = check_point(request, usual, None)["breaks"]
         breaks = breaks or ["--finalists or --budget left no room to make it"]
     else:
         breaks = list(finalist["breaks"])
@@ -260,7 +260,7 @@ def _why_not(
 
 
 def _sentence(
-    asked: Record,
+    request: Record,
     points: Mapping[str, Record],
     near: Record | None,
     unmade: Record | None,
@@ -276,7 +276,7 @@ def _sentence(
         kl = near["kl"]
         interval = f"KL {kl['value']:.3g} ({kl['low']:.3g} to {kl['high']:.3g})"
         bounded = "the least KL within the size"
-        of = bounded if asked["is_bounded"] else "the fewest bytes that keep them"
+        of = bounded if request["is_bounded"] else "the fewest bytes that keep them"
         return f"{what} keeps the promises: {interval}, {of} among the finalists."
     if code == UNSURE and near["keeps"] is False and unmade is not None:
         expected = f"expected KL {unmade['expected_kl']:.3g}"

@@ -65,21 +65,21 @@ def affordable(
 
 def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str) -> Recipe:
     """The workflow that makes and measures the finalists next to the original."""
-    asked, work = target.asked, PlanContext.of(target.asked)
+    request, work = target.asked, PlanContext.of(target.asked)
     bench: dict[str, Any] = {
-        "quality_tokens": asked.quality_tokens,
-        "quality_full": asked.quality_full,
+        "quality_tokens": request.quality_tokens,
+        "quality_full": request.quality_full,
         "report": False,
-        "seed": asked.seed,
+        "seed": request.seed,
     }
     if target.device.kind == "cpu":
         bench["device"] = "cpu"
     if not target.is_here:  # its speed is not that of the target or of its loader
         bench |= {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "output_len": 2}
     else:
-        num_prompts = max(asked.num_prompts, asked.sequences)
-        bench |= {"num_prompts": num_prompts, "max_concurrency": asked.sequences, "num_runs": 3}
-        if asked.context is not None:
+        num_prompts = max(request.num_prompts, request.sequences)
+        bench |= {"num_prompts": num_prompts, "max_concurrency": request.sequences, "num_runs": 3}
+        if request.context is not None:
             lengths = {"random_input_len": work.prompt, "random_output_len": work.output}
             bench |= {"dataset": "random", **lengths}
     if kv_dtype not in _DTYPES:
@@ -95,7 +95,7 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
 
 
 def find_best(
-    asked: BestRequest,
+    request: BestRequest,
     model: str,
     folder: Path,
     progress: Progress | Callable[[ProgressUpdate], None] | None = None,
@@ -114,18 +114,18 @@ def find_best(
         KeyboardInterrupt: interrupted; finished work is kept.
     """
     progress = as_progress(progress)
-    target = Target.of(asked, model)
-    open_folder(folder, asked.question(model, target.device.name))
+    target = Target.of(request, model)
+    open_folder(folder, request.question(model, target.device.name))
     searched = search(target, folder, progress)
     question = {
         "model": model,
         "hardware": searched["hardware"],
         "context": searched["context"],
-        "concurrency": asked.sequences,
-        "slo": asked.slo_limits or None,
-        "size_bytes": asked.size,
-        "target_bpw": asked.target_bpw,
-        "loads_in": asked.loads_in,
+        "concurrency": request.sequences,
+        "slo": request.slo_limits or None,
+        "size_bytes": request.size,
+        "target_bpw": request.target_bpw,
+        "loads_in": request.loads_in,
         "promises": [
             {
                 "metric": limit.quantity.key,
@@ -133,14 +133,14 @@ def find_best(
                 "limit": limit.bound,
                 "relative": limit.relative,
             }
-            for limit in asked.limits
+            for limit in request.limits
         ],
-        "is_bounded": asked.is_bounded,
+        "is_bounded": request.is_bounded,
     }
     head = {"llmopt": VERSION, "schema": SCHEMA, "asked": question}
     if dry_run:
         decision = decide(question, searched, [])
-        chosen = choose(question, searched, asked.finalists)
+        chosen = choose(question, searched, request.finalists)
         front = [point | {"finalist": point["id"] in chosen} for point in decision["front"]]
         pairs = zip(decision["usual"], searched["usual"], strict=True)
         usual = [shown for shown, point in pairs if point["id"] not in chosen]
@@ -294,22 +294,27 @@ def rebuild_words(target: Target, name: str, made: Mapping[str, Any]) -> str:
     step = dict(made)
     step["target_bytes"] = step.pop("target_size", None)
     step["candidates"] = ",".join(step.get("candidates", ())) or None
-    words = words_of(QuantizeRequest, step)
-    return shlex.join(["llmopt", "quantize", target.model, *server_words(words), "--output", name])
+    arguments = words_of(QuantizeRequest, step)
+    return shlex.join(
+        ["llmopt", "quantize", target.model, *server_words(arguments), "--output", name]
+    )
 
 
 def serve_words(target: Target, checkpoint: Path, name: str, kv_dtype: str) -> str:
     """The command that serves a finalist by its loader."""
-    asked, loader = target.asked, preset(target.asked.loads_in)
+    request, loader = target.asked, preset(target.asked.loads_in)
     path = str(gguf_file_of(checkpoint) or checkpoint)
-    words = loader.arguments(path, f"{short_name(target.path)}-{name}", _PORT)
-    if asked.loads_in == "llmopt":
-        words = ["llmopt", *words[2:]]
+    arguments = loader.arguments(path, f"{short_name(target.path)}-{name}", _PORT)
+    if request.loads_in == "llmopt":
+        arguments = ["llmopt", *arguments[2:]]
     else:
-        words = [str(loader.program), *words]
+        arguments = [str(loader.program), *arguments]
     if kv_dtype == "fp8":
-        words += ["--kv-cache-dtype", kv_dtype]
-    if asked.context is not None and (flag := _LENGTH_FLAGS.get(asked.loads_in)) is not None:
-        tokens = PlanContext.of(asked).context
-        words += [flag, str(tokens * (asked.sequences if asked.loads_in == "llama.cpp" else 1))]
-    return shlex.join(words)
+        arguments += ["--kv-cache-dtype", kv_dtype]
+    if request.context is not None and (flag := _LENGTH_FLAGS.get(request.loads_in)) is not None:
+        tokens = PlanContext.of(request).context
+        arguments += [
+            flag,
+            str(tokens * (request.sequences if request.loads_in == "llama.cpp" else 1)),
+        ]
+    return shlex.join(arguments)

@@ -100,43 +100,43 @@ class Target:
     measured: Path | None = None
 
     @classmethod
-    def of(cls, asked: BestRequest, model: str) -> Target:
+    def of(cls, request: BestRequest, model: str) -> Target:
         """Find the model and the hardware. Raises BadInput: there is no such model, GPU or file format."""
         path = resolve_model(model)
-        for name in asked.formats:
+        for name in request.formats:
             if name not in FORMATS:
                 raise BadInput(f"--format {name}: {offer(name, FORMATS)}")
-        if asked.loads_in != "vllm" and "gguf" in (asked.formats or FORMATS):
+        if request.loads_in != "vllm" and "gguf" in (request.formats or FORMATS):
             require("the format gguf (else give --format compressed-tensors)", "gguf", "gguf")
-        longest, shape = PlanContext.of(asked).context, find_model(str(path)).shape
-        if asked.context is not None and longest > shape.max_context:
+        longest, shape = PlanContext.of(request).context, find_model(str(path)).shape
+        if request.context is not None and longest > shape.max_context:
             raise BadInput(
                 f"--ctx {longest}: {model} was trained for {shape.max_context} tokens: give fewer"
             )
         here = local_gpu() or "cpu"
         try:
-            device, *others = choose_devices([asked.gpu or here], None)
+            device, *others = choose_devices([request.gpu or here], None)
         except BadInput as error:  # its hint is on an option of kv-plan
             raise BadInput(f"--gpu: {str(error).partition(';')[0]}, or cpu") from error
         if others:
-            raise BadInput(f"--gpu {asked.gpu}: name one, or cpu")
+            raise BadInput(f"--gpu {request.gpu}: name one, or cpu")
         is_here = device.kind == "cpu"
         with suppress(BadInput):  # the table may lack this machine's GPU
             is_here = is_here or choose_devices([here], None) == [device]
-        return cls(asked, model, path, device, is_here and asked.loads_in == "llmopt")
+        return cls(request, model, path, device, is_here and request.loads_in == "llmopt")
 
     def planned(self, recipe: WeightRecipe, kv_dtype: str | None) -> dict[str, Any]:
         """Fit and expected speed of weights at the load: times in milliseconds, with their bands."""
-        asked = self.asked
+        request = self.asked
         ask = PlanRequest(
             model=str(self.path),
-            context=asked.context,
-            sequences=asked.sequences,
-            output_tokens=asked.output_tokens,
-            dataset=None if asked.context else _DATASET,
+            context=request.context,
+            sequences=request.sequences,
+            output_tokens=request.output_tokens,
+            dataset=None if request.context else _DATASET,
             gpus=("cpu" if self.device.kind == "cpu" else self.device.name,),
             tp=1,
-            engine=asked.loads_in,
+            engine=request.loads_in,
             kv_dtype=kv_dtype,
             measured=self.measured,
         )
@@ -148,7 +148,7 @@ class Target:
             speed = {
                 "tpot_ms": tpot,
                 "ttft_ms": ttft,
-                "e2el_ms": ttft + tpot * (PlanContext.of(asked).output - 1),
+                "e2el_ms": ttft + tpot * (PlanContext.of(request).output - 1),
                 "tokens_per_s": plan.tokens_per_second,
                 "band": band and [factor * tpot for factor in band.tpot],
                 "ttft_band": band and [factor * ttft for factor in band.ttft],
@@ -157,7 +157,7 @@ class Target:
         why = None
         if not plan.fits:
             why = (
-                f"{plan.max_concurrent_sequences} of {asked.sequences} sequences fit in the memory of "
+                f"{plan.max_concurrent_sequences} of {request.sequences} sequences fit in the memory of "
                 f"{self.device.name}"
             )
         return {"speed": speed, "unfit": why}
@@ -172,12 +172,14 @@ class PlanContext:
     output: int
 
     @classmethod
-    def of(cls, asked: BestRequest) -> PlanContext:
+    def of(cls, request: BestRequest) -> PlanContext:
         from ...engine.base.units import parse_tokens
         from ...engine.planner.setup import PlannedWorkload
 
-        if asked.context is not None:
-            work = PlannedWorkload(parse_tokens(asked.context), output_tokens=asked.output_tokens)
+        if request.context is not None:
+            work = PlannedWorkload(
+                parse_tokens(request.context), output_tokens=request.output_tokens
+            )
             return cls(work.context, work.prompt_tokens, work.answer_tokens)
         lengths = dataset_lengths(_DATASET)
         prompts, outputs = zip(*lengths, strict=True)
@@ -258,12 +260,12 @@ def _lanes(
     target: Target, stats: Path, kv_dtype: str
 ) -> tuple[list[dict[str, Any]], list[QuantizeRequest]]:
     """A record of every lane, with its reason of refusal, and the search of each lane that is not refused."""
-    asked, on_gpu = target.asked, target.device.kind != "cpu"
+    request, on_gpu = target.asked, target.device.kind != "cpu"
     lanes, requests = [], []
-    for name in asked.formats or FORMATS:
+    for name in request.formats or FORMATS:
         form = FORMATS[name]
-        kinds = asked.candidates or (*form.kinds, *(form.gpu_kinds if on_gpu else ()))
-        if form.gpu_only and not on_gpu and name not in asked.formats:
+        kinds = request.candidates or (*form.kinds, *(form.gpu_kinds if on_gpu else ()))
+        if form.gpu_only and not on_gpu and name not in request.formats:
             kinds = ()
             refused = f"its codes take too long to solve on a CPU: ask for --format {name}"
         else:
@@ -272,11 +274,11 @@ def _lanes(
         lanes.append(lane | {"kv_dtype": kv_dtype, "refused": refused})
         if refused is None:
             given = {"method": form.method, "format": name, "stats": stats}
-            if form.kinds or asked.candidates:
+            if form.kinds or request.candidates:
                 given["candidates"] = kinds
             if kv_dtype == "fp8":
                 given["kv_cache"] = "fp8"
-            requests.append(QuantizeRequest.of(target.model, Path(), **asked.shared, **given))
+            requests.append(QuantizeRequest.of(target.model, Path(), **request.shared, **given))
     return lanes, requests
 
 
@@ -333,11 +335,11 @@ def _front(
 ) -> list[dict[str, Any]]:
     """The mixtures of a lane under bounds at equal ratios, from the fewest bytes to those of its largest kind
     or to the requested bound."""
-    search, asked = lane.search, target.asked
+    search, best_request = lane.search, target.asked
     least = sum(min(choice.bytes) for choice in lane.choices)
     pairs = zip(search.schemes, search.sizes, strict=True)
     most = max(sum(sizes.values()) for schemes, sizes in pairs if schemes)
-    if (bound := _bound(asked, search)) is not None:
+    if (bound := _bound(best_request, search)) is not None:
         most = max(least, min(most, bound))
     bounds = np.geomspace(least, most, POINTS).astype(np.int64)
     bounds[[0, -1]] = least, most  # which rounding may miss
@@ -346,12 +348,12 @@ def _front(
     return [*{point["id"]: point for point in points}.values()]
 
 
-def _bound(asked: BestRequest, search: Search) -> int | None:
+def _bound(request: BestRequest, search: Search) -> int | None:
     """Bytes that the linears may take; None without a limit."""
-    if asked.size is not None:
-        return asked.size - search.rest_bytes
-    if asked.target_bpw is not None:
-        return int(asked.target_bpw * search.num_weights / 8)
+    if request.size is not None:
+        return request.size - search.rest_bytes
+    if request.target_bpw is not None:
+        return int(request.target_bpw * search.num_weights / 8)
     return None
 
 

@@ -219,13 +219,13 @@ def open_folder(folder: Path, question: dict[str, Any]) -> None:
     path = folder / QUESTION_NAME
     kept = [entry for entry in folder.iterdir() if entry != path] if folder.is_dir() else []
     if path.is_file() and kept:  # a question that was refused leaves nothing else
-        asked = read_json(path)
-        others = [name for name in question if asked.get(name) != question[name]]
+        request = read_json(path)
+        others = [name for name in question if request.get(name) != question[name]]
         if others:
             name = others[0]
             raise BadInput(
                 f"--output {folder} is of another question, with {name.replace('_', '-')} "
-                f"{asked.get(name)}, not {question[name]}: name another folder, for which --stats "
+                f"{request.get(name)}, not {question[name]}: name another folder, for which --stats "
                 f"{folder / STATISTICS} saves the measuring"
             )
         return

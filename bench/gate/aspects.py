@@ -101,12 +101,12 @@ class AspectVerdict:
             text += f", {base} to {new}{unit}"
         return text if self.limit is None else f"{text}; limit {self.limit}"
 
-    def _between(self, words: Callable[[float], str]) -> str:
+    def _between(self, format_value: Callable[[float], str]) -> str:
         """The interval in parentheses; an exact value has none."""
         if self.interval is None or self.interval[0] == self.interval[1]:
             return ""
         known = (None if side is None or math.isinf(side) else side for side in self.interval)
-        sides = ("unbounded" if side is None else words(side) for side in known)
+        sides = ("unbounded" if side is None else format_value(side) for side in known)
         return f" ({' to '.join(sides)})"
 
     def as_dict(self) -> dict[str, Any]:

@@ -297,8 +297,8 @@ def conclude(
         reasons = (*broken, *faults)
         decided_by += faults
     elif outcome is GateOutcome.NO_VERDICT:
-        words = undecided_words(verdicts, texts, by_starts=comparison.num_pairs > 0)
-        reasons = words or (NO_METRIC,)
+        sentence = undecided_words(verdicts, texts, by_starts=comparison.num_pairs > 0)
+        reasons = sentence or (NO_METRIC,)
         decided_by += [getattr(gap, "condition", str(gap)) for gap in gaps]
     return replace(
         comparison,

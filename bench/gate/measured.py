@@ -257,9 +257,9 @@ def unjudgeable(measured: Measured, base: Sequence[RunData], new: Sequence[RunDa
     if key in SLO_KEYS:
         limits = [sorted({_slo_words(start) for start in side}) for side in (base, new)]
         if limits[0] != limits[1] or len(limits[0]) > 1 or limits[0] == ["none"]:
-            words = [" or ".join(side) for side in limits]
+            sides = [" or ".join(side) for side in limits]
             return (
-                f"{key} needs the same --goodput in both runs (base: {words[0]}, new: {words[1]})"
+                f"{key} needs the same --goodput in both runs (base: {sides[0]}, new: {sides[1]})"
             )
     if key in ENERGY_KEYS:
         for name, side in (("base", base), ("new", new)):

@@ -96,12 +96,12 @@ def _check_value(
     value, interval = score
     # Results of older versions have no intervals: their values are taken as they are.
     low, high = (value, value) if interval is None else interval
-    words: Callable[[float], str] = partial(shown, unit=scored.unit)
+    format_value: Callable[[float], str] = partial(shown, unit=scored.unit)
     if limit.relative:
         value -= 1
         low, high = (None if side is None else side - 1 for side in (low, high))
-        words = "{:+.2%}".format
-    text = f"{scored.label} is {words(value)}{_between((low, high), words)}"
+        format_value = "{:+.2%}".format
+    text = f"{scored.label} is {format_value(value)}{_between((low, high), format_value)}"
     undecided = f": the limit {limit.text} {WITHIN} "
     undecided += "tokens (--quality-tokens)" if scored.is_of_passage else "text or items"
     if scored.key == "flips":
@@ -217,11 +217,11 @@ def _quality(run: RunData) -> Mapping[str, Any]:
     return run.result["llmopt"]["quality"] or {}
 
 
-def _between(interval: Interval, words: Callable[[float], str]) -> str:
+def _between(interval: Interval, format_value: Callable[[float], str]) -> str:
     low, high = interval
     if low == high:
         return ""
-    sides = ("unbounded" if side is None else words(side) for side in (low, high))
+    sides = ("unbounded" if side is None else format_value(side) for side in (low, high))
     return f" ({' to '.join(sides)})"
 
 

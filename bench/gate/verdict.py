@@ -367,8 +367,8 @@ def undecided_words(
     if noisy := [verdict for verdict in undecided if isinstance(verdict, MeasuredVerdict)]:
         reasons.append(settle_words(noisy, by_starts=by_starts))
     if kept and reasons:
-        words = "keeps its limit" if len(kept) == 1 else "keep their limits"
-        reasons.append(f"{names(kept)} {words}")
+        phrase = "keeps its limit" if len(kept) == 1 else "keep their limits"
+        reasons.append(f"{names(kept)} {phrase}")
     return tuple(reasons)
 
 

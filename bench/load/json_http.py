@@ -111,8 +111,8 @@ class JsonClient:
             raise RequestFailed(message, error.code) from error
         except OSError as error:  # URLError has the socket's error as its reason
             reason = getattr(error, "reason", error)
-            said = getattr(reason, "strerror", None) or str(reason)
-            raise RequestFailed(said, is_unreachable=True) from error
+            explanation = getattr(reason, "strerror", None) or str(reason)
+            raise RequestFailed(explanation, is_unreachable=True) from error
         except http.client.HTTPException as error:
             raise RequestFailed(f"{url} answers no HTTP") from error
 

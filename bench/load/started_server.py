@@ -88,18 +88,18 @@ def _of_engine(engine: ServerCommand, version: tuple[str, ...], **others: Any) -
     """The preset of an engine that `serve-local --engine` knows too."""
 
     def arguments(model: str, name: str, port: int) -> list[str]:
-        asked = {"served_model_name": name, "host": HOST, "port": port}
-        known = {key: value for key, value in asked.items() if key in engine.table}
+        options = {"served_model_name": name, "host": HOST, "port": port}
+        known = {key: value for key, value in options.items() if key in engine.table}
         return [*engine.words, model, *engine.options(known)]
 
     return Preset(engine.program, arguments, version, engine.install, **others)
 
 
-def _filling(*words: str) -> Arguments:
+def _filling(*templates: str) -> Arguments:
     """Words in which {model}, {name}, {host} and {port} are filled in."""
 
     def arguments(model: str, name: str, port: int) -> list[str]:
-        filled = list(words)
+        filled = list(templates)
         # Not str.format: braces may also be JSON.
         for placeholder, value in (
             (MODEL, model),
@@ -155,7 +155,9 @@ PRESETS = {
         _filling("-m", "llmopt.cli.main", "serve-local", *SERVED, *WHERE),
         ("-c", "from importlib.metadata import version; print(version('llmopt'))"),
         "it is part of llmopt",
-        adapters=lambda folders: [word for each in _named(folders) for word in ("--lora", each)],
+        adapters=lambda folders: [
+            word for adapter in _named(folders) for word in ("--lora", adapter)
+        ],
     ),
 }
 
@@ -169,12 +171,12 @@ def preset(name: str) -> Preset:
             f"--serve {name!r}: it is none of {', '.join(PRESETS)}, and no command line with {PORT} in it"
         )
     try:
-        program, *words = shlex.split(name)
+        program, *arguments = shlex.split(name)
     except ValueError as error:
         raise BadInput(f"--serve {name!r}: {error}") from error
     return Preset(
         program,
-        _filling(*words),
+        _filling(*arguments),
         (),
         "give the program's path",
         is_served_by_path=NAME not in name and MODEL in name,
@@ -266,13 +268,13 @@ def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[
 
 def server_arguments(options: BenchOptions, chosen: Preset, model: str, port: int) -> list[str]:
     """A server's command line after its program; raises `BadInput` for malformed `--serve-args`."""
-    words = chosen.arguments(model, Path(model).name, port)
+    arguments = chosen.arguments(model, Path(model).name, port)
     if options.loras:
         if chosen.adapters is None:
             raise BadInput(f"--lora: --serve {options.serve} takes no adapters at its start")
-        words += chosen.adapters({name: path.resolve() for name, path in options.loras.items()})
+        arguments += chosen.adapters({name: path.resolve() for name, path in options.loras.items()})
     try:
-        return [*words, *shlex.split(options.serve_args or "")]
+        return [*arguments, *shlex.split(options.serve_args or "")]
     except ValueError as error:
         raise BadInput(f"--serve-args {options.serve_args!r}: {error}") from error
 

@@ -62,10 +62,10 @@ def describe(device: str) -> dict[str, Any]:
     return facts
 
 
-def without_secrets(words: Sequence[str]) -> list[str]:
+def without_secrets(arguments: Sequence[str]) -> list[str]:
     """A command line with the values of keys and headers removed, as results are shared."""
     words_left, is_secret = [], False
-    for word in words:
+    for word in arguments:
         option, equals, _ = word.partition("=")
         if is_secret:
             words_left.append("...")

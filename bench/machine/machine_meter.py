@@ -39,12 +39,12 @@ def machine_busy_seconds(stat: Path = STAT) -> float | None:
     """Busy CPU seconds of the whole machine since boot, with steal time, which the hypervisor takes. Fields
     of the `cpu` line, proc(5): user nice system idle iowait irq softirq steal; guest is part of user."""
     try:
-        words = stat.read_text().split("\n", 1)[0].split()
+        fields = stat.read_text().split("\n", 1)[0].split()
     except OSError:
         return None
-    if len(words) < 9 or words[0] != "cpu":
+    if len(fields) < 9 or fields[0] != "cpu":
         return None
-    user, nice, system, _, _, irq, softirq, steal = map(int, words[1:9])
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields[1:9])
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 

@@ -82,8 +82,8 @@ def _open_counter(thread: int) -> int:
     file = libc.syscall(number, attributes, thread, -1, -1, ctypes.c_ulong(_CLOSE_ON_EXEC))
     if file < 0:
         code = ctypes.get_errno()
-        words = "this machine has no counter" if code in (2, 19, 95) else os.strerror(code)
-        raise OSError(code, f"perf_event_open: {words}")
+        reason = "this machine has no counter" if code in (2, 19, 95) else os.strerror(code)
+        raise OSError(code, f"perf_event_open: {reason}")
     return file
 
 
@@ -178,7 +178,7 @@ def steal_seconds(cpus: set[int], proc: Path = PROC) -> float | None:
         lines = (proc / "stat").read_text().splitlines()
     except OSError:
         return None
-    rows = {words[0]: words for line in lines if (words := line.split())}
+    rows = {fields[0]: fields for line in lines if (fields := line.split())}
     stolen = [int(row[8]) for cpu in cpus if len(row := rows.get(f"cpu{cpu}", ())) > 8]
     return sum(stolen) / os.sysconf("SC_CLK_TCK") if stolen else None
 

@@ -355,12 +355,12 @@ def turns_in_words(part: Mapping[str, Any]) -> str:
     if not answered:
         return "No turn was answered"
     ends = answered[:1] if len(answered) == 1 else [answered[0], answered[-1]]
-    words = ", ".join(
+    listing = ", ".join(
         f"turn {turn['turn']}: median TTFT {number(turn['ttft_ms']['median'])} ms, "
         f"{number(turn['mean_prompt_len'], 0)} prompt tokens, {percent(turn['prefix_cache_hit_rate'])} cached"
         for turn in ends
     )
-    return f"{part['num_conversations']} conversations; {words}"
+    return f"{part['num_conversations']} conversations; {listing}"
 
 
 def window_sentence(window: Mapping[str, Any]) -> str:

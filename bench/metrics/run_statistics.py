@@ -289,28 +289,28 @@ def _unexpected_answers(passes: Sequence[LoadPass], *, fixed_lengths: bool) -> l
 
 
 def _at_once(
-    passes: Sequence[LoadPass], asked: int, gauges: Mapping[str, Mapping[str, float]]
+    passes: Sequence[LoadPass], concurrency: int, gauges: Mapping[str, Mapping[str, float]]
 ) -> int | None:
     """The number of requests that the server has at work, if it is less than the concurrency."""
     running, waiting = gauges.get("num_requests_running"), gauges.get("num_requests_waiting")
     if running and waiting:
-        is_fewer = 0 < running["max"] < FEWER * asked and waiting["max"] > 0
+        is_fewer = 0 < running["max"] < FEWER * concurrency and waiting["max"] > 0
         return round(running["max"]) if is_fewer else None
-    counts = [_first_wave(load, asked) for load in passes]
+    counts = [_first_wave(load, concurrency) for load in passes]
     return max(filter(None, counts)) if counts and all(counts) else None
 
 
-def _first_wave(load: LoadPass, asked: int) -> int | None:
+def _first_wave(load: LoadPass, concurrency: int) -> int | None:
     """Requests that stream before the first of them ends, if no other begins for far longer than between
     them: the server has places for so many. None if it goes on, or too few are sent."""
     done = sorted((t for t in load.traces if t.success and t.output_len > 1), key=lambda t: t.sent)
-    wave = done[:asked]
-    if len(wave) < asked:
+    wave = done[:concurrency]
+    if len(wave) < concurrency:
         return None
     end = min(trace.ended for trace in wave)
     begun = sorted(trace.chunk_times[0] for trace in wave if trace.chunk_times[0] < end)
     pace = max((b - a for a, b in pairwise([wave[0].sent, *begun])), default=0.0)
-    is_limit = 0 < len(begun) < FEWER * asked and end - begun[-1] > 2 * pace
+    is_limit = 0 < len(begun) < FEWER * concurrency and end - begun[-1] > 2 * pace
     return len(begun) if is_limit else None
 
 

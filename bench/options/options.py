@@ -152,10 +152,10 @@ def words_of_error(model: type[BaseModel], error: ValidationError) -> str:
     if first["type"] == "extra_forbidden":
         model = model
         for step in first["loc"][:-1]:
-            found = next(
+            former = next(
                 (f for name, f in model.model_fields.items() if step in _names(name, f)), None
             )
-            model = model if found is None else _model_in(found.annotation) or model
+            model = model if former is None else _model_in(former.annotation) or model
         known = [key for name, field in model.model_fields.items() for key in _names(name, field)]
         near = get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.0)
         return f"unknown key {key!r}: the nearest is {near[0]}"

@@ -67,10 +67,10 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
+def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """{key: value} of words KEY=VALUE."""
     values = {}
-    for word in words:
+    for word in texts:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise BadInput(f"{flag} {word!r}: write KEY=VALUE")
@@ -121,7 +121,7 @@ SHAPES = {
     "normal": ("MEAN", "STD"),
     "lognormal": ("MEAN", "STD"),
 }
-SPELLINGS = ", ".join(":".join((name, *words)) for name, words in SHAPES.items())
+SPELLINGS = ", ".join(":".join((name, *parameters)) for name, parameters in SHAPES.items())
 SPELLINGS = SPELLINGS.removeprefix("constant:")
 
 
@@ -137,11 +137,11 @@ class ThinkTime:
     def parse(cls, text: str) -> ThinkTime:
         """`2`, `2s`, `exponential:2`, `uniform:1:5`, `normal:3:1` or `lognormal:3:2`. Raises BadInput: none
         of these, or a parameter that is negative or not a number."""
-        shape, *words = text.strip().split(":")
+        shape, *numbers = text.strip().split(":")
         if shape not in SHAPES:
-            shape, words = "constant", [shape, *words]
+            shape, numbers = "constant", [shape, *numbers]
         try:
-            seconds = [float(word.removesuffix("s")) for word in words]
+            seconds = [float(word.removesuffix("s")) for word in numbers]
         except ValueError:
             seconds = []
         legal = len(seconds) == len(SHAPES[shape]) and all(0 <= s < math.inf for s in seconds)

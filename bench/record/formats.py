@@ -84,8 +84,8 @@ class Format:
 
 def columns(text: str) -> dict[str, str]:
     """{our name: the file's path} of words `OURS=PATH`, or of one word where both are the same."""
-    words = (word.partition("=") for word in text.split())
-    return {name: path or name for name, _, path in words}
+    entries = (word.partition("=") for word in text.split())
+    return {name: path or name for name, _, path in entries}
 
 
 def detailed_requests(row: Row, _: Path) -> list[dict[str, Any]]:

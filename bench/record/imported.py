@@ -124,12 +124,12 @@ def _chosen(format: Format, points: Sequence[Row], file: Path, number: str) -> I
 
 def _said(format: Format, row: Row) -> dict[str, Any]:
     """{field of the identity: what the row says}."""
-    said = {name: at(row, path) for name, path in format.says.items()}
-    if isinstance(said.get("shape.input_lens"), list):
-        said["shape.input_lens"] = _hash(said["shape.input_lens"])
+    reported = {name: at(row, path) for name, path in format.says.items()}
+    if isinstance(reported.get("shape.input_lens"), list):
+        reported["shape.input_lens"] = _hash(reported["shape.input_lens"])
     if at(row, format.values.get("failed", "")):
-        said.pop(TOTAL_TOKENS, None)  # it lacks those of the failed requests
-    known = {name: _plain(value) for name, value in said.items()}
+        reported.pop(TOTAL_TOKENS, None)  # it lacks those of the failed requests
+    known = {name: _plain(value) for name, value in reported.items()}
     return {name: value for name, value in known.items() if value not in (None, "", UNKNOWN)}
 
 
@@ -201,38 +201,38 @@ def _distributions(totals: Mapping[str, float | None]) -> dict[str, Any]:
 
 
 def _record(
-    tool: str, said: Mapping[str, Any], file: Path, number: str, date: str
+    tool: str, reported: Mapping[str, Any], file: Path, number: str, date: str
 ) -> dict[str, Any]:
     """The record without measurements; `said` are fields of the identity by dotted name."""
     groups: dict[str, dict[str, Any]] = {}
-    for name, value in said.items():
+    for name, value in reported.items():
         group, dot, field = name.partition(".")
         if dot:
             groups.setdefault(group, {})[field] = value
-    versions, model = groups.pop("version", {}), str(said.get("model", UNKNOWN))
-    known = {*said} - NO_LOAD
+    versions, model = groups.pop("version", {}), str(reported.get("model", UNKNOWN))
+    known = {*reported} - NO_LOAD
     known |= {key.partition(".")[0] for key in known}
-    unknown = [words for name, words in ASKED.items() if name not in known]
+    unknown = [descriptions for name, descriptions in ASKED.items() if name not in known]
     name = f"{file.parent.name}/{file.stem}".lstrip("/") + (f"#{number}" if number else "")
     digest = hashlib.sha256(file.read_bytes() + number.encode()).hexdigest()
     workload_name = str(groups.get("shape", {}).get("dataset", "workload unknown"))
     identity = {
         "model": model,
         "model_hash": None,
-        "quantization": said.get("quantization"),
-        "dtype": said.get("dtype", UNKNOWN),
+        "quantization": reported.get("quantization"),
+        "dtype": reported.get("dtype", UNKNOWN),
         "target": UNKNOWN,
         "workload": workload_name,
         "workload_sha256": None,
         "load": {},
         "engine": {},
-        "device": said.get("device", UNKNOWN),
+        "device": reported.get("device", UNKNOWN),
         "machine": UNKNOWN,
         "hardware": None,
         "tool": tool,
         **groups,
     }
-    memory = dict.fromkeys(("weight_bytes", "checkpoint_bytes"), said.get("weight_bytes"))
+    memory = dict.fromkeys(("weight_bytes", "checkpoint_bytes"), reported.get("weight_bytes"))
     memory |= dict.fromkeys(("kv_cache_bytes", "peak_resident_bytes", "kv_cache"))
     absent = ("phases", "preemptions", "quality", "roofline", "energy", "tasks", "client")
     workload = {"name": identity["workload"], "source": tool, "notes": [], "num_requests": None}
@@ -245,7 +245,7 @@ def _record(
         "slowdown": 1.0,
         "imported": {"tool": tool, "file": str(file), "versions": versions, "unknown": unknown},
         "identity": identity,
-        "model": {"line": said.get("model_line")},
+        "model": {"line": reported.get("model_line")},
         "workload": workload,
         "num_runs": 0,
         "runs": [],

@@ -300,8 +300,8 @@ ALWAYS = (
 def identity_part(options: BenchOptions, workload: Workload, **target: Any) -> dict[str, Any]:
     """`llmopt.identity`: what was measured and how, which decides whether two results are comparable.
     `target` holds the keys of `IDENTITY` that are not of the workload."""
-    words = {"workload": workload.name, "workload_sha256": workload.sha256}
-    known = {**target, **words, "load": load_words(options, workload)}
+    part = {"workload": workload.name, "workload_sha256": workload.sha256}
+    known = {**target, **part, "load": load_words(options, workload)}
     return {key: known[key] for key in IDENTITY}
 
 

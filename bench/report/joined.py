@@ -228,6 +228,7 @@ def speed_obstacles(named: Mapping[str, RunData]) -> list[str]:
         if not differences and (difference := unusable(first, run, (first_name, name))):
             differences = [difference]
         sentences += [
-            f"Not comparable in speed: {name} and {first_name}: {one}." for one in differences
+            f"Not comparable in speed: {name} and {first_name}: {obstacle}."
+            for obstacle in differences
         ]
     return sentences

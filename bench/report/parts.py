@@ -195,12 +195,16 @@ def felt_scores(quality: Mapping[str, Any]) -> list[dict[str, str]]:
         if score is None:
             continue
         value, sides = score[0], score[1] or (None, None)
-        words = partial(percent, digits=2) if scored.unit == "share" else partial(number, digits=5)
-        between = " to ".join("unbounded" if side is None else words(side) for side in sides)
+        format_value = (
+            partial(percent, digits=2) if scored.unit == "share" else partial(number, digits=5)
+        )
+        between = " to ".join("unbounded" if side is None else format_value(side) for side in sides)
         part, unit = scored.name.rsplit(".", 1)[0], "items" if key == "flips" else "tokens"
         count = score_of(quality, f"{part}.num_{unit}")
         of = "" if count is None else f"{count[0]:,} {unit}"
-        rows.append({"label": scored.label, "value": words(value), "interval": between, "of": of})
+        rows.append(
+            {"label": scored.label, "value": format_value(value), "interval": between, "of": of}
+        )
     return rows
 
 

@@ -61,14 +61,14 @@ class PassTurns:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> PassTurns:
         """Read LLMOPT_PASS_TURNS. Raises BadInput: it is malformed."""
-        words = environment.get(VARIABLE)
-        if not words:
+        text = environment.get(VARIABLE)
+        if not text:
             return cls()
         try:
-            read, write, pair = words.split(",")
+            read, write, pair = text.split(",")
             return cls(int(read), int(write), pair)
         except ValueError as error:
-            raise BadInput(f"{VARIABLE}={words}: it is read,write,pair") from error
+            raise BadInput(f"{VARIABLE}={text}: it is read,write,pair") from error
 
     def wait(self) -> None:
         """Say that this process is ready, and wait for its turn; go on alone if nobody gives turns."""

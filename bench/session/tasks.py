@@ -45,32 +45,32 @@ class TaskScores:
     items: TaskItems
 
 
-def prepare_tasks(words: Sequence[str], options: BenchOptions | None = None) -> TaskSet:
+def prepare_tasks(task_names: Sequence[str], options: BenchOptions | None = None) -> TaskSet:
     """Resolve tasks and load their data, before anything is measured. A word is the name of a bundled task,
     the name or pattern of one of lm-eval's, or the path of a task's YAML file. Data sets on the hub are
     downloaded unless cached. Raises BadInput: lm-eval, a task or its data is missing."""
-    names = [word for word in words if word in BUNDLED_TASKS]
+    names = [word for word in task_names if word in BUNDLED_TASKS]
     if names and options is not None:
         for option in ("num_fewshot", "apply_chat_template", "system_instruction"):
             if getattr(options, option):
                 flag = f"--{option.replace('_', '-')}"
                 raise BadInput(f"{flag} is for lm-eval's tasks: {names[0]} is asked plainly")
-    others = [word for word in words if word not in BUNDLED_TASKS]
+    others = [word for word in task_names if word not in BUNDLED_TASKS]
     tasks = _lm_eval_tasks(others) if others else TaskSet()
     return replace(tasks, bundled=tuple(map(bundled_task, names)))
 
 
-def _lm_eval_tasks(words: Sequence[str]) -> TaskSet:
+def _lm_eval_tasks(task_names: Sequence[str]) -> TaskSet:
     package = import_extra("--tasks", "eval", "lm_eval")
     tasks = import_extra("--tasks", "eval", "lm_eval.tasks")
-    paths = [word for word in words if word.endswith((".yaml", ".yml"))]
+    paths = [word for word in task_names if word.endswith((".yaml", ".yml"))]
     for path in paths:
         if not Path(path).is_file():
             raise BadInput(f"task {path} is not a file")
     # Indexing the thousands of tasks bundled with lm-eval takes seconds.
-    manager = tasks.TaskManager(include_defaults=len(paths) < len(words))
+    manager = tasks.TaskManager(include_defaults=len(paths) < len(task_names))
     specs: list[str] = []
-    for word in words:
+    for word in task_names:
         names = [word] if word in paths else manager.match_tasks([word])
         if not names:
             raise BadInput(
@@ -81,7 +81,7 @@ def _lm_eval_tasks(words: Sequence[str]) -> TaskSet:
         with redirect_stdout(sys.stderr):
             manager.load(specs)
     except Exception as error:  # templates, data sets and the network raise many exception types
-        raise BadInput(f"cannot load {', '.join(words)}: {first_line(error)}") from error
+        raise BadInput(f"cannot load {', '.join(task_names)}: {first_line(error)}") from error
     return TaskSet(tuple(specs), manager, package.__version__)
 
 
@@ -172,14 +172,14 @@ def protocol_words(options: BenchOptions, backend: TaskBackend) -> str:
         template = "the tokenizer's chat template"
     else:
         template = "no chat template"
-    words = [WINDOWS, template]
+    parts = [WINDOWS, template]
     if options.apply_chat_template and options.fewshot_as_multiturn:
-        words.append("shots as turns of the conversation")
+        parts.append("shots as turns of the conversation")
     shots = options.num_fewshot
-    words.append("the task's own shots" if shots is None else f"{shots} shots")
+    parts.append("the task's own shots" if shots is None else f"{shots} shots")
     if options.system_instruction is not None:
-        words.append(f"system instruction {options.system_instruction!r}")
-    return "; ".join(words)
+        parts.append(f"system instruction {options.system_instruction!r}")
+    return "; ".join(parts)
 
 
 DEFAULT_NEW_TOKENS = 256

@@ -148,17 +148,17 @@ def server_words(params: Mapping[str, Any]) -> list[str]:
     """Command-line words of a server's parameters, as vLLM makes them. `max_num_seqs: 8` is `--max-num-seqs
     8`; true and false are `--x` and `--no-x`, of a nested parameter (`a.b`) `--a.b=true`; a list repeats the
     option; a mapping is JSON."""
-    words: list[str] = []
+    arguments: list[str] = []
     for key, value in params.items():
         head, dot, rest = key.partition(".")
         flag = "--" + head.replace("_", "-") + dot + rest
         if isinstance(value, bool):
             plain = flag if value else flag.replace("--", "--no-", 1)
-            words.append(f"{flag}={_as_text(value)}" if dot else plain)
+            arguments.append(f"{flag}={_as_text(value)}" if dot else plain)
             continue
         for item in value if isinstance(value, list) else [value]:
-            words += [flag, _as_text(item)]
-    return words
+            arguments += [flag, _as_text(item)]
+    return arguments
 
 
 def _as_text(value: Any) -> str:
@@ -239,8 +239,8 @@ class Grid(_Strict):
             variant: dict[str, Any] = {}
             for (step, key, _), value in zip(axes, values, strict=True):
                 (variant.setdefault(step, {}) if step else variant)[key] = value
-            words = [f"{key}-{_as_text(v)}" for (_, key, _), v in zip(axes, values, strict=True)]
-            name = "_".join(re.sub(r"[^\w.-]+", "_", word) for word in words)
+            labels = [f"{key}-{_as_text(v)}" for (_, key, _), v in zip(axes, values, strict=True)]
+            name = "_".join(re.sub(r"[^\w.-]+", "_", word) for word in labels)
             variants.append({"name": name, **variant})
         return variants
 
@@ -407,8 +407,8 @@ def bench_of(recipe: Recipe, variant: Variant | None, model: str | None = None) 
     if recipe.num_threads is not None:
         given.setdefault("num_threads", recipe.num_threads)
     if given.get("serve") == "llmopt" and given.get("num_threads") is not None:
-        words = given.get("serve_args") or ""
-        given["serve_args"] = f"--num-threads {given['num_threads']} {words}".strip()
+        serve_args = given.get("serve_args") or ""
+        given["serve_args"] = f"--num-threads {given['num_threads']} {serve_args}".strip()
     if given.get("base_url") is not None and variant is not None:
         model = variant.model  # asked of the server if it is not named
         if is_local(recipe.model_name):
@@ -437,8 +437,8 @@ def steps_of(recipe: Recipe) -> list[str]:
     for variant in (None, *recipe.variants):
         options = bench_of(recipe, variant)
         if options.serve is not None:
-            words = " ".join(without_secrets((options.serve_args or "").split(" ")))
-            lines.append(f"serve {options.name} by {options.serve} {words}".rstrip())
+            serve_args = " ".join(without_secrets((options.serve_args or "").split(" ")))
+            lines.append(f"serve {options.name} by {options.serve} {serve_args}".rstrip())
         elif options.base_url is not None:
             lines.append(f"take {options.name} from {options.base_url}")
     names = ", ".join([BASE_NAME, *(variant.name for variant in recipe.variants)])

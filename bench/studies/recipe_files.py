@@ -63,22 +63,22 @@ def read_recipe(name: str, model: str | None = None, changes: Sequence[str] = ()
     variants = values.get("variants")
     num_variants = len(variants) if isinstance(variants, list) else 0
 
-    def where(place: Sequence[int | str]) -> str:
-        if place[:1] == ("variants",) and int((*place, 0)[1]) >= num_variants:
-            place = ("grid", *place[2:])  # the variants that were made from it
-        at, line = tuple(place), f"{path}, line {line_of(root, place)}"
-        for changed_at, words in reversed(changed.items()):
+    def where(path_in_file: Sequence[int | str]) -> str:
+        if path_in_file[:1] == ("variants",) and int((*path_in_file, 0)[1]) >= num_variants:
+            path_in_file = ("grid", *path_in_file[2:])  # the variants that were made from it
+        at, line = tuple(path_in_file), f"{path}, line {line_of(root, path_in_file)}"
+        for changed_at, description in reversed(changed.items()):
             if at[: len(changed_at)] == changed_at:
-                return words
+                return description
             if changed_at[: len(at)] == at:
-                return f"{line} with {words}"
+                return f"{line} with {description}"
         return line
 
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        place = where(error.errors()[0]["loc"])
-        raise BadInput(f"{place}: {words_of_error(Recipe, error)}") from error
+        path_in_file = where(error.errors()[0]["loc"])
+        raise BadInput(f"{path_in_file}: {words_of_error(Recipe, error)}") from error
     try:
         _ = recipe.compare.share, recipe.compare.quality_gate
     except BadInput as error:

@@ -117,8 +117,8 @@ def do_job(stages: Stages, job: Job, progress: Progress) -> None:
             others = [bench_options(stages, variant) for variant in stages.recipe.variants]
             runs = [original, *others]
             with ExitStack() as stack:
-                ready = [stack.enter_context(served(one, progress)) for one in runs]
-                paired = [with_reference(one, ready[0]) for one in ready]
+                ready = [stack.enter_context(served(run, progress)) for run in runs]
+                paired = [with_reference(run, ready[0]) for run in ready]
                 keep(run_interleaved(paired, progress), stages, progress)
         else:
             measure(stages, bench_options(stages, variants.get(job.of)), original, progress)

@@ -110,8 +110,8 @@ NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__")
 class Crash(Exception):
     """A start of the build `name` ended without a result; the message has its exit code and last words."""
 
-    def __init__(self, name: str, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
         self.name = name
 
 
@@ -176,8 +176,8 @@ class RunningStart:
         ending = f"signal {-code}" if code < 0 else f"exit code {code}"
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")[:500]
-        words = f"{ending}: {last or 'it said nothing'}"
-        raise Crash(self._start.name, f"start {self._start.folder.name} ended with {words}")
+        message = f"{ending}: {last or 'it said nothing'}"
+        raise Crash(self._start.name, f"start {self._start.folder.name} ended with {message}")
 
 
 def run_alone(start: Start, *, cpus: frozenset[int] | None, deadline: float) -> None:
@@ -207,15 +207,15 @@ def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadli
             running.append(RunningStart(start, turn.environment, turn.descriptors))
             turn.started()
         watchdog.start()
-        for one, turn in zip(running, turns, strict=True):
+        for running_start, turn in zip(running, turns, strict=True):
             if not turn.ready():
-                one.wait(deadline)
-                one.check()
-        for one in running:
-            pin(one.pid, cpus)
+                running_start.wait(deadline)
+                running_start.check()
+        for running_start in running:
+            pin(running_start.pid, cpus)
         give_turns(turns)
-        for one in running:
-            one.wait(deadline)
+        for running_start in running:
+            running_start.wait(deadline)
     except Crash:
         if time.monotonic() < deadline:
             raise
@@ -224,12 +224,12 @@ def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadli
         with interrupts_held():
             for turn in turns:
                 turn.close()
-            for one in running:
-                one.stop()
+            for running_start in running:
+                running_start.stop()
     if time.monotonic() >= deadline:
         raise OutOfTime
-    for one in running:
-        one.check()
+    for running_start in running:
+        running_start.check()
 
 
 def environment_of(inherit_sources: bool) -> dict[str, str]:

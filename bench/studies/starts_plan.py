@@ -75,14 +75,14 @@ class Build:
         """The words of the command line. Raises BadInput: they cannot be split, or the program does not
         exist."""
         try:
-            words = shlex.split(self.spec)
+            arguments = shlex.split(self.spec)
         except ValueError as error:
             raise BadInput(f"--run {self.name}={self.spec}: {error}") from error
-        if not words or shutil.which(words[0]) is None:
+        if not arguments or shutil.which(arguments[0]) is None:
             raise BadInput(
                 f"--run {self.name}={self.spec}: it is no virtual environment, no program and no URL"
             )
-        return words
+        return arguments
 
     def command(self, options: Sequence[str]) -> list[str]:
         """The command line of `llmopt bench` for this build with `options`."""

@@ -250,11 +250,11 @@ def agentic_workload(
 
 
 def fit_session(
-    asked: dict[str, int | None], weights: dict[str, float], max_tokens: int
+    given: dict[str, int | None], weights: dict[str, float], max_tokens: int
 ) -> tuple[dict[str, int], list[str]] | None:
     """Message lengths whose weighted sum fits `max_tokens`, and a note if defaults were reduced; None if they
     cannot fit."""
-    fixed = {name: length for name, length in asked.items() if length is not None}
+    fixed = {name: length for name, length in given.items() if length is not None}
     free = {name: length for name, length in AGENTIC_DEFAULTS.items() if name not in fixed}
     left = max_tokens - sum(length * weights[name] for name, length in fixed.items())
     wanted = sum(length * weights[name] for name, length in free.items())
@@ -263,8 +263,8 @@ def fit_session(
     shrunk = {name: int(length * left / wanted) for name, length in free.items()}
     if not free or min(shrunk.values()) < SHORTEST:
         return None
-    words = " + ".join(f"{name} {length}" for name, length in shrunk.items())
-    return {**shrunk, **fixed}, [f"default lengths cut to {words} to fit the model's context"]
+    lengths = " + ".join(f"{name} {length}" for name, length in shrunk.items())
+    return {**shrunk, **fixed}, [f"default lengths cut to {lengths} to fit the model's context"]
 
 
 class _Writer:
@@ -293,8 +293,8 @@ class _Writer:
         return json.dumps({"type": "function", "function": function}) + "\n"
 
     def sentence(self) -> str:
-        words = (self._rng.choice(WORDS), self._rng.choice(OBJECTS), str(self._rng.randrange(1000)))
-        return " ".join(words) + ". "
+        parts = (self._rng.choice(WORDS), self._rng.choice(OBJECTS), str(self._rng.randrange(1000)))
+        return " ".join(parts) + ". "
 
     def call(self) -> str:
         name = f"{self._rng.choice(VERBS)}_{self._rng.choice(OBJECTS)}"

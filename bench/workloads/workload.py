@@ -242,7 +242,7 @@ def oversampled(
 
 
 def fit_lengths(
-    asked: Mapping[str, int | None], defaults: Mapping[str, int], max_model_len: int, flags: str
+    given: Mapping[str, int | None], defaults: Mapping[str, int], max_model_len: int, flags: str
 ) -> tuple[dict[str, int], list[str]]:
     """Lengths (in tokens) that together fit the context, and a note if a default was reduced.
 
@@ -250,11 +250,11 @@ def fit_lengths(
     context is too small. `flags` is the common prefix of the options. Raises BadInput: a length below 1 (a
     prefix may be 0), or explicit lengths that do not fit.
     """
-    fixed = {name: length for name, length in asked.items() if length is not None}
+    fixed = {name: length for name, length in given.items() if length is not None}
     for name, length in fixed.items():
         if length < (0 if name == "prefix" else 1):
             raise BadInput(f"{flags}{name}-len comes to {length}: it must be positive")
-    free = {name: defaults[name] for name in asked if name not in fixed}
+    free = {name: defaults[name] for name in given if name not in fixed}
     max_free_tokens = max_model_len - sum(fixed.values())
     if max_free_tokens < len(free):
         raise BadInput(
@@ -265,8 +265,8 @@ def fit_lengths(
     if wanted <= max_free_tokens:
         return {**free, **fixed}, []
     shrunk = {name: max(1, length * max_free_tokens // wanted) for name, length in free.items()}
-    words = " + ".join(f"{name} {length}" for name, length in shrunk.items())
-    note = f"default lengths cut to {words} to fit the context of {max_model_len}"
+    lengths = " + ".join(f"{name} {length}" for name, length in shrunk.items())
+    note = f"default lengths cut to {lengths} to fit the context of {max_model_len}"
     return {**shrunk, **fixed}, [note]
 
 

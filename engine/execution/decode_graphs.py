@@ -140,8 +140,8 @@ class StepGraphs:
         return None if graph is None else Forward(lambda: graph.replay()[:rows])
 
     def _size_of(self, rows: int) -> int | None:
-        place = bisect_left(self._sizes, rows)
-        return self._sizes[place] if place < len(self._sizes) else None
+        index = bisect_left(self._sizes, rows)
+        return self._sizes[index] if index < len(self._sizes) else None
 
     def captured(self, kind: StepKind) -> Graph | None:
         """Graph of a kind, captured now if it was not, and planned for the static inputs; None if capturing

@@ -211,14 +211,14 @@ class DecodeInputs:
         if self._arrays is not None:
             self._counters[:, : len(rows)] += 1
             slots = self._arrays[2]
-            for place, _, block_id in begun:
-                slots[place] = block_id * self._block_size
+            for row, _, block_id in begun:
+                slots[row] = block_id * self._block_size
             return
         self._columns[1:4, : len(rows)] += 1
         if begun:
             width = self._tables.shape[1]
             places, columns, blocks = zip(*begun, strict=True)
-            at = [place * width + column for place, column in zip(places, columns, strict=True)]
+            at = [row * width + column for row, column in zip(places, columns, strict=True)]
             new_slots = [block * self._block_size for block in blocks]
             lists = [at, blocks, places, new_slots]
             at, block_ids, of_rows, slots = packed(lists, self._device)
@@ -229,11 +229,11 @@ class DecodeInputs:
         """Blocks that begin with this token: (row, place in its table, block); the mirror takes them too."""
         begun: list[tuple[int, int, int]] = []
         batch = rows.batch
-        for place in batch.beginning(rows.step):
-            column = (batch.starts[place] + rows.step) // self._block_size
-            block_id = batch.tables[place][column]
-            self._mirror.append(place, column, block_id)
-            begun.append((place, column, block_id))
+        for row in batch.beginning(rows.step):
+            column = (batch.starts[row] + rows.step) // self._block_size
+            block_id = batch.tables[row][column]
+            self._mirror.append(row, column, block_id)
+            begun.append((row, column, block_id))
             self._new_width = max(self._new_width, column + 1)
         return begun
 
@@ -272,24 +272,24 @@ class BlockTables:
 
     def take(self, lists: Sequence[Sequence[int]]) -> None:
         """Write the tables of a batch."""
-        places = {id(entries): place for place, entries in enumerate(self._lists)}
+        places = {id(entries): row for row, entries in enumerate(self._lists)}
         sources = [places.get(id(entries), -1) for entries in lists]
-        for place, entries in enumerate(lists[: len(self._lists)]):
-            if sources[place] < 0 and entries == self._lists[place]:
-                sources[place] = place
+        for row, entries in enumerate(lists[: len(self._lists)]):
+            if sources[row] < 0 and entries == self._lists[row]:
+                sources[row] = row
         written = [self._written[source] if source >= 0 else 0 for source in sources]
-        moved = [place for place, source in enumerate(sources) if source not in (-1, place)]
+        moved = [row for row, source in enumerate(sources) if source not in (-1, row)]
         if moved:
-            self.tables[moved] = self.tables[[sources[place] for place in moved]]
-        for place, entries in enumerate(lists):
-            new = entries[written[place] :]  # once: another thread may append to it meanwhile
-            self.tables[place, written[place] : written[place] + len(new)] = new
-            written[place] += len(new)
+            self.tables[moved] = self.tables[[sources[row] for row in moved]]
+        for row, entries in enumerate(lists):
+            new = entries[written[row] :]  # once: another thread may append to it meanwhile
+            self.tables[row, written[row] : written[row] + len(new)] = new
+            written[row] += len(new)
         self._lists, self._written = list(lists), written
 
-    def append(self, place: int, column: int, block_id: int) -> None:
-        self.tables[place, column] = block_id
-        self._written[place] = column + 1
+    def append(self, row: int, column: int, block_id: int) -> None:
+        self.tables[row, column] = block_id
+        self._written[row] = column + 1
 
     def forget(self) -> None:
         """Drop what is known: something else wrote to the tables."""

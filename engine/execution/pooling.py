@@ -169,10 +169,10 @@ def read_scorer(folder: Path, config: dict[str, Any], tokenizer: Any) -> Scorer 
         return _classifier(folder, config)
     modules = read_modules(folder)
     # vLLM's key: the words for no and for yes; their ids, yes first.
-    words = config.get("classifier_from_token") or ()
-    token_ids = tuple(tokenizer.convert_tokens_to_ids(word) for word in reversed(words))
+    labels = config.get("classifier_from_token") or ()
+    token_ids = tuple(tokenizer.convert_tokens_to_ids(word) for word in reversed(labels))
     if any(not isinstance(token, int) for token in token_ids) or len(token_ids) > 2:
-        raise BadInput(f"config.json: classifier_from_token: {words} are not two tokens")
+        raise BadInput(f"config.json: classifier_from_token: {labels} are not two tokens")
     if "LogitScore" in modules:
         named = read_json(modules["LogitScore"] / "config.json")
         ids = (named.get("true_token_id"), named.get("false_token_id"))

@@ -90,10 +90,10 @@ class TokenGraphs:
         run, or is empty. The caller checks the rest of `StepInputs`.
         """
         rows = sum(len(run.token_ids) for run in runs)
-        place = bisect_left(self._sizes, rows + 1)
-        if place == len(self._sizes) or not all(map(is_plain, runs)):
+        index = bisect_left(self._sizes, rows + 1)
+        if index == len(self._sizes) or not all(map(is_plain, runs)):
             return None
-        kind = StepKind(self._sizes[place], 0, aux_hidden_state_layers, bool(adapter_slots))
+        kind = StepKind(self._sizes[index], 0, aux_hidden_state_layers, bool(adapter_slots))
         # Before the inputs are filled: a capture runs on a step of padding.
         if kind not in self._graphs and not succeeds(
             lambda: self.capture_padding(kind), "steps of several tokens"

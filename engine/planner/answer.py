@@ -231,16 +231,16 @@ class FitSearch:
         work = self._asked.workload
         if work.eviction is not None:
             return []
-        asked = replace(self._asked, setup=replace(self._asked.setup, tp=tp, pp=pp))
+        divided = replace(self._asked, setup=replace(self._asked.setup, tp=tp, pp=pp))
         with suppress(BadInput):
-            if self._fits(asked):
+            if self._fits(divided):
                 return []
-            trials = [self._with_levers(asked)]
+            trials = [self._with_levers(divided)]
             if trials == [None]:
-                lighter = map(self._with_levers, self._dtypes(asked))
-                trials = [self._shorter(asked), next(filter(None, lighter), None)]
+                lighter = map(self._with_levers, self._dtypes(divided))
+                trials = [self._shorter(divided), next(filter(None, lighter), None)]
             if trials == [None, None]:
-                trials = [self._shorter(trial) for trial in [*self._dtypes(asked)][-1:]]
+                trials = [self._shorter(trial) for trial in [*self._dtypes(divided)][-1:]]
             return [self._change(trial) for trial in trials if trial is not None]
         return []
 
@@ -255,7 +255,7 @@ class FitSearch:
 
     def _pulled(self, trial: _Trial, levers: tuple[str, ...] = _LEVERS) -> _Trial:
         """The trial with the levers pulled that the user left alone."""
-        asked, sequences = trial.setup, trial.workload.sequences
+        setup, sequences = trial.setup, trial.workload.sequences
         values = {
             "utilization": HIGH_UTILIZATION,
             "max_num_seqs": sequences,
@@ -266,9 +266,9 @@ class FitSearch:
         changed = {
             name: value
             for name, value in values.items()
-            if name in levers and getattr(asked, name) is None
+            if name in levers and getattr(setup, name) is None
         }
-        return replace(trial, setup=replace(asked, **changed))
+        return replace(trial, setup=replace(setup, **changed))
 
     def _with_levers(self, trial: _Trial) -> _Trial | None:
         """The trial with as few levers pulled as it needs; None: all of them are not enough."""
@@ -283,10 +283,10 @@ class FitSearch:
         while "max_num_seqs" in kept:  # raise the limit of sequences to what then fits
             limit = trial.setup.max_num_seqs or 1
             raised = replace(trial, setup=replace(trial.setup, max_num_seqs=2 * limit))
-            held = self._held(raised)
-            if held <= limit:
+            sequences = self._held(raised)
+            if sequences <= limit:
                 break
-            trial = replace(trial, setup=replace(trial.setup, max_num_seqs=held))
+            trial = replace(trial, setup=replace(trial.setup, max_num_seqs=sequences))
         return trial
 
     def _shorter(self, trial: _Trial) -> _Trial | None:
@@ -318,18 +318,18 @@ class FitSearch:
                     yield replace(trial, recipe=recipe, workload=replace(work, kv_dtype=cache))
 
     def _change(self, trial: _Trial) -> Change:
-        asked, work, setup = self._asked, trial.workload, trial.setup
+        request, work, setup = self._asked, trial.workload, trial.setup
         options = []
-        if trial.recipe is not asked.recipe:
+        if trial.recipe is not request.recipe:
             options.append(f"--weights {trial.recipe.name}")
-        if work.kv_dtype != asked.workload.kv_dtype:
+        if work.kv_dtype != request.workload.kv_dtype:
             options.append(f"--kv-dtype {work.kv_dtype}")
-        if work.context != asked.workload.context:
+        if work.context != request.workload.context:
             options.append(f"--ctx {format_tokens(work.context).replace(',', '')}")
         names = {"utilization": "gpu-memory-utilization"}
         for name in reversed(_LEVERS):
             value = getattr(setup, name)
-            if value != getattr(asked.setup, name):
+            if value != getattr(request.setup, name):
                 options.append(f"--{names.get(name, name).replace('_', '-')} {value:g}")
         gpus = (setup.tp or 1) * (setup.pp or 1)
         return Change(self._device.name, gpus, tuple(options), self._held(trial))

@@ -89,12 +89,12 @@ _MAKERS = frozenset({"nvidia", "amd", "geforce", "instinct", "tesla"})
 def _spellings(name: str) -> Iterator[str]:
     """Keys of a name, from as it is written to without maker, form and memory."""
     yield _key(name)
-    words = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in _MAKERS]
-    words = [re.sub(r"^sxm\d$", "sxm", word) for word in words]
-    yield "".join(words)
-    words = [word for word in words if not re.fullmatch(r"\d+g(i?b)?", word)]
-    yield "".join(words)
-    yield "".join(word for word in words if word not in ("sxm", "hbm3", "hbm3e"))
+    parts = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in _MAKERS]
+    parts = [re.sub(r"^sxm\d$", "sxm", word) for word in parts]
+    yield "".join(parts)
+    parts = [word for word in parts if not re.fullmatch(r"\d+g(i?b)?", word)]
+    yield "".join(parts)
+    yield "".join(word for word in parts if word not in ("sxm", "hbm3", "hbm3e"))
 
 
 def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:

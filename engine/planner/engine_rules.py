@@ -62,14 +62,14 @@ Element = float | Fraction
 
 
 def _llmopt_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
-    held = tokens
+    kept_tokens = tokens
     windows = [t.window for t in shape.growing]
     if windows and all(windows):
         window = Window(max(windows) + 1)
-        held = min(
+        kept_tokens = min(
             tokens, window.max_blocks(knobs.step_tokens, knobs.block_size) * knobs.block_size
         )
-    slots = round_up(held, knobs.block_size)
+    slots = round_up(kept_tokens, knobs.block_size)
     return _sum(shape.growing, element, lambda t: ceil(slots / t.stride)) + shape.state_bytes
 
 
@@ -230,11 +230,11 @@ def _vllm_held(shape: ModelShape, window: int | None, tokens: int, knobs: CacheK
 
 
 def _llama_cpp(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:
-    held = (
+    kept_tokens = (
         tokens if window is None else min(tokens, window + knobs.ubatch_tokens)
         for window in shape.windows
     )
-    return sum(round_up(count, LLAMA_CPP_STEP) for count in held)
+    return sum(round_up(count, LLAMA_CPP_STEP) for count in kept_tokens)
 
 
 def _transformers(shape: ModelShape, tokens: int, knobs: CacheKnobs) -> int:

@@ -43,10 +43,10 @@ def explain(plan: DeploymentPlan) -> list[Formula]:
 def _weights(plan: DeploymentPlan) -> Iterator[Formula]:
     shape, recipe = plan.model.shape, plan.recipe
     elements: Counter[str] = Counter()
-    held: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for tensor in shape.tensors():
         elements[tensor.role] += tensor.num_elements * tensor.count
-        held[tensor.role] += recipe.tensor_bytes(tensor) * tensor.count
+        sizes[tensor.role] += recipe.tensor_bytes(tensor) * tensor.count
     yield Formula(
         "parameters",
         "sum over the tensors, tied ones once",
@@ -56,7 +56,7 @@ def _weights(plan: DeploymentPlan) -> Iterator[Formula]:
     yield Formula(
         f"weights, {recipe.label}",
         "sum over the tensors of elements x bits / 8 + scales + zeros",
-        " + ".join(f"{role} {size:,}" for role, size in held.items()),
+        " + ".join(f"{role} {size:,}" for role, size in sizes.items()),
         f"{recipe.bytes_of(shape.tensors()):,} B = {format_gib(recipe.bytes_of(shape.tensors()))}",
     )
     if recipe.stored_bytes:
@@ -126,7 +126,7 @@ def _table_cache(plan: DeploymentPlan, shape: ModelShape, dtype: KvDtype) -> Ite
         f"{shape.kv_bytes_per_token(element):,} B",
     )
     counts = Counter(shape.windows)
-    held = " + ".join(
+    listing = " + ".join(
         f"{count} layers x {min(work.context, window or work.context):,}"
         for window, count in counts.items()
     )
@@ -134,7 +134,7 @@ def _table_cache(plan: DeploymentPlan, shape: ModelShape, dtype: KvDtype) -> Ite
     yield Formula(
         "KV of a sequence",
         "sum over the layers of min(context, window) x bytes of a token in a layer",
-        f"({held}) x {_number(shape.cached_elements * element)}",
+        f"({listing}) x {_number(shape.cached_elements * element)}",
         f"{size:,} B = {format_gib(size)}",
     )
 

@@ -68,9 +68,9 @@ class LoadPlanner:
     """Plans loads on one kind of device."""
 
     def __init__(
-        self, asked: PlannedLoad, solver: Solver, device: Device, setup: Setup, model: str
+        self, load: PlannedLoad, solver: Solver, device: Device, setup: Setup, model: str
     ) -> None:
-        self._asked, self._solver, self._model = asked, solver, model
+        self._asked, self._solver, self._model = load, solver, model
         self._device, self._setup = device, setup
 
     def plan(self, deployments: Iterable[Deployment]) -> LoadPlan | None:

@@ -271,19 +271,19 @@ def _times(
 ) -> dict[str, Any]:
     """The times of a `DevicePlan`, by its fields."""
     deployment, device, draft = expected.deployment, expected.device, expected.speculation
-    count, held, context = workload.sequences, workload.held_tokens, workload.context
-    decode, cached = expected.decode(count, held), int(workload.prefix_share * context)
+    count, held_tokens, context = workload.sequences, workload.held_tokens, workload.context
+    decode, cached = expected.decode(count, held_tokens), int(workload.prefix_share * context)
     times: dict[str, Any] = {
         "expectation": expected,
         "decode": decode,
-        "decode_bound": decode_time(deployment, device, count, held, DATA_SHEET),
+        "decode_bound": decode_time(deployment, device, count, held_tokens, DATA_SHEET),
         "prefill": expected.prefill(context, reserve, cached),
         "prefill_bound": prefill_time(deployment, device, context, reserve, DATA_SHEET),
         "loaded": expected.loaded_by(workload, count, max_sequences),
         "band": expected.band(count),
     }
     if draft is not None:
-        verification = expected.decode(count, held, draft.draft_tokens + 1)
+        verification = expected.decode(count, held_tokens, draft.draft_tokens + 1)
         steps = verification.seconds / decode.seconds
         speedup = draft.speedup(steps)
         gain = draft.expected_tokens, steps, speedup, decode.seconds / speedup

@@ -156,9 +156,9 @@ def _devices(ask: PlanRequest, runs: Sequence[MeasuredRun]) -> list[Device]:
     devices = choose_devices(ask.gpus, memory)
     for device in devices:
         if run.is_cpu != (device.kind == "cpu"):
-            measured, asked = ("a CPU", device.name) if run.is_cpu else ("a GPU", "cpu")
+            measured, planned = ("a CPU", device.name) if run.is_cpu else ("a GPU", "cpu")
             raise BadInput(
-                f"{ask.measured} was measured on {measured}, and --gpu is {asked}: give a run of the device"
+                f"{ask.measured} was measured on {measured}, and --gpu is {planned}: give a run of the device"
             )
     return [
         run.device(device) if device.bandwidth is None or device.name == run.gpu else device

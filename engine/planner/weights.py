@@ -220,22 +220,24 @@ def _with_layout(
     )
 
 
-def chosen_group(recipe: WeightRecipe, shape: ModelShape, asked: int | None) -> int:
+def chosen_group(recipe: WeightRecipe, shape: ModelShape, group_size: int | None) -> int:
     """The group size that is asked for, or the largest that divides every quantized width."""
-    if asked == -1:
+    if group_size == -1:
         return -1
     widths = sorted({t.in_features for t in shape.tensors() if t.role in recipe.roles})
-    if asked is None:
+    if group_size is None:
         fitting = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
         if not fitting:
             raise BadInput(f"none of the group sizes {GROUP_SIZES} divides every width of {widths}")
         return fitting[0]
-    if asked < 1:
-        raise BadInput(f"--group-size {asked}: a positive number of input channels, or -1 for all")
+    if group_size < 1:
+        raise BadInput(
+            f"--group-size {group_size}: a positive number of input channels, or -1 for all"
+        )
     for width in widths:
-        if width % asked:
-            raise BadInput(f"--group-size {asked} does not divide a layer's width of {width}")
-    return asked
+        if width % group_size:
+            raise BadInput(f"--group-size {group_size} does not divide a layer's width of {width}")
+    return group_size
 
 
 def stored_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -317,14 +319,14 @@ def _gguf(stored: Mapping[str, Any]) -> WeightRecipe:
 
 def _exl3(stored: Mapping[str, Any]) -> WeightRecipe:
     """Mean bits of the linears, by their stored tensors where the config lists them, and the head's."""
-    weights = words = 0
+    weights = num_words = 0
     for module, entry in (stored.get("tensor_storage") or {}).items():
         tensor = (entry.get("stored_tensors") or {}).get(f"{module}.trellis")
         if tensor and module != "lm_head":
             inputs, outputs, length = tensor["shape"]  # tiles of 256 weights, in int16 words
             weights += inputs * outputs * 256
-            words += inputs * outputs * length
-    bits = Fraction(16 * words, weights) if weights else Fraction(stored.get("bits", 16))
+            num_words += inputs * outputs * length
+    bits = Fraction(16 * num_words, weights) if weights else Fraction(stored.get("bits", 16))
     return WeightRecipe(
         f"trellis{float(bits):.4g}",
         bits,
@@ -375,10 +377,10 @@ def weight_bytes_per_rank(
     for t in shape.tensors(stage):
         split = (experts if t.role.startswith("expert") else parts)[t.shard]
         divided[split] += recipe.tensor_bytes(t) * t.count
-    held = sum(Fraction(size, split) for split, size in divided.items())
+    total = sum(Fraction(size, split) for split, size in divided.items())
     if recipe.stored_bytes:
-        held *= Fraction(recipe.stored_bytes, recipe.bytes_of(shape.tensors()))
-    return ceil(held)
+        total *= Fraction(recipe.stored_bytes, recipe.bytes_of(shape.tensors()))
+    return ceil(total)
 
 
 _WRITTEN = ("llama", "mistral", "qwen2", "qwen3")

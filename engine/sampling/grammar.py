@@ -132,8 +132,8 @@ class GrammarCompiler:
         try:
             return self.mask(json_schema(schema), num_sequences)
         except BadInput as error:
-            place = self._place_of_error(schema, str(error))
-            raise BadInput(f"{place}: {error}" if place else str(error)) from error
+            path = self._place_of_error(schema, str(error))
+            raise BadInput(f"{path}: {error}" if path else str(error)) from error
 
     def structural_tag_mask(self, tag: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
         """Compile a structural tag to a mask; special tokens of the tokenizer are tokens in its texts."""
@@ -145,7 +145,7 @@ class GrammarCompiler:
         llguidance does not report it, so every part that could be a schema is compiled separately.
         """
         shared = {key: schema[key] for key in _SHARED if key in schema}
-        place, left = "", MAX_SUBSCHEMAS
+        path, left = "", MAX_SUBSCHEMAS
         deadline = time.monotonic() + SEARCH_SECONDS
         failing: Mapping[str, Any] | None = schema
         message = _cause(message)
@@ -154,12 +154,12 @@ class GrammarCompiler:
             for pointer, part in _parts(inner):
                 left -= 1
                 if left < 0 or time.monotonic() > deadline:
-                    return place
+                    return path
                 text = json_schema({**shared, **part})
                 if _cause(LLMatcher.validate_grammar(text, self._tokens)) == message:
-                    place, failing = place + pointer, part
+                    path, failing = path + pointer, part
                     break
-        return place
+        return path
 
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

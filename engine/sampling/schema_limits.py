@@ -31,7 +31,7 @@ _SHIFTS = (0, 1, -1, 2, -2, Decimal("0.1"), Decimal("-0.1"), Decimal("0.001"), D
 _CONTROLS = "".join(map(chr, range(32)))
 
 
-def enforceable(schema: Schema, place: str = "") -> Schema:
+def enforceable(schema: Schema, path: str = "") -> Schema:
     """The schema, with patterns that llguidance enforces; outputs satisfy the one that was given.
 
     Raises:
@@ -46,10 +46,10 @@ def enforceable(schema: Schema, place: str = "") -> Schema:
     is_draft4 = "draft-04" in str(schema.get("$schema"))
     for pointer, part in parts.items():
         for problem in _problems(part, is_draft4):
-            where = place + pointer
+            where = path + pointer
             raise BadInput(f"{where}: {problem}" if where else problem)
     if (pointer := _cycle(parts)) is not None:
-        raise BadInput(f"{place}{pointer or '/'}: $ref leads back to itself")
+        raise BadInput(f"{path}{pointer or '/'}: $ref leads back to itself")
     for part in parts.values():
         if part.get("uniqueItems") is False:  # llguidance refuses the name alone
             del part["uniqueItems"]
@@ -203,8 +203,8 @@ def _tight(pattern: str) -> str:
     is no limit. Without U+001F it is one.
     """
 
-    def tight(found: re.Match[str]) -> str:
-        text = found[0]
+    def tight(match: re.Match[str]) -> str:
+        text = match[0]
         try:
             matches = re.compile(text).fullmatch if "[" not in text[1:] else None
         except re.error:

@@ -38,7 +38,7 @@ def structural_tag(
     """
     lark = _Lark(whitespace, special or {}, tag.get("rules") or {})
     if "format" in tag:
-        form, place = tag["format"], "format"
+        form, path = tag["format"], "format"
     else:
         tags = [
             {
@@ -50,10 +50,10 @@ def structural_tag(
             for structure in tag["structures"]
         ]
         form = {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
-        place = "structures"
+        path = "structures"
     for name in tag.get("rules") or {}:  # a rule refers to the ones before it
         lark.of_name(name)
-    return lark.grammar(lark.node(form, (), place))
+    return lark.grammar(lark.node(form, (), path))
 
 
 class _Lark:
@@ -78,10 +78,10 @@ class _Lark:
         first = {"name": "structural_tag", "lark_grammar": lark}
         return json.dumps({"grammars": [first, *self._others]})
 
-    def node(self, form: Format, ends: Ends, place: str, depth: int = 0) -> str:
+    def node(self, form: Format, ends: Ends, path: str, depth: int = 0) -> str:
         """Expression of a format, followed by one of the `ends` if there are any."""
         if depth > MAX_DEPTH:
-            raise BadInput(f"{place}: nested more than {MAX_DEPTH} deep")
+            raise BadInput(f"{path}: nested more than {MAX_DEPTH} deep")
         rules: Mapping[str, Callable[[Format, Ends, str, int], str]] = {
             "any_text": lambda form, ends, *_: self._up_to(
                 self._terminal(_without([*(form.get("excludes") or ()), *ends])), ends
@@ -94,25 +94,25 @@ class _Lark:
         }
         compile_rule = rules.get(form["type"])
         if compile_rule is not None:
-            return compile_rule(form, ends, place, depth)
-        return self._joined(self._limited(form, place, depth), self._literals(ends))
+            return compile_rule(form, ends, path, depth)
+        return self._joined(self._limited(form, path, depth), self._literals(ends))
 
-    def _limited(self, form: Format, place: str, depth: int) -> str:
+    def _limited(self, form: Format, path: str, depth: int) -> str:
         """Expression of a format that determines where it ends."""
         match form["type"]:
             case "const_string":
                 return self._literal(form["value"])
             case "json_schema":
-                schema = enforceable(form["json_schema"], f"{place}.json_schema")
+                schema = enforceable(form["json_schema"], f"{path}.json_schema")
                 schema = {**schema, "x-guidance": self._json_options}
                 return self._rule(f"%json {json.dumps(schema)}")
             case "grammar":
-                return self._grammar(form["grammar"], place)
+                return self._grammar(form["grammar"], path)
             case "rule":
                 return self.of_name(form["name"])
             case "tags_with_separator":
-                return self._separated(form, place, depth)
-        content = self._rule(_either([self._bounded(form["content"], f"{place}.content", depth)]))
+                return self._separated(form, path, depth)
+        content = self._rule(_either([self._bounded(form["content"], f"{path}.content", depth)]))
         match form["type"]:
             case "optional":
                 return self._rule(f"{content}?")
@@ -122,14 +122,14 @@ class _Lark:
                 return self._rule(f"{content}*")
         low, high = form["min"], form.get("max")
         if high is not None and high < low:
-            raise BadInput(f"{place}: max {high} is less than min {low}")
+            raise BadInput(f"{path}: max {high} is less than min {low}")
         return self._rule(f"{content}{{{low},{'' if high is None else high}}}")
 
-    def _bounded(self, form: Format, place: str, depth: int) -> str:
+    def _bounded(self, form: Format, path: str, depth: int) -> str:
         """Expression of a format that must not end in free text, which would swallow what follows."""
         if _is_unlimited(form):
-            raise BadInput(f"{place}: free text may only come last, or before the end of a tag")
-        return self.node(form, (), place, depth + 1)
+            raise BadInput(f"{path}: free text may only come last, or before the end of a tag")
+        return self.node(form, (), path, depth + 1)
 
     def of_name(self, name: str) -> str:
         """The rule of a format that has a name, written once."""
@@ -146,7 +146,7 @@ class _Lark:
             return self._joined(text, self._literals(ends))
         return self._rule(f"{text} {_alternatives(map(_quoted, ends))}", lazy=True)
 
-    def _regex(self, form: Format, ends: Ends, place: str, depth: int) -> str:
+    def _regex(self, form: Format, ends: Ends, path: str, depth: int) -> str:
         pattern = f"/{_escaped(form['pattern'])}/"
         if form.get("excludes"):
             pattern = f"{pattern} & {_without(form['excludes'])}"
@@ -155,43 +155,43 @@ class _Lark:
             return self._rule(f"{text} {_alternatives(map(_quoted, ends))}", lazy=True)
         return self._joined(self._rule(text), self._literals(ends))
 
-    def _grammar(self, text: str, place: str) -> str:
+    def _grammar(self, text: str, path: str) -> str:
         try:
             lark = any_to_lark(text)
         except (ValueError, GbnfToLarkError) as error:
-            raise BadInput(f"{place}.grammar: {' '.join(str(error).split())}") from error
+            raise BadInput(f"{path}.grammar: {' '.join(str(error).split())}") from error
         name = f"grammar_{len(self._others)}"
         self._others.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
-    def _sequence(self, form: Format, ends: Ends, place: str, depth: int) -> str:
+    def _sequence(self, form: Format, ends: Ends, path: str, depth: int) -> str:
         elements, last = form["elements"], len(form["elements"]) - 1
         parts = [
-            self._bounded(element, f"{place}.elements.{index}", depth)
+            self._bounded(element, f"{path}.elements.{index}", depth)
             for index, element in enumerate(elements[:last])
         ]
-        parts.append(self.node(elements[last], ends, f"{place}.elements.{last}", depth + 1))
+        parts.append(self.node(elements[last], ends, f"{path}.elements.{last}", depth + 1))
         return self._joined(*parts)
 
-    def _or(self, form: Format, ends: Ends, place: str, depth: int) -> str:
+    def _or(self, form: Format, ends: Ends, path: str, depth: int) -> str:
         parts = [
-            self.node(element, ends, f"{place}.elements.{index}", depth + 1)
+            self.node(element, ends, f"{path}.elements.{index}", depth + 1)
             for index, element in enumerate(form["elements"])
         ]
         return self._rule(_either(parts))
 
-    def _tag(self, form: Format, ends: Ends, place: str, depth: int, skip: int = 0) -> str:
+    def _tag(self, form: Format, ends: Ends, path: str, depth: int, skip: int = 0) -> str:
         """Expression of a tag, without the first `skip` characters of its begin, which are a trigger."""
         begin, own = self._literal(form["begin"][skip:]), _ends_of(form)
-        content = self.node(form["content"], own or ends, f"{place}.content", depth + 1)
+        content = self.node(form["content"], own or ends, f"{path}.content", depth + 1)
         return self._joined(begin, content, self._literals(ends) if own else "")
 
-    def _triggered(self, form: Format, ends: Ends, place: str, depth: int) -> str:
+    def _triggered(self, form: Format, ends: Ends, path: str, depth: int) -> str:
         """Free text in which each of the triggers begins one of its tags."""
         triggers, tags = form["triggers"], form["tags"]
         by_trigger: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for index, tag in enumerate(tags):
-            where = f"{place}.tags.{index}" if place != "structures" else f"{place}.{index}"
+            where = f"{path}.tags.{index}" if path != "structures" else f"{path}.{index}"
             trigger = next((t for t in triggers if tag["begin"].startswith(t)), None)
             if trigger is None:
                 raise BadInput(f"{where}.begin: {tag['begin']!r} begins with none of the triggers")
@@ -220,9 +220,9 @@ class _Lark:
             return self._joined(first, self._literals(ends))
         return self._joined(first, f"{part}*", tail)
 
-    def _separated(self, form: Format, place: str, depth: int) -> str:
+    def _separated(self, form: Format, path: str, depth: int) -> str:
         tags = [
-            self._bounded(tag, f"{place}.tags.{index}", depth)
+            self._bounded(tag, f"{path}.tags.{index}", depth)
             for index, tag in enumerate(form["tags"])
         ]
         tag = self._rule(" | ".join(tags))

@@ -37,9 +37,9 @@ def _noise(seed, position, stream, lanes):
     Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011), Philox4x32-10.
     """
     token = lanes.to(tl.uint32)
-    place = (lanes * 0 + position).to(tl.uint32)
+    counter = (lanes * 0 + position).to(tl.uint32)
     which = (lanes * 0 + stream).to(tl.uint32)
-    bits, _, _, _ = tl.philox(seed, token, place, which, token * 0)
+    bits, _, _, _ = tl.philox(seed, token, counter, which, token * 0)
     # In [2^-33, 1): neither the logarithm nor a division by the noise overflows.
     uniform = bits.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
     uniform = tl.minimum(uniform, 0.99999994)
@@ -92,9 +92,9 @@ def _draw(
         if highest > best:
             best = highest
             token = begin + tl.argmax(x, 0)
-    place = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + place, best)
-    tl.store(token_ptr + place, token.to(tl.int64))
+    offset = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(best_ptr + offset, best)
+    tl.store(token_ptr + offset, token.to(tl.int64))
 
 
 @triton.jit

@@ -121,9 +121,9 @@ def _coarse_sums(
             stays = (_key(x)[None, :] >= pivots[:, None]) & (lanes < size)[None, :]
             counts += stays.to(tl.int32)
             masses += tl.where(stays, tl.exp(x - top)[None, :], 0.0)
-        place = (row * parts + part) * STEPS + tl.arange(0, STEPS)
-        tl.store(count_ptr + place, tl.sum(counts, 1))
-        tl.store(mass_ptr + place, tl.sum(masses, 1))
+        offset = (row * parts + part) * STEPS + tl.arange(0, STEPS)
+        tl.store(count_ptr + offset, tl.sum(counts, 1))
+        tl.store(mass_ptr + offset, tl.sum(masses, 1))
 
 
 @triton.jit
@@ -156,10 +156,10 @@ def _compact(
         top = _top(top_ptr, row, parts, PARTS)
         pivots = _coarse_pivots(top)
         steps, numbers = tl.arange(0, STEPS), tl.arange(0, PARTS)
-        place = (row * parts + numbers[:, None]) * STEPS + steps[None, :]
+        offset = (row * parts + numbers[:, None]) * STEPS + steps[None, :]
         is_part = (numbers < parts)[:, None]
-        counts = tl.load(count_ptr + place, mask=is_part, other=0)
-        masses = tl.sum(tl.load(mass_ptr + place, mask=is_part, other=0.0), 0)
+        counts = tl.load(count_ptr + offset, mask=is_part, other=0)
+        masses = tl.sum(tl.load(mass_ptr + offset, mask=is_part, other=0.0), 0)
         total = tl.max(masses, 0)
         # A margin for the last bits of sums in another order.
         is_below = masses >= tl.load(float_ptr + row * 3 + 2) * total * 1.001
@@ -170,11 +170,11 @@ def _compact(
         chosen = tl.min(tl.where(is_below, steps, STEPS - 1), 0)
         pivot = tl.min(tl.where(steps == chosen, pivots, 2147483647), 0)
         of_parts = tl.sum(tl.where((steps == chosen)[None, :], counts, 0), 1)
-        held = tl.sum(of_parts, 0)
+        mass = tl.sum(of_parts, 0)
         if part == 0:
-            tl.store(held_ptr + row, held)
+            tl.store(held_ptr + row, mass)
             tl.store(total_ptr + row, total)
-        if held <= MOST:
+        if mass <= MOST:
             at = row * MOST + tl.sum(tl.where(numbers < part, of_parts, 0), 0)
             for begin in range(part * PART, tl.minimum((part + 1) * PART, size), COMPACT_BLOCK):
                 lanes = begin + tl.arange(0, COMPACT_BLOCK)
@@ -325,15 +325,15 @@ def _narrow(
         if by_min_p:
             at = _key(top + tl.log(min_p)).to(tl.int64)
         if by_k | by_p:
-            held, total = tl.load(held_ptr + row), tl.load(total_ptr + row)
-            is_compact = held <= MOST
+            mass, total = tl.load(held_ptr + row), tl.load(total_ptr + row)
+            is_compact = mass <= MOST
             row_ptr = score_ptr + row * size
             temperature = tl.load(float_ptr + row * 3)
             count = size
             if is_compact:
                 row_ptr = value_ptr + row * MOST
                 temperature = temperature * 0.0 + 1.0
-                count = held
+                count = mass
             if by_k:
                 target = top_k.to(tl.float32)
                 key, above = _search(row_ptr, count, temperature, top, at, target, False)
@@ -373,8 +373,8 @@ def thresholds(
     counts = torch.empty(rows, parts, STEPS.value, dtype=torch.int32, device=scores.device)
     values, totals = floats.new_empty(rows, most), floats.new_empty(rows)
     tokens = torch.empty(rows, most, dtype=torch.int32, device=scores.device)
-    held = torch.empty(rows, dtype=torch.int32, device=scores.device)
-    given, candidates = (scores, floats, integers, tops), (values, tokens, held, totals)
+    mass = torch.empty(rows, dtype=torch.int32, device=scores.device)
+    given, candidates = (scores, floats, integers, tops), (values, tokens, mass, totals)
     grid, sizes = (rows, parts), dict[str, Any](PARTS=power_of_two(parts), num_warps=8)
     _part_tops[grid](scores, floats, tops, size, num_warps=8)
     _coarse_sums[grid](*given, counts, masses, size, **sizes)

@@ -324,17 +324,17 @@ class EagerPlans:
     def __init__(self, batch: AttentionBatch) -> None:
         self._is_decode = not batch.spans
         sequences: list[tuple[int, int, int, int]] = []  # first row, queries, tokens, place
-        tables, place = [], 0
+        tables, offset = [], 0
         if (decode := batch.decode) is not None:
             assert decode.counts is not None
             tables, width = [decode.block_ids], len(decode.block_ids) // len(decode.rows)
             for row, length in zip(*decode.counts, strict=True):
-                sequences.append((row, 1, length, place))
-                place += width
+                sequences.append((row, 1, length, offset))
+                offset += width
         for span in batch.spans:
-            sequences.append((span.begin, span.end - span.begin, span.num_held, place))
+            sequences.append((span.begin, span.end - span.begin, span.num_held, offset))
             tables.append(span.block_ids)
-            place += len(span.block_ids)
+            offset += len(span.block_ids)
         sequences.sort()
         self._rows = [row for begin, count, *_ in sequences for row in range(begin, begin + count)]
         _, counts, lengths, places = zip(*sequences, strict=True)

@@ -136,9 +136,9 @@ def list_parts(
             before += tl.sum(parts, 0)
         else:
             ends = tl.cumsum(parts, 0)
-            place = work_ptr + 1 + before + ends - parts
+            pointer = work_ptr + 1 + before + ends - parts
             for part in range(tl.max(parts, 0)):
-                tl.store(place + part, tile * SEES.max_parts + part, mask=part < parts)
+                tl.store(pointer + part, tile * SEES.max_parts + part, mask=part < parts)
             if own + BLOCK >= num_query_tiles:
                 tl.store(work_ptr, before + tl.sum(parts, 0))
 
@@ -257,22 +257,22 @@ def attend(
         token = first + row // GROUP_TILE
         is_row = (token < count) & (in_group < GROUP)
         query_position = num_cached - count + token
-        place = (begin + token) * query_row + head * query_head
+        offset = (begin + token) * query_row + head * query_head
         lane_mask = is_row[:, None] & (lanes < HEADS.key_dim)[None, :]
-        query = tl.load(query_ptr + place[:, None] + lanes[None, :], mask=lane_mask, other=0.0)
+        query = tl.load(query_ptr + offset[:, None] + lanes[None, :], mask=lane_mask, other=0.0)
         if HEADS.rest_dim:
             rest_mask = is_row[:, None] & (rest < HEADS.key_dim)[None, :]
             query_rest = tl.load(
-                query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
+                query_ptr + offset[:, None] + rest[None, :], mask=rest_mask, other=0.0
             )
         if HAS_SINK_QUERIES:
-            place = (begin + token) * sink_query_row + head * sink_query_head
+            offset = (begin + token) * sink_query_row + head * sink_query_head
             sink_queries = tl.load(
-                sink_query_ptr + place[:, None] + lanes[None, :], mask=lane_mask, other=0.0
+                sink_query_ptr + offset[:, None] + lanes[None, :], mask=lane_mask, other=0.0
             )
             if HEADS.rest_dim:
                 sink_query_rest = tl.load(
-                    sink_query_ptr + place[:, None] + rest[None, :], mask=rest_mask, other=0.0
+                    sink_query_ptr + offset[:, None] + rest[None, :], mask=rest_mask, other=0.0
                 )
 
         end, sink_tiles, start_tile, num_tiles = _visible_tiles(
@@ -283,9 +283,9 @@ def attend(
             part_tiles = _part_tiles(num_tiles, SEES)
             from_tile = part * part_tiles
             to_tile = tl.minimum(from_tile + part_tiles, num_tiles)
-            place = (part_row + row // GROUP_TILE) * num_heads + head
+            offset = (part_row + row // GROUP_TILE) * num_heads + head
             num_used = tl.maximum((num_tiles + part_tiles - 1) // part_tiles, 1)
-            tl.store(used_ptr + place, num_used, mask=is_row & (part == 0))
+            tl.store(used_ptr + offset, num_used, mask=is_row & (part == 0))
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.full([ROWS], 0.0, tl.float32)
@@ -411,11 +411,11 @@ def attend(
 
         out_mask = is_row[:, None] & (value_lanes < HEADS.value_dim)[None, :]
         if IN_PARTS:
-            place = ((part_row + row // GROUP_TILE) * num_heads + head) * num_parts + part
-            tl.store(state_ptr + place * 2, top, mask=is_row)
-            tl.store(state_ptr + place * 2 + 1, total, mask=is_row)
+            offset = ((part_row + row // GROUP_TILE) * num_heads + head) * num_parts + part
+            tl.store(state_ptr + offset * 2, top, mask=is_row)
+            tl.store(state_ptr + offset * 2 + 1, total, mask=is_row)
             tl.store(
-                part_ptr + place[:, None] * HEADS.value_dim + value_lanes[None, :],
+                part_ptr + offset[:, None] * HEADS.value_dim + value_lanes[None, :],
                 acc,
                 mask=out_mask,
             )
@@ -424,9 +424,9 @@ def attend(
                 sink = tl.load(sink_ptr + head, mask=is_row, other=0.0) * _LOG2E
                 total, acc = _with_sink(top, total, acc, sink)
             acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-            place = ((begin + token) * num_heads + head) * HEADS.value_dim
+            offset = ((begin + token) * num_heads + head) * HEADS.value_dim
             out = acc.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + place[:, None] + value_lanes[None, :], out, mask=out_mask)
+            tl.store(out_ptr + offset[:, None] + value_lanes[None, :], out, mask=out_mask)
 
 
 @triton.jit(do_not_specialize=["num_parts"])
@@ -457,14 +457,14 @@ def reduce_parts(
     acc = tl.full([1, VALUE_TILE], 0.0, tl.float32)
     for begin in range(0, num_used, STRIDE):
         part = begin + tl.arange(0, STRIDE)
-        place = first + part
+        offset = first + part
         is_part = part < num_used
-        part_m = tl.load(state_ptr + place * 2, mask=is_part, other=float("-inf"))
-        part_l = tl.load(state_ptr + place * 2 + 1, mask=is_part, other=0.0)
+        part_m = tl.load(state_ptr + offset * 2, mask=is_part, other=float("-inf"))
+        part_l = tl.load(state_ptr + offset * 2 + 1, mask=is_part, other=0.0)
         is_full = part_m > float("-inf")
         mask = is_full[:, None] & (lanes < VALUE_DIM)[None, :]
         mixed = tl.load(
-            part_ptr + place[:, None] * VALUE_DIM + lanes[None, :], mask=mask, other=0.0
+            part_ptr + offset[:, None] * VALUE_DIM + lanes[None, :], mask=mask, other=0.0
         )
         highest = tl.maximum(top, tl.max(part_m, 0))
         base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -477,6 +477,6 @@ def reduce_parts(
         sink = tl.load(sink_ptr + head) * _LOG2E
         total, acc = _with_sink(top, total, acc, sink)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    place = (row * num_heads + head) * VALUE_DIM
+    offset = (row * num_heads + head) * VALUE_DIM
     out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place + lanes[None, :], out, mask=(lanes < VALUE_DIM)[None, :])
+    tl.store(out_ptr + offset + lanes[None, :], out, mask=(lanes < VALUE_DIM)[None, :])

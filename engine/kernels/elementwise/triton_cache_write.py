@@ -101,8 +101,8 @@ def _rope_and_cache(
     sin = tl.load(sin_ptr + token * WIDTH + lanes, mask=is_rotated, other=0.0).to(tl.float32)
     rotated = (rotated * cos[None, :] + swapped * sin[None, :]).to(x.dtype)
 
-    place = out_ptr + (token * NUM_HEADS + head[:, None]) * DIM + lanes[None, :]
-    tl.store(place, rotated, mask=is_query[:, None] & is_lane[None, :])
+    pointers = out_ptr + (token * NUM_HEADS + head[:, None]) * DIM + lanes[None, :]
+    tl.store(pointers, rotated, mask=is_query[:, None] & is_lane[None, :])
     slot = tl.load(slot_ptr + token)
     kv_head = head - NUM_HEADS
     at = slot * key_slot + kv_head[:, None] * key_head + lanes[None, :]
@@ -158,24 +158,24 @@ def _rope_source(lane, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 
 @triton.jit
-def _rotated(place, lane, is_rope, turns, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _rotated(pointers, lane, is_rope, turns, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The elements `lane` of vectors that begin at `place`, rotated, in float32; `turns`: its cos and sin."""
     cos_ptr, sin_ptr = turns
     partner = (lane + ROPE // 2) % ROPE
-    x = tl.load(place + _rope_source(lane, ROPE, INTERLEAVED), mask=is_rope, other=0.0)
-    swapped = tl.load(place + _rope_source(partner, ROPE, INTERLEAVED), mask=is_rope, other=0.0)
+    x = tl.load(pointers + _rope_source(lane, ROPE, INTERLEAVED), mask=is_rope, other=0.0)
+    swapped = tl.load(pointers + _rope_source(partner, ROPE, INTERLEAVED), mask=is_rope, other=0.0)
     cos = tl.load(cos_ptr + lane, mask=is_rope, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + lane, mask=is_rope, other=0.0).to(tl.float32)
     return x.to(tl.float32) * cos + swapped.to(tl.float32) * sin
 
 
 @triton.jit
-def _normed(place, weight_ptr, lane, is_lane, eps, SIZE: tl.constexpr):
+def _normed(pointers, weight_ptr, lane, is_lane, eps, SIZE: tl.constexpr):
     """RMSNorm of the first `SIZE` elements from `place` on, rounded to their dtype."""
-    x = tl.load(place + lane, mask=is_lane, other=0.0).to(tl.float32)
+    x = tl.load(pointers + lane, mask=is_lane, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + lane, mask=is_lane, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(x * x, 1) / SIZE + eps)[:, None]
-    return (x * factor * weight).to(place.dtype.element_ty)
+    return (x * factor * weight).to(pointers.dtype.element_ty)
 
 
 @triton.jit
@@ -207,11 +207,11 @@ def _latent_and_cache(
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 1:
         # Names of its own: the compiler gives one that both branches assign a single type.
-        place = tl.arange(0, QUERY_BLOCK)[None, :]
-        is_query = place < QUERY_RANK
+        lanes = tl.arange(0, QUERY_BLOCK)[None, :]
+        is_query = lanes < QUERY_RANK
         given = query_ptr + token * query_row
-        out = _normed(given, query_weight_ptr, place, is_query, query_eps, QUERY_RANK)
-        tl.store(out_ptr + token * QUERY_RANK + place, out, mask=is_query)
+        out = _normed(given, query_weight_ptr, lanes, is_query, query_eps, QUERY_RANK)
+        tl.store(out_ptr + token * QUERY_RANK + lanes, out, mask=is_query)
     else:
         lane = tl.arange(0, BLOCK)[None, :]
         is_latent, is_lane = lane < RANK, lane < RANK + ROPE
@@ -253,14 +253,14 @@ def _latent_queries(
     is_head = head < NUM_HEADS
     is_latent = is_head & (lane < RANK)
     is_rope = is_head & (lane >= RANK) & (lane < RANK + ROPE)
-    place = absorbed_ptr + head * absorbed_head + token * absorbed_row + lane
-    absorbed = tl.load(place, mask=is_latent, other=0.0)
-    place = rope_ptr + token * rope_row + head * rope_head
+    pointers = absorbed_ptr + head * absorbed_head + token * absorbed_row + lane
+    absorbed = tl.load(pointers, mask=is_latent, other=0.0)
+    pointers = rope_ptr + token * rope_row + head * rope_head
     turns = cos_ptr + token * ROPE, sin_ptr + token * ROPE
-    rotated = _rotated(place, tl.maximum(lane - RANK, 0), is_rope, turns, ROPE, INTERLEAVED)
+    rotated = _rotated(pointers, tl.maximum(lane - RANK, 0), is_rope, turns, ROPE, INTERLEAVED)
     out = tl.where(is_latent, absorbed, rotated.to(absorbed.dtype))
-    place = out_ptr + (token * NUM_HEADS + head) * (RANK + ROPE) + lane
-    tl.store(place, out, mask=is_latent | is_rope)
+    pointers = out_ptr + (token * NUM_HEADS + head) * (RANK + ROPE) + lane
+    tl.store(pointers, out, mask=is_latent | is_rope)
 
 
 def _latent_sizes(rank: int, rope: int, interleaved: bool) -> dict[str, Any]:

@@ -207,11 +207,11 @@ def _group_norm(x_ptr, weight_ptr, out_ptr, size, eps, BLOCK: tl.constexpr):
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, BLOCK)
     mask = lanes < size
-    place = (row * tl.num_programs(1) + group) * size + lanes
-    x = tl.load(x_ptr + place, mask=mask, other=0.0)
+    offset = (row * tl.num_programs(1) + group) * size + lanes
+    x = tl.load(x_ptr + offset, mask=mask, other=0.0)
     x *= tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     x *= tl.load(weight_ptr + group * size + lanes, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 class TritonRecurrence:

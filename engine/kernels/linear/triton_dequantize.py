@@ -264,7 +264,7 @@ def _dequantize(
         low = low_of(low_ptr, outer_low_ptr, group, output, columns, GRID)
         if GRID.bits == 4 and GRID.zero < 0:
             low = (zeros >> (8 * piece)) & 255
-        place = output[:, None] * (num_runs * PIECES * GRID.piece) + first
+        offset = output[:, None] * (num_runs * PIECES * GRID.piece) + first
         mask = (output < num_outputs)[:, None]
         if GRID.bits == 4:
             front, back = unpack(packed, piece)
@@ -277,7 +277,7 @@ def _dequantize(
             if not GRID.is_affine:
                 value = value * scale[:, None]
             out = value.to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + place + half * BEHIND + lanes, out, mask=mask)
+            tl.store(out_ptr + offset + half * BEHIND + lanes, out, mask=mask)
 
 
 def dequantize(weight: TritonPackedWeight, dtype: torch.dtype) -> torch.Tensor:

@@ -181,7 +181,7 @@ def _gemm(
             scale, low, x_scale = scales[piece]
             if GRID.bits == 4 and GRID.zero < 0:
                 low = (zeros >> (8 * piece)) & 255
-            place = at_row + (run * PIECES + piece) * GRID.piece
+            offset = at_row + (run * PIECES + piece) * GRID.piece
             if BY_GROUP and piece % SPAN == 0:
                 sums = tl.full([OUTPUTS, ROWS], 0, TYPE)
             if GRID.bits == 4 and TABLE_PTX != "":
@@ -198,7 +198,7 @@ def _gemm(
                 front = tl.interleave(front, back)
             for half in tl.static_range(2 if HALVES else 1):
                 lanes = half * WORDS + tl.arange(0, WORDS if HALVES else GRID.piece)
-                x = tl.load(place + lanes[:, None], mask=is_row[None, :], other=0.0)
+                x = tl.load(offset + lanes[:, None], mask=is_row[None, :], other=0.0)
                 codes = front if half == 0 else back
                 value = decode(codes, scale, low, table_ptr, GRID, KIND, MAGIC, x.dtype).to(x.dtype)
                 sums = tl.dot(value, x, sums, input_precision=PRECISION, out_dtype=TYPE)
@@ -216,11 +216,11 @@ def _gemm(
         total *= tl.load(x_scales, mask=is_row, other=0.0)[None, :]
     if GRID.group == 0 and not GRID.is_affine:
         total *= scale_of(scale_ptr, outer_scale_ptr, 0, output, columns, GRID)[:, None]
-    place = row[None, :] * num_outputs + column[:, None]
+    offset = row[None, :] * num_outputs + column[:, None]
     mask = is_row[None, :] & (column < num_outputs)[:, None]
     if IS_SPLIT:
         size = num_rows.to(tl.int64) * num_outputs
-        tl.store(split_ptr + split * size + place, total, mask=mask)
+        tl.store(split_ptr + split * size + offset, total, mask=mask)
         # Every thread's sums are stored before one of them counts the program as arrived.
         tl.debug_barrier()
         arrived = arrived_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
@@ -228,11 +228,11 @@ def _gemm(
         if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == last:
             total = tl.full([OUTPUTS, ROWS], 0.0, tl.float32)
             for other in range(tl.num_programs(1)):
-                total += tl.load(split_ptr + other * size + place, mask=mask, other=0.0)
-            tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
+                total += tl.load(split_ptr + other * size + offset, mask=mask, other=0.0)
+            tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=mask)
             tl.store(arrived, 0)
     else:
-        tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)

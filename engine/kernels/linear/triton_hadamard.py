@@ -57,11 +57,11 @@ def _transform(
         index = first + tl.arange(0, INPUTS)
         matrix = tl.load(matrix_ptr + output[:, None] * ORDER + index[None, :])
         at = channel[None, :] + index[:, None]
-        place = x_ptr + token[None, :] * x_row + at
-        x = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        pointers = x_ptr + token[None, :] * x_row + at
+        x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         for _ in range(1, num_splits):
-            place += x_split
-            x += tl.load(place, mask=mask, other=0.0)
+            pointers += x_split
+            x += tl.load(pointers, mask=mask, other=0.0)
         if before_ptr is not None:
             x *= tl.load(before_ptr + at, mask=mask, other=0.0)
         sums = tl.dot(matrix, x, sums, input_precision=PRECISION)

@@ -143,9 +143,9 @@ class GroupedExperts:
         self._local: torch.Tensor | None = None
         """Place of each of the model's experts among these; others follow the last. None: these are all."""
         if len(ids) < count:
-            place = torch.arange(count, device=gate_up.device) - ids.start
-            is_here = (place >= 0) & (place < len(ids))
-            self._local = torch.where(is_here, place, len(ids))
+            index = torch.arange(count, device=gate_up.device) - ids.start
+            is_here = (index >= 0) & (index < len(ids))
+            self._local = torch.where(is_here, index, len(ids))
         both = gate_up.rows_between, down.rows_between
         self._rows_between = max(least for least, _ in both), min(most for _, most in both)
         self.weight_bytes = gate_up.weight_bytes + down.weight_bytes

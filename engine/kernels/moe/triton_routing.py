@@ -39,15 +39,15 @@ def _router_logits(
     total = tl.zeros([TOKENS, EXPERTS], tl.float32)
     for begin in range(0, size, RUN):
         lane = begin + tl.arange(0, RUN)
-        place = x_ptr + token.to(tl.int64)[:, None] * x_row + lane[None, :]
-        x = tl.load(place, mask=is_token[:, None] & (lane < size)[None, :], other=0.0)
-        place = weight_ptr + expert[None, :] * size + lane[:, None]
-        weight = tl.load(place, mask=is_expert[None, :] & (lane < size)[:, None], other=0.0)
+        pointers = x_ptr + token.to(tl.int64)[:, None] * x_row + lane[None, :]
+        x = tl.load(pointers, mask=is_token[:, None] & (lane < size)[None, :], other=0.0)
+        pointers = weight_ptr + expert[None, :] * size + lane[:, None]
+        weight = tl.load(pointers, mask=is_expert[None, :] & (lane < size)[:, None], other=0.0)
         total = tl.dot(x.to(tl.float32), weight, total, input_precision="tf32x3")
     if bias_ptr is not None:
         total += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
-    place = out_ptr + token[:, None] * experts + expert[None, :]
-    tl.store(place, total, mask=is_token[:, None] & is_expert[None, :])
+    pointers = out_ptr + token[:, None] * experts + expert[None, :]
+    tl.store(pointers, total, mask=is_token[:, None] & is_expert[None, :])
 
 
 def router_logits(
@@ -126,10 +126,10 @@ def _route(
     slot = tl.arange(0, SLOTS)
     weight = tl.full([SLOTS], 0.0, tl.float32)
     expert = EXPERTS - TOP_K + slot
-    for place in tl.static_range(TOP_K):
+    for choice in tl.static_range(TOP_K):
         best = tl.argmax(left, 0)
-        weight = tl.where(slot == place, tl.sum(tl.where(lane == best, score, 0.0), 0), weight)
-        expert = tl.where(slot == place, best, expert)
+        weight = tl.where(slot == choice, tl.sum(tl.where(lane == best, score, 0.0), 0), weight)
+        expert = tl.where(slot == choice, best, expert)
         left = tl.where(lane == best, float("-inf"), left)
     if RULE.normalize:
         weight = weight / (tl.sum(weight, 0) + least_sum)
@@ -137,9 +137,9 @@ def _route(
     if expert_scale_ptr is not None:
         weight *= tl.load(expert_scale_ptr + expert, mask=is_routed, other=0.0)
     weight = tl.where(is_routed, weight * scale, 1.0)
-    place = token * (TOP_K + SHARED) + slot
-    tl.store(weight_ptr + place, weight, mask=slot < TOP_K + SHARED)
-    tl.store(expert_ptr + place, expert.to(tl.int64), mask=slot < TOP_K + SHARED)
+    choice = token * (TOP_K + SHARED) + slot
+    tl.store(weight_ptr + choice, weight, mask=slot < TOP_K + SHARED)
+    tl.store(expert_ptr + choice, expert.to(tl.int64), mask=slot < TOP_K + SHARED)
 
 
 def route_triton(

@@ -44,10 +44,10 @@ def _write_tiles(
     first = tl.sum(tl.where(is_expert, (ends - expert_rows)[None, :], 0), 1)
     first_tile = tl.sum(tl.where(is_expert, (tile_ends - tiles)[None, :], 0), 1)
     first += (tile - first_tile) * ROWS
-    place, mask = tile_ptr + tile * 3, tile < num_tiles
-    tl.store(place, expert, mask=mask)
-    tl.store(place + 1, first, mask=mask)
-    tl.store(place + 2, tl.minimum(first + ROWS, end), mask=mask)
+    pointers, mask = tile_ptr + tile * 3, tile < num_tiles
+    tl.store(pointers, expert, mask=mask)
+    tl.store(pointers + 1, first, mask=mask)
+    tl.store(pointers + 2, tl.minimum(first + ROWS, end), mask=mask)
 
 
 @triton.jit
@@ -122,8 +122,8 @@ def _rank_blocks(
     expert_rows, before = tl.zeros([EXPERTS], tl.int32), tl.zeros([EXPERTS], tl.int32)
     for begin in range(0, num_blocks, LANES):
         other = begin + tl.arange(0, LANES)
-        place = count_ptr + other[:, None] * EXPERTS + expert_id[None, :]
-        counts = tl.load(place, mask=(other < num_blocks)[:, None], other=0)
+        pointers = count_ptr + other[:, None] * EXPERTS + expert_id[None, :]
+        counts = tl.load(pointers, mask=(other < num_blocks)[:, None], other=0)
         expert_rows += tl.sum(counts, 0)
         before += tl.sum(tl.where((other < block)[:, None], counts, 0), 0)
     before += tl.cumsum(expert_rows, 0) - expert_rows
@@ -196,11 +196,11 @@ def _biased_gate(
     lanes = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = lanes < size
     bias = bias_ptr + tl.load(expert_ptr + row) * 2 * size + lanes
-    place = row_ptr + row * row_stride + lanes
+    pointers = row_ptr + row * row_stride + lanes
     dtype = row_ptr.dtype.element_ty
-    gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
     gate += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(place + size, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pointers + size, mask=mask, other=0.0).to(tl.float32)
     up += tl.load(bias + size, mask=mask, other=0.0).to(tl.float32)
     # Rounded as the unfused sum is.
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
@@ -238,8 +238,8 @@ def _weighted_sum(
     lanes = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = lanes < size
     total = tl.zeros([COLUMNS], tl.float32)
-    for place in tl.static_range(TOP_K):
-        row = token * TOP_K + place
+    for choice in tl.static_range(TOP_K):
+        row = token * TOP_K + choice
         is_here = mask
         if EXPERTS > 0:
             is_here &= tl.load(expert_ptr + row) < EXPERTS
