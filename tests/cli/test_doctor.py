@@ -161,7 +161,7 @@ def test_verdicts_are_shown_and_renewed_where_kernels_are_tried(
     tried = VerdictTable(tmp_path / "card.json", lambda call: 1.0)
     tried.crossover("int4", lambda: 16)
     slower = Verdict(1e-3, (2e-5,), "torch takes 50 % of its time")
-    tried._verdicts["norm: rows of 8"] = {"triton": slower, "torch": Verdict(seconds=(1e-5,))}
+    tried.verdicts["norm: rows of 8"] = {"triton": slower, "torch": Verdict(seconds=(1e-5,))}
     monkeypatch.setattr(kernel_table, "current_verdicts", lambda: tried)
     monkeypatch.setattr(kernel_table, "measure", lambda *_: None)
     assert call("--all") == 0
