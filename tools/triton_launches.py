@@ -31,7 +31,7 @@ from llmopt.quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 from llmopt.quant.kinds.base.tensor import QuantizedTensor
 from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
-from llmopt.quant.kinds.fp8.kind import round_to_fp8
+from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import GgufTensor, quantize_blocks
@@ -137,7 +137,7 @@ def integers(*scheme: Any) -> QuantizedTensor:
 
 def fp8(*scheme: Any) -> QuantizedTensor:
     """A weight in e4m3."""
-    return round_to_fp8(torch.randn(512, 4096), FloatScheme(*scheme), torch.float32)
+    return FloatKind(FloatScheme(*scheme)).round(torch.randn(512, 4096), torch.float32)
 
 
 def blocks(kind: str) -> QuantizedTensor:

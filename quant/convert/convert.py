@@ -26,8 +26,6 @@ from ..families.registry import type_of
 from ..formats.registry import (
     FORMATS,
     checkpoint_format,
-    completed_config,
-    config_files,
     quantized_modules,
     read_quantized,
     tensor_names,
@@ -129,12 +127,12 @@ class _Job:
             self._assemble(config, output.name)
         stored = kv_cache or (None, "tensor")
         quantization = self._target.full_config(self._schemes, ignore, *stored)
-        quantization = completed_config(quantization, self._work)
+        quantization = self._target.completed_config(quantization, self._work)
         config["quantization_config"] = quantization
         for companion, content in self._source.companions().items():
             write_atomically(self._work / companion, content)
         write_atomically(self._work / "config.json", to_json(config))
-        for file_name, content in config_files(quantization).items():
+        for file_name, content in self._target.config_files(quantization).items():
             write_atomically(self._work / file_name, to_json(content))
         manifest = self._new_manifest()
         write_atomically(self._work / MANIFEST_NAME, to_json(manifest))

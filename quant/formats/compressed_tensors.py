@@ -9,7 +9,7 @@ layout is `mixed-precision`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,13 +27,7 @@ MIXED = "mixed-precision"
 _NAIVE = "naive-quantized"  # an older name of the two layouts with a `weight` tensor
 _EXPERT = re.compile(r".*\.experts\.\d+\..*")
 # `kv_cache_scheme`: static per-tensor fp8 scales, the only kind that vLLM reads besides those per head.
-_KV_CACHE = {
-    "num_bits": 8,
-    "type": "float",
-    "symmetric": True,
-    "strategy": "tensor",
-    "dynamic": False,
-}
+_KV_CACHE = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
 def _parts() -> Iterator[CompressedLayouts]:
@@ -49,11 +43,7 @@ def _part(scheme: Scheme) -> CompressedLayouts:
 
 
 def layout_of(scheme: Scheme) -> str:
-    """The compressed-tensors layout for a scheme.
-
-    Raises:
-        BadInput: no layout stores it.
-    """
+    """The compressed-tensors layout for a scheme; BadInput where no layout stores it."""
     layout = _part(scheme).layout_of(scheme)
     if layout is None:
         why = " (its library dropped permuted groups)" if scheme.permuted else ""
@@ -77,29 +67,22 @@ def find_group(config: Config, module: str) -> tuple[str, Config]:
 
     Of several patterns that match, the library takes the one that sorts first, whatever the order of the
     groups; of several groups with the same target, the last (`match_targets` of compressed-tensors 0.20).
-
-    Raises:
-        BadInput: there is none.
+    BadInput if there is none.
     """
     entries = _groups(config)
-    last_first = list(reversed(entries.values()))
-    found = (
-        next((e for e in last_first if module in _targets(e)), None)
-        or _by_pattern(entries.values(), module)
-        or next((e for e in last_first if "Linear" in _targets(e)), None)
-        or (last_first[0] if len(entries) == 1 else None)
-    )
-    if found is None:
+    owners = {target: group for group in entries.values() for target in group.get("targets") or []}
+    patterns = sorted(target for target in owners if target.startswith("re:"))
+    if (group := owners.get(module)) is None:
+        group = owners.get(next((t for t in patterns if matches(t[3:], module)), "Linear"))
+    if group is None and len(entries) == 1:
+        group = next(iter(entries.values()))
+    if group is None:
         raise BadInput(f"no entry of config_groups is for {module}")
-    return str(found.get("format") or config.get("format")), found
+    return str(group.get("format") or config.get("format")), group
 
 
 def _groups(config: Config) -> dict[str, Config]:
-    """The entries of `config_groups`, each of which quantizes weights.
-
-    Raises:
-        BadInput: there are none, or one that is something else.
-    """
+    """The entries of `config_groups`, each of which quantizes weights, or BadInput."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise unsupported("no config_groups")
@@ -109,22 +92,8 @@ def _groups(config: Config) -> dict[str, Config]:
     return dict(groups)
 
 
-def _targets(group: Config) -> list[str]:
-    return group.get("targets") or []
-
-
-def _by_pattern(groups: Iterable[Config], module: str) -> Config | None:
-    """The group of the matching `re:` pattern that sorts first; None: none matches."""
-    owners = {t: group for group in groups for t in _targets(group) if t.startswith("re:")}
-    return next((owners[t] for t in sorted(owners) if matches(t[3:], module)), None)
-
-
 def read_group(layout: str, group: Config) -> tuple[str, Scheme]:
-    """Layout (never the naive name) and scheme of an entry of `config_groups`.
-
-    Raises:
-        BadInput: an unsupported kind of weights or activations.
-    """
+    """Layout (never the naive name) and scheme of an entry of `config_groups`; BadInput if not supported."""
     if layout == _NAIVE:
         weights = group.get("weights") or {}
         naive = next((p.naive for p in _parts() if p.naive and p.describes(weights)), None)
@@ -154,15 +123,8 @@ class CompressedTensorsFormat(WeightFormat):
     )
     markers: tuple[str, ...] = (".weight_packed", ".weight_scale")
     suffixes: tuple[str, ...] = (
-        ".weight_packed",
-        ".weight",
-        ".weight_scale",
-        ".weight_zero_point",
-        ".weight_shape",
-        ".weight_g_idx",
-        ".weight_global_scale",
-        ".input_global_scale",
-        ".input_scale",
+        *(".weight_packed", ".weight", ".weight_scale", ".weight_zero_point", ".weight_shape"),
+        *(".weight_g_idx", ".weight_global_scale", ".input_global_scale", ".input_scale"),
         ".input_zero_point",
     )
 
@@ -197,7 +159,6 @@ class CompressedTensorsFormat(WeightFormat):
         _refuse_online(config.get("transform_config") or {})
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config`, with a group for each scheme."""
         members: dict[Scheme, list[str]] = {}
         for module, scheme in schemes.items():
             members.setdefault(scheme, []).append(module)
@@ -206,7 +167,10 @@ class CompressedTensorsFormat(WeightFormat):
         groups = {}
         experts = {scheme for scheme, names in members.items() if any(map(_EXPERT.match, names))}
         for index, (scheme, modules) in enumerate(members.items()):
-            targets = modules if experts != {scheme} else _with_pattern_of_experts(modules)
+            targets = modules
+            if experts == {scheme}:  # by a pattern transformers finds the scheme of what it merges
+                others = (name for name in modules if not _EXPERT.match(name))
+                targets = [f"re:{_EXPERT.pattern}", *others]
             group = group_of(scheme, ["Linear"] if len(members) == 1 else targets)
             groups[f"group_{index}"] = group | ({"format": layouts[scheme]} if mixed else {})
         return {
@@ -214,13 +178,17 @@ class CompressedTensorsFormat(WeightFormat):
             "format": MIXED if mixed else next(iter(layouts.values())),
             "quantization_status": "compressed",
             "config_groups": groups,
-            "ignore": [*ignore, *_inside_experts(ignore)],
+            # vLLM looks the schemes of linears in fused experts up by the names that they would have.
+            "ignore": [
+                *ignore,
+                *(f"re:{re.escape(n)}\\..*" for n in ignore if n.endswith(".experts")),
+            ],
             "kv_cache_scheme": None,
         }
 
     def kv_fields(self, kv_cache: str, strategy: str, modules: Collection[str]) -> dict[str, Any]:
         """`k_scale` and `v_scale` lie beside the attention layers, or one for each KV head."""
-        return {"kv_cache_scheme": _KV_CACHE | {"strategy": strategy}}
+        return {"kv_cache_scheme": _KV_CACHE | {"strategy": strategy, "dynamic": False}}
 
     def scheme(self, config: Config, module: str) -> Scheme:
         return read_group(*find_group(config, module))[1]
@@ -256,16 +224,6 @@ def _refuse_online(transforms: Config) -> None:
                 )
         for key in ("type", "randomize", "requires_grad", "head_dim", "precision"):
             scheme.get(key)
-
-
-def _with_pattern_of_experts(modules: Sequence[str]) -> list[str]:
-    """Targets with a pattern for all experts, by which transformers finds the scheme of what it merges."""
-    return [f"re:{_EXPERT.pattern}", *(name for name in modules if not _EXPERT.match(name))]
-
-
-def _inside_experts(ignore: Sequence[str]) -> list[str]:
-    """Patterns for the linears in fused experts, whose schemes vLLM looks up by the names they would have."""
-    return [f"re:{re.escape(name)}\\..*" for name in ignore if name.endswith(".experts")]
 
 
 FORMAT = CompressedTensorsFormat()

@@ -73,17 +73,14 @@ class ModelOptFormat(WeightFormat):
 
     def kv_fields(self, kv_cache: str, strategy: str, modules: Collection[str]) -> dict[str, Any]:
         if strategy != "tensor":
-            raise BadInput(
-                f"--kv-cache-strategy {strategy}: format modelopt has a scale for each layer"
-            )
+            what = f"--kv-cache-strategy {strategy}"
+            raise BadInput(f"{what}: format modelopt has a scale for each layer")
         if any(name.endswith(_LATENT) for name in modules):
-            raise BadInput(
-                "--kv-cache: format modelopt has no names for scales of latent attention"
-            )
+            why = "format modelopt has no names for scales of latent attention"
+            raise BadInput(f"--kv-cache: {why}")
         return {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config`, as ModelOpt writes it into `config.json`."""
         algorithms = {module: _algorithm(scheme) for module, scheme in schemes.items()}
         kinds = list(dict.fromkeys(algorithms.values()))
         groups = {f"group_{n}": _group(ALGORITHMS[kind]) for n, kind in enumerate(kinds)}
@@ -114,7 +111,13 @@ class ModelOptFormat(WeightFormat):
         fields: Config = config.get("quantization", config)
         algorithm = str(fields.get("quant_algo")).upper()
         if algorithm == MIXED:
-            fields = _layer_fields(fields.get("quantized_layers") or {}, module)
+            layers: Mapping[str, Config] = fields.get("quantized_layers") or {}
+            name = module  # or a module that it lies in, such as all experts of a layer
+            while name and name not in layers:
+                name = name.rpartition(".")[0]
+            if not name:
+                raise BadInput(f"no entry of quantized_layers is for {module}")
+            fields = layers[name]
             algorithm = str(fields.get("quant_algo")).upper()
         if algorithm not in ALGORITHMS:
             raise BadInput(
@@ -122,19 +125,16 @@ class ModelOptFormat(WeightFormat):
                 f"only {', '.join(ALGORITHMS)} and {MIXED}"
             )
         scheme = ALGORITHMS[algorithm]
-        size = fields.get("group_size")
-        held = _group_size(scheme).get("group_size")
-        if held is not None and size not in (None, held):
-            raise BadInput(
-                f"quant_method modelopt with {algorithm} in groups of {size} is not supported: only "
-                f"{held}"
-            )
-        if algorithm == "NVFP4" and _without_inputs(config):
-            return ALGORITHMS["W4A16_NVFP4"]
+        size, only = fields.get("group_size"), _group_size(scheme).get("group_size")
+        if only is not None and size not in (None, only):
+            what = f"quant_method modelopt with {algorithm} in groups of {size}"
+            raise BadInput(f"{what} is not supported: only {only}")
+        groups = (config.get("config_groups") or {}).values()
+        if algorithm == "NVFP4" and groups and not any(g.get("input_activations") for g in groups):
+            return ALGORITHMS["W4A16_NVFP4"]  # as vLLM reads it
         return scheme
 
     def kv_scale_name(self, name: str) -> str:
-        """The name on disk of a `self_attn.k_scale` or `self_attn.v_scale`."""
         parent, _, leaf = name.rpartition(".")
         return f"{parent}.{leaf[0]}_proj.{leaf}"
 
@@ -168,10 +168,10 @@ def hf_quant_config(config: Config) -> dict[str, Any]:
 
 def _algorithm(scheme: Scheme) -> str:
     """The `quant_algo` of a scheme; BadInput where there is none."""
-    for algorithm, held in ALGORITHMS.items():
-        if held == scheme:
+    for algorithm, stored in ALGORITHMS.items():
+        if stored == scheme:
             return algorithm
-    labels = ", ".join(held.label for held in ALGORITHMS.values())
+    labels = ", ".join(stored.label for stored in ALGORITHMS.values())
     raise BadInput(f"format modelopt cannot hold {scheme.label} weights: only {labels}")
 
 
@@ -186,22 +186,6 @@ def _group(scheme: Scheme) -> dict[str, Any]:
     if inputs is not None:
         inputs["dynamic"] = bool(scheme.activations and scheme.activations.dynamic)
     return {"input_activations": inputs, "weights": fields, "targets": ["Linear"]}
-
-
-def _layer_fields(layers: Mapping[str, Config], module: str) -> Config:
-    """The entry of a linear, or of a module that it lies in, such as all experts of a layer."""
-    name = module
-    while name and name not in layers:
-        name = name.rpartition(".")[0]
-    if not name:
-        raise BadInput(f"no entry of quantized_layers is for {module}")
-    return layers[name]
-
-
-def _without_inputs(config: Config) -> bool:
-    """Whether every group leaves its inputs in 16 bits, which vLLM reads as W4A16_NVFP4."""
-    groups = config.get("config_groups")
-    return bool(groups) and all(not group.get("input_activations") for group in groups.values())
 
 
 FORMAT = ModelOptFormat()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
@@ -40,11 +39,7 @@ _NAMES = {"QUiP": "quip"}  # formats whose `quant_method` is not their name
 
 
 def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
-    """The format of a `quantization_config`, by its `quant_method`.
-
-    Raises:
-        BadInput: an unknown `quant_method`.
-    """
+    """The format of a `quantization_config`, by its `quant_method`; BadInput: an unknown `quant_method`."""
     method = quantization_config.get("quant_method")
     name = _NAMES.get(str(method), method)
     if name not in format_names() or FORMATS[name].quant_method != method:
@@ -52,16 +47,6 @@ def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
             f"quant_method {method!r} is not supported: this reads {', '.join(format_names())}"
         )
     return FORMATS[name]
-
-
-def config_files(quantization_config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """JSON files that a format has beside `config.json`, by name."""
-    return format_of(quantization_config).config_files(quantization_config)
-
-
-def completed_config(quantization_config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """A `quantization_config` with what it says of the shards in its folder, for formats that list them."""
-    return format_of(quantization_config).completed_config(quantization_config, folder)
 
 
 _CODES = ("I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0")  # dtypes that only quantized weights have
@@ -102,17 +87,13 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
             )
         return set()
     weight_format = checkpoint_format(checkpoint)
-    modules = {
-        name.removesuffix(marker)
-        for marker in weight_format.markers
-        for name in checkpoint.names
-        if name.endswith(marker)
-    }
+    marked = ((n, m) for m in weight_format.markers for n in checkpoint.names if n.endswith(m))
+    modules = {name.removesuffix(marker) for name, marker in marked}
     if not modules:
-        marker_list = " or ".join(repr(marker) for marker in weight_format.markers)
+        markers = " or ".join(map(repr, weight_format.markers))
         raise BadInput(
             f"{checkpoint.path} says quant_method {weight_format.name!r}, but no tensor in it ends "
-            f"in {marker_list}"
+            f"in {markers}"
         )
     try:
         weight_format.check_config(checkpoint.quantization_config, modules)
@@ -154,11 +135,7 @@ def _refuse_unread(checkpoint: Checkpoint, modules: set[str]) -> None:
 
 
 def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
-    """The scheme of a quantized module, from the config.
-
-    Raises:
-        BadInput: a scheme that cannot be read here.
-    """
+    """The scheme of a quantized module, from the config; BadInput: a scheme that cannot be read here."""
     weight_format = checkpoint_format(checkpoint)
     try:
         return weight_format.scheme(checkpoint.quantization_config or {}, module)
@@ -178,5 +155,5 @@ def read_quantized(checkpoint: Checkpoint, module: str) -> QuantizedTensor:
     Raises:
         BadInput: a tensor is missing, or its shape contradicts the config.
     """
-    weight_format = checkpoint_format(checkpoint)
-    return weight_format.unpack(module, checkpoint, checkpoint.quantization_config or {})
+    config = checkpoint.quantization_config or {}
+    return checkpoint_format(checkpoint).unpack(module, checkpoint, config)

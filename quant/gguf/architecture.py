@@ -37,7 +37,6 @@ SHAPE_KEYS = {
 
 
 def gguf_families() -> dict[str, GgufRules]:
-    """The rules of every model type that can be written as GGUF."""
     return {family.name: family.gguf for family in all_families() if family.gguf is not None}
 
 
@@ -53,11 +52,7 @@ def rules_of(config: Mapping[str, Any]) -> GgufRules:
 
 
 def gguf_rules(config: Mapping[str, Any]) -> GgufRules:
-    """The rules of a `config.json` that can be written.
-
-    Raises:
-        BadInput: an unsupported model type or feature.
-    """
+    """The rules of a `config.json`; BadInput for a model type or a feature that cannot be written."""
     rules = rules_of(config)
     activation = config.get("hidden_act") or config.get("hidden_activation")
     if activation is not None and activation not in rules.activations:
@@ -67,7 +62,12 @@ def gguf_rules(config: Mapping[str, Any]) -> GgufRules:
     for name, value in rules.constants.items():
         if (given := config.get(name, defaults.get(name, value))) != value:
             raise BadInput(f"{name} {given!r} cannot be written as GGUF: only {value!r}")
-    _check_window(config, rules)
+    window = config.get("sliding_window", rules.default_window)
+    slides = rules.slides or config.get("use_sliding_window", False)
+    if not slides or "sliding_window" in rules.keys:
+        window = None
+    if window is not None and window < config.get("max_position_embeddings", window):
+        raise BadInput(f"a sliding window of {window} tokens cannot be written as GGUF")
     scale = config.get("query_pre_attn_scalar")
     if scale is not None and scale != (usual := query_scalar(config, rules)):
         raise BadInput(f"query_pre_attn_scalar {scale} cannot be written as GGUF: only {usual}")
@@ -75,38 +75,18 @@ def gguf_rules(config: Mapping[str, Any]) -> GgufRules:
 
 
 def query_scalar(config: Mapping[str, Any], rules: GgufRules) -> int:
-    """Gemma's `query_pre_attn_scalar`, which no key holds, as llama.cpp has it.
-
-    Gemma 2 27B, known by its 46 layers, divides its hidden size by its heads
-    (llama.cpp's src/models/gemma2.cpp).
-    """
-    if rules.architecture == "gemma2" and config["num_hidden_layers"] == 46:
+    """Gemma's `query_pre_attn_scalar`, which no key holds, as llama.cpp has it (src/models/gemma2.cpp)."""
+    if rules.architecture == "gemma2" and config["num_hidden_layers"] == 46:  # Gemma 2 27B
         return int(config["hidden_size"]) // int(config["num_attention_heads"])
     return head_dim_of(config, rules)
 
 
 def head_dim_of(config: Mapping[str, Any], rules: GgufRules) -> int:
-    """Width of an attention head."""
     default = int(config["hidden_size"]) // int(config["num_attention_heads"])
     return int(config.get("head_dim") or rules.head_dim or default)
 
 
-def _check_window(config: Mapping[str, Any], rules: GgufRules) -> None:
-    """Raise BadInput for a sliding window that llama.cpp would not keep."""
-    window = config.get("sliding_window", rules.default_window)
-    slides = rules.slides or config.get("use_sliding_window", False)
-    if not slides or "sliding_window" in rules.keys:
-        return
-    if window is not None and window < config.get("max_position_embeddings", window):
-        raise BadInput(f"a sliding window of {window} tokens cannot be written as GGUF")
-
-
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The `general.architecture` of a `config.json`.
-
-    Raises:
-        BadInput: an unsupported model type or feature.
-    """
     return gguf_rules(config).architecture
 
 
@@ -125,7 +105,7 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The GGUF metadata keys of a `config.json`.
 
     Raises:
-        BadInput: see `architecture_of`; a missing key, or RoPE scaling that GGUF cannot express.
+        BadInput: see `gguf_rules`; a missing key, or RoPE scaling that GGUF cannot express.
     """
     rules = gguf_rules(config)
     name = rules.architecture
@@ -171,7 +151,6 @@ def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
-    """RoPE base (theta) and scaling parameters."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return float(given.get("rope_theta", config.get("rope_theta", 10000.0))), given
 
@@ -184,15 +163,11 @@ def _rope_scaling_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     usual = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
     if kind not in ("linear", "yarn") or set(scaling) - usual:
         raise BadInput(f"rope_type {kind!r} with {sorted(set(scaling))} cannot be written as GGUF")
-    keys: dict[str, Any] = {
-        "rope.scaling.type": kind,
-        "rope.scaling.factor": float(scaling["factor"]),
-    }
+    keys = {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling["factor"])}
     if kind == "yarn":
-        original = scaling.get("original_max_position_embeddings") or config.get(
-            "max_position_embeddings"
-        )
-        keys["rope.scaling.original_context_length"] = int(original or 0)
+        original = scaling.get("original_max_position_embeddings")
+        original = original or config.get("max_position_embeddings") or 0
+        keys["rope.scaling.original_context_length"] = int(original)
     return keys
 
 
@@ -204,10 +179,7 @@ _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 def to_gguf(module: str, architecture: str = "llama") -> str | None:
     """`blk.3.attn_q` for `model.layers.3.self_attn.q_proj`; None for a module without a GGUF name.
 
-    All experts' linears of a layer have the name of the one tensor that holds them.
-
-    Raises:
-        BadInput: the package `gguf` is not installed.
+    The linears of a layer's experts share a name; BadInput if the package `gguf` is not installed.
     """
     known = _tensor_map(architecture)
     layer = _HF_LAYER.fullmatch(module)
@@ -221,9 +193,8 @@ def to_gguf(module: str, architecture: str = "llama") -> str | None:
 def from_gguf(module: str, rules: GgufRules) -> str | None:
     """Inverse of `to_gguf` for a model of a family; None: it has no such tensor."""
     layer = _GGUF_LAYER.fullmatch(module)
-    stem = _stems_by_name(rules.architecture, rules.stems).get(
-        module if layer is None else layer[2]
-    )
+    stems = _stems_by_name(rules.architecture, rules.stems)
+    stem = stems.get(module if layer is None else layer[2])
     return stem if layer is None or stem is None else f"model.layers.{layer[1]}.{stem}"
 
 
@@ -236,7 +207,6 @@ def to_interleaved(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
 
 
 def to_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Inverse of `to_interleaved`."""
     return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 

@@ -39,7 +39,6 @@ _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 
 
 def gguf_name(model_name: str, type_name: str) -> str:
-    """The conventional file name, such as `stories3M-Q4_K_M.gguf`."""
     return f"{model_name.rstrip('/').rsplit('/', 1)[-1]}-{type_name}.gguf"
 
 
@@ -62,50 +61,33 @@ def assemble(
 ) -> list[str]:
     """Write a whole model as one GGUF file, one tensor in memory at a time.
 
-    Tensors come from the shards, the rest from the source. Blocks are copied, norms and biases become
-    float32, unquantized linears keep their dtype, and embedding and output head are quantized to the types
-    that llama.cpp uses in a file of this type.
+    Blocks are copied, norms and biases become float32, unquantized linears keep their dtype, and embedding
+    and output head are quantized to the types that llama.cpp uses in a file of this type.
 
     Args:
-        source: the original checkpoint, with its `tokenizer.json`.
+        source: the original checkpoint, for what the shards do not hold.
         layer_shards: safetensors files that hold `<module>.gguf_blocks` and the other tensors of layers.
-        output: the file to write, atomically.
-        schemes: of every module with blocks: a `GgufScheme`, or an integer one that converts exactly.
+        schemes: scheme of every module with blocks: a `GgufScheme`, or an integer one that converts exactly.
         type_name: one of `mix.GGUF_TYPES`.
         tables: block types of embedding and output head, by module, where the mix does not decide them; an
             empty one leaves the table as it is.
 
-    Returns:
-        Notes for the user, one line each.
-
-    Raises:
-        BadInput: see `check_source`; NaN in a weight, or a full disk.
+    Returns notes for the user; BadInput as of `check_source`, for NaN in a weight and for a full disk.
     """
     readers: dict[str, Callable[[str], torch.Tensor]] = dict.fromkeys(source.names, source.tensor)
-    layout, mapped = _layout(source), _MappedShard()
+    layout = _layout(source)
+    # One shard is mapped at a time: the pages that were read stay resident.
+    mapped = lru_cache(maxsize=1)(partial(safe_open, framework="pt"))
     for path in layer_shards:
         with safe_open(path, framework="pt") as handle:
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            layout |= {n: (one.get_dtype(), tuple(one.get_shape())) for n, one in slices.items()}
-        readers |= dict.fromkeys(slices, partial(mapped.tensor, path))
+            layout |= {n: (part.get_dtype(), tuple(part.get_shape())) for n, part in slices.items()}
+        readers |= dict.fromkeys(slices, lambda name, path=path: mapped(path).get_tensor(name))
     metadata = _metadata(source, output.stem, type_name)
     tensors = _contents(source.config, layout, readers, schemes, type_name, tables)
     write_gguf(output, metadata, tensors)
     used = sorted({tensor.type for tensor in tensors})
     return [f"note: {output.name} holds {', '.join(used)} tensors"]
-
-
-class _MappedShard:
-    """Tensors of safetensors files, of which one is mapped: the pages that were read stay resident."""
-
-    def __init__(self) -> None:
-        self._path: Path | None = None
-        self._handle: Any = None
-
-    def tensor(self, path: Path, name: str) -> torch.Tensor:
-        if path != self._path:
-            self._path, self._handle = path, safe_open(path, framework="pt")
-        return self._handle.get_tensor(name)
 
 
 def planned_tensors(
@@ -131,18 +113,14 @@ def planned_bytes(
 
 
 def _layout(source: Checkpoint) -> dict[str, Entry]:
-    """Dtype and shape of every tensor of the source."""
     return {name: (source.dtype_name(name), source.shape(name)) for name in source.names}
 
 
 def _metadata(source: Checkpoint, stem: str, type_name: str) -> dict[str, Any]:
-    return {
-        **architecture_keys(source.config),
-        "general.name": stem,
-        "general.file_type": GGUF_TYPES[mix_name(type_name)][1],
-        "general.quantization_version": 2,
-        **_tokenizer_keys(source),
-    }
+    kind = GGUF_TYPES[mix_name(type_name)][1]
+    general = {"name": stem, "file_type": kind, "quantization_version": 2}
+    keys = architecture_keys(source.config) | {f"general.{key}": v for key, v in general.items()}
+    return keys | dict(_tokenizer_keys(source))
 
 
 def _contents(
@@ -154,18 +132,18 @@ def _contents(
     tables: Mapping[str, str],
 ) -> list[TensorToWrite]:
     """The tensors of the file, in its order; `readers` are called when they are written."""
-    packed = {n.removesuffix(BLOCKS_SUFFIX) for n in layout if n.endswith(BLOCKS_SUFFIX)}
-    names = [
-        name
-        for name in _held(layout, config)
-        if not name.endswith(".weight") or name.removesuffix(".weight") not in packed
-    ]
+    blocks = (name.removesuffix(BLOCKS_SUFFIX) for name in layout if name.endswith(BLOCKS_SUFFIX))
+    replaced = {f"{module}.weight" for module in blocks}
+    names = [name for name in _held(layout, config) if name not in replaced]
     entries = {name: layout[name] for name in sorted(names, key=_file_order)}
-    types = _head_types(config, entries, type_name)
+    # Embedding and output head, where they are not quantized already and a type fits.
+    tied = bool(config.get("tie_word_embeddings"))
+    choices = {_EMBEDDING: output_type if tied else embedding_type, _HEAD: output_type}
+    heads = ((f"{module}.weight", choose) for module, choose in choices.items())
+    types = {n: choose(type_name, entries[n][1][1]) for n, choose in heads if n in entries}
     types |= {f"{module}.weight": block for module, block in tables.items()}
     types = {name: block for name, block in types.items() if block and name in entries}
-    writer = _Writer(config, readers, schemes, types)
-    tensors = writer.tensors(entries)
+    tensors = _Writer(config, readers, schemes, types).tensors(entries)
     factors = rope_factors(config)
     if factors is not None:
         data = factors.tobytes()
@@ -177,20 +155,17 @@ def _tokenizer_keys(source: Checkpoint) -> Mapping[str, Any]:
     """The keys of the tokenizer: those of a GGUF source as they are, else of its `tokenizer.json`."""
     if source.source_tokenizer is not None:
         return source.source_tokenizer
-    files = [one for one in sorted(source.folder.iterdir()) if one.suffix in _TOKENIZER_SUFFIXES]
-    stamps = [(one.name, one.stat().st_mtime_ns, one.stat().st_size) for one in files]
+    files = [path for path in sorted(source.folder.iterdir()) if path.suffix in _TOKENIZER_SUFFIXES]
+    stamps = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in files]
     vocab_size, ends = int(source.config["vocab_size"]), source.end_token_ids()
     return _read_keys(source.folder, vocab_size, ends, tuple(stamps))
 
 
 @lru_cache(maxsize=1)
 def _read_keys(
-    folder: Path,
-    vocab_size: int,
-    ends: frozenset[int],
-    stamps: tuple[tuple[str, int, int], ...],
+    folder: Path, vocab_size: int, ends: frozenset[int], stamps: tuple[tuple[str, int, int], ...]
 ) -> Mapping[str, Any]:
-    """The keys of a `tokenizer.json`, read once for the plan and the file, as long as nothing changes."""
+    # Read once for the plan and the file, as long as no stamp changes.
     return tokenizer_keys(folder, vocab_size, ends)
 
 
@@ -204,11 +179,8 @@ class _Writer:
         schemes: Mapping[str, Scheme],
         head_types: Mapping[str, str],
     ):
-        self._heads = permuted_heads(config)
-        self._rules = gguf_rules(config)
-        self._readers = readers
-        self._schemes = schemes
-        self._head_types = head_types
+        self._heads, self._rules = permuted_heads(config), gguf_rules(config)
+        self._readers, self._schemes, self._head_types = readers, schemes, head_types
 
     def tensors(self, entries: Mapping[str, Entry]) -> list[TensorToWrite]:
         """Every tensor of the file; the experts' linears of a layer are one, matrix after matrix.
@@ -216,15 +188,13 @@ class _Writer:
         Raises:
             BadInput: experts of a layer that have not all the same type.
         """
-        groups: dict[str, list[TensorToWrite]] = {}
+        tensors = {name: self.tensor(name, entry) for name, entry in entries.items()}
+        groups: dict[str, list[TensorToWrite]] = {tensor.name: [] for tensor in tensors.values()}
         for name in sorted(entries, key=lambda name: expert_of(name) or 0):
-            tensor = self.tensor(name, entries[name])
-            groups.setdefault(tensor.name, []).append(tensor)
-        first = {self.tensor(name, entry).name: None for name, entry in entries.items()}
-        return [_stacked(groups[name]) for name in first]
+            groups[tensors[name].name].append(tensors[name])
+        return [_stacked(experts) for experts in groups.values()]
 
     def tensor(self, name: str, entry: Entry) -> TensorToWrite:
-        """One tensor of the file, by its Hugging Face name."""
         kept, shape = entry
         target = _gguf_tensor_name(name, self._rules.architecture)
         module = name.removesuffix(BLOCKS_SUFFIX)
@@ -242,7 +212,6 @@ class _Writer:
         return TensorToWrite(target, shape, kept, lambda: [_bytes(self._rows(name))])
 
     def _rows(self, name: str) -> torch.Tensor:
-        """A tensor with its rows in GGUF's order."""
         tensor = self._readers[name](name)
         for linear, heads in self._heads.items():
             if f".{linear}." in name:
@@ -250,13 +219,11 @@ class _Writer:
         return tensor
 
     def _vector(self, name: str) -> torch.Tensor:
-        """A norm or a bias, float32."""
         values = self._rows(name).to(torch.float32)
         return values + self._rules.norm_offset if name.endswith("norm.weight") else values
 
     def _rounded(self, name: str, block: str) -> Iterable[bytes]:
-        tensor = self._readers[name](name)
-        for rows in tensor.split(ROWS_AT_ONCE):
+        for rows in self._readers[name](name).split(ROWS_AT_ONCE):
             yield _bytes(quantize_blocks(rows, block, name=name))
 
 
@@ -265,14 +232,11 @@ def _stacked(experts: Sequence[TensorToWrite]) -> TensorToWrite:
     first = experts[0]
     if len(experts) == 1:
         return first
-    if any((one.type, one.shape) != (first.type, first.shape) for one in experts):
+    if any((expert.type, expert.shape) != (first.type, first.shape) for expert in experts):
         raise BadInput(f"{first.name}: all experts of a layer need the same type in GGUF")
-    chunks = [one.chunks for one in experts]
+    shape, chunks = (len(experts), *first.shape), [expert.chunks for expert in experts]
     return TensorToWrite(
-        first.name,
-        (len(experts), *first.shape),
-        first.type,
-        lambda: (chunk for make in chunks for chunk in make()),
+        first.name, shape, first.type, lambda: (chunk for make in chunks for chunk in make())
     )
 
 
@@ -292,21 +256,6 @@ def table_names(source: Checkpoint) -> list[str]:
     return [module for module in (_EMBEDDING, _HEAD) if f"{module}.weight" in held]
 
 
-def _head_types(
-    config: Mapping[str, Any], entries: Mapping[str, Entry], type_name: str
-) -> dict[str, str]:
-    """Block types of the embedding and the output head, where they are not quantized already and one fits."""
-    tied = bool(config.get("tie_word_embeddings"))
-    choices = {f"{_EMBEDDING}.weight": output_type if tied else embedding_type}
-    choices[f"{_HEAD}.weight"] = output_type
-    found = {
-        name: choose(type_name, entries[name][1][1])
-        for name, choose in choices.items()
-        if name in entries
-    }
-    return {name: block for name, block in found.items() if block is not None}
-
-
 def _gguf_tensor_name(name: str, architecture: str) -> str:
     """`blk.3.attn_q.weight` for `model.layers.3.self_attn.q_proj.weight`, also for its blocks."""
     for ending, theirs in ((BLOCKS_SUFFIX, ".weight"), (".weight", ".weight"), (".bias", ".bias")):
@@ -318,7 +267,6 @@ def _gguf_tensor_name(name: str, architecture: str) -> str:
 
 
 def _file_order(name: str) -> tuple[int, int, str]:
-    """Embedding, layers by number, then the rest."""
     if name.startswith(_EMBEDDING):
         return 0, 0, name
     parts = name.split(".")

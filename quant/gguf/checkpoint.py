@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,15 +18,9 @@ from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.ggml.tensor import GgufTensor, dequantize_blocks
 from ..model.checkpoint import Checkpoint
-from .architecture import (
-    ROPE_FACTORS,
-    from_gguf,
-    permuted_heads,
-    rules_of,
-    to_halves,
-)
+from .architecture import ROPE_FACTORS, from_gguf, permuted_heads, rules_of, to_halves
 from .container import ALIGNMENT, GgufFile, TensorInfo
-from .end_tokens import end_tokens
+from .keys import end_tokens
 from .mix import file_type
 from .read_config import stored_config
 from .read_tokenizer import read_tokenizer
@@ -83,19 +78,16 @@ class GgufCheckpoint(Checkpoint):
             self.source_tokenizer = {k: v for k, v in keys if k.startswith("tokenizer.")}
 
     def end_token_ids(self) -> frozenset[int]:
-        """End tokens by the files next to it, and by its own keys."""
         return super().end_token_ids() | frozenset(end_tokens(self._file.metadata))
 
     def companions(self) -> dict[str, bytes]:
-        """The files beside it, and the tokenizer of its keys where none is there."""
-        beside = super().companions()
-        if self.source_tokenizer is None:
-            return beside
-        with tempfile.TemporaryDirectory() as folder:
-            read_tokenizer(self._file).save_pretrained(folder)
-            return beside | {
-                path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())
-            }
+        """The files next to it, and the tokenizer of its keys where none is there."""
+        files = super().companions()
+        if self.source_tokenizer is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                read_tokenizer(self._file).save_pretrained(folder)
+                files |= {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        return files
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor: blocks as bytes, all others as floats (an embedding in blocks as float32).
@@ -131,18 +123,15 @@ class GgufCheckpoint(Checkpoint):
         return GgufTensor(data.view(info.shape[0], -1), GgufScheme(info.type))
 
     def release(self) -> None:
-        """Drop the mapped pages from memory; blocks that are still held are read again on access."""
         self._file.release()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor as `tensor` gives it."""
         info = self._infos[name]
         if not name.endswith(BLOCKS_SUFFIX):
             return info.shape
         return info.shape[0], info.nbytes // info.shape[0]
 
     def dtype_name(self, name: str) -> str:
-        """Dtype of a tensor as safetensors would spell it."""
         if name.endswith(BLOCKS_SUFFIX):
             return "U8"
         kind = self._infos[name].type
@@ -158,12 +147,8 @@ class DequantizedGguf(GgufCheckpoint):
         config = self.config.pop("quantization_config", None)
         if config is None:
             return
-        self._infos = {
-            f"{name.removesuffix(BLOCKS_SUFFIX)}.weight"
-            if name.endswith(BLOCKS_SUFFIX)
-            else name: info
-            for name, info in self._infos.items()
-        }
+        suffix = re.compile(rf"{re.escape(BLOCKS_SUFFIX)}$")
+        self._infos = {suffix.sub(".weight", name): info for name, info in self._infos.items()}
         self.shard_of = dict.fromkeys(self._infos, self.path.name)
         self.source_type = file_type(self._file, config["types"].values())
         self.notes = (
@@ -177,17 +162,16 @@ class DequantizedGguf(GgufCheckpoint):
     def dtype_name(self, name: str) -> str:
         if self._infos[name].type in _DTYPES:
             return super().dtype_name(name)
-        return _STORED_AS.get(
-            str(self.config.get("dtype") or self.config.get("torch_dtype")), "BF16"
-        )
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        return _STORED_AS.get(str(dtype), "BF16")
 
 
+# Bytes of blocks that are dequantized at once: intermediate values take tens of times as many.
 _AT_ONCE = 2**20
-"""Bytes of blocks that are dequantized at once: intermediate values take tens of times as many."""
 
 
 def _dequantized(blocks: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Blocks [rows, row bytes] as float32 [rows, width], some rows at a time."""
+    """Blocks `[rows, row bytes]` as float32 `[rows, width]`."""
     width, size = GGUF_BLOCKS[type_name]
     whole = blocks.new_empty(len(blocks), blocks.shape[1] // size * width, dtype=torch.float32)
     rows = max(1, _AT_ONCE // blocks.shape[1])

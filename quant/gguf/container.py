@@ -6,6 +6,9 @@ Layout, all little endian (ggml's `docs/gguf.md`):
     each key:     string key, u32 type, value             (a string is u64 length, then utf-8)
     each tensor:  string name, u32 dims, u64 × dims (row length first), u32 type, u64 offset
     padding, then the data; offsets count from its start, and each is a multiple of the alignment
+
+The `gguf` package's reader makes an array of every string (seconds for a vocabulary, at each of three opens)
+and names no key of a damaged file; its writer refuses texts that are no utf-8, and knows no size beforehand.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,14 +47,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file.
-
-    Attributes:
-        shape: as torch has it, the row length last.
-        type: name of its ggml type, such as `Q4_K`.
-        start: first byte of its data in the file.
-        nbytes: bytes of its data.
-    """
+    """One tensor of a file: torch's shape, the name of its ggml type, first byte and size of its data."""
 
     name: str
     shape: tuple[int, ...]
@@ -64,15 +60,6 @@ _Header = tuple[dict[str, Any], dict[str, TensorInfo]]
 """Keys and values, and tensors by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A header that was read, with what tells that a file has the same."""
-
-    header: _Header
-    end: int
-    digest: bytes
-
-
 def data_bytes(type_name: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor of this type; rows are whole blocks."""
     per_block, block_bytes = TYPE_SIZES[type_name]
@@ -80,17 +67,15 @@ def data_bytes(type_name: str, shape: Sequence[int]) -> int:
 
 
 class GgufFile:
-    """A GGUF file that was opened and checked: every tensor lies inside it.
-
-    Attributes:
-        metadata: the keys and values; arrays are lists.
-        tensors: by name, in the order of the file.
+    """A GGUF file that was opened and checked: keys and values, arrays as lists, and tensors in file order.
 
     Raises:
         BadInput: not a GGUF file, another version, cut off, or a tensor type that cannot be read here.
     """
 
-    _last: ClassVar[_Kept | None] = None
+    # The last header, its bytes and its digest: a start opens its model three times, and a vocabulary has
+    # hundreds of thousands of strings.
+    _last: ClassVar[tuple[_Header, int, bytes] | None] = None
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -102,24 +87,17 @@ class GgufFile:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise BadInput(f"{self.path} cannot be read: {error.strerror}") from error
-        self.metadata, self.tensors = self._kept_header()
-
-    def _kept_header(self) -> _Header:
-        """The keys and the tensors; those of the file that was opened last are kept: a start opens its
-        model three times, and a vocabulary has hundreds of thousands of strings."""
-        kept = GgufFile._last
-        if kept is None or self._digest(kept.end) != kept.digest:
+        last = GgufFile._last
+        if last is None or self._digest(last[1]) != last[2]:
             header, end = self._read_header()
-            GgufFile._last = kept = _Kept(header, end, self._digest(end))
-        return kept.header
+            GgufFile._last = last = header, end, self._digest(end)
+        self.metadata, self.tensors = last[0]
 
     def _digest(self, end: int) -> bytes:
-        """Hash the file's size and the header in its first bytes."""
         size = len(self._bytes)
         return sha256(self._bytes[:end] + size.to_bytes(8, "little")).digest()
 
     def _read_header(self) -> tuple[_Header, int]:
-        """(the header, the bytes that it takes)."""
         cursor = _Cursor(self._bytes, self.path)
         if cursor.take(4, "its first bytes") != GGUF_MAGIC:
             raise BadInput(f"{self.path} is no GGUF file: it does not begin with 'GGUF'")
@@ -180,16 +158,14 @@ class GgufFile:
         return infos
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor, `[nbytes]`, read-only and still in the file."""
         return self.bytes_of(self.tensors[name])
 
     def bytes_of(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor, or of one matrix of it, likewise."""
+        """The bytes of a tensor, or of one matrix of it, `[nbytes]`, read-only and still in the file."""
         return np.frombuffer(self._bytes, np.uint8, count=info.nbytes, offset=info.start)
 
     def release(self) -> None:
-        """Drop the mapped pages read so far (`madvise`), which are read again on access, and what is kept of
-        the header for the next who opens the file."""
+        """Drop the header that is kept, and the mapped pages (`madvise`), which are read again on access."""
         GgufFile._last = None
         if hasattr(mmap, "MADV_DONTNEED"):
             self._bytes.madvise(mmap.MADV_DONTNEED)
@@ -199,9 +175,7 @@ class _Cursor:
     """A sequential reader of a file's bytes; BadInput names what is missing where the file ends early."""
 
     def __init__(self, data: mmap.mmap, path: Path):
-        self._data = data
-        self._path = path
-        self.position = 0
+        self._data, self._path, self.position = data, path, 0
 
     def take(self, count: int, what: str) -> bytes:
         end = self.position + count
@@ -228,16 +202,12 @@ class _Cursor:
             raise BadInput(f"{self._path}: key {key!r} has value type {kind}: it is damaged")
         inner, count = self.number("I", key), self.number("Q", key)
         if inner in _SCALARS:
-            code = f"<{count}{_SCALARS[inner]}"
-            return list(
-                struct.unpack(code, self.take(count * struct.calcsize(f"<{code[-1]}"), key))
-            )
-        if inner == _STRING:
-            return self._strings(count, key)
-        return [self.value(inner, key) for _ in range(count)]
-
-    def _strings(self, count: int, key: str) -> list[str]:
-        """So many strings, in one loop without calls: vocabularies have hundreds of thousands."""
+            code = _SCALARS[inner]
+            packed = self.take(count * struct.calcsize(f"<{code}"), key)
+            return list(struct.unpack(f"<{count}{code}", packed))
+        if inner != _STRING:
+            return [self.value(inner, key) for _ in range(count)]
+        # One loop without calls: vocabularies have hundreds of thousands of strings.
         data, position, length_at = self._data, self.position, struct.Struct("<Q").unpack_from
         strings, size = [], len(data)
         for _ in range(count):
@@ -258,13 +228,7 @@ class _Cursor:
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor of a file that is being written.
-
-    Attributes:
-        shape: as torch has it.
-        type: name of its ggml type.
-        chunks: yields its bytes in chunks, when it is written.
-    """
+    """A tensor of a file that is written: torch's shape, ggml type, and a function that yields its bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -273,26 +237,28 @@ class TensorToWrite:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
-    """Write a GGUF file atomically, one tensor in memory at a time.
+    """Write a GGUF file atomically, one tensor in memory at a time; BadInput if the disk is full.
 
-    Args:
-        metadata: str, bool, int (stored as u32), float (f32), or a list of str, int (i32) or float.
-
-    Raises:
-        BadInput: the disk is full. An existing file is untouched.
+    Values are str, bool, int (stored as u32), float (f32), or a list of str, int (i32) or float.
     """
     with atomic_file(path) as file:
-        _write(file, metadata, tensors)
+        file.write(_header(metadata, tensors))
+        for tensor in tensors:
+            start, expected = file.tell(), data_bytes(tensor.type, tensor.shape)
+            for chunk in tensor.chunks():
+                file.write(chunk)
+            written = file.tell() - start
+            if written != expected:
+                raise ValueError(f"{tensor.name} gave {written} bytes, its shape says {expected}")
+            file.write(bytes(_aligned(written) - written))
 
 
 def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> int:
-    """File size of `write_gguf`."""
     data = sum(_aligned(data_bytes(tensor.type, tensor.shape)) for tensor in tensors)
     return len(_header(metadata, tensors)) + data
 
 
 def _header(metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> bytes:
-    """Everything before the data, padded."""
     parts = [GGUF_MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     parts += [_string(key) + _typed(value) for key, value in metadata.items()]
     offset = 0
@@ -303,18 +269,6 @@ def _header(metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> by
         offset += _aligned(data_bytes(tensor.type, tensor.shape))
     header = b"".join(parts)
     return header.ljust(_aligned(len(header)), b"\0")
-
-
-def _write(file: IO[bytes], metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
-    file.write(_header(metadata, tensors))
-    for tensor in tensors:
-        start, expected = file.tell(), data_bytes(tensor.type, tensor.shape)
-        for chunk in tensor.chunks():
-            file.write(chunk)
-        written = file.tell() - start
-        if written != expected:
-            raise ValueError(f"{tensor.name} gave {written} bytes, its shape says {expected}")
-        file.write(bytes(_aligned(written) - written))
 
 
 def _aligned(count: int) -> int:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -36,9 +36,7 @@ class ImportanceMatrix:
         means: float32 `[matrices, in]` by tensor name, such as `blk.0.attn_q.weight`; from a file of the old
             format `[1, matrices * in]`.
         counts: tokens that each matrix saw, float32 `[matrices]`.
-        dataset: the text that it was measured on.
-        chunk_size: tokens in a chunk of the text.
-        chunks: how many chunks were read.
+        dataset: name of the text that was read, in `chunks` of `chunk_size` tokens.
     """
 
     means: dict[str, torch.Tensor]
@@ -50,13 +48,9 @@ class ImportanceMatrix:
     def of(
         self, module: str, architecture: str = "llama", matrices: int = 1
     ) -> torch.Tensor | None:
-        """The mean squares of a linear's inputs `[in]`, by its Hugging Face name; None: it has no entry.
+        """Mean squares of a linear's inputs `[in]`, by its Hugging Face name; None: it has no entry.
 
-        Args:
-            matrices: number of the layer's experts, of an expert's linear.
-
-        Raises:
-            BadInput: an entry of more or fewer experts.
+        BadInput for an entry of another number of experts than `matrices`.
         """
         means = self.means.get(f"{to_gguf(module, architecture)}.weight")
         if means is None:
@@ -101,11 +95,7 @@ class ImportanceMatrix:
 
 
 def read_imatrix(path: Path) -> ImportanceMatrix:
-    """Read a file of either format, by its first bytes.
-
-    Raises:
-        BadInput: no such file, or it is damaged or of another kind.
-    """
+    """Read a file of either format, by its first bytes; BadInput if it is missing, damaged or another."""
     try:
         with path.open("rb") as file:
             is_gguf = file.read(4) == b"GGUF"
@@ -118,28 +108,29 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
 
 
 def write_imatrix(path: Path, matrix: ImportanceMatrix) -> None:
-    """Write a file atomically: the old format where the name ends in `.dat`, else GGUF.
-
-    Raises:
-        BadInput: the disk is full.
-    """
+    """Write a file atomically, in the old format where the name ends in `.dat`; BadInput on a full disk."""
     if path.suffix == ".dat":
-        write_atomically(path, _legacy_bytes(matrix))
+        parts = [struct.pack("<i", len(matrix.means))]
+        for name, means in sorted(matrix.means.items()):
+            # Rounded up, so that no entry has zero calls.
+            calls = max(1, -(-int(_counts(matrix, name).max()) // matrix.chunk_size))
+            values, text = (means * calls).to(torch.float32).flatten(), name.encode()
+            parts += [struct.pack("<i", len(text)), text, struct.pack("<ii", calls, len(values))]
+            parts.append(values.numpy().tobytes())
+        text = matrix.dataset.encode()
+        parts += [struct.pack("<ii", matrix.chunks, len(text)), text]
+        write_atomically(path, b"".join(parts))
         return
     tensors = []
     for name, means in sorted(matrix.means.items()):
         counts = _counts(matrix, name).unsqueeze(1)
         for ending, values in ((_SUMS, means * counts), (_COUNTS, counts)):
             data = values.to(torch.float32).contiguous().numpy().tobytes()
-            shape = (values.shape[0], values.shape[1])
-            tensors.append(TensorToWrite(name + ending, shape, "F32", lambda data=data: [data]))
-    metadata = {
-        "general.type": "imatrix",
-        "imatrix.datasets": [matrix.dataset],
-        "imatrix.chunk_count": matrix.chunks,
-        "imatrix.chunk_size": matrix.chunk_size,
-    }
-    write_gguf(path, metadata, tensors)
+            tensor = TensorToWrite(name + ending, tuple(values.shape), "F32", lambda d=data: [d])
+            tensors.append(tensor)
+    metadata: dict[str, Any] = {"general.type": "imatrix", "imatrix.datasets": [matrix.dataset]}
+    sizes = {"imatrix.chunk_count": matrix.chunks, "imatrix.chunk_size": matrix.chunk_size}
+    write_gguf(path, metadata | sizes, tensors)
 
 
 def _read_gguf(file: GgufFile) -> ImportanceMatrix:
@@ -158,13 +149,10 @@ def _read_gguf(file: GgufFile) -> ImportanceMatrix:
         reached = (seen > 0).unsqueeze(1)
         means[tensor] = torch.where(reached, sums / seen.clamp(min=1).unsqueeze(1), 1.0)
         counts[tensor] = seen
-    return ImportanceMatrix(
-        means,
-        counts,
-        dataset=", ".join(file.metadata.get("imatrix.datasets", [])),
-        chunk_size=int(file.metadata.get("imatrix.chunk_size", 512)),
-        chunks=int(file.metadata.get("imatrix.chunk_count", 1)),
-    )
+    keys = file.metadata
+    dataset = ", ".join(keys.get("imatrix.datasets", []))
+    sizes = keys.get("imatrix.chunk_size", 512), keys.get("imatrix.chunk_count", 1)
+    return ImportanceMatrix(means, counts, dataset, *map(int, sizes))
 
 
 def _floats(file: GgufFile, name: str) -> torch.Tensor:
@@ -203,19 +191,6 @@ def _read_legacy(file: BinaryIO, path: Path) -> ImportanceMatrix:
     chunks, length = struct.unpack("<ii", tail) if len(tail) == 8 else (1, 0)
     dataset = file.read(max(length, 0)).decode("utf-8", errors="replace")
     return ImportanceMatrix(means, dataset=dataset, chunks=chunks)
-
-
-def _legacy_bytes(matrix: ImportanceMatrix) -> bytes:
-    parts = [struct.pack("<i", len(matrix.means))]
-    for name, means in sorted(matrix.means.items()):
-        text = name.encode()
-        # Rounded up, so that no entry has zero calls.
-        calls = max(1, -(-int(_counts(matrix, name).max()) // matrix.chunk_size))
-        values = (means * calls).to(torch.float32).flatten()
-        parts += [struct.pack("<i", len(text)), text, struct.pack("<ii", calls, len(values))]
-        parts.append(values.numpy().tobytes())
-    text = matrix.dataset.encode()
-    return b"".join([*parts, struct.pack("<ii", matrix.chunks, len(text)), text])
 
 
 def _counts(matrix: ImportanceMatrix, name: str) -> torch.Tensor:

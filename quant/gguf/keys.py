@@ -1,16 +1,19 @@
-"""Treatment of every header key that llama.cpp names, and a reader that refuses the rest.
+"""Treatment of every header key that llama.cpp names, a reader that refuses the rest, and end tokens.
 
 The names are those of llama.cpp's src/llama-arch.cpp; what it reads for an architecture is in src/models/
 and in the common part of src/llama-model.cpp (autumn 2026). A key of the architecture's own namespace, or of
 the tokenizer's, must be used or known to change nothing: a model that is computed without a key that it
 needs gives plausible wrong numbers. Every name that is in no table here is refused.
+
+Tokens that end an answer are found as llama.cpp's src/llama-vocab.cpp collects them: every EOS, EOT and EOM
+token, and every token of certain texts. A file has one key of each kind; others must have such texts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +26,28 @@ TOKENIZER = "tokenizer.ggml"
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """Treatment of one key.
-
-    Attributes:
-        treatment: "used"; "ignored"; or "refused", unless it has one of `harmless`.
-        note: the meaning of a used key, or the reason why one is ignored.
-        harmless: values that change nothing.
-    """
+    """Treatment of one key: "used", "ignored", or "refused" unless it has one of the `harmless` values, and
+    the meaning of a used key, or the reason why one is ignored."""
 
     treatment: str
     note: str
     harmless: tuple[Any, ...] = ()
 
 
-def _used(**notes: str) -> dict[str, KeyRule]:
-    return {name.replace("__", "."): KeyRule("used", note) for name, note in notes.items()}
-
-
-def _ignored(**notes: str) -> dict[str, KeyRule]:
-    return {name.replace("__", "."): KeyRule("ignored", note) for name, note in notes.items()}
+def _keys(treatment: str, /, **notes: str) -> dict[str, KeyRule]:
+    return {name.replace("__", "."): KeyRule(treatment, note) for name, note in notes.items()}
 
 
 def _unless(**harmless: Any) -> dict[str, KeyRule]:
-    return {
-        name.replace("__", "."): KeyRule(
-            "refused", "", value if isinstance(value, tuple) else (value,)
-        )
-        for name, value in harmless.items()
+    tuples = {
+        key: value if isinstance(value, tuple) else (value,) for key, value in harmless.items()
     }
+    return {key.replace("__", "."): KeyRule("refused", "", value) for key, value in tuples.items()}
 
 
 ARCHITECTURE_KEYS: dict[str, KeyRule] = {
-    **_used(
+    **_keys(
+        "used",
         block_count="`num_hidden_layers`",
         context_length="`max_position_embeddings`",
         embedding_length="`hidden_size`",
@@ -95,7 +88,8 @@ ARCHITECTURE_KEYS: dict[str, KeyRule] = {
             "0.1 and 1 are `mscale_all_dim` 1 in the converter's two conventions; others are refused"
         ),
     ),
-    **_ignored(
+    **_keys(
+        "ignored",
         vocab_size="the rows of the embedding count",
         tensor_data_layout="llama.cpp does not read it",
     ),
@@ -123,7 +117,8 @@ ARCHITECTURE_KEYS: dict[str, KeyRule] = {
 _INFILLING = "infilling is not a prompt of its own here"
 
 TOKENIZER_KEYS: dict[str, KeyRule] = {
-    **_used(
+    **_keys(
+        "used",
         model="gpt2, llama or gemma4; others are refused",
         pre="the name of the expressions that cut a text; an unknown one is refused",
         tokens="the vocabulary",
@@ -147,7 +142,8 @@ TOKENIZER_KEYS: dict[str, KeyRule] = {
         fim_rep_token_id="ends an answer",
         fim_sep_token_id="ends an answer",
     ),
-    **_ignored(
+    **_keys(
+        "ignored",
         token_type_count="for models of sentence pairs",
         cls_token_id="for classifiers",
         add_padding_token="Ollama's; a text has no padding",
@@ -168,93 +164,130 @@ TOKENIZER_KEYS: dict[str, KeyRule] = {
 _UNKNOWN = KeyRule("refused", "")
 
 
+@dataclass
 class HeaderKeys:
-    """Keys of one namespace of a file's header: what is read is ticked off, and `check` refuses the rest.
+    """Keys of one namespace of a file's header: `get` ticks them off, and `check` refuses the rest.
 
-    Args:
-        path: the file, for messages.
-        metadata: every key of the file.
-        namespace: start of the names, such as `llama`.
-        rules: treatment by the rest of the name.
-        remedy: end of the refusal, what the user can do.
+    Names start with `namespace`, such as `llama`; `rules` are by the rest of the name, and `remedy` ends a
+    refusal: it tells the user what to do.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        metadata: Mapping[str, Any],
-        namespace: str,
-        rules: Mapping[str, KeyRule],
-        remedy: str,
-    ):
-        self._path, self._metadata, self._namespace = path, metadata, namespace
-        self._rules, self._remedy = rules, remedy
-        self._read: set[str] = set()
+    path: Path
+    metadata: Mapping[str, Any]
+    namespace: str
+    rules: Mapping[str, KeyRule]
+    remedy: str
+    _read: set[str] = field(default_factory=set)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A key's value, ticked off."""
         self._read.add(name)
-        return self._metadata.get(f"{self._namespace}.{name}", default)
+        return self.metadata.get(f"{self.namespace}.{name}", default)
 
     def need(self, name: str) -> Any:
-        """A key's value; raises BadInput where the file lacks it."""
         if (value := self.get(name)) is None:
             raise BadInput(
-                f"{self._path} lacks the key {self._namespace}.{name}: it is no whole model"
+                f"{self.path} lacks the key {self.namespace}.{name}: it is no whole model"
             )
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A number above 0; raises BadInput for anything else."""
         value = self.need(name) if default is None else self.get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            shown = shortened(value)
-            raise BadInput(
-                f"{self._path}: {self._namespace}.{name} is {shown}, not a number above 0"
-            )
+            text = f"{self.namespace}.{name} is {shortened(value)}, not a number above 0"
+            raise BadInput(f"{self.path}: {text}")
         return value
 
     def number(self, name: str, default: float) -> float:
-        """A number as the shortest decimal that rounds to its float32: 1e-06, not 9.999999974752427e-07.
-
-        Raises:
-            BadInput: anything else.
-        """
+        """A number as the shortest decimal that rounds to its float32: 1e-06, not 9.999999974752427e-07."""
         value = self.get(name, default)
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not math.isfinite(value)
-        ):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
             raise self.refuse(name, "not a number")
         return float(str(np.float32(value)))
 
     def refuse(self, name: str, reason: str = "") -> BadInput:
         """The error for a value that the reader cannot follow."""
-        value = shortened(self._metadata.get(f"{self._namespace}.{name}"))
+        value = shortened(self.metadata.get(f"{self.namespace}.{name}"))
         reason = f" ({reason})" if reason else ""
         return BadInput(
-            f"{self._path}: {self._namespace}.{name} is {value}, which is not read here{reason}: "
-            f"{self._remedy}"
+            f"{self.path}: {self.namespace}.{name} is {value}, which is not read here{reason}: "
+            f"{self.remedy}"
         )
 
     def check(self, elsewhere: Collection[str] = ()) -> None:
-        """Refuse what was read neither here nor `elsewhere`, and is not known to change nothing.
-
-        Raises:
-            BadInput: such a key, by name.
-        """
-        for key, value in self._metadata.items():
-            namespace, _, name = key.partition(f"{self._namespace}.")
+        """Raises BadInput for a key that was read neither here nor `elsewhere`, unless it changes nothing."""
+        for key, value in self.metadata.items():
+            namespace, _, name = key.partition(f"{self.namespace}.")
             if namespace or not name or name in self._read or name in elsewhere:
                 continue
-            rule = self._rules.get(name, _UNKNOWN)
+            rule = self.rules.get(name, _UNKNOWN)
             harmless = rule.harmless if rule.treatment == "refused" else (0, [])
             if rule.treatment != "ignored" and value not in harmless:
                 raise self.refuse(name)
 
 
 def shortened(value: Any) -> str:
-    """A value as text of at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+OLLAMAS_ENDS = "eos_token_ids"
+"""Ollama's key for all end tokens of a model."""
+END_KINDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+# llama.cpp takes the first token of these texts where the file has no key of the kind.
+_BY_TEXT = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_ENDS: frozenset[str] = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~[",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+})  # fmt: skip
+_WANTED = _ENDS.union(*_BY_TEXT.values())
+_CONTROL = 3
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Ids of the tokens that end an answer, the EOS token first; none without a vocabulary or keys."""
+    tokens = _list(metadata, "tokens")
+    texts = {text: tokens.index(text) for text in _WANTED.intersection(tokens)}
+    named = {kind: metadata.get(f"{TOKENIZER}.{kind}_token_id") for kind in END_KINDS}
+    if named["eos"] is None and metadata.get(f"{TOKENIZER}.model") == "llama":
+        named["eos"] = 2
+    for kind, candidates in _BY_TEXT.items():
+        if named[kind] is None:
+            named[kind] = min((texts[text] for text in candidates if text in texts), default=None)
+    ends, types = _ENDS & texts.keys(), _list(metadata, "token_type")
+    if {"<|call|>", "<|return|>"} <= ends or {"<|calls|>", "<|flush|>"} <= ends:
+        ends -= {"<|end|>"}  # of a message in Harmony's and Solar's templates, not of the answer
+    if "</s>" in ends and texts["</s>"] < len(types) and types[texts["</s>"]] != _CONTROL:
+        ends -= {"</s>"}  # the HTML tag in Gemma's vocabulary, which is no control token
+    ids = (*named.values(), *_list(metadata, OLLAMAS_ENDS), *sorted(texts[text] for text in ends))
+    inside = (number for number in ids if isinstance(number, int) and 0 <= number < len(tokens))
+    return tuple(dict.fromkeys(inside))
+
+
+def end_keys(ids: Collection[int], eos: int | None, tokens: Sequence[str]) -> dict[str, int]:
+    """The keys of all end tokens `ids` of a vocabulary but EOS, which has its own.
+
+    Raises:
+        BadInput: more end tokens than keys, of texts that llama.cpp does not know.
+    """
+    further = [number for number in sorted(ids) if number != eos]
+    unknown = [number for number in further if tokens[number] not in _ENDS]
+    if len(unknown) > 2:
+        shown = ", ".join(tokens[number] for number in unknown)
+        raise BadInput(f"GGUF has keys for two end tokens next to EOS, and the model has {shown}")
+    chosen = [*unknown, *(number for number in further if number not in unknown)]
+    return {
+        f"{TOKENIZER}.{kind}_token_id": number
+        for kind, number in zip(("eot", "eom"), chosen, strict=False)
+    }
+
+
+def _list(metadata: Mapping[str, Any], name: str) -> list[Any]:
+    value = metadata.get(f"{TOKENIZER}.{name}")
+    return value if isinstance(value, list) else []

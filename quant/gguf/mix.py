@@ -6,9 +6,10 @@ those of the category, and the shape of the model; a width that a type does not 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from ...base.errors import BadInput
@@ -28,39 +29,26 @@ _OUTPUTS = {"Q2_K": "Q3_K", "IQ3_XXS": "IQ3_S", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_
 _LAYERS_OF_70B = {"llama": 80, "qwen2": 80, "olmo": 80}
 
 
-class Category(Enum):
-    """Kinds of tensors that the rules tell apart; fused q, k, v count as values."""
-
-    OUTPUT = auto()
-    ATTENTION_V = auto()
-    ATTENTION_K = auto()
-    ATTENTION_Q = auto()
-    ATTENTION_OUTPUT = auto()
-    FFN_UP = auto()
-    FFN_GATE = auto()
-    FFN_DOWN = auto()
-    OTHER = auto()
+# Kinds of tensors that the rules tell apart; fused q, k, v count as values.
+Category = Enum(
+    "Category",
+    "OUTPUT ATTENTION_V ATTENTION_K ATTENTION_Q ATTENTION_OUTPUT FFN_UP FFN_GATE FFN_DOWN OTHER",
+)
 
 
 _BY_NAME = {
-    "attn_qkv": Category.ATTENTION_V,
-    "attn_kv_b": Category.ATTENTION_V,
-    "attn_v": Category.ATTENTION_V,
+    **dict.fromkeys(("attn_qkv", "attn_kv_b", "attn_v"), Category.ATTENTION_V),
     "attn_k": Category.ATTENTION_K,
     "attn_q": Category.ATTENTION_Q,
     "attn_output": Category.ATTENTION_OUTPUT,
 }
+_BY_START = {f"ffn_{name}": Category[f"FFN_{name.upper()}"] for name in ("up", "gate", "down")}
 
 
 @dataclass(frozen=True, slots=True)
 class MixShape:
-    """Shape of a model, as far as the rules ask for it.
-
-    Attributes:
-        experts: of a layer; 0: dense.
-        architecture: `general.architecture`.
-        has_importance: whether importance weighs the errors.
-    """
+    """Shape of a model, as far as the rules ask for it: `experts` of a layer are 0 in a dense model, and
+    `has_importance` is True where importance weighs the errors."""
 
     layers: int
     heads: int = 1
@@ -71,12 +59,10 @@ class MixShape:
 
     @property
     def shares_values(self) -> bool:
-        """Whether at least four heads share a value projection."""
         return self.heads // self.kv_heads >= 4
 
     @property
     def is_70b(self) -> bool:
-        """Whether llama.cpp takes it for a 70B model."""
         if self.architecture == "llama" and self.heads == self.kv_heads:
             return False
         return self.layers == _LAYERS_OF_70B.get(self.architecture)
@@ -85,7 +71,6 @@ class MixShape:
 def shape_of(
     config: Mapping[str, Any], architecture: str, *, has_importance: bool = False
 ) -> MixShape:
-    """The shape of a `config.json`."""
     heads = int(config["num_attention_heads"])
     experts = ("num_local_experts", "num_experts", "n_routed_experts")
     return MixShape(
@@ -103,14 +88,8 @@ def category_of(tensor: str) -> Category:
     if tensor in ("output", "lm_head"):
         return Category.OUTPUT
     name = tensor.split(".")[-1]
-    for start, category in (
-        ("ffn_up", Category.FFN_UP),
-        ("ffn_gate", Category.FFN_GATE),
-        ("ffn_down", Category.FFN_DOWN),
-    ):
-        if name.startswith(start):
-            return category
-    return _BY_NAME.get(name, Category.OTHER)
+    starts = (category for start, category in _BY_START.items() if name.startswith(start))
+    return next(starts, _BY_NAME.get(name, Category.OTHER))
 
 
 def default_head(mix: str, default: str, in_features: int) -> str:
@@ -120,15 +99,6 @@ def default_head(mix: str, default: str, in_features: int) -> str:
     if mix in _LOW or mix == "IQ3_XXS":
         return "Q5_K"
     return default if default == "Q8_0" else "Q6_K"
-
-
-def default_embedding(mix: str, default: str) -> str:
-    """The type of an embedding with a head of its own."""
-    if mix.startswith("MXFP4"):
-        return "Q8_0"
-    if mix in _LARGER_LOW or mix == "IQ3_XXS":
-        return "IQ3_S"
-    return "Q2_K" if mix in _LOW else default
 
 
 def wanted(
@@ -142,10 +112,8 @@ def wanted(
 ) -> str:
     """The type of a tensor of the decoder layers, before the fallback for its width.
 
-    Args:
-        default: the type that most weights of the mix have.
-        number: how many tensors of the category came before, in llama.cpp's order.
-        values: tensors of the category `ATTENTION_V` in the whole model.
+    `default` is the type of most weights, `number` counts the tensors of the category before this one, in
+    llama.cpp's order, and `values` those of `ATTENTION_V` in the whole model.
     """
     if mix == "MXFP4_MOE":
         return "MXFP4" if tensor.endswith("_exps") else "Q8_0"
@@ -189,7 +157,6 @@ def _wanted_low(mix: str, default: str, category: Category, number: int, shape: 
 
 
 def _wanted_values(mix: str, default: str, number: int, values: int, shape: MixShape) -> str:
-    """The value projections."""
     block = default
     if mix == "Q2_K":
         block = "Q4_K" if shape.shares_values else "Q3_K"
@@ -212,7 +179,6 @@ def _wanted_values(mix: str, default: str, number: int, values: int, shape: MixS
 
 
 def _wanted_down(mix: str, default: str, layer: int, shape: MixShape) -> str:
-    """The down projections."""
     first, layers = layer < shape.layers // 8, shape.layers
     if mix == "Q2_K":
         return "Q3_K"
@@ -243,38 +209,17 @@ def has_more_bits(layer: int, layers: int) -> bool:
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
 
 
+_MIXES = (
+    "Q4_0 2, Q4_1 3, Q5_0 8, Q5_1 9, Q8_0 7, Q2_K 10, Q2_K_S 21 Q2_K, Q3_K_S 11 Q3_K, Q3_K_M 12 Q3_K, "
+    "Q3_K_L 13 Q3_K, Q4_K_S 14 Q4_K, Q4_K_M 15 Q4_K, Q5_K_S 16 Q5_K, Q5_K_M 17 Q5_K, Q6_K 18, IQ1_S 24, "
+    "IQ1_M 31, IQ2_XXS 19, IQ2_XS 20, IQ2_S 28 IQ2_XS, IQ2_M 29 IQ2_S, IQ3_XXS 23, IQ3_XS 22 IQ3_S, "
+    "IQ3_S 26, IQ3_M 27 IQ3_S, IQ4_NL 25, IQ4_XS 30, "
+    # MXFP4 is every linear here; llama.cpp's own has it in experts alone.
+    "MXFP4 38, MXFP4_MOE 38 MXFP4"
+)
+_MIX_FIELDS = [entry.split() for entry in _MIXES.split(", ")]
 # The type that most weights of a mix have, and llama.cpp's number for `general.file_type`.
-GGUF_TYPES = {
-    "Q4_0": ("Q4_0", 2),
-    "Q4_1": ("Q4_1", 3),
-    "Q5_0": ("Q5_0", 8),
-    "Q5_1": ("Q5_1", 9),
-    "Q8_0": ("Q8_0", 7),
-    "Q2_K": ("Q2_K", 10),
-    "Q2_K_S": ("Q2_K", 21),
-    "Q3_K_S": ("Q3_K", 11),
-    "Q3_K_M": ("Q3_K", 12),
-    "Q3_K_L": ("Q3_K", 13),
-    "Q4_K_S": ("Q4_K", 14),
-    "Q4_K_M": ("Q4_K", 15),
-    "Q5_K_S": ("Q5_K", 16),
-    "Q5_K_M": ("Q5_K", 17),
-    "Q6_K": ("Q6_K", 18),
-    "IQ1_S": ("IQ1_S", 24),
-    "IQ1_M": ("IQ1_M", 31),
-    "IQ2_XXS": ("IQ2_XXS", 19),
-    "IQ2_XS": ("IQ2_XS", 20),
-    "IQ2_S": ("IQ2_XS", 28),
-    "IQ2_M": ("IQ2_S", 29),
-    "IQ3_XXS": ("IQ3_XXS", 23),
-    "IQ3_XS": ("IQ3_S", 22),
-    "IQ3_S": ("IQ3_S", 26),
-    "IQ3_M": ("IQ3_S", 27),
-    "IQ4_NL": ("IQ4_NL", 25),
-    "IQ4_XS": ("IQ4_XS", 30),
-    "MXFP4": ("MXFP4", 38),  # every linear; llama.cpp's own has MXFP4 in experts alone
-    "MXFP4_MOE": ("MXFP4", 38),
-}
+GGUF_TYPES = {name: (types[0] if types else name, int(n)) for name, n, *types in _MIX_FIELDS}
 # What llama.cpp's own quantizer takes these names for.
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 DEFAULT_GGUF_TYPE = "Q4_K_M"
@@ -292,16 +237,11 @@ _FALLBACKS = {
 
 
 def names_mix(name: str) -> bool:
-    """Whether a name is that of a mix or block type, in any case."""
     return ALIASES.get(name.upper(), name.upper()) in GGUF_TYPES
 
 
 def mix_name(type_name: str) -> str:
-    """The mix that a name means, in any case: `Q4_K_M` for `q4_k`, as in llama.cpp.
-
-    Raises:
-        BadInput: no such type.
-    """
+    """The mix that a name means, in any case: `Q4_K_M` for `q4_k`, as in llama.cpp; else BadInput."""
     name = ALIASES.get(type_name.upper(), type_name.upper())
     if name not in GGUF_TYPES:
         raise BadInput(f"no GGUF type {type_name!r}: choose one of {', '.join(GGUF_TYPES)}")
@@ -328,34 +268,21 @@ def mix(
 ) -> dict[str, GgufScheme]:
     """The scheme of each linear of the decoder layers, and of `lm_head` where it is among them.
 
-    Where a type does not fit the width, llama.cpp's fallback with blocks of 32 replaces it.
-
-    Args:
-        type_name: one of `GGUF_TYPES`.
-        modules: `(out_features, in_features)` by full name, such as `model.layers.3.mlp.down_proj`.
-
-    Returns:
-        By full name; without modules whose inputs are no multiple of 32, which stay unquantized.
+    Where a type does not fit the width, llama.cpp's fallback with blocks of 32 replaces it; modules whose
+    inputs are no multiple of 32 are left out. `modules` are `(out_features, in_features)` by full name.
 
     Raises:
         BadInput: no such type.
     """
-    chosen = {
-        name: fitting(block, modules[name][1])
-        for name, block in _wanted(type_name, modules, shape).items()
-    }
+    blocks = _wanted(type_name, modules, shape)
+    chosen = {name: fitting(block, modules[name][1]) for name, block in blocks.items()}
     return {name: GgufScheme(block) for name, block in chosen.items() if block is not None}
 
 
 def mix_notes(type_name: str, modules: Mapping[str, tuple[int, int]], shape: MixShape) -> list[str]:
     """One line for each kind of fallback that `mix` made."""
-    counts: dict[tuple[str, str | None, int], int] = {}
-    for name, block in _wanted(type_name, modules, shape).items():
-        in_features = modules[name][1]
-        used = fitting(block, in_features)
-        if used != block:
-            key = block, used, in_features
-            counts[key] = counts.get(key, 0) + 1
+    widths = ((b, modules[name][1]) for name, b in _wanted(type_name, modules, shape).items())
+    counts = Counter((b, used, width) for b, width in widths if (used := fitting(b, width)) != b)
     return [
         f"note: {count} linears have {width} inputs, which {block} does not fit: "
         + (f"they become {used}" if used else "they stay unquantized")
@@ -372,7 +299,11 @@ def output_type(type_name: str, in_features: int) -> str | None:
 def embedding_type(type_name: str, in_features: int) -> str | None:
     """The block type of an untied embedding; None: none fits."""
     name = mix_name(type_name)
-    return fitting(default_embedding(name, GGUF_TYPES[name][0]), in_features)
+    if name.startswith("MXFP4"):
+        return fitting("Q8_0", in_features)
+    if name in _LARGER_LOW or name == "IQ3_XXS":
+        return fitting("IQ3_S", in_features)
+    return fitting("Q2_K" if name in _LOW else GGUF_TYPES[name][0], in_features)
 
 
 def fitting(block: str, in_features: int) -> str | None:
@@ -381,18 +312,6 @@ def fitting(block: str, in_features: int) -> str | None:
         if candidate and in_features % GGUF_BLOCKS[candidate][0] == 0:
             return candidate
     return None
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Tensors of a category that were seen before this one, as llama.cpp's rules count layers."""
-
-    seen: dict[Category, int] = field(default_factory=dict)
-
-    def next(self, category: Category) -> int:
-        number = self.seen.get(category, 0)
-        self.seen[category] = number + 1
-        return number
 
 
 def _wanted(
@@ -408,19 +327,20 @@ def _wanted(
     ordered = sorted(tensors, key=_file_order)
     categories = {tensor: category_of(tensor) for tensor in ordered}
     values = sum(category is Category.ATTENTION_V for category in categories.values())
-    counts, chosen = _Counts(), {}
+    # Tensors of a category before this one, as llama.cpp's rules count layers.
+    counts, chosen = Counter[Category](), {}
     for tensor in ordered:
         category = categories[tensor]
         if category is Category.OUTPUT:
             block = default_head(name, default, modules[tensors[tensor][0]][1])
         else:
-            number = counts.next(category)
-            block = wanted(name, default, category, tensor, number, values, shape)
+            block = wanted(name, default, category, tensor, counts[category], values, shape)
+            counts[category] += 1
         chosen |= dict.fromkeys(tensors[tensor], block)
     return {module: chosen[module] for module in modules}
 
 
 def _file_order(tensor: str) -> tuple[int, str]:
-    """llama.cpp's order: by layer, then by name."""
+    # llama.cpp's order: by layer, then by name.
     parts = tensor.split(".")
     return (int(parts[1]), tensor) if parts[0] == "blk" else (-1, tensor)

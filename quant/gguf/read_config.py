@@ -13,16 +13,12 @@ from ..families.spec_parts import yarn_scale
 from ..model.checkpoint import read_json
 from .architecture import ROPE_FACTORS, SHAPE_KEYS, gguf_families, query_scalar, rope_factors
 from .container import GgufFile
-from .end_tokens import end_tokens
-from .keys import ARCHITECTURE_KEYS, TOKENIZER, HeaderKeys
+from .keys import ARCHITECTURE_KEYS, TOKENIZER, HeaderKeys, end_tokens
 
 _REMEDY = "put the model's config.json next to the file"
 # RoPE scaling of Llama 3.1 to 3.3; GGUF stores only the resulting frequency factors.
-_LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA3_ROPE: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
 # Keys that llama.cpp requires, though transformers has a default.
 _REQUIRED = ("logit_scale", "expert_count", "expert_used_count")
 
@@ -31,7 +27,7 @@ def stored_config(file: GgufFile) -> dict[str, Any]:
     """The `config.json` next to a file, or without one that of its keys; no `quantization_config`.
 
     Raises:
-        BadInput: a part of a split model, a config of another model, or see `config_of`.
+        BadInput: see `config_of`; a part of a split model, or a config of another model.
     """
     if file.metadata.get("split.count", 0) not in (0, 1):
         raise BadInput(f"{file.path} is one part of several: merge them with llama-gguf-split")
@@ -183,9 +179,8 @@ def _yarn_parameters(keys: HeaderKeys, kind: str, factor: float) -> dict[str, An
     usual = yarn_scale(factor)
     given = keys.number("rope.scaling.yarn_attn_factor", 0.0)
     attn_factor = keys.number("rope.scaling.attn_factor", 1.0)
-    betas = {
-        name: keys.number(f"rope.scaling.yarn_{name}", 0.0) for name in ("beta_fast", "beta_slow")
-    }
+    names = ("beta_fast", "beta_slow")
+    betas = {name: keys.number(f"rope.scaling.yarn_{name}", 0.0) for name in names}
     if keys.get("rope.scaling.yarn_ext_factor", -1.0) not in (-1.0, float(is_yarn)):
         raise keys.refuse("rope.scaling.yarn_ext_factor")
     if not is_yarn:

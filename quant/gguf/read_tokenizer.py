@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
 from ..base.plain_tokenizer import PlainTokenizer
 from .container import GgufFile
-from .end_tokens import END_KINDS, OLLAMAS_ENDS
-from .keys import TOKENIZER, TOKENIZER_KEYS, HeaderKeys, shortened
+from .keys import END_KINDS, OLLAMAS_ENDS, TOKENIZER, TOKENIZER_KEYS, HeaderKeys, shortened
 from .tokenizer import ADDS_BOS, ADDS_SEPARATOR, EXPRESSIONS, IGNORES_MERGES, RAW_TEXT
 
+_REMEDY = "put the model's tokenizer.json next to the file"
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "\u2581"
 _SPECIAL = {
@@ -27,8 +26,8 @@ _SPECIAL = {
     "eos_token": "eos",
     "unk_token": "unknown",
     "pad_token": "padding",
-    "sep_token": "seperator",  # the key's own spelling
-    "mask_token": "mask",
+    "sep_token": "seperator",
+    "mask_token": "mask",  # the key's own spelling
 }
 # Of a SentencePiece vocabulary that does not say them.
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
@@ -45,14 +44,13 @@ def read_tokenizer(file: GgufFile) -> PlainTokenizer:
     """The tokenizer that a file describes.
 
     Raises:
-        BadInput: no tokenizer in the file, one of another kind, or a pre-tokenizer or key that is not
-            known.
+        BadInput: no tokenizer in the file, or a kind, a pre-tokenizer or a key that is not known.
     """
     keys = _Keys(file.path, file.metadata)
     if keys.model not in ("gpt2", "llama", "gemma4"):
         raise BadInput(
             f"{file.path} has a tokenizer of kind {keys.model!r}, which is not read here (gpt2, llama and "
-            "gemma4 are): put the model's tokenizer.json beside the file"
+            f"gemma4 are): {_REMEDY}"
         )
     raw = keys.model == "llama" or keys.pre in RAW_TEXT
     tokenizer = _sentencepiece(keys) if keys.model == "llama" else _bpe(keys, raw=raw)
@@ -85,36 +83,30 @@ class _Keys:
     """The `tokenizer.*` keys of a file, each checked when it is asked for."""
 
     def __init__(self, path: Path, metadata: Mapping[str, Any]):
-        self.path = path
-        self._metadata = metadata
-        remedy = "put the model's tokenizer.json next to the file"
-        self.header = HeaderKeys(path, metadata, TOKENIZER, TOKENIZER_KEYS, remedy)
+        self.path, self._metadata = path, metadata
+        self.header = HeaderKeys(path, metadata, TOKENIZER, TOKENIZER_KEYS, _REMEDY)
         self.model = _text(self.header.get("model"))
-        self.pre = "gemma4" if self.model == "gemma4" else self._pre()
-        self.tokens = self._tokens()
+        self.pre = _text(self.header.get("pre")) or "default"
+        if self.model == "gemma4":
+            self.pre = "gemma4"
+        elif self.model == "gpt2" and self.pre not in EXPRESSIONS:
+            what = f"cuts text by the pre-tokenizer {self.pre!r}, which is not known here"
+            raise BadInput(f"{path} {what}: {_REMEDY}")
+        # Tokens without a text have one of their id, as in llama.cpp.
+        self.tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(self.list("tokens", str))]
+        if not self.tokens:
+            raise BadInput(f"{path} holds no tokenizer: {_REMEDY}")
         self.vocab = {text: index for index, text in enumerate(self.tokens)}
         if len(self.vocab) < len(self.tokens):
             index = next(i for i, text in enumerate(self.tokens) if self.vocab[text] != i)
             text = self.tokens[index]
             raise BadInput(
-                f"{path}: the tokens {index} and {self.vocab[text]} are both {shortened(text)}: {remedy}"
+                f"{path}: the tokens {index} and {self.vocab[text]} are both {shortened(text)}: {_REMEDY}"
             )
         self.types: list[int] = self.list("token_type", int)
-        if self.types and len(self.types) != len(self.tokens):
-            raise BadInput(
-                f"{path}: {len(self.tokens)} tokens and {len(self.types)} types: it is damaged"
-            )
-
-    def _tokens(self) -> list[str]:
-        """The vocabulary; tokens without a text have one of their id, as in llama.cpp."""
-        tokens: list[str] = self.list("tokens", str)
-        if "" in tokens:
-            tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(tokens)]
-        if not tokens:
-            raise BadInput(
-                f"{self.path} holds no tokenizer: put the model's tokenizer.json beside it"
-            )
-        return tokens
+        count = len(self.tokens)
+        if self.types and len(self.types) != count:
+            raise BadInput(f"{path}: {count} tokens and {len(self.types)} types: it is damaged")
 
     def text(self, key: str) -> str | None:
         return _text(self._metadata.get(key))
@@ -138,39 +130,31 @@ class _Keys:
             raise BadInput(f"{self.path}: tokenizer.ggml.{kind}_token_id is {number!r}, no token's")
         return self.tokens[number] if 0 <= number < len(self.tokens) else None
 
-    def _pre(self) -> str:
-        name = _text(self.header.get("pre")) or "default"
-        if self.model == "gpt2" and name not in EXPRESSIONS:
-            raise BadInput(
-                f"{self.path} cuts text by the pre-tokenizer {name!r}, which is not known here: put the "
-                "model's tokenizer.json beside the file"
-            )
-        return name
-
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
 def _bpe(keys: _Keys, *, raw: bool) -> Any:
-    """Byte-level BPE; `raw` where tokens are spelled in the text's own characters."""
+    """Byte-level BPE; with `raw`, tokens are spelled in the text's own characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocab = keys.vocab
     merges = [_pair(line) for line in keys.list("merges", str)]
     options: dict[str, Any] = {"byte_fallback": raw, "ignore_merges": keys.pre in IGNORES_MERGES}
     if raw:
-        merges = _of_tokens(merges + _newline_merges(vocab), vocab)
+        # llama.cpp takes a run of newlines whole.
+        lengths = sorted(len(text) for text in vocab if text and not text.strip("\n"))
+        merges += [("\n" * cut, "\n" * (size - cut)) for size in lengths for cut in range(1, size)]
+        merges = _of_tokens(merges, vocab)
         options |= {"unk_token": keys.special("unknown"), "fuse_unk": True}
     try:
         merging = models.BPE(vocab=vocab, merges=merges, **options)
     except Exception:  # of what is no token; the package has no type of its own for it
         merging = models.BPE(vocab=vocab, merges=_of_tokens(merges, vocab), **options)
     tokenizer = Tokenizer(merging)
-    cuts: list[Any] = [
-        pre_tokenizers.Split(Regex(expression), behavior="isolated")
-        for expression in EXPRESSIONS[keys.pre]
-    ]
+    split = partial(pre_tokenizers.Split, behavior="isolated")
+    cuts: list[Any] = [split(Regex(expression)) for expression in EXPRESSIONS[keys.pre]]
     if raw:
         tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
         tokenizer.decoder = decoders.Sequence(
@@ -188,15 +172,9 @@ def _sentencepiece(keys: _Keys) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocab = keys.vocab
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=_scored_merges(keys, vocab),
-            unk_token=keys.special("unknown"),
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
+    merges, unknown = _scored_merges(keys, vocab), keys.special("unknown")
+    options: dict[str, Any] = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     prefix = keys.flag("add_space_prefix", True)
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend(_SPACE)] * prefix + [normalizers.Replace(" ", _SPACE)]
@@ -208,11 +186,9 @@ def _sentencepiece(keys: _Keys) -> Any:
 
 def _scored_merges(keys: _Keys, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token, the highest score first; of equal scores the lower id."""
-    scores = keys.list("scores", (float))
-    if len(scores) != len(keys.tokens):
-        raise BadInput(
-            f"{keys.path}: {len(keys.tokens)} tokens and {len(scores)} scores: it is damaged"
-        )
+    scores, count = keys.list("scores", float), len(keys.tokens)
+    if len(scores) != count:
+        raise BadInput(f"{keys.path}: {count} tokens and {len(scores)} scores: it is damaged")
     order = sorted(vocab.values(), key=lambda index: (-scores[index], index))
     return [
         (left, right)
@@ -225,18 +201,7 @@ def _scored_merges(keys: _Keys, vocab: Mapping[str, int]) -> list[tuple[str, str
 def _of_tokens(
     merges: Sequence[tuple[str, str]], vocab: Mapping[str, int]
 ) -> list[tuple[str, str]]:
-    """The merges of tokens that make a token."""
     return [(a, b) for a, b in merges if a in vocab and b in vocab and a + b in vocab]
-
-
-def _newline_merges(vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Merges that join newlines to the tokens of several: llama.cpp takes a run of newlines whole."""
-    lengths = sorted(len(text) for text in vocab if text and not text.strip("\n"))
-    return list(
-        chain.from_iterable(
-            [("\n" * cut, "\n" * (length - cut)) for cut in range(1, length)] for length in lengths
-        )
-    )
 
 
 def _pair(line: str) -> tuple[str, str]:

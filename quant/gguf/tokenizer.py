@@ -17,7 +17,7 @@ from typing import Any
 
 from ...base.errors import BadInput, first_line
 from ..model.checkpoint import read_json
-from .end_tokens import end_keys
+from .keys import end_keys
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _GPT2 = (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",)
@@ -57,11 +57,7 @@ _HAN_KANA = r"[一-龥぀-ゟ゠-ヿ]+"
 _PUNCTUATED = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
 )
-_DEEPSEEK3 = (
-    r"\p{N}{1,3}",
-    _HAN_KANA,
-    rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
-)
+_DEEPSEEK3 = (r"\p{N}{1,3}", _HAN_KANA, rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}")
 # Letters that have a case, as DeepSeek's tokenizer.json lists them.
 _CASED = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
@@ -83,6 +79,20 @@ _CASCADE = "".join(rf"|\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
 _LINES = r"[^\n]+|[\n]+"
 
 
+_LINE_END = r"\s*[\r\n]|\s+(?!\S)|\s+"
+_QWEN35 = _words(letters=r"[\p{L}\p{M}]+", symbols=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*")
+_JAIS2 = _words(digits=r"\p{N}{1,3}", spaces=rf"\s*[\r\n]+{_CASCADE}|\s{{1,2}}(?!\S)|\s{{1}}")
+_BAILING = _words(
+    start=r"'(?i:[sdmt]|ll|ve|re)|", symbols=r" ?[^\s\p{L}\p{N}]++[\r\n]*", spaces=_LINE_END
+)
+_EXAONE_MOE = _words(
+    letters=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+    symbols=r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+    spaces=_LINE_END,
+)
+_YOUTU = r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _HAN_KANA
+
+
 def _named(*families: tuple[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return {name: expressions for names, expressions in families for name in names.split()}
 
@@ -97,49 +107,18 @@ EXPRESSIONS = _named(
     ("llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _LLAMA3),
     ("dbrx smaug-bpe chatglm-bpe glm4 glm5", _LLAMA3),
     ("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _QWEN2),
-    (
-        "qwen35",
-        (_words(letters=r"[\p{L}\p{M}]+", symbols=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),),
-    ),
+    ("qwen35", (_QWEN35,)),
     ("ufakzeka", (_words(start=""),)),
     ("laguna", (_LINES, *_QWEN2)),
     ("minicpm5", (r"\p{N}{1,3}", _words(digits=r"\p{N}+"))),
-    (
-        "jais-2",
-        (_words(digits=r"\p{N}{1,3}", spaces=rf"\s*[\r\n]+{_CASCADE}|\s{{1,2}}(?!\S)|\s{{1}}"),),
-    ),
+    ("jais-2", (_JAIS2,)),
     ("seed-coder", (_words(symbols=r" ?[^\s\p{L}\p{N}\r\n]+"),)),
-    (
-        "bailingmoe bailingmoe2 llada-moe",
-        (
-            _words(
-                start=r"'(?i:[sdmt]|ll|ve|re)|",
-                symbols=r" ?[^\s\p{L}\p{N}]++[\r\n]*",
-                spaces=r"\s*[\r\n]|\s+(?!\S)|\s+",
-            ),
-        ),
-    ),
-    (
-        "exaone-moe",
-        (
-            _words(
-                letters=r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
-                symbols=r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
-                spaces=r"\s*[\r\n]|\s+(?!\S)|\s+",
-            ),
-        ),
-    ),
-    ("gpt-4o llama4 kanana2 talkie minimax-m2", _GPT4O),
-    ("granite-embed-multi-97m", _GPT4O),
+    ("bailingmoe bailingmoe2 llada-moe", (_BAILING,)),
+    ("exaone-moe", (_EXAONE_MOE,)),
+    ("gpt-4o llama4 kanana2 talkie minimax-m2 granite-embed-multi-97m", _GPT4O),
     ("tekken", (_cased_words(digits=r"\p{N}"),)),
     ("tiny_aya cohere2moe", (_GROUPS_OF_THREE, *_GPT4O)),
-    (
-        "youtu",
-        (
-            r"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|" + _HAN_KANA,
-            _cased_words(end=f"{_CONTRACTION}?", digits=r"\p{N}"),
-        ),
-    ),
+    ("youtu", (_YOUTU, _cased_words(end=f"{_CONTRACTION}?", digits=r"\p{N}"))),
     (
         "kimi-k2",
         (
@@ -162,18 +141,11 @@ EXPRESSIONS = _named(
             r"\p{N}+",
         ),
     ),
-    (
-        "deepseek-coder",
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
-    ),
+    ("deepseek-coder", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", _DEEPSEEK3),
     (
         "spark2_5",
-        (
-            *_DEEPSEEK3[:2],
-            rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+",
-            r"\p{N}",
-        ),
+        (*_DEEPSEEK3[:2], rf"{_PUNCTUATED}| ?[\p{{P}}\p{{S}}]+|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"),
     ),
     (
         "afmoe",
@@ -229,14 +201,8 @@ RAW_TEXT = _only("gemma4 granite-embed-multi-311m sarvam-moe")
 def name_of(expressions: Iterable[str], *, ignores_merges: bool) -> str | None:
     """llama.cpp's name of a pre-tokenizer, of those that are alike the first; None if it has none."""
     wanted = tuple(expressions)
-    return next(
-        (
-            name
-            for name, theirs in EXPRESSIONS.items()
-            if theirs == wanted and (name in IGNORES_MERGES) == ignores_merges
-        ),
-        None,
-    )
+    alike = (name for name, theirs in EXPRESSIONS.items() if theirs == wanted)
+    return next((name for name in alike if (name in IGNORES_MERGES) == ignores_merges), None)
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
@@ -245,12 +211,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 def tokenizer_keys(
     folder: Path, vocab_size: int, ends: Collection[int] = frozenset()
 ) -> dict[str, Any]:
-    """The `tokenizer.*` keys for the tokenizer of a checkpoint.
+    """The `tokenizer.*` keys for the tokenizer.json of a checkpoint, and tokens that end an answer.
 
-    Args:
-        folder: holds `tokenizer.json`.
-        vocab_size: rows of the embedding; ids beyond the tokenizer's become unused tokens.
-        ends: tokens that end an answer.
+    Ids from those of the tokenizer to `vocab_size`, the rows of the embedding, become unused tokens.
 
     Raises:
         BadInput: no tokenizer.json, a kind that llama.cpp's two models do not cover, more tokens than
@@ -275,7 +238,7 @@ def tokenizer_keys(
         "tokenizer.ggml.pre": _pre_tokenizer(path, content) if byte_level else "default",
         "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(vocab_size)],
         "tokenizer.ggml.token_type": [
-            _token_type(i, texts.get(i), added.get(i), i == unknown) for i in range(vocab_size)
+            _token_type(texts.get(i), added.get(i), i == unknown) for i in range(vocab_size)
         ],
     }
     if byte_level:
@@ -285,10 +248,13 @@ def tokenizer_keys(
         rank: dict[str, int] = {}
         for left, right in merges:
             rank.setdefault(left + right, len(rank))
-        keys["tokenizer.ggml.scores"] = [
-            float(-rank.get(texts.get(i, ""), 0)) for i in range(vocab_size)
-        ]
-        keys["tokenizer.ggml.add_space_prefix"] = _adds_a_space(content)
+        scores = [float(-rank.get(texts.get(i, ""), 0)) for i in range(vocab_size)]
+        keys["tokenizer.ggml.scores"] = scores
+        normalizer, cut = content.get("normalizer") or {}, content.get("pre_tokenizer") or {}
+        steps = normalizer.get("normalizers", [normalizer])
+        keys["tokenizer.ggml.add_space_prefix"] = any(
+            step.get("type") == "Prepend" for step in steps
+        ) or (cut.get("type") == "Metaspace" and cut.get("prepend_scheme", "always") != "never")
         if unknown is not None:
             keys["tokenizer.ggml.unknown_token_id"] = unknown
     keys |= _special_keys(folder)
@@ -306,28 +272,23 @@ def _special_keys(folder: Path) -> dict[str, Any]:
         )
     except Exception as error:  # a missing or broken file fails in many ways in there
         raise BadInput(f"{folder} has no usable tokenizer: {first_line(error)}") from error
-    ids = {
-        "bos": tokenizer.bos_token_id,
-        "eos": tokenizer.eos_token_id,
-        "padding": tokenizer.pad_token_id,
-    }
+    bos, eos, padding = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    ids = {"bos": bos, "eos": eos, "padding": padding}
     keys: dict[str, Any] = {
-        f"tokenizer.ggml.{name}_token_id": int(number)
-        for name, number in ids.items()
-        if number is not None
+        f"tokenizer.ggml.{name}_token_id": int(i) for name, i in ids.items() if i is not None
     }
     sample = tokenizer("a").input_ids
-    keys["tokenizer.ggml.add_bos_token"] = bool(sample) and sample[0] == ids["bos"]
-    keys["tokenizer.ggml.add_eos_token"] = len(sample) > 1 and sample[-1] == ids["eos"]
+    keys["tokenizer.ggml.add_bos_token"] = bool(sample) and sample[0] == bos
+    keys["tokenizer.ggml.add_eos_token"] = len(sample) > 1 and sample[-1] == eos
     if isinstance(tokenizer.chat_template, str):
         keys["tokenizer.chat_template"] = tokenizer.chat_template
     return keys
 
 
-def _token_type(token_id: int, text: str | None, added: Any, ends_in_placeholder: bool) -> int:
+def _token_type(text: str | None, added: Any, is_unknown: bool) -> int:
     if text is None:
         return _UNUSED
-    if ends_in_placeholder:
+    if is_unknown:
         return _UNKNOWN
     if added is not None:
         return _CONTROL if added.get("special") else _USER_DEFINED
@@ -336,7 +297,6 @@ def _token_type(token_id: int, text: str | None, added: Any, ends_in_placeholder
 
 
 def _pre_tokenizer(path: Path, content: dict[str, Any]) -> str:
-    """llama.cpp's name of the pre-tokenizer."""
     steps = content.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
     expressions = [expression for step in steps for expression in _expressions(step)]
@@ -365,16 +325,3 @@ def _expressions(step: dict[str, Any]) -> tuple[str | None, ...]:
         case {"type": "ByteLevel"}:
             return EXPRESSIONS["gpt-2"] if step.get("use_regex", True) else ()
     return (None,)
-
-
-def _adds_a_space(content: dict[str, Any]) -> bool:
-    """Whether the tokenizer adds a prefix space."""
-    normalizer = content.get("normalizer") or {}
-    steps = normalizer.get("normalizers", [normalizer])
-    if any(step.get("type") == "Prepend" for step in steps):
-        return True
-    pre_tokenizer = content.get("pre_tokenizer") or {}
-    return (
-        pre_tokenizer.get("type") == "Metaspace"
-        and pre_tokenizer.get("prepend_scheme", "always") != "never"
-    )

@@ -17,14 +17,8 @@ from ..base.scheme import Activations, Scheme
 
 
 class KindEntry(NamedTuple):
-    """A kind's line in the registry.
-
-    Attributes:
-        module: module of the scheme, relative to this package.
-        scheme: class of the scheme.
-        formats: formats that hold this kind alone.
-        shared: formats that hold other kinds too.
-    """
+    """A kind's line in the registry: module, relative to this package, and class of its scheme, formats that
+    hold this kind alone, and formats that hold other kinds too."""
 
     module: str
     scheme: str
@@ -47,7 +41,6 @@ KINDS = {
 
 
 def format_names() -> tuple[str, ...]:
-    """All weight formats, as `--format` takes them."""
     return tuple(sorted({name for kind in KINDS.values() for name in kind.formats + kind.shared}))
 
 
@@ -71,11 +64,7 @@ def scheme_record(scheme: Scheme) -> dict[str, Any]:
 
 
 def read_scheme(record: dict[str, Any]) -> Scheme:
-    """The scheme that `scheme_record` wrote.
-
-    Raises:
-        BadInput: no such kind, or fields that it does not have.
-    """
+    """The scheme that `scheme_record` wrote; BadInput: no such kind, or fields that it does not have."""
     fields = dict(record)
     kind_name = fields.pop("grid", "int")
     try:

@@ -12,7 +12,6 @@ import torch
 from ...base.atomic_io import TEMPORARY_SUFFIX, Entry, entry_bytes, write_atomically, write_tensors
 from ...base.errors import BadInput
 from ...base.version import VERSION
-from ..formats.registry import completed_config, config_files
 from ..methods.options import MethodOptions
 from ..methods.registry import AUTO
 from ..model.checkpoint import INDEX_NAME, Checkpoint
@@ -71,9 +70,11 @@ def _write_format(journal: Journal, session: Session, number: int) -> None:
     for file_name, content in plan.checkpoint.companions().items():
         write_atomically(folder / file_name, content)
     config = dict(plan.checkpoint.config)
-    config["quantization_config"] = completed_config(plan.config_in(weight_format), folder)
+    config["quantization_config"] = weight_format.completed_config(
+        plan.config_in(weight_format), folder
+    )
     write_atomically(folder / "config.json", to_json(config))
-    for file_name, facts in config_files(config["quantization_config"]).items():
+    for file_name, facts in weight_format.config_files(config["quantization_config"]).items():
         write_atomically(folder / file_name, to_json(facts))
 
     modules = with_parts(plan, [module for written in shards for module in written["modules"]])

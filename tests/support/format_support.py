@@ -18,7 +18,7 @@ from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.kinds.fp4.kind import global_scale_of, round_to_fp4
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
-from llmopt.quant.kinds.fp8.kind import round_to_fp8
+from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -113,7 +113,7 @@ def make(
     input_scale = torch.tensor([0.037]) if static else None
     weight = random_weight(out, inner, seed)
     if isinstance(scheme, FloatScheme):
-        return round_to_fp8(weight, scheme, scale_dtype, input_scale=input_scale)
+        return FloatKind(scheme).round(weight, scale_dtype, input_scale=input_scale)
     if isinstance(scheme, Fp4Scheme):
         whole = global_scale_of(torch.tensor(3.7)) if static else None
         return round_to_fp4(weight, scheme, input_scale=whole)

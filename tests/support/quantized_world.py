@@ -18,7 +18,7 @@ from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
 from llmopt.quant.kinds.fp4.kind import round_to_fp4
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
-from llmopt.quant.kinds.fp8.kind import round_to_fp8
+from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -67,7 +67,7 @@ def quantized(weight: torch.Tensor, scheme: Any, dtype: torch.dtype) -> Quantize
         back = order.argsort()
         return replace(sorted_, codes=sorted_.codes[:, back], group_index=sorted_.group_index[back])
     if isinstance(scheme, FloatScheme):
-        return round_to_fp8(weight, scheme, dtype, input_scale=fixed)
+        return FloatKind(scheme).round(weight, dtype, input_scale=fixed)
     if isinstance(scheme, Fp4Scheme):
         return round_to_fp4(weight, scheme, input_scale=fixed)
     if isinstance(scheme, CodebookScheme):

@@ -33,15 +33,11 @@ class Container(ABC):
 
 
 class CompressedLayouts(Container):
-    """The layouts of a kind in compressed-tensors.
-
-    Attributes:
-        layouts: names of the layouts.
-        naive: layout of files of `naive-quantized`, an older name; None: there are none.
-    """
+    """The layouts of a kind in compressed-tensors."""
 
     layouts: tuple[str, ...]
     naive: str | None = None
+    """The layout of files of `naive-quantized`, an older name; None: there are none."""
 
     @abstractmethod
     def describes(self, weights: Config) -> bool:
@@ -80,12 +76,8 @@ class CompressedLayouts(Container):
 
 
 class ModelOptAlgorithms(Container):
-    """The algorithms of a kind in ModelOpt's checkpoints.
-
-    Attributes:
-        algorithms: scheme of each `quant_algo`.
-        raw_dtype: dtype of `weight`, as safetensors spells it.
-    """
+    """The algorithms of a kind in ModelOpt's checkpoints: schemes by `quant_algo`, and the dtype of `weight`,
+    as safetensors spells it."""
 
     algorithms: Mapping[str, Scheme]
     raw_dtype: str
@@ -104,13 +96,8 @@ class ModelOptAlgorithms(Container):
 
 
 class BitsAndBytesCodes(Container):
-    """The codes of a kind in bitsandbytes' checkpoints.
-
-    Attributes:
-        bits: 4 or 8, by which the config tells the kinds.
-        marker: ending of the tensor that marks a module of this kind.
-        suffixes: endings of all tensors that such a module may have.
-    """
+    """The codes of a kind in bitsandbytes' checkpoints: 4 or 8 bits, by which the config tells the kinds, the
+    ending of the tensor that marks a module, and the endings of all tensors that it may have."""
 
     bits: int
     marker: str
@@ -173,7 +160,6 @@ def _read_activations(record: Config | None) -> Activations | None:
 
 
 def read_scales(stored: Stored, shape: tuple[int, int]) -> torch.Tensor:
-    """The scales of rows in groups or blocks, as compressed-tensors names them."""
     return spread_over_rows(stored, "weight_scale", *SCALE_DTYPES, shape=shape)
 
 
@@ -190,7 +176,6 @@ def spread_over_rows(
 
 
 def input_scale_part(module: str, scale: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """The tensor that stores the scale of static activations, where there is one."""
     return {} if scale is None else {f"{module}.input_scale": scale.reshape(1)}
 
 

@@ -67,13 +67,13 @@ class WeightFormat(ABC):
     """One on-disk format: its tensors, its `quantization_config`, and its limits.
 
     Attributes:
-        name: as in `--format`.
+        name: name in `--format`.
         markers: suffixes of tensor names whose presence marks a quantized module.
-        suffixes: of all the tensors that a quantized module may have (without the bias).
-        rounds_to: what method rtn rounds to in this format, where integers are not what it holds.
-        keeps_scale_dtypes: whether its readers accept scales of any dtype, so that none is cast.
-        inverts_global_scales: whether it stores the reciprocals of scales of whole weights.
-        holds_kv_scales: whether it also stores the scales of a quantized KV cache.
+        suffixes: suffixes of all tensors that a quantized module may have (without the bias).
+        rounds_to: scheme of method rtn in a format that holds no integers.
+        keeps_scale_dtypes: True if readers accept scales of any dtype, so that none is cast.
+        inverts_global_scales: True if reciprocals of scales of whole weights are stored.
+        holds_kv_scales: True if scales of a quantized KV cache are stored too.
         irrelevant: keys of its own, next to `PROVENANCE`, that leave the meaning of the weights alone.
         read_raw: the second reader, which shares no code with `pack` and `unpack`.
     """
@@ -90,7 +90,6 @@ class WeightFormat(ABC):
 
     @property
     def quant_method(self) -> str:
-        """The format's name in a `quantization_config`."""
         return self.name
 
     @abstractmethod
@@ -119,22 +118,14 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of `config.json`.
-
-        Args:
-            schemes: of every quantized module, by full name.
-            ignore: the unquantized linears.
+        """The `quantization_config`, of schemes by full name and the unquantized linears.
 
         Raises:
             BadInput: the format cannot mix such schemes in one model.
         """
 
     def kv_fields(self, kv_cache: str, strategy: str, modules: Collection[str]) -> dict[str, Any]:
-        """The fields of the `quantization_config` that say what the scales of a KV cache are for.
-
-        Raises:
-            BadInput: a strategy (`tensor`, `attn_head`) that the format has no place for.
-        """
+        """The fields of the `quantization_config` for scales of a KV cache; BadInput where it has none."""
         return {}
 
     def kv_scale_name(self, name: str) -> str:
@@ -148,7 +139,6 @@ class WeightFormat(ABC):
         kv_cache: str | None,
         strategy: str = "tensor",
     ) -> dict[str, Any]:
-        """The `quantization_config`, with the KV cache's dtype if the format stores its scales."""
         fields = {} if kv_cache is None else self.kv_fields(kv_cache, strategy, schemes)
         return self.config(schemes, ignore) | fields
 
@@ -157,11 +147,7 @@ class WeightFormat(ABC):
         """A module's scheme, from the `quantization_config`; BadInput where it is not supported."""
 
     def check_config(self, config: Config, modules: Collection[str]) -> None:
-        """Raises BadInput where a `quantization_config` has a key that nothing here reads.
-
-        Args:
-            modules: names of the quantized linears, at least one.
-        """
+        """Raises BadInput where the `quantization_config` of linears has a key that nothing here reads."""
         section = Consumed(config)
         self.read_config(section, modules)
         known = PROVENANCE.union(self.irrelevant)
@@ -206,15 +192,9 @@ def only_scheme(name: str, schemes: Mapping[str, Scheme]) -> Scheme:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack the last axis into int32 words as one bit stream, least significant bits first.
+    """Pack codes uint8 `[..., n]` into int32 words `[..., ceil(n * bits / 32)]`: one bit stream, LSB first.
 
-    Widths that do not divide 32 are packed densely: a code may straddle two words.
-
-    Args:
-        codes: uint8 `[..., n]`, each below `2**bits`.
-
-    Returns:
-        int32 `[..., ceil(n * bits / 32)]`; the last word is padded with zeros.
+    Widths that do not divide 32 are packed densely: a code may straddle two words. The rest is zeros.
     """
     num_words = -(-codes.shape[-1] * bits // 32)
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % _STREAM))
@@ -280,26 +260,19 @@ def expect_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> tor
 def expect_dtype(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
     """The tensor itself, or BadInput when its dtype is none of `dtypes`."""
     if tensor.dtype not in dtypes:
-        wanted = " or ".join(dtype_name(dtype) for dtype in dtypes)
-        raise BadInput(
-            f"{name} holds {dtype_name(tensor.dtype)}, but the format has {wanted} there"
-        )
+        wanted, stored = " or ".join(map(dtype_name, dtypes)), dtype_name(tensor.dtype)
+        raise BadInput(f"{name} holds {stored}, but the format has {wanted} there")
     return tensor
 
 
 def expect_matrix(name: str, tensor: torch.Tensor, *dtypes: torch.dtype) -> torch.Tensor:
-    """The tensor itself, or BadInput when it is no matrix of one of `dtypes`."""
     if tensor.dim() != 2:
         raise BadInput(f"{name} has shape {tuple(tensor.shape)}, but the format has a matrix there")
     return expect_dtype(name, tensor, *dtypes)
 
 
 class Stored:
-    """The tensors of one module in a checkpoint, by the ending of their names, each checked when it is taken.
-
-    Raises:
-        BadInput: naming a tensor that is missing, or has another shape or dtype.
-    """
+    """The tensors of one module, by the ending of their names; BadInput for a missing or a wrong one."""
 
     def __init__(self, source: TensorSource, module: str):
         self.source, self.module = source, module
@@ -318,12 +291,10 @@ class Stored:
         return expect_dtype(name, tensor, *dtypes) if dtypes else tensor
 
     def matrix(self, ending: str, *dtypes: torch.dtype) -> torch.Tensor:
-        """A matrix of one of `dtypes`."""
         name = f"{self.module}.{ending}"
         return expect_matrix(name, self.source.tensor(name), *dtypes)
 
     def weight_shape(self) -> tuple[int, int]:
-        """`(out, in)`, where a tensor of its own has them."""
         out_features, in_features = self.tensor("weight_shape", shape=(2,)).tolist()
         return out_features, in_features
 
@@ -346,5 +317,4 @@ def matches(pattern: str, module: str) -> bool:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype in config files and messages: `bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -35,10 +35,7 @@ class Columns(Protocol):
     ) -> None:
         """Write `weights` less the nearest points to `targets` into `out`, all float32 `[vector, out]`.
 
-        The two differ by what earlier columns' errors added to the targets.
-
-        Args:
-            first: the channel of the group that the first of these columns is.
+        The two differ by the errors of earlier columns. `first` is the first column's channel of the group.
         """
         ...
 
@@ -59,12 +56,11 @@ class Grid(ABC):
 
     @abstractmethod
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        """Parameters of groups, for least squared error.
+        """Parameters of groups `[out, groups, group]`, for least squared error.
 
         Args:
-            values: float32 `[out, groups, group]`: all groups of the weight, or some.
             importance: float32 `[groups, group]`, weight of each channel's squared error, not negative;
-                None: the plain range, minimum to maximum, or what the format's owner does without data.
+                None: the plain range, minimum to maximum, or the rule of the format's owner.
         """
 
     @abstractmethod
@@ -77,50 +73,38 @@ class Grid(ABC):
 
     @abstractmethod
     def tensor(self, values: torch.Tensor, parameters: Parameters) -> QuantizedTensor:
-        """The quantized weight.
-
-        Args:
-            values: float32 `[out, in]`: points of the grid, up to the last places of a float.
-            parameters: of all groups.
-        """
+        """The quantized weight of `values` `[out, in]`, points of the grid up to a float's last places."""
 
     def nearest(
         self, weight: torch.Tensor, importance: torch.Tensor | None = None
     ) -> QuantizedTensor:
-        """Round a weight `[out, in]` to nearest; `importance` `[in]` as in `fit`.
-
-        Raises:
-            BadInput: weights beyond what the scales can hold.
-        """
+        """Round a weight `[out, in]` to nearest; `importance` `[in]` as in `fit`."""
         parameters, grouped = self.fitted(weight, importance)
         return self.tensor(self.round(grouped, parameters).flatten(1), parameters)
 
     def fitted(
         self, weight: torch.Tensor, importance: torch.Tensor | None
     ) -> tuple[Parameters, torch.Tensor]:
-        """The parameters of a weight `[out, in]`, and its groups; `importance` as for `nearest`."""
         grouped = weight.unflatten(1, (-1, self.group))
         spread = None if importance is None else importance.view(-1, self.group)
         return self.fit(grouped, spread), grouped
 
 
 def joined(fitted: Sequence[Parameters]) -> Parameters:
-    """The parameters of consecutive groups as one."""
     if len(fitted) == 1:
         return fitted[0]
     return tuple(torch.cat(parts, dim=1) for parts in zip(*fitted, strict=True))
 
 
 def group_of(parameters: Parameters, index: int) -> Parameters:
-    """The parameters of one group, `[out, 1, ...]`."""
     return tuple(part[:, index : index + 1] for part in parameters)
 
 
 def where(mask: torch.Tensor, first: Parameters, second: Parameters) -> Parameters:
     """`first` where the mask `[out, groups]` (or with more dimensions) is set, `second` elsewhere."""
     return tuple(
-        torch.where(mask.view(*mask.shape, *(1,) * (one.dim() - mask.dim())), one, other)
-        for one, other in zip(first, second, strict=True)
+        torch.where(mask.view(*mask.shape, *(1,) * (new.dim() - mask.dim())), new, old)
+        for new, old in zip(first, second, strict=True)
     )
 
 
@@ -129,13 +113,8 @@ Edge = torch.Tensor | float | None
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Steps and offsets of runs of weights, and the range of their levels; float32, broadcast to the weights.
-
-    Attributes:
-        step: not zero.
-        offset: None: 0.
-        low, high: the least and the largest level; None: those of the grid's table.
-    """
+    """Steps (not 0) and offsets (None: 0) of runs of weights, float32, broadcast to the weights, and the
+    least and the largest level; None: those of the grid's table."""
 
     step: torch.Tensor
     offset: torch.Tensor | None = None
@@ -150,9 +129,15 @@ class ScalarGrid(Grid):
     def affine(self, parameters: Parameters) -> Affine:
         """Steps and offsets, each `[out, groups, runs]`: a group is divided into `runs` of equal length."""
 
-    @abstractmethod
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
-        """Replace weights in units of the step, less the offset, by the nearest levels."""
+        """Replace weights in units of the step, less the offset, by the nearest levels, here integers."""
+        scaled.round_()
+        if isinstance(affine.low, torch.Tensor) and isinstance(affine.high, torch.Tensor):
+            # One broadcast operand at a time, or the loop is not vectorized.
+            torch.maximum(scaled, affine.low, out=scaled)
+            torch.minimum(scaled, affine.high, out=scaled)
+        else:
+            scaled.clamp_(affine.low, affine.high)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def round(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         affine, runs = self.by_run(values, parameters)
@@ -189,7 +174,6 @@ class ScalarGrid(Grid):
         return scaled
 
     def levels(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
-        """The levels of the nearest points, float32, to values `[out, in]` or `[out, groups, group]`."""
         affine, runs = self.by_run(values, parameters)
         return self.scaled_levels(runs, affine).view(values.shape)
 
@@ -203,8 +187,7 @@ class ScalarColumns:
     """The points of one group of a scalar grid, its steps `[out]` contiguous for each run."""
 
     def __init__(self, grid: ScalarGrid, affine: Affine):
-        self._grid = grid
-        num_runs = affine.step.shape[-1]
+        self._grid, num_runs = grid, affine.step.shape[-1]
         transposed = _mapped(affine, lambda part: part.flatten(0, 1).T.contiguous())
         self._runs = [_mapped(transposed, itemgetter(run)) for run in range(num_runs)]
         self._length = grid.group // num_runs
@@ -212,7 +195,6 @@ class ScalarColumns:
     def errors(
         self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
     ) -> None:
-        """Round one column in its run, as `Columns.errors` says."""
         affine = self._runs[first // self._length]
         self._grid.scaled_levels(targets, affine, out=out)
         torch.addcmul(weights, out, affine.step, value=-1, out=out)
@@ -221,8 +203,6 @@ class ScalarColumns:
 
 
 def _mapped(affine: Affine, change: Callable[[torch.Tensor], torch.Tensor]) -> Affine:
-    """The affine with its tensors changed."""
-
     def changed(part: Edge) -> Edge:
         return change(part) if isinstance(part, torch.Tensor) else part
 
@@ -230,23 +210,8 @@ def _mapped(affine: Affine, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     return Affine(change(affine.step), offset, changed(affine.low), changed(affine.high))
 
 
-def snap_to_integers(scaled: torch.Tensor, affine: Affine) -> None:
-    """Round to integers between the affine's `low` and `high`."""
-    scaled.round_()
-    if isinstance(affine.low, torch.Tensor) and isinstance(affine.high, torch.Tensor):
-        # One broadcast operand at a time, or the loop is not vectorized.
-        torch.maximum(scaled, affine.low, out=scaled)
-        torch.minimum(scaled, affine.high, out=scaled)
-    else:
-        scaled.clamp_(affine.low, affine.high)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-
 class Table:
-    """Levels from a table.
-
-    Args:
-        values: float32 `[levels]`, ascending.
-    """
+    """Levels from a table, float32 `[levels]`, ascending."""
 
     def __init__(self, values: torch.Tensor):
         self.values = values

@@ -38,31 +38,22 @@ BLOCK = 128
 
 
 class Transform(Protocol):
-    """An orthogonal transform of the last axis.
-
-    Attributes:
-        block: channels that are mixed with each other, which follow one another.
-    """
+    """An orthogonal transform of the last axis, float32 `[..., width]`, in blocks of consecutive channels."""
 
     @property
     def block(self) -> int: ...
 
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Transform values float32 `[..., width]`."""
-        ...
+    def forward(self, values: torch.Tensor) -> torch.Tensor: ...
 
-    def backward(self, values: torch.Tensor) -> torch.Tensor:
-        """The inverse of `forward`."""
-        ...
+    def backward(self, values: torch.Tensor) -> torch.Tensor: ...
 
 
 class HadamardBlocks:
-    """The transform of blocks of 128, which is its own inverse."""
+    """The transform of blocks of 128 along the last axis, which is its own inverse; 128 divides the width."""
 
     block = BLOCK
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Transform each block; 128 divides the width."""
         blocks = values.contiguous().unflatten(-1, (-1, BLOCK))  # else a product for every row
         return (blocks @ sylvester(BLOCK, values.device)).flatten(-2)
 
@@ -71,22 +62,16 @@ class HadamardBlocks:
 
 @dataclass(frozen=True, slots=True)
 class HadamardTransform:
-    """The transform of a whole width: of the odd factor in it, and of the power of two.
-
-    Attributes:
-        block: the width.
-        factor: float32 `[m, m]`, orthogonal; None where the width is a power of two.
-    """
+    """The transform of a whole width: of the odd factor in it, orthogonal float32 `[m, m]` or None for 1, and
+    of the power of two."""
 
     block: int
     factor: torch.Tensor | None
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """`values @ (F ⊗ H)`, see `Transform`."""
         return self._transformed(values, None if self.factor is None else self.factor.mT)
 
     def backward(self, values: torch.Tensor) -> torch.Tensor:
-        """`values @ (F ⊗ H)ᵀ`."""
         return self._transformed(values, self.factor)
 
     def _transformed(self, values: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
@@ -103,7 +88,6 @@ class HadamardTransform:
 
 
 def whole_width(width: int) -> HadamardTransform:
-    """The transform of a width, with the cosine transform where it is no power of two."""
     odd = width // (width & -width)
     return HadamardTransform(width, None if odd == 1 else cosine_factor(odd))
 
@@ -139,24 +123,10 @@ _SPREADS = (1.1, 0.98, 0.91, 0.86, 0.83, 0.8, 0.78, 0.76)
 _LEAST = 1e-6  # of the mean, for channels that are not zero
 
 
-def hadamard_blocks(values: torch.Tensor) -> torch.Tensor:
-    """The transform of blocks of 128 along the last axis; it is its own inverse.
-
-    Args:
-        values: float32 `[..., n]`; 128 divides `n`.
-    """
-    return _BLOCKS.forward(values)
-
-
 @dataclass(frozen=True, slots=True)
 class Incoherence:
-    """The transforms of one weight.
-
-    Attributes:
-        inputs: float32 `[in]`, `su`: signs and scales of input channels; 0 where a channel is always zero.
-        outputs: float32 `[out]`, `sv`.
-        turn_inputs, turn_outputs: the Hadamard transforms.
-    """
+    """The transforms of a weight: signs and scales `su` of inputs and `sv` of outputs, float32, 0 where a
+    channel is always zero, and the Hadamard transforms."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
@@ -175,7 +145,6 @@ class Incoherence:
         return (self.turn_outputs.backward(rotated.T) * self.outputs).T.contiguous()
 
     def unscaled(self, values: torch.Tensor) -> torch.Tensor:
-        """The weight `[out, in]` of quantized values before `inputs` and `outputs` scale it."""
         return self.turn_outputs.backward(self.turn_inputs.backward(values).T).T
 
     def of_inputs(self, matrix: torch.Tensor) -> torch.Tensor:
@@ -185,12 +154,7 @@ class Incoherence:
 
 
 def incoherence(weight: torch.Tensor, deviation: float, bits: int, seed: int) -> Incoherence:
-    """Transforms that bring a weight `[out, in]` to the spread that a codebook has its least error at.
-
-    Args:
-        deviation: standard deviation of the codebook.
-        seed: of the signs.
-    """
+    """Transforms that bring a weight `[out, in]` to the spread of least error, for a codebook's deviation."""
     return spread_evenly(weight, _SPREADS[bits - 1] * deviation, seed)
 
 
@@ -216,27 +180,19 @@ def spread_evenly(
     inputs = inputs * columns.repeat_interleave(turn_inputs.block) / deviation
     whole = outputs[outputs > 0].mean() if bool((outputs > 0).any()) else outputs.new_ones(())
     sides = inputs * whole, outputs / whole
-    signed = [side * _signs(len(side), generator).to(side) for side in sides]
+    bits = [torch.randint(0, 2, (len(s),), generator=generator, device="cpu") for s in sides]
+    signs = (bit.mul_(2).sub_(1).to(weight) for bit in bits)
+    signed = (side * sign for side, sign in zip(sides, signs, strict=True))
     inputs, outputs = (side.half().float() for side in signed)
     return Incoherence(inputs, outputs, turn_inputs, turn_outputs)
 
 
-def _live(scales: torch.Tensor) -> torch.Tensor:
-    """Scales, 0 where next to nothing is left of a channel."""
+def _live(scales: torch.Tensor) -> torch.Tensor:  # 0 where next to nothing is left of a channel
     return torch.where(scales > _LEAST * scales.mean(), scales, 0.0)
 
 
-def _signs(count: int, generator: torch.Generator) -> torch.Tensor:
-    shape, device = (count,), generator.device
-    return torch.randint(0, 2, shape, generator=generator, device=device).mul_(2).sub_(1)
-
-
 def _inverse(scales: torch.Tensor) -> torch.Tensor:
-    """1 over each scale; 0 for 0."""
     return torch.where(scales == 0, 0.0, 1 / torch.where(scales == 0, 1.0, scales))
-
-
-_ROUNDS = 2
 
 
 def fitted_scales(
@@ -246,20 +202,14 @@ def fitted_scales(
     gram: torch.Tensor,
     damp: float,
 ) -> Incoherence:
-    """The transforms with scales of least `|X(W - W')ᵀ|²`.
-
-    Args:
-        values: float32 `[out, in]`, of the codes.
-        weight: float32 `[out, in]`, what they stand for.
-        gram: float32 `[in, in]`, XᵀX.
-        damp: of the mean of its diagonal, added to it.
-    """
+    """The transforms with scales of least `|X(W - W')ᵀ|²`, for values of the codes and a weight `[out, in]`
+    and XᵀX `[in, in]`, to whose diagonal the share `damp` of its mean is added; all float32."""
     gram = gram.clone()
     gram.diagonal().add_(damp * float(gram.diagonal().mean()))
     codes = transforms.unscaled(values)
     wanted = weight @ gram
     outputs, inputs = transforms.outputs, transforms.inputs
-    for _ in range(_ROUNDS):
+    for _ in range(2):
         scaled = codes * inputs
         energy = ((scaled @ gram) * scaled).sum(dim=1)
         fits = (wanted * scaled).sum(dim=1) / energy.clamp(min=1e-30)
@@ -280,8 +230,7 @@ class TransformedTensor(QuantizedTensor):
 
     @property
     @abstractmethod
-    def transforms(self) -> Incoherence:
-        """The transforms around the quantized values."""
+    def transforms(self) -> Incoherence: ...
 
     @abstractmethod
     def inner(self) -> torch.Tensor:
@@ -311,11 +260,7 @@ class TransformedGrid(Grid, Generic[SchemeT, TensorT]):
     @classmethod
     @abstractmethod
     def of(cls, weight: torch.Tensor, scheme: SchemeT, name: str) -> Self:
-        """The grid of a weight `[out, in]`; its name seeds the signs of the transforms.
-
-        Raises:
-            BadInput: a width that the codes or the transforms do not divide.
-        """
+        """The grid of a weight `[out, in]`, whose name seeds the signs; BadInput if the shape is unfit."""
 
     @abstractmethod
     def tensor(self, values: torch.Tensor, parameters: Parameters) -> TensorT:
@@ -334,14 +279,12 @@ class TransformedGrid(Grid, Generic[SchemeT, TensorT]):
     def errors(
         self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
     ) -> None:
-        """Round vectors of columns and keep their codes, as `Columns.errors` says."""
         torch.sub(weights, self.nearest_values(targets, first), out=out)
 
     def round(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
         return self.nearest_values(values.flatten(1).T, 0).T.unflatten(1, values.shape[1:])
 
     def nearest(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> TensorT:
-        """Transform the weight and round it to the nearest values, without data."""
         values = self.transforms.forward(weight).unsqueeze(1)
         return self.tensor(self.round(values, ()).flatten(1), ())
 
@@ -351,20 +294,16 @@ class TransformedGrid(Grid, Generic[SchemeT, TensorT]):
 
 
 def seed_of(name: str) -> int:
-    """The seed of the signs of a weight's transforms."""
     return zlib.crc32(name.encode())
 
 
 class TransformedKind(Kind[SchemeT]):
     """A kind whose grids belong to one weight, with its transforms."""
 
-    @abstractmethod
-    def grid_of(self, weight: torch.Tensor, name: str) -> TransformedGrid[SchemeT, Any]:
-        """The grid of a weight `[out, in]`; its name seeds the signs of the transforms.
+    grid_class: type[TransformedGrid[Any, Any]]
 
-        Raises:
-            BadInput: a width that the codes or the transforms do not divide.
-        """
+    def grid_of(self, weight: torch.Tensor, name: str) -> TransformedGrid[SchemeT, Any]:
+        return self.grid_class.of(weight, self.scheme, name)
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> TransformedTensor:
         return self.grid_of(weight, how.name).nearest(weight)

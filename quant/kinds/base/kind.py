@@ -30,13 +30,8 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense", "fc2")
 
 @dataclass(frozen=True, slots=True)
 class RankMatrix:
-    """A matrix as vLLM holds it on one rank: fused along the outputs, then split.
-
-    Attributes:
-        module: the first linear in it.
-        parts: outputs of each linear in it, on the rank.
-        ranks: that it is split over.
-    """
+    """A matrix as vLLM holds it on one rank: linears, the first of them `module`, fused along the outputs, of
+    which `parts` are on the rank, then split over `ranks`."""
 
     module: str
     parts: tuple[int, ...]
@@ -54,23 +49,18 @@ class RankMatrix:
 
     @property
     def row_parallel(self) -> bool:
-        """Whether ranks split it along the inputs."""
         return self.module.endswith(_ROW_PARALLEL)
 
     @property
     def out_features(self) -> int:
-        """Outputs on a rank."""
         return sum(self.parts)
 
 
 class LoaderRules:
-    """The rules of other loaders for one kind; these are those of a kind that no other loader reads.
-
-    Attributes:
-        merges_without_codes: whether transformers keeps weights without codes that it merges with others.
-    """
+    """The rules of other loaders for one kind; here those of a kind that no other loader reads."""
 
     merges_without_codes: bool = False
+    """True if transformers keeps weights without codes that it merges with others."""
 
     def vllm_kernel(self, scheme: Any, matrix: RankMatrix, format_name: str) -> tuple[bool, str]:
         """Whether vLLM has a kernel for a matrix, and its name or the violated rule."""
@@ -98,7 +88,7 @@ SchemeT = TypeVar("SchemeT", bound=Scheme)
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Everything that codes may depend on beside the weight and the scheme.
+    """Everything that codes may depend on next to the weight and the scheme.
 
     Attributes:
         scale_dtype: the dtype that the format stores scales in, if the kind leaves it open.
@@ -106,8 +96,8 @@ class Rounding:
         input_scale: float32 `[1]`, for a scheme with static activations.
         largest: the largest magnitude that one scale of the whole weight must cover, where the scheme fuses
             scales; None: that of the weight, but a grid needs it.
-        importance: float32 `[in]`, of each channel's squared error, where the scheme searches ranges.
-        mse: whether a grid searches integer ranges for the least `sum |w - w'|**2.4`.
+        importance: weight of each channel's squared error, float32 `[in]`, where the scheme searches ranges.
+        mse: True to search integer ranges for the least `sum |w - w'|**2.4`.
     """
 
     scale_dtype: torch.dtype
@@ -136,7 +126,7 @@ class Kind(ABC, Generic[SchemeT]):
         """A weight whose every code is 0, to measure the packed size of a format."""
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> QuantizedTensor:
-        """`round`, for a kind to define whose rounding is not that of its grid."""
+        """`round`, here to the kind's grid."""
         weight = weight.to(torch.float32)
         tensor = self.grid_for(weight.shape, how).nearest(weight, how.importance)
         try:
@@ -147,39 +137,19 @@ class Kind(ABC, Generic[SchemeT]):
         return tensor
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> Grid:
-        """`grid`, for a kind to define whose grids do not belong to one weight."""
         raise BadInput(f"{self.scheme.label} weights have no grid apart from a weight")
 
-    def round(
-        self,
-        weight: torch.Tensor,
-        scale_dtype: torch.dtype,
-        *,
-        name: str = "weight",
-        input_scale: torch.Tensor | None = None,
-        largest: torch.Tensor | None = None,
-        importance: torch.Tensor | None = None,
-    ) -> QuantizedTensor:
-        """Round a finite weight `[out, in]` to nearest (RTN); see `Rounding` for the arguments.
+    def round(self, weight: torch.Tensor, scale_dtype: torch.dtype, **how: Any) -> QuantizedTensor:
+        """Round a weight `[out, in]` to nearest (RTN); `how` are fields of `Rounding`.
 
         Raises:
             BadInput: the weight does not fit into the scheme, or holds NaN or infinity.
         """
-        return self.rounded(weight, Rounding(scale_dtype, name, input_scale, largest, importance))
+        return self.rounded(weight, Rounding(scale_dtype, **how))
 
-    def grid(
-        self,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-        mse: bool = False,
-        largest: torch.Tensor | None = None,
-    ) -> Grid:
-        """The grid of any weight of a shape `(out, in)`, for a solver; see `Rounding` for the arguments."""
-        return self.grid_for(
-            shape, Rounding(scale_dtype, input_scale=input_scale, largest=largest, mse=mse)
-        )
+    def grid(self, shape: tuple[int, ...], scale_dtype: torch.dtype, **how: Any) -> Grid:
+        """The grid of any weight of a shape `(out, in)`, for a solver; `how` are fields of `Rounding`."""
+        return self.grid_for(shape, Rounding(scale_dtype, **how))
 
     @property
     def refuses_solver(self) -> str | None:
@@ -193,13 +163,8 @@ class Kind(ABC, Generic[SchemeT]):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How the weights of a kind are stored, and who loads them.
-
-    Attributes:
-        formats: formats that hold this kind alone.
-        compressed_tensors, modelopt, bitsandbytes: the kind's part of these shared formats; None: not held.
-        rules: rules of vLLM and transformers.
-    """
+    """How the weights of a kind are stored: formats that hold it alone, its parts of the shared formats, None
+    where one does not hold it, and the rules of the loaders."""
 
     formats: Sequence[WeightFormat] = ()
     compressed_tensors: CompressedLayouts | None = None
@@ -209,12 +174,10 @@ class Storage:
 
 
 def kind_of(scheme: Scheme) -> Kind[Any]:
-    """The kind of a scheme, bound to it."""
     return _module_of(type(scheme), "kind").KIND(scheme)
 
 
 def storage_of(scheme: Scheme | type[Scheme]) -> Storage:
-    """How a scheme's kind is stored."""
     scheme_class = scheme if isinstance(scheme, type) else type(scheme)
     return _module_of(scheme_class, "formats").STORAGE
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ....base.build import beside, fields
 from ...base.device import HOST, rows_at_once
 from ...base.sums import folded
-from .grid import Affine, Edge, Parameters, ScalarGrid, snap_to_integers, where
+from .grid import Affine, Edge, Parameters, ScalarGrid, where
 
 _TOGETHER = tuple(1.1 - 0.05 * step for step in range(15))  # 1.1 .. 0.4
 _ALONE = (1.1, 1.2, 0.9, 0.8, 0.7, 0.6)
@@ -26,8 +26,7 @@ _VALUES = 2**17  # weights per chunk: small enough to stay in a core's cache
 
 
 class Line(NamedTuple):
-    """A line through weights against levels, `[rows, groups]` each: where the slope is `num / den`, it goes
-    through the mean level and value, or through 0."""
+    """Lines `[rows, groups]` through weights against levels, and through the mean level and value, or 0."""
 
     numerator: torch.Tensor
     denominator: torch.Tensor
@@ -35,26 +34,19 @@ class Line(NamedTuple):
     value: torch.Tensor | float = 0.0
 
     def slope(self, without: torch.Tensor) -> torch.Tensor:
-        """The slopes; `without` where there is none."""
         slope = self.numerator / self.denominator
         return torch.where(torch.isfinite(slope) & (slope != 0), slope, without)
 
     def offset(self, slope: torch.Tensor, without: torch.Tensor) -> torch.Tensor:
-        """The offsets of lines with a slope; `without` where there is none."""
         offset = self.value - self.level * slope
         return torch.where(torch.isfinite(offset), offset, without)
 
 
 class RangedGrid(ScalarGrid):
-    """A scalar grid with one range for each group of a row.
+    """A scalar grid with one range for each group of a row."""
 
-    Attributes:
-        two_ends: whether the least and the largest weight can be clipped apart.
-        of_integers: whether levels are all integers between the ends of the affine.
-    """
-
-    two_ends: bool = False
-    of_integers: bool = True
+    two_ends: bool = False  # the least and the largest weight can be clipped apart
+    of_integers: bool = True  # levels are all integers between the ends of the affine
 
     @abstractmethod
     def ranges(self, low: torch.Tensor, high: torch.Tensor) -> Parameters:
@@ -62,14 +54,10 @@ class RangedGrid(ScalarGrid):
 
     @abstractmethod
     def refitted(self, line: Line, parameters: Parameters) -> Parameters:
-        """The parameters of least squared error for the codes that these give, where there are such.
+        """Parameters of least squared error for the codes that `parameters` give, where there are such.
 
-        Args:
-            line: of least squares through the weights against their levels, with an offset of `two_ends`.
+        `line` goes through the weights against their levels, with an offset if there are `two_ends`.
         """
-
-    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
-        snap_to_integers(scaled, affine)
 
     def searched(self, values: torch.Tensor, importance: torch.Tensor) -> Parameters:
         """Parameters of least weighted squared error of those that are tried; arguments as for `fit`."""
@@ -83,24 +71,26 @@ class _Search:
 
     def __init__(self, grid: RangedGrid, values: torch.Tensor, importance: torch.Tensor):
         self.grid, self.sums = grid, _sums(grid, values, importance)
-        low, high = values.aminmax(dim=-1)
-        self.low, self.high = low, high
-        self.best = grid.ranges(low, high)
+        self.low, self.high = values.aminmax(dim=-1)
+        self.best = grid.ranges(self.low, self.high)
         self.least = self.sums.errors(_one(self.best))[0]
-        self.ends = torch.ones_like(low), torch.ones_like(high)
-
-    def _shares(self, values: tuple[float, ...]) -> torch.Tensor:
-        return torch.tensor(values, device="cpu").view(-1, 1, 1).to(self.low.device)
+        self.ends = torch.ones_like(self.low), torch.ones_like(self.high)
 
     def run(self) -> Parameters:
-        shares = self._shares(_TOGETHER)
-        self.try_ends(shares, shares)
+        together, alone = (
+            torch.tensor(values, device="cpu").view(-1, 1, 1).to(self.low.device)
+            for values in (_TOGETHER, _ALONE)
+        )
+        self.try_ends(together, together)
         if self.grid.two_ends:
-            shares = self._shares(_ALONE)
-            self.try_ends(self.ends[0] * shares, self.ends[1])
-            self.try_ends(self.ends[0], self.ends[1] * shares)
+            self.try_ends(self.ends[0] * alone, self.ends[1])
+            self.try_ends(self.ends[0], self.ends[1] * alone)
         for _ in range(_REFITS):
-            self.take(self.grid.refitted(self.sums.line(self.best), self.best))
+            refitted = self.grid.refitted(self.sums.line(self.best), self.best)
+            error = self.sums.errors(_one(refitted))[0]
+            better = error < self.least
+            self.least = torch.where(better, error, self.least)
+            self.best = where(better, refitted, self.best)
         return self.best
 
     def try_ends(self, low: torch.Tensor, high: torch.Tensor) -> None:
@@ -118,16 +108,8 @@ class _Search:
         first, second = (torch.where(better, *pair) for pair in zip(ends, self.ends, strict=True))
         self.ends = first, second
 
-    def take(self, candidate: Parameters) -> None:
-        """Keep a candidate where it is better."""
-        error = self.sums.errors(_one(candidate))[0]
-        better = error < self.least
-        self.least = torch.where(better, error, self.least)
-        self.best = where(better, candidate, self.best)
-
 
 def _one(parameters: Parameters) -> Parameters:
-    """The only try."""
     return tuple(part.unsqueeze(0) for part in parameters)
 
 
@@ -138,10 +120,8 @@ class _Sums:
         self.grid, self.values, self.importance = grid, values, importance
 
     def errors(self, tried: Parameters) -> torch.Tensor:
-        """Weighted squared errors `[tries, rows, groups]` of parameters `[tries, rows, groups, ...]`.
-
-        One after the other on the host, in whose cache rows stay; on a device, with fewer launches, at once.
-        """
+        """Weighted squared errors `[tries, rows, groups]` of parameters `[tries, rows, groups, ...]`."""
+        # One after the other on the host, in whose cache rows stay; on a device at once, with fewer launches
         if self.values.device == HOST:
             return torch.stack([self._error(parts) for parts in zip(*tried, strict=True)])
         return self._error(tried)
@@ -159,16 +139,13 @@ class _Sums:
         return folded(lost.mul_(lost).mul_(self.importance)).squeeze(-1)
 
     def line(self, parameters: Parameters) -> Line:
-        """The line of least squares through the weights against their levels by these parameters."""
+        """The line of least squares through the weights against their levels."""
         values, importance = self.values, self.importance
         levels, means = self.grid.levels(values, parameters), ()
         if self.grid.two_ends:
             total = folded(importance)
-            level, value = means = (
-                folded(levels * importance) / total,
-                folded(values * importance) / total,
-            )
-            levels, values = levels - level, values - value
+            means = tuple(folded(part * importance) / total for part in (levels, values))
+            levels, values = levels - means[0], values - means[1]
         weighted = levels * importance
         sums = folded(weighted * values), folded(weighted * levels), *means
         return Line(*(part.squeeze(-1) for part in sums))
@@ -178,8 +155,7 @@ class _RangeCall(ctypes.Structure):
     """`RangeCall` of `ranged.c`."""
 
     _fields_ = fields(
-        "values importance steps offsets lows highs sums",
-        "rows width groups tries centred threads",
+        "values importance steps offsets lows highs sums", "rows width groups tries centred threads"
     )
 
 
@@ -191,11 +167,7 @@ class _NativeSums:
     """`_Sums` of integers on a CPU, in C."""
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        grid: RangedGrid,
-        values: torch.Tensor,
-        importance: torch.Tensor,
+        self, library: Any, grid: RangedGrid, values: torch.Tensor, importance: torch.Tensor
     ):
         self.library, self.grid = library, grid
         self.values, self.importance = values.contiguous(), importance.contiguous()
@@ -237,9 +209,6 @@ class _NativeSums:
 
 def _sums(grid: RangedGrid, values: torch.Tensor, importance: torch.Tensor) -> _Sums | _NativeSums:
     takes = grid.of_integers and values.device == HOST and values.dtype is torch.float32
-    library = native_ranges().library if takes else None
-    return (
-        _NativeSums(library, grid, values, importance)
-        if library
-        else _Sums(grid, values, importance)
-    )
+    if takes and (library := native_ranges().library):
+        return _NativeSums(library, grid, values, importance)
+    return _Sums(grid, values, importance)

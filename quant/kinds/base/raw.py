@@ -41,7 +41,6 @@ class Entry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
         return self.stop - self.start
 
 
@@ -53,7 +52,7 @@ class Raw(NamedTuple):
 
     Attributes:
         parts: the unpacked contents, under the names of `QuantizedTensor.parts`.
-        numbers: its floating-point parts, as float32. `scales` must not be zero, the rest may.
+        numbers: the floating-point parts, as float32. `scales` must not be zero, the rest may.
         shape: `(out_features, in_features)`.
         problems: defects of a readable module.
     """
@@ -71,12 +70,10 @@ def read_headers(paths: list[Path]) -> Entries:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
         for name, info in header.items():
-            if name != "__metadata__":
-                start, stop = info["data_offsets"]
-                base = 8 + length
-                shape = tuple(info["shape"])
-                entries[name] = Entry(path, info["dtype"], shape, base + start, base + stop)
+            start, stop = (8 + length + offset for offset in info["data_offsets"])
+            entries[name] = Entry(path, info["dtype"], tuple(info["shape"]), start, stop)
     return entries
 
 
@@ -114,7 +111,6 @@ def bit_fields(words: Array, bits: int, count: int) -> Bytes:
 
 
 def rows_first(array: Array) -> Array:
-    """The transpose, copied into row-major order."""
     return np.ascontiguousarray(array.T)
 
 

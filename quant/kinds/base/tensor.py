@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -19,12 +19,13 @@ class QuantizedTensor(ABC):
     __slots__ = ()
     scheme: Any
     """The `Scheme` of this kind of tensor."""
+    has_open_dtype: ClassVar[bool] = False
+    """True if the format decides the dtype of `scales`."""
     by_row: ClassVar[tuple[str, ...]] = ("codes",)
     """Fields with a row for each output channel, the first of the weight's shape."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(out_features, in_features)`."""
         out_features, in_features = getattr(self, self.by_row[0]).shape
         return out_features, in_features
 
@@ -52,11 +53,10 @@ class QuantizedTensor(ABC):
     def without_activations(self) -> Self:
         """The same weight with 16-bit activations, where inputs are quantized apart from the weight."""
         named: Any = self
-        held = {field.name for field in fields(self.scheme)}
-        if "activations" not in held or self.scheme.activations is None:
+        names = {field.name for field in fields(self.scheme)}
+        if "activations" not in names or self.scheme.activations is None:
             return self
-        scheme = replace(self.scheme, activations=None)
-        return replace(named, scheme=scheme, input_scale=None)
+        return replace(named, scheme=replace(self.scheme, activations=None), input_scale=None)
 
     def stored_as(
         self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
@@ -65,9 +65,17 @@ class QuantizedTensor(ABC):
 
         Args:
             dtype_of: the stored dtype of scales that have a dtype; None: any dtype is stored.
-            inverts: whether the reciprocals of scales of whole weights are stored.
+            inverts: True if reciprocals of scales of whole weights are stored.
         """
-        return self
+        if dtype_of is None or not self.has_open_dtype:
+            return self
+        named: Any = self
+        scales: torch.Tensor = named.scales
+        stored = scales.to(dtype_of(scales.dtype))
+        if not torch.equal(stored.to(torch.float32), scales.to(torch.float32)):
+            theirs, ours = (str(part.dtype).removeprefix("torch.") for part in (scales, stored))
+            raise BadInput(f"its {theirs} scales are not exact in the format's {ours}")
+        return replace(named, scales=stored)
 
     def parts(self) -> dict[str, torch.Tensor]:
         """All component tensors by name; a reader must restore them bit-identically."""
@@ -77,11 +85,9 @@ class QuantizedTensor(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts in memory."""
         return sum(part.nbytes for part in self.parts().values())
 
     def to(self, device: torch.device | str) -> Self:
-        """The same weight on another device."""
         named: Any = self
         return replace(named, **{name: part.to(device) for name, part in self.parts().items()})
 
@@ -105,7 +111,6 @@ def edges(weight: torch.Tensor) -> tuple[float, float]:
 
 
 def require_finite(weight: torch.Tensor, module: str) -> None:
-    """Raises BadInput naming the module whose weight holds NaN or infinity."""
     if not all(map(math.isfinite, edges(weight))):
         raise BadInput(f"{module} holds NaN or infinite values: the checkpoint is damaged")
 
@@ -117,12 +122,10 @@ _SMALL = 2.0**-10
 
 
 def zeroed_rows(weight: torch.Tensor, tensor: QuantizedTensor, module: str) -> int:
-    """Count the rows that are not zero in a weight `[out, in]` and are all zeros as codes.
-
-    Their scales are too small for the dtype that they are stored in.
+    """Count the rows of a weight `[out, in]` that become zeros, as their scales are too small for the dtype.
 
     Raises:
-        BadInput: naming the module, where such a row is not negligible next to the largest weight.
+        BadInput: such a row is not negligible next to the largest weight of the module.
     """
     rows = weight.abs().amax(dim=1)
     whole = float(rows.max())
@@ -138,21 +141,3 @@ def zeroed_rows(weight: torch.Tensor, tensor: QuantizedTensor, module: str) -> i
             "--ignore, or choose --format compressed-tensors, whose scales have the model's dtype"
         )
     return int(lost.sum())
-
-
-TensorT = TypeVar("TensorT", bound=QuantizedTensor)
-
-
-def with_scale_dtype(
-    tensor: TensorT, scales: torch.Tensor, dtype_of: Callable[[torch.dtype], torch.dtype] | None
-) -> TensorT:
-    """A weight with its `scales` in another dtype; BadInput where that changes one."""
-    if dtype_of is None:
-        return tensor
-    dtype = dtype_of(scales.dtype)
-    cast = scales.to(dtype)
-    if not torch.equal(cast.to(torch.float32), scales.to(torch.float32)):
-        theirs, ours = (str(kind).removeprefix("torch.") for kind in (scales.dtype, dtype))
-        raise BadInput(f"its {theirs} scales are not exact in the format's {ours}")
-    named: Any = tensor
-    return replace(named, scales=cast)

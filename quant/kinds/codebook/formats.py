@@ -27,19 +27,14 @@ class CodebookCodes(BitsAndBytesCodes):
     bits = 4
     marker = ".weight.absmax"
     suffixes: tuple[str, ...] = (
-        ".weight",
-        ".weight.absmax",
-        ".weight.quant_map",
-        ".weight.nested_absmax",
-        ".weight.nested_quant_map",
+        *(".weight", ".weight.absmax", ".weight.quant_map"),
+        *(".weight.nested_absmax", ".weight.nested_quant_map"),
         *(_STATE + kind for kind in _KINDS),
     )
 
     def fields(self, scheme: CodebookScheme) -> dict[str, Any]:
-        return {
-            "bnb_4bit_quant_type": scheme.kind,
-            "bnb_4bit_use_double_quant": scheme.double_quant,
-        }
+        double = scheme.double_quant
+        return {"bnb_4bit_quant_type": scheme.kind, "bnb_4bit_use_double_quant": double}
 
     def scheme(self, config: Config) -> CodebookScheme:
         kind = config.get("bnb_4bit_quant_type", "fp4")
@@ -58,12 +53,9 @@ class CodebookCodes(BitsAndBytesCodes):
 
     def pack(self, module: str, tensor: CodebookTensor) -> dict[str, torch.Tensor]:
         codes = tensor.codes.flatten()
-        state: dict[str, Any] = {
-            "quant_type": tensor.scheme.kind,
-            "blocksize": tensor.scheme.block_size,
-            "dtype": COMPUTE_DTYPE,
-            "shape": list(tensor.shape),
-        }
+        scheme = tensor.scheme
+        state: dict[str, Any] = {"quant_type": scheme.kind, "blocksize": scheme.block_size}
+        state |= {"dtype": COMPUTE_DTYPE, "shape": list(tensor.shape)}
         stored = {
             f"{module}.weight": ((codes[0::2] << 4) | codes[1::2]).view(-1, 1),
             f"{module}.weight.absmax": tensor.absmax,
@@ -73,11 +65,8 @@ class CodebookCodes(BitsAndBytesCodes):
             assert tensor.nested_map is not None and tensor.nested_offset is not None
             stored[f"{module}.weight.nested_absmax"] = tensor.nested_absmax
             stored[f"{module}.weight.nested_quant_map"] = tensor.nested_map
-            state |= {
-                "nested_blocksize": NESTED_BLOCK,
-                "nested_dtype": "float32",
-                "nested_offset": tensor.nested_offset.item(),
-            }
+            state |= {"nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32"}
+            state["nested_offset"] = tensor.nested_offset.item()
         text = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
         return stored | {module + _STATE + tensor.scheme.kind: text}
 
@@ -93,7 +82,10 @@ class CodebookCodes(BitsAndBytesCodes):
                 f"{stored.module}.weight has {packed.numel()} bytes, but its quant_state implies "
                 f"{count // 2}"
             )
-        _expect_table(stored, kind)
+        table = stored.tensor("weight.quant_map", shape=(16,)).cpu().to(torch.float32)
+        if not torch.allclose(table, codebook(kind), rtol=0, atol=1e-6):
+            name = f"{stored.module}.weight.quant_map"
+            raise BadInput(f"{name} is not the table of {kind}: its codes would be read wrong")
         dtype = torch.uint8 if scheme.double_quant else torch.float32
         absmax = stored.tensor("weight.absmax", dtype, shape=(-(-count // size),))
         codes = torch.stack([packed.flatten() >> 4, packed.flatten() & 15], dim=1)
@@ -105,14 +97,8 @@ class CodebookCodes(BitsAndBytesCodes):
             stored.tensor(f"weight.nested_{part}", torch.float32, shape=(length,))
             for part, length in sizes.items()
         )
-        return CodebookTensor(
-            codes,
-            absmax,
-            scheme,
-            nested_absmax=nested_absmax,
-            nested_map=nested_map,
-            nested_offset=nested_map.new_tensor([state["nested_offset"]]),
-        )
+        offset = nested_map.new_tensor([state["nested_offset"]])
+        return CodebookTensor(codes, absmax, scheme, nested_absmax, nested_map, offset)
 
     def read_raw(self, entries: Entries, module: str) -> Raw:
         prefix = f"{module}.weight.quant_state."
@@ -135,7 +121,6 @@ class CodebookCodes(BitsAndBytesCodes):
 
 
 def _read_state(stored: Stored, ending: str) -> dict[str, Any]:
-    """The checked `quant_state` JSON of a 4-bit weight."""
     data = stored.tensor(ending, torch.uint8)
     try:
         state = json.loads(bytes(data.tolist()))
@@ -147,13 +132,6 @@ def _read_state(stored: Stored, ending: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{stored.module}.{ending} cannot be read: {error}") from error
     return state | {"blocksize": size, "shape": shape}
-
-
-def _expect_table(stored: Stored, kind: str) -> None:
-    table = stored.tensor("weight.quant_map", shape=(16,)).cpu().to(torch.float32)
-    if not torch.allclose(table, codebook(kind), rtol=0, atol=1e-6):
-        name = f"{stored.module}.weight.quant_map"
-        raise BadInput(f"{name} is not the table of {kind}: its codes would be read wrong")
 
 
 STORAGE = Storage(bitsandbytes=CodebookCodes())

@@ -21,22 +21,10 @@ from .scheme import CodebookScheme
 
 # Quantiles of a normal distribution, scaled to [-1, 1], with an exact zero: bitsandbytes' float32 values.
 NF4_TABLE = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+    *(0.7229568362236023, 1.0),
 )
 # Sign, then three bits of magnitude over a largest value of 12.
 _FP4_MAGNITUDES = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.1666666667, 0.25)
@@ -47,7 +35,6 @@ NESTED_BLOCK = 256
 
 
 def codebook(kind: str) -> torch.Tensor:
-    """The codebook's 16 values, float32 `[16]`, by code."""
     return torch.tensor(_TABLES[kind], dtype=torch.float32)
 
 
@@ -58,10 +45,8 @@ class CodebookTensor(QuantizedTensor):
     Attributes:
         codes: uint8 `[out, in]`, 0..15.
         absmax: `[blocks]`: float32, or with double quantization uint8 codes into `nested_map`.
-        scheme: table, block size, single or double.
-        nested_absmax: float32 `[ceil(blocks / 256)]`, double quantization only.
-        nested_map: float32 `[256]`, double quantization only.
-        nested_offset: float32 `[1]`, the mean subtracted from the absmax values, double quantization only.
+        nested_absmax, nested_map: float32 `[ceil(blocks / 256)]` and `[256]`, double quantization only.
+        nested_offset: mean that is subtracted from the absmax values, float32 `[1]`, likewise.
     """
 
     codes: torch.Tensor
@@ -72,7 +57,6 @@ class CodebookTensor(QuantizedTensor):
     nested_offset: torch.Tensor | None = None
 
     def magnitudes(self) -> torch.Tensor:
-        """The absmax values, dequantized to float32 `[blocks]`."""
         if self.nested_absmax is None:
             return self.absmax
         assert self.nested_map is not None and self.nested_offset is not None
@@ -92,12 +76,10 @@ class CodebookTensor(QuantizedTensor):
 
     def rows(self, rows: slice) -> CodebookTensor:
         start, stop, _ = rows.indices(self.out_features)
-        size = self.scheme.block_size
-        if start * self.in_features % size or (
-            stop * self.in_features % size and stop < self.out_features
-        ):
+        size, width = self.scheme.block_size, self.in_features
+        if start * width % size or (stop * width % size and stop < self.out_features):
             raise ValueError("rows of a codebook tensor begin and end with a block")
-        blocks = slice(start * self.in_features // size, -(-stop * self.in_features // size))
+        blocks = slice(start * width // size, -(-stop * width // size))
         plain = replace(self.scheme, double_quant=False)
         return CodebookTensor(self.codes[rows], self.magnitudes()[blocks], plain)
 
@@ -117,13 +99,12 @@ class CodebookGrid(RangedGrid):
 
     def __init__(self, scheme: CodebookScheme, out_features: int, in_features: int):
         self.scheme, self._shape = scheme, (out_features, in_features)
-        self._blocks_alone = in_features % scheme.block_size == 0 and not scheme.double_quant
-        self.group = scheme.block_size if self._blocks_alone else in_features
-        self.rows_alone = self._blocks_alone
+        self.rows_alone = in_features % scheme.block_size == 0 and not scheme.double_quant
+        self.group = scheme.block_size if self.rows_alone else in_features
         self._table = Table(codebook(scheme.kind).unique())
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        if self._blocks_alone:
+        if self.rows_alone:
             if importance is not None:
                 return self.searched(values, importance)
             return self.ranges(*values.aminmax(dim=-1))
@@ -142,7 +123,7 @@ class CodebookGrid(RangedGrid):
 
     def affine(self, parameters: Parameters) -> Affine:
         step = parameters[0].unsqueeze(-1)
-        if not self._blocks_alone:
+        if not self.rows_alone:
             out_features, in_features = self._shape
             step = parameters[0].repeat_interleave(self.scheme.block_size)
             step = step[: out_features * in_features].view(out_features, 1, in_features)
@@ -240,14 +221,9 @@ class CodebookKind(Kind[CodebookScheme]):
         blocks = -(-codes.numel() // self.scheme.block_size)
         if not self.scheme.double_quant:
             return CodebookTensor(codes, torch.ones(blocks), self.scheme)
-        return CodebookTensor(
-            codes,
-            torch.zeros(blocks, dtype=torch.uint8),
-            self.scheme,
-            nested_absmax=torch.ones(-(-blocks // NESTED_BLOCK)),
-            nested_map=torch.zeros(256),
-            nested_offset=torch.zeros(1),
-        )
+        nested = torch.ones(-(-blocks // NESTED_BLOCK)), torch.zeros(256), torch.zeros(1)
+        absmax = torch.zeros(blocks, dtype=torch.uint8)
+        return CodebookTensor(codes, absmax, self.scheme, *nested)
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> CodebookTensor:
         return round_to_codebook(weight, self.scheme)

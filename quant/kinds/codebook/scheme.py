@@ -37,7 +37,6 @@ class CodebookScheme(Scheme):
             raise BadInput(f"blocks of {self.block_size} weights are none of {sizes}")
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of codes and absmax values over the number of weights."""
         per_block = 8 + 32 / 256 if self.double_quant else 32
         return 4 + per_block / self.block_size
 
@@ -55,5 +54,4 @@ class CodebookScheme(Scheme):
 
     @property
     def label(self) -> str:
-        """Short form, such as `nf4 b64 double`."""
         return f"{self.kind} b{self.block_size}" + (" double" if self.double_quant else "")

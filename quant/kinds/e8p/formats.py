@@ -45,11 +45,7 @@ class QuipFormat(WeightFormat):
     )  # fmt: skip
     # The tensors say how the factors and the scale are stored.
     irrelevant: tuple[str, ...] = (
-        "use_rand",
-        "codesz",
-        "idx_dtype",
-        "per_channel",
-        "opt_resid_scale",
+        *("use_rand", "codesz", "idx_dtype", "per_channel", "opt_resid_scale"),
     )
 
     def _scheme(self, scheme: Scheme) -> E8pScheme:
@@ -72,16 +68,10 @@ class QuipFormat(WeightFormat):
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         assert isinstance(tensor, E8pTensor)
-        stored = {
-            f"{module}.Qidxs": pack_codes(tensor.codes, tensor.residual, tensor.scheme.bits),
-            f"{module}.SU": tensor.su,
-            f"{module}.SV": tensor.sv,
-            f"{module}.Wscale": tensor.scale,
-        }
-        for side, factor in (("left", tensor.left), ("right", tensor.right)):
-            if factor is not None:
-                stored[f"{module}.had_{side}"] = factor
-        return stored
+        words = pack_codes(tensor.codes, tensor.residual, tensor.scheme.bits)
+        stored = {"Qidxs": words, "SU": tensor.su, "SV": tensor.sv, "Wscale": tensor.scale}
+        stored |= {"had_left": tensor.left, "had_right": tensor.right}
+        return {f"{module}.{name}": part for name, part in stored.items() if part is not None}
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> E8pTensor:
         scheme, stored = self.scheme(config, module), Stored(source, module)
@@ -95,10 +85,8 @@ class QuipFormat(WeightFormat):
             )
         scale = stored.tensor("Wscale", *SCALE_DTYPES).float()
         if scale.shape not in ((), (len(sv),)):
-            raise BadInput(
-                f"{module}.Wscale has shape {tuple(scale.shape)}, but the format has () or "
-                f"({len(sv)},)"
-            )
+            shapes = f"{tuple(scale.shape)}, but the format has () or ({len(sv)},)"
+            raise BadInput(f"{module}.Wscale has shape {shapes}")
         codes, residual = unpack_codes(words, scheme.bits)
         left, right = (
             self._factor(stored, f"had_{side}", len(channels))
@@ -110,10 +98,8 @@ class QuipFormat(WeightFormat):
     def _vector(stored: Stored, ending: str) -> torch.Tensor:
         vector = stored.tensor(ending, torch.float16)
         if vector.dim() != 1 or not len(vector):
-            raise BadInput(
-                f"{stored.module}.{ending} has shape {tuple(vector.shape)}, but the format has a "
-                "vector there"
-            )
+            shapes = f"{tuple(vector.shape)}, but the format has a vector there"
+            raise BadInput(f"{stored.module}.{ending} has shape {shapes}")
         return vector
 
     @staticmethod
@@ -128,10 +114,8 @@ class QuipFormat(WeightFormat):
             )
         factor = stored.tensor(ending, *SCALE_DTYPES)
         if tuple(factor.shape) != (odd, odd):
-            raise BadInput(
-                f"{stored.module}.{ending} has shape {tuple(factor.shape)}, but {width} channels "
-                f"imply ({odd}, {odd})"
-            )
+            shapes = f"{tuple(factor.shape)}, but {width} channels imply ({odd}, {odd})"
+            raise BadInput(f"{stored.module}.{ending} has shape {shapes}")
         return factor.float()
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
@@ -151,7 +135,7 @@ class QuipFormat(WeightFormat):
 
     def scheme(self, config: Config, module: str) -> E8pScheme:
         codebook = config.get("codebook")
-        bits = next((bits for bits, name in CODEBOOKS.items() if name == codebook), None)
+        bits = {name: bits for bits, name in CODEBOOKS.items()}.get(str(codebook))
         if bits is None:
             raise BadInput(
                 f"quant_method {QUANT_METHOD} has codebook {codebook!r}: this reads "

@@ -57,14 +57,11 @@ def patterns(device: torch.device = CPU) -> torch.Tensor:
 
     This and the other tables are not to be written to.
     """
-    inside = []
-    for magnitudes in product((0.5, 1.5, 2.5), repeat=DIM):
-        if sum(value * value for value in magnitudes) <= 10:
-            inside.append(magnitudes)
-    padding = [
-        tuple(0.5 if str(channel) in halves else 1.5 for channel in range(DIM))
-        for halves in _HALVES.split()
+    every = product((0.5, 1.5, 2.5), repeat=DIM)
+    inside = [
+        magnitudes for magnitudes in every if sum(value * value for value in magnitudes) <= 10
     ]
+    padding = [[0.5 if str(i) in halves else 1.5 for i in range(DIM)] for halves in _HALVES.split()]
     return torch.tensor([*inside, *padding], device=CPU).to(device)
 
 
@@ -105,19 +102,14 @@ _AT_ONCE = 2048  # targets: 2 MiB for a number of each pattern and shift
 
 
 class Codes(NamedTuple):
-    """Codes of vectors of 8 weights.
-
-    Attributes:
-        codes: int32 `[n]`, of E8P.
-        residual: int32 `[n]`, of what that leaves over; None with 2 bits.
-    """
+    """Codes int32 `[n]` of vectors of 8 weights, and of what they leave over; None with 2 bits."""
 
     codes: torch.Tensor
     residual: torch.Tensor | None
 
 
 def nearest(targets: torch.Tensor, bits: int) -> Codes:
-    """Codes of vectors float32 `[n, 8]`: the nearest point, and the nearest one to what it leaves over."""
+    """Codes of vectors float32 `[n, 8]`: the nearest point, and the point nearest to what it leaves over."""
     codes = nearest_codes(targets)
     if bits == 2:
         return Codes(codes, None)
@@ -140,13 +132,7 @@ def values_of(stored: Codes, bits: int) -> torch.Tensor:
     return values.add_(table[stored.residual.long() & 0xFFFF], alpha=RESIDUAL_STEPS[bits])
 
 
-def search_operations(bits: int) -> float:
-    """The cost of the search for one weight, in multiplications and additions of a large GEMM."""
-    return _SEARCH * (2 if bits == 4 else 1)
-
-
 def nearest_codes(targets: torch.Tensor) -> torch.Tensor:
-    """Codes int32 `[n]` of the points of E8P that are nearest to `targets`, float32 `[n, 8]`."""
     return torch.cat([_nearest_codes(part) for part in targets.split(_AT_ONCE)])
 
 
@@ -166,9 +152,11 @@ def _nearest_codes(targets: torch.Tensor) -> torch.Tensor:
     errors = unshifted.square().sum(dim=-1) - best
     lowered = errors[1] < errors[0]
     chosen = lowered.long()[None]
-    pattern, magnitudes, minus, wrong = (
-        _of_shift(part, chosen)
-        for part in (pattern, magnitudes, minus, wrong.gather(-1, pattern[..., None]))
+    wrong = wrong.gather(-1, pattern[..., None])
+    pattern = pattern.gather(0, chosen)[0]
+    magnitudes, minus, wrong = (
+        part.gather(0, chosen[..., None].expand(1, *part.shape[1:]))[0]
+        for part in (magnitudes, minus, wrong)
     )
     turned = (magnitudes * table[pattern]).argmin(dim=1, keepdim=True)
     minus = minus ^ torch.zeros_like(minus).scatter_(1, turned, wrong > 0)
@@ -178,27 +166,20 @@ def _nearest_codes(targets: torch.Tensor) -> torch.Tensor:
     return pattern.to(torch.int32) << 8 | signs
 
 
-def _of_shift(both: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Select from `[2, n, ...]` the one that `chosen` `[1, n]` says, for each target."""
-    index = chosen.view(*chosen.shape, *(1,) * (both.dim() - 2)).expand(1, *both.shape[1:])
-    return both.gather(0, index)[0]
-
-
 MULTIPLE = 32
 """A weight's inputs are a multiple of it."""
 _RESIDUAL_BYTES = {2: 0, 3: 1, 4: 2}
 
 
 def pack_codes(codes: torch.Tensor, residual: torch.Tensor | None, bits: int) -> torch.Tensor:
-    """`Qidxs`: int16 `[out, in / 8]` for 2 bits, else int32 `[out, in * bits / 32]`.
+    """`Qidxs`, int16 `[out, in / 8]` for 2 bits, else int32 `[out, in * bits / 32]`.
 
-    Args:
-        codes: int16 `[out, in / 8]`.
-        residual: uint8 or int16 `[out, in / 8]`.
+    Codes are int16 `[out, in / 8]`, their residual is uint8 or int16 of the same shape.
     """
     if residual is None:
         return codes
-    both = [_bytes(residual.contiguous()), _bytes(codes.contiguous())]
+    parts = (part.contiguous().view(torch.uint8) for part in (residual, codes))
+    both = [part.unflatten(1, (codes.shape[1], -1)) for part in parts]
     return torch.cat(both, dim=2).flatten(1).view(torch.int32)
 
 
@@ -215,13 +196,7 @@ def unpack_codes(words: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Te
 
 
 def words_of(in_features: int, bits: int) -> int:
-    """The length of a row of `Qidxs`."""
     return in_features // DIM if bits == 2 else in_features * bits // 32
-
-
-def _bytes(codes: torch.Tensor) -> torch.Tensor:
-    """The bytes of codes `[out, n]`: uint8 `[out, n, bytes]`."""
-    return codes.view(torch.uint8).unflatten(1, (codes.shape[1], -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +204,11 @@ class E8pTensor(TransformedTensor):
     """`w = diag(sv) V (scale Q) Uᵀ diag(su)`, `Q` `[out, in]` the points of the codes, `U` and `V` Hadamard.
 
     Attributes:
-        codes: int16 `[out, in / 8]`, of E8P.
-        su: float16 `[in]`, signs and scales of inputs.
-        sv: float16 `[out]`, of outputs.
-        scale: float32, of the whole weight `[]` or of each row of `Q` `[out]`.
-        scheme: bits.
-        residual: `[out, in / 8]`, of what E8P leaves over: uint8 with 3 bits, int16 with 4, None with 2.
-        left, right: float32, the odd factors of `U` and `V`; None where a width is a power of two.
+        codes: codes of E8P, int16 `[out, in / 8]`.
+        su, sv: signs and scales of inputs and outputs, float16 `[in]` and `[out]`.
+        scale: scale of the whole weight or of each row of `Q`, float32 `[]` or `[out]`.
+        residual: codes of the rest `[out, in / 8]`: uint8 with 3 bits, int16 with 4, None with 2.
+        left, right: the odd factors of `U` and `V`, float32; None where a width is a power of two.
     """
 
     codes: torch.Tensor
@@ -314,36 +287,31 @@ class E8pGrid(TransformedGrid[E8pScheme, E8pTensor]):
         stored = {3: torch.uint8, 4: torch.int16}
         turns = sides.turn_inputs, sides.turn_outputs
         left, right = (turn.factor for turn in turns if isinstance(turn, HadamardTransform))
-        return E8pTensor(
-            self.codes.T.contiguous().to(torch.int16),
-            sides.inputs.half(),
-            sides.outputs.half(),
-            torch.ones(()),
-            self.scheme,
-            None if bits == 2 else self.residual.T.contiguous().to(stored[bits]),
-            left,
-            right,
-        )
+        codes, residual = (part.T.contiguous() for part in (self.codes, self.residual))
+        rest = None if bits == 2 else residual.to(stored[bits])
+        scales = sides.inputs.half(), sides.outputs.half(), torch.ones(())
+        return E8pTensor(codes.to(torch.int16), *scales, self.scheme, rest, left, right)
 
     def nearest_values(self, targets: torch.Tensor, first: int) -> torch.Tensor:
         vectors = targets.unflatten(0, (-1, DIM)).transpose(1, 2).reshape(-1, DIM)
         found = nearest(vectors, self.scheme.bits)
-        places = slice(first // DIM, (first + len(targets)) // DIM)
+        rows = slice(first // DIM, (first + len(targets)) // DIM)
         for kept, codes in zip((self.codes, self.residual), found, strict=True):
             if codes is not None:
-                kept[places] = codes.view(-1, targets.shape[1]).to(kept.device)
-        values = values_of(Codes(*found), self.scheme.bits)
+                kept[rows] = codes.view(-1, targets.shape[1]).to(kept.device)
+        values = values_of(found, self.scheme.bits)
         return values.view(-1, targets.shape[1], DIM).transpose(1, 2).flatten(0, 1)
 
 
 class E8pKind(TransformedKind[E8pScheme]):
     """Points of E8P."""
 
+    grid_class = E8pGrid
+
     @property
     def search_operations(self) -> float:
-        return 2 * search_operations(
-            self.scheme.bits
-        )  # with feedback, and without it for the report
+        searches = 2 if self.scheme.bits == 4 else 1
+        return 2 * searches * _SEARCH  # with feedback, and without it for the report
 
     def blank(self, out_features: int, in_features: int, scale_dtype: torch.dtype) -> E8pTensor:
         codes = torch.zeros(out_features, in_features // DIM, dtype=torch.int16)
@@ -351,9 +319,6 @@ class E8pKind(TransformedKind[E8pScheme]):
         su, sv = (torch.ones(size).half() for size in (in_features, out_features))
         left, right = (whole_width(size).factor for size in (in_features, out_features))
         return E8pTensor(codes, su, sv, torch.ones(()), self.scheme, residual, left, right)
-
-    def grid_of(self, weight: torch.Tensor, name: str) -> E8pGrid:
-        return E8pGrid.of(weight, self.scheme, name)
 
 
 KIND = E8pKind

@@ -12,14 +12,8 @@ from ...base.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class E8pScheme(Scheme):
-    """Points of the E8 lattice for 8 weights each, between Hadamard transforms (QuIP#), with float16 scales.
-
-    Tseng et al., "QuIP#: Even Better LLM Quantization with Hadamard Incoherence and Lattice Codebooks", ICML
-    2024 (arXiv:2402.04396).
-
-    Attributes:
-        bits: 2: E8P; 3 and 4: with a second code of 8 or 16 bits for what it leaves over.
-    """
+    """Points of the E8 lattice for 8 weights each, between Hadamard transforms (QuIP#, arXiv:2402.04396): E8P
+    with 2 bits, with 3 and 4 a second code of 8 or 16 bits for what it leaves over."""
 
     kind_name: ClassVar[str] = "e8p"
 
@@ -30,7 +24,6 @@ class E8pScheme(Scheme):
             raise BadInput(f"{self.bits}-bit E8P codes are not supported: choose 2, 3 or 4")
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of codes and scales, and of the float32 factors of transforms of odd widths."""
         factors = sum(odd * odd for n in (out_features, in_features) if (odd := n // (n & -n)) > 1)
         scales = 16 * (out_features + in_features) + 32
         return self.bits + (scales + 32 * factors) / (out_features * in_features)
@@ -41,5 +34,4 @@ class E8pScheme(Scheme):
 
     @property
     def label(self) -> str:
-        """Short form, such as `e8p2`."""
         return f"e8p{self.bits}"

@@ -85,10 +85,8 @@ class Fp4Layouts(CompressedLayouts):
         _check_blocks(module, in_features, scheme)
 
     def pack(self, module: str, tensor: Fp4Tensor) -> dict[str, torch.Tensor]:
-        stored = {
-            f"{module}.weight_packed": pack_nibbles(tensor.codes),
-            f"{module}.weight_scale": tensor.scales.contiguous(),
-        }
+        codes, scales = pack_nibbles(tensor.codes), tensor.scales.contiguous()
+        stored = {f"{module}.weight_packed": codes, f"{module}.weight_scale": scales}
         for name, scale in (("weight", tensor.global_scale), ("input", tensor.input_scale)):
             if scale is not None:
                 stored[f"{module}.{name}_global_scale"] = scale.reshape(1)
@@ -158,14 +156,11 @@ class NvFp4Algorithms(ModelOptAlgorithms):
         )
 
     def read_raw(self, entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-        names = {"global_scale": f"{module}.weight_scale_2"}
-        name = f"{module}.input_scale"
-        if name in entries and config.get("quant_algo") != "W4A16_NVFP4":
-            names["input_scale"] = name
-        wholes = {
-            part: (np.float32(1) / read_number(entries, name)).astype(np.float32)
-            for part, name in names.items()
-        }
+        names = {"global_scale": f"{module}.weight_scale_2", "input_scale": f"{module}.input_scale"}
+        if names["input_scale"] not in entries or config.get("quant_algo") == "W4A16_NVFP4":
+            del names["input_scale"]
+        inverse = {part: np.float32(1) / read_number(entries, n) for part, n in names.items()}
+        wholes = {part: number.astype(np.float32) for part, number in inverse.items()}
         return _read_codes(entries, module, "weight", "nvfp4", wholes)
 
 
@@ -176,10 +171,8 @@ class Fp4Rules(LoaderRules):
         self, scheme: Fp4Scheme, matrix: RankMatrix, format_name: str
     ) -> tuple[bool, str]:
         if matrix.in_features % scheme.block_size:
-            return (
-                False,
-                f"{scheme.kind} needs inputs in multiples of {scheme.block_size} on a rank",
-            )
+            size = scheme.block_size
+            return False, f"{scheme.kind} needs inputs in multiples of {size} on a rank"
         if scheme.activations is None:
             return True, f"{_FP4_MARLIN}, on a GPU alone"
         return True, f"W4A4 kernels on Blackwell, else {_FP4_MARLIN}, on a GPU alone"
@@ -192,7 +185,6 @@ class Fp4Rules(LoaderRules):
 
 
 def _check_blocks(module: str, in_features: int, scheme: Fp4Scheme) -> None:
-    """Raises BadInput naming the module whose rows are no whole blocks."""
     if in_features % scheme.block_size:
         raise BadInput(
             f"{module} has {in_features} inputs, and {scheme.kind} takes multiples of "
@@ -201,7 +193,6 @@ def _check_blocks(module: str, in_features: int, scheme: Fp4Scheme) -> None:
 
 
 def _block_scales(stored: Stored, codes: torch.Tensor, scheme: Fp4Scheme) -> torch.Tensor:
-    """The stored scales of the blocks of `codes` `[out, in]`."""
     dtype = torch.float8_e4m3fn if scheme.kind == "nvfp4" else torch.uint8
     _check_blocks(stored.module, codes.shape[1], scheme)
     shape = codes.shape[0], codes.shape[1] // scheme.block_size
@@ -214,18 +205,13 @@ def check_mxfp4(config: Config) -> None:
 
 
 def mxfp4_names(projection: str) -> tuple[str, str]:
-    """Tensor names of one projection of a layer's experts."""
     return f"{projection}_blocks", f"{projection}_scales"
 
 
 def read_mxfp4(
     source: TensorSource, projection: str, num_experts: int, out_features: int, in_features: int
 ) -> list[Fp4Tensor]:
-    """Each expert's weight `[out, in]`, as 4-bit codes.
-
-    Raises:
-        BadInput: a tensor is missing, or its shape contradicts the config.
-    """
+    """Each expert's weight `[out, in]`; BadInput for a tensor that is missing or of another shape."""
     if in_features % _EXPERTS_BLOCK:
         raise BadInput(
             f"{projection} has {in_features} inputs: mxfp4 takes multiples of {_EXPERTS_BLOCK}"
@@ -233,8 +219,8 @@ def read_mxfp4(
     shape = (num_experts, out_features, in_features // _EXPERTS_BLOCK)
     shapes = (*shape, _EXPERTS_BLOCK // 2), shape
     blocks, scales = (
-        expect_dtype(name, expect_shape(name, source.tensor(name), each), torch.uint8)
-        for name, each in zip(mxfp4_names(projection), shapes, strict=True)
+        expect_dtype(name, expect_shape(name, source.tensor(name), expected), torch.uint8)
+        for name, expected in zip(mxfp4_names(projection), shapes, strict=True)
     )
     return [
         Fp4Tensor(unpack_nibbles(packed.reshape(out_features, -1)), exponents, Fp4Scheme("mxfp4"))

@@ -29,16 +29,11 @@ E8M0_BIAS = 127
 
 
 def e2m1_table() -> torch.Tensor:
-    """The 16 values, float32 `[16]`, by code."""
     return torch.tensor(E2M1_TABLE, dtype=torch.float32)
 
 
 def fp4_factors(scales: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
-    """Compute the factors of blocks from their stored scales, float32 of the same shape.
-
-    Args:
-        global_scale: of NVFP4, whose scales are e4m3; None: the scales are MXFP4's exponents.
-    """
+    """Factors of blocks, float32, from stored scales: NVFP4's with a global scale, else MXFP4's exponents."""
     if global_scale is not None:
         return scales.to(torch.float32) / global_scale
     # An exponent is the exponent of a float32, in place; its 0 would be a zero there, not 2**-127.
@@ -53,9 +48,7 @@ class Fp4Tensor(QuantizedTensor):
 
     Attributes:
         codes: uint8 `[out, in]`, 0..15.
-        scales: `[out, in / block]`: float8_e4m3fn (NVFP4), or uint8 exponents of two, biased by 127
-            (MXFP4).
-        scheme: NVFP4 or MXFP4, and the inputs.
+        scales: `[out, in / block]`, float8_e4m3fn (NVFP4), or uint8 exponents of two (MXFP4).
         global_scale: float32 `[1]`, a divisor of the scales; NVFP4 only.
         input_scale: float32 `[1]`, the global scale of quantized inputs, a divisor too; NVFP4 W4A4 only.
 
@@ -75,11 +68,10 @@ class Fp4Tensor(QuantizedTensor):
         nvidia = self.scheme.kind == "nvfp4"
         expected = torch.float8_e4m3fn if nvidia else torch.uint8
         if self.codes.dtype != torch.uint8 or self.scales.dtype != expected:
-            raise ValueError(
-                f"codes are uint8 and scales {expected}, not {self.codes.dtype} and {self.scales.dtype}"
-            )
-        shape = (self.out_features, self.in_features // self.scheme.block_size)
-        if self.in_features % self.scheme.block_size or tuple(self.scales.shape) != shape:
+            dtypes = f"{self.codes.dtype} and {self.scales.dtype}"
+            raise ValueError(f"codes are uint8 and scales {expected}, not {dtypes}")
+        blocks, rest = divmod(self.in_features, self.scheme.block_size)
+        if rest or tuple(self.scales.shape) != (self.out_features, blocks):
             raise ValueError(
                 f"scales {tuple(self.scales.shape)} do not fit {tuple(self.codes.shape)} weights in "
                 f"blocks of {self.scheme.block_size}"
@@ -88,7 +80,6 @@ class Fp4Tensor(QuantizedTensor):
             raise ValueError("a global scale belongs to nvfp4, and to no other")
 
     def block_scales(self) -> torch.Tensor:
-        """The factor of each block, float32 `[out, in / block]`."""
         return fp4_factors(self.scales, self.global_scale)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -98,16 +89,18 @@ class Fp4Tensor(QuantizedTensor):
         return blocks.mul_(self.block_scales().unsqueeze(-1)).view(self.shape).to(dtype)
 
     def forms(self) -> Iterator[Fp4Tensor]:
-        return fp4_forms(self)
+        yield self
+        exact = {MXFP4: _as_nvfp4, NVFP4: _as_mxfp4}.get(self.scheme)
+        if exact is not None and (other := exact(self)) is not None:
+            yield other
 
     def stored_as(
         self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
     ) -> Fp4Tensor:
-        """Move scales of whole tensors to their reciprocals' reciprocals, if those are stored; as in
-        compressed-tensors' converter."""
-        if not inverts:
-            return self
-        wholes = {"global_scale": self.global_scale, "input_scale": self.input_scale}
+        # As in compressed-tensors' converter.
+        wholes = (
+            {"global_scale": self.global_scale, "input_scale": self.input_scale} if inverts else {}
+        )
         stored = {name: invertible(scale) for name, scale in wholes.items() if scale is not None}
         return replace(self, **stored)
 
@@ -115,18 +108,8 @@ class Fp4Tensor(QuantizedTensor):
 # The least positive e4m3 value: a block whose scale would round to 0 keeps what that one resolves.
 _LEAST_SCALE = 2.0**-9
 _LEAST_EXPONENT, _LARGEST_EXPONENT = 0, 254  # 255 is NaN in E8M0
-# Bounds between neighbouring magnitudes, and whether the bound is rounded up: ties go to the even code.
-_BOUNDS = (
-    (0.25, False),
-    (0.75, True),
-    (1.25, False),
-    (1.75, True),
-    (2.5, False),
-    (3.5, True),
-    (5.0, False),
-)
-
-
+# Bounds between neighbouring magnitudes; ties go to the even code, so every second bound is rounded up.
+_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 # The stored bytes of scales, ascending in value: e4m3's from the least positive to 448, E8M0's without NaN.
 _BYTES = {"nvfp4": (1, 126), "mxfp4": (_LEAST_EXPONENT, _LARGEST_EXPONENT)}
 # Scales that are tried around the one of the range: e4m3 has 8 in an octave, E8M0 has one.
@@ -137,12 +120,8 @@ _AT_ONCE = 2**18  # weights of a search
 class Fp4Grid(ScalarGrid):
     """e2m1 floats times the scale of a block.
 
-    Its parameter is the stored scale's byte, uint8 `[out, groups]`. NVFP4's global scale is fixed before
-    anything is fitted.
-
-    Args:
-        largest: the largest magnitude that NVFP4's global scale covers.
-        input_scale: float32 `[1]`, for NVFP4 inputs.
+    Its parameter is the stored scale's byte, uint8 `[out, groups]`. NVFP4's global scale, which covers
+    `largest`, is fixed before anything is fitted.
     """
 
     def __init__(
@@ -203,8 +182,8 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """Codes (uint8) of the nearest e2m1 floats, ties to even; beyond ±6 they saturate; -0 has a sign."""
     magnitudes = values.abs()
     codes = torch.signbit(values).to(torch.uint8) << 3
-    for bound, takes_tie in _BOUNDS:
-        codes += magnitudes >= bound if takes_tie else magnitudes > bound
+    for index, bound in enumerate(_BOUNDS):
+        codes += magnitudes >= bound if index % 2 else magnitudes > bound
     return codes
 
 
@@ -226,14 +205,6 @@ def invertible(scale: torch.Tensor) -> torch.Tensor:
 def block_scales(
     largest: torch.Tensor, scheme: Fp4Scheme, whole: torch.Tensor | None
 ) -> torch.Tensor:
-    """Stored scales of blocks from their largest magnitudes, float32 of any shape.
-
-    NVFP4: `e4m3(whole * largest / 6)`. MXFP4: the exponent of the power of two that maps the largest to
-    4..6, compressed-tensors' rule: a largest magnitude that would round up to 8 takes the next power.
-
-    Args:
-        whole: NVFP4's global scale.
-    """
     if scheme.kind == "nvfp4":
         assert whole is not None
         scales = (whole * (largest / E2M1_MAX)).clamp(_LEAST_SCALE, E4M3_MAX)
@@ -253,13 +224,7 @@ def round_to_fp4(
     input_scale: torch.Tensor | None = None,
     name: str = "weight",
 ) -> Fp4Tensor:
-    """Data-free quantization (RTN) of a weight `[out, in]`.
-
-    Args:
-        largest: the largest magnitude that NVFP4's global scale covers, of all weights that servers fuse with
-            this one; None: of this weight.
-        input_scale: float32 `[1]`, for NVFP4 inputs.
-        name: the weight's name in error messages.
+    """Data-free quantization (RTN) of a weight `[out, in]`; see `Rounding` for the arguments.
 
     Raises:
         BadInput: the rows are no whole blocks.
@@ -285,17 +250,6 @@ _GLOBAL_EXPONENT = 8
 _MAGNITUDE = 7  # bits of a code without its sign
 
 
-def fp4_forms(tensor: Fp4Tensor) -> Iterator[Fp4Tensor]:
-    """`tensor` and its equivalent of the other kind, where there is one."""
-    yield tensor
-    if tensor.scheme == MXFP4:
-        other = _as_nvfp4(tensor)
-    else:
-        other = _as_mxfp4(tensor) if tensor.scheme == NVFP4 else None
-    if other is not None:
-        yield other
-
-
 def _as_nvfp4(tensor: Fp4Tensor) -> Fp4Tensor | None:
     """Each block as two of half the width; None where the exponents span more than e4m3's."""
     exponents = tensor.scales.to(torch.int32) - E8M0_BIAS
@@ -309,12 +263,8 @@ def _as_nvfp4(tensor: Fp4Tensor) -> Fp4Tensor | None:
         return None
     powers = torch.exp2((exponents + shift).clamp(_LEAST, _LARGEST).to(torch.float32))
     scales = powers.repeat_interleave(MXFP4.block_size // NVFP4.block_size, dim=1)
-    return Fp4Tensor(
-        tensor.codes,
-        scales.to(torch.float8_e4m3fn),
-        NVFP4,
-        global_scale=torch.tensor([2.0**shift]),
-    )
+    whole = torch.tensor([2.0**shift])
+    return Fp4Tensor(tensor.codes, scales.to(torch.float8_e4m3fn), NVFP4, global_scale=whole)
 
 
 def _as_mxfp4(tensor: Fp4Tensor) -> Fp4Tensor | None:
@@ -338,7 +288,6 @@ def _as_mxfp4(tensor: Fp4Tensor) -> Fp4Tensor | None:
 
 
 def _not_zero(tensor: Fp4Tensor) -> torch.Tensor:
-    """Blocks with a weight that is not zero, bool `[out, in / block]`."""
     blocks = (tensor.codes & _MAGNITUDE).view(*tensor.scales.shape, -1)
     return (blocks != 0).any(dim=-1)
 

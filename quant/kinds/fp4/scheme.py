@@ -39,7 +39,6 @@ class Fp4Scheme(Scheme):
 
     @property
     def block_size(self) -> int:
-        """Consecutive input channels that share a scale."""
         return FP4_BLOCKS[self.kind]
 
     @property
@@ -55,11 +54,9 @@ class Fp4Scheme(Scheme):
         return self.block_size
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of codes and scales over the number of weights."""
         whole = 32 / (out_features * in_features) if self.kind == "nvfp4" else 0
         return 4 + 8 / self.block_size + whole
 
     @property
     def label(self) -> str:
-        """Short form, such as `nvfp4 a-nvfp4-group16-static`."""
         return self.kind if self.activations is None else f"{self.kind} {self.activations.label}"

@@ -105,16 +105,14 @@ class Fp8Format(WeightFormat):
 
     def read_config(self, config: Config, modules: Collection[str]) -> None:
         self.scheme(config, min(modules))
-        formats = ("e4m3", "e4m3fn", "float8_e4m3fn")
-        self.expect(config, fmt=formats, expert_dtype=("fp8",))
+        self.expect(config, fmt=("e4m3", "e4m3fn", "float8_e4m3fn"), expert_dtype=("fp8",))
         self.expect(config, activation_scheme=("dynamic", "static"))
 
     def scheme(self, config: Config, module: str) -> FloatScheme:
         block = config.get("weight_block_size")
         if block is not None and list(block) != _BLOCK:
-            raise BadInput(
-                f"quant_method fp8 with blocks of {block} is not supported: only {_BLOCK}"
-            )
+            what = f"quant_method fp8 with blocks of {block}"
+            raise BadInput(f"{what} is not supported: only {_BLOCK}")
         static = config.get("activation_scheme", "dynamic") == "static"
         if block is not None and static:
             raise BadInput("quant_method fp8 with blocks and static activations is not supported")
@@ -129,9 +127,8 @@ class Fp8Format(WeightFormat):
         names = [f"{module}.weight_scale_inv", f"{module}.weight_scale"]
         scale_name = next((name for name in names if name in entries), names[0])
         static = config.get("activation_scheme") == "static"
-        return read_float8(
-            entries, module, scale_name, raw_input_scale(entries, module) if static else {}
-        )
+        extra = raw_input_scale(entries, module) if static else {}
+        return read_float8(entries, module, scale_name, extra)
 
 
 class FloatLayouts(CompressedLayouts):
@@ -159,22 +156,16 @@ class FloatLayouts(CompressedLayouts):
         return FloatScheme(strategy, activations)
 
     def pack(self, module: str, tensor: Fp8Tensor) -> dict[str, torch.Tensor]:
-        scales = tensor.scales
-        if tensor.scheme.granularity == "tensor":
-            scales = scales.view(1)
-        return {
-            f"{module}.weight": tensor.values,
-            f"{module}.weight_scale": scales.contiguous(),
-        } | input_scale_part(module, tensor.input_scale)
+        scales = tensor.scales.view(1) if tensor.scheme.granularity == "tensor" else tensor.scales
+        stored = {f"{module}.weight": tensor.values, f"{module}.weight_scale": scales.contiguous()}
+        return stored | input_scale_part(module, tensor.input_scale)
 
     def unpack(self, stored: Stored, layout: str, scheme: FloatScheme) -> Fp8Tensor:
         values = stored.matrix("weight", torch.float8_e4m3fn)
         scales = read_scales(stored, scheme.scale_shape(*values.shape))
         name = "weight_zero_point"
         if name in stored and bool(stored.tensor(name).float().any()):
-            raise BadInput(
-                f"{stored.module}.{name} holds zero points, which fp8 weights have none of"
-            )
+            raise BadInput(f"{stored.module}.{name} holds zero points, which fp8 weights have not")
         return Fp8Tensor(values, scales, scheme, read_input_scale(stored, scheme.activations))
 
     def read_raw(
@@ -217,10 +208,9 @@ class Fp8Algorithms(ModelOptAlgorithms):
         return Fp8Tensor(values, scales.contiguous(), scheme, input_scale)
 
     def read_raw(self, entries: Entries, module: str, config: dict[str, Any]) -> Raw:
-        name = f"{module}.input_scale"
-        extra: dict[str, Array] = (
-            {"input_scale": read_number(entries, name)} if name in entries else {}
-        )
+        name, extra = f"{module}.input_scale", dict[str, Array]()
+        if name in entries:
+            extra["input_scale"] = read_number(entries, name)
         return read_float8(entries, module, f"{module}.weight_scale", extra)
 
 
@@ -236,8 +226,14 @@ class FloatRules(LoaderRules):
             return True, "CUTLASS W8A8" if scheme.activations else "FP8 Marlin"
         if format_name == "modelopt" and matrix.in_features % BLOCK:
             return False, f"FP8_PB_WO needs inputs in multiples of {BLOCK} on a rank"
-        if reason := _block_rule(matrix):
-            return False, reason
+        split = matrix.parts if matrix.ranks > 1 and not matrix.row_parallel else matrix.parts[:-1]
+        if EXPERTS in matrix.module:
+            split = [matrix.in_features] if matrix.row_parallel else matrix.parts
+        needs = f"fp8 blocks need {{}} in multiples of {BLOCK}"
+        if any(out % BLOCK for out in split):
+            return False, f"{needs.format('outputs')} where they are split or merged"
+        if matrix.ranks > 1 and matrix.row_parallel and matrix.in_features % BLOCK:
+            return False, f"{needs.format('inputs')} on a rank"
         if format_name == "modelopt":
             return True, "block W8A8, inputs quantized too"
         return True, "CUTLASS W8A8" if scheme.activations else "FP8 Marlin"
@@ -252,29 +248,13 @@ class FloatRules(LoaderRules):
         return scheme.granularity != "block"
 
 
-def _block_rule(matrix: RankMatrix) -> str | None:
-    """Why blocks of fp8 do not fit the splits of a matrix; None: they do."""
-    split = matrix.parts if matrix.ranks > 1 and not matrix.row_parallel else matrix.parts[:-1]
-    if EXPERTS in matrix.module:
-        split = [matrix.in_features] if matrix.row_parallel else matrix.parts
-    if any(out % BLOCK for out in split):
-        return f"fp8 blocks need outputs in multiples of {BLOCK} where they are split or merged"
-    if matrix.ranks > 1 and matrix.row_parallel and matrix.in_features % BLOCK:
-        return f"fp8 blocks need inputs in multiples of {BLOCK} on a rank"
-    return None
-
-
 def read_float8(entries: Entries, module: str, scale_name: str, extra: dict[str, Array]) -> Raw:
-    """e4m3 values and their scales: `[1, 1]`, `[out, 1]`, or one for each 128 × 128 block.
-
-    ModelOpt writes block scales as `[blocks, 1, blocks, 1]`.
-    e4m3fn's only NaN has all seven bits below the sign set; there is no infinity.
-    """
+    """e4m3 values and their scales: `[1, 1]`, `[out, 1]`, or one for each 128 × 128 block."""
     values = read_array(entries[f"{module}.weight"], "F8_E4M3")
     stored, scales = read_numbers(entries[scale_name])
     out_features, in_features = values.shape
     blocks = (-(-out_features // 128), -(-in_features // 128))
-    if scales.ndim == 4:
+    if scales.ndim == 4:  # ModelOpt's `[blocks, 1, blocks, 1]`
         scales = scales.reshape(scales.shape[0] * scales.shape[1], -1)
     if scales.size == 1:
         shape = (1, 1)
@@ -284,6 +264,7 @@ def read_float8(entries: Entries, module: str, scale_name: str, extra: dict[str,
         shape = blocks
     else:
         raise ValueError(f"scales {scales.shape} do not fit {values.shape} weights")
+    # e4m3fn's only NaN has all seven bits below the sign set; there is no infinity.
     problems = ("has weights that are NaN",) if ((values & 127) == 127).any() else ()
     parts = {"values": values, "scales": stored.reshape(shape)} | extra
     return Raw(parts, {"scales": scales.reshape(shape)}, (out_features, in_features), problems)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,25 +12,21 @@ from torch.nn import functional
 from ...base.scheme import E4M3_MAX
 from ..base.grid import Affine, Parameters, ScalarGrid
 from ..base.kind import Kind, Rounding
-from ..base.tensor import QuantizedTensor, with_scale_dtype
+from ..base.tensor import QuantizedTensor
 from .scheme import BLOCK, FloatScheme
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tensor(QuantizedTensor):
-    """`w = value * scale`.
+    """`w = value * scale`, the values float8_e4m3fn `[out, in]`; ValueError if the parts disagree.
 
     Attributes:
-        values: float8_e4m3fn `[out, in]`.
         scales: `[1, 1]`, `[out, 1]` or one for each 128 × 128 block; float32, or the model's dtype,
             depending on the format.
-        scheme: the granularity.
         input_scale: float32 `[1]`, where the scheme has static activations.
-
-    Raises:
-        ValueError: shapes or dtypes disagree.
     """
 
+    has_open_dtype: ClassVar[bool] = True
     by_row: ClassVar[tuple[str, ...]] = ("values",)
 
     values: torch.Tensor
@@ -60,11 +56,6 @@ class Fp8Tensor(QuantizedTensor):
                 scales = self.scales.expand(scheme.scale_shape(*self.shape)).contiguous()
                 yield replace(self, scales=scales, scheme=scheme)
 
-    def stored_as(
-        self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
-    ) -> Fp8Tensor:
-        return with_scale_dtype(self, self.scales, dtype_of)
-
     def rows(self, rows: slice) -> Fp8Tensor:
         scales = self.scales
         if self.scheme.granularity == "channel":
@@ -80,27 +71,27 @@ class FloatGrid(ScalarGrid):
 
     Blocks of 128 channels are fitted together, of all rows; a row or a tensor is one group, and so is a row
     that ends in a smaller block.
-
-    Args:
-        input_scale: float32 `[1]`, for a scheme with static activations.
     """
 
-    def __init__(
-        self,
-        scheme: FloatScheme,
-        shape: tuple[int, ...],
-        scale_dtype: torch.dtype,
-        *,
-        input_scale: torch.Tensor | None = None,
-    ):
-        self.scheme, self.scale_dtype, self._shape = scheme, scale_dtype, shape
+    def __init__(self, scheme: FloatScheme, shape: tuple[int, ...], how: Rounding):
+        self.scheme, self._shape, self._how = scheme, shape, how
         whole = scheme.granularity == "block" and shape[1] % BLOCK == 0
         self.group = BLOCK if whole else shape[1]
         self.rows_alone = scheme.granularity == "channel"
-        self._input_scale = input_scale
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        return (float_scales(values.flatten(1), self.scheme, self.scale_dtype),)
+        """Scales as they are stored, `max|w| / 448`, of zeros 1; infinite where they overflow their dtype."""
+        weight = values.flatten(1)
+        out_features, in_features = weight.shape
+        rows, columns = self.scheme.scale_shape(out_features, in_features)
+        if self.scheme.granularity == "block":
+            padding = (0, columns * BLOCK - in_features, 0, rows * BLOCK - out_features)
+            blocks = functional.pad(weight, padding).view(rows, BLOCK, columns, BLOCK)
+            largest = blocks.abs().amax(dim=(1, 3))
+        else:
+            largest = weight.abs().view(rows, -1).amax(dim=1, keepdim=True)
+        scales = (largest / E4M3_MAX).to(self._how.scale_dtype)
+        return (torch.where(scales == 0, torch.ones_like(scales), scales),)
 
     def affine(self, parameters: Parameters) -> Affine:
         scales = parameters[0].to(torch.float32)
@@ -117,28 +108,8 @@ class FloatGrid(ScalarGrid):
         scaled.copy_(scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn))
 
     def coded(self, levels: torch.Tensor, parameters: Parameters) -> Fp8Tensor:
-        return Fp8Tensor(
-            levels.to(torch.float8_e4m3fn), parameters[0], self.scheme, self._input_scale
-        )
-
-
-def float_scales(
-    weight: torch.Tensor, scheme: FloatScheme, scale_dtype: torch.dtype
-) -> torch.Tensor:
-    """The scales of a weight `[out, in]` as they are stored, in their dtype; infinite where they overflow.
-
-    `max|w| / 448`; that of all-zero values is 1.
-    """
-    out_features, in_features = weight.shape
-    rows, columns = scheme.scale_shape(out_features, in_features)
-    if scheme.granularity == "block":
-        padding = (0, columns * BLOCK - in_features, 0, rows * BLOCK - out_features)
-        blocks = functional.pad(weight, padding).view(rows, BLOCK, columns, BLOCK)
-        largest = blocks.abs().amax(dim=(1, 3))
-    else:
-        largest = weight.abs().view(rows, -1).amax(dim=1, keepdim=True)
-    scales = (largest / E4M3_MAX).to(scale_dtype)
-    return torch.where(scales == 0, torch.ones_like(scales), scales)
+        values, input_scale = levels.to(torch.float8_e4m3fn), self._how.input_scale
+        return Fp8Tensor(values, parameters[0], self.scheme, input_scale)
 
 
 class FloatKind(Kind[FloatScheme]):
@@ -151,20 +122,7 @@ class FloatKind(Kind[FloatScheme]):
         return Fp8Tensor(values, scales, self.scheme, input_scale)
 
     def grid_for(self, shape: tuple[int, ...], how: Rounding) -> FloatGrid:
-        return FloatGrid(self.scheme, shape, how.scale_dtype, input_scale=how.input_scale)
-
-
-def round_to_fp8(
-    weight: torch.Tensor,
-    scheme: FloatScheme,
-    scale_dtype: torch.dtype,
-    *,
-    input_scale: torch.Tensor | None = None,
-) -> Fp8Tensor:
-    """Data-free quantization (RTN) of a weight `[out, in]`; see `Kind.round`."""
-    tensor = FloatKind(scheme).round(weight, scale_dtype, input_scale=input_scale)
-    assert isinstance(tensor, Fp8Tensor)
-    return tensor
+        return FloatGrid(self.scheme, shape, how)
 
 
 KIND = FloatKind

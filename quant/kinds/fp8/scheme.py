@@ -44,7 +44,6 @@ class FloatScheme(Scheme):
         return -(-out_features // BLOCK), -(-in_features // BLOCK)
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of values and float32 scales over the number of weights."""
         rows, columns = self.scale_shape(out_features, in_features)
         return 8 + 32 * rows * columns / (out_features * in_features)
 
@@ -63,6 +62,5 @@ class FloatScheme(Scheme):
 
     @property
     def label(self) -> str:
-        """Short form, such as `fp8 block a-fp8-group128`."""
         text = f"fp8 {self.granularity}"
         return text if self.activations is None else f"{text} {self.activations.label}"

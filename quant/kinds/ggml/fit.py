@@ -36,18 +36,15 @@ _SCALE_SHIFTS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0)
 
 
 def any_order(values: torch.Tensor) -> torch.Tensor:
-    """Sum the last dimension, which stays, in torch's order."""
     return values.sum(dim=-1, keepdim=True)
 
 
 def fit_affine(
     x: torch.Tensor, weights: torch.Tensor, levels: int, add: Add = any_order
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and offset per run, `[..., runs]`, for `x ≈ step * code - offset`; neither is negative.
+    """Step and offset of each run `[..., runs]` for `x ≈ step * code - offset`, both positive or 0.
 
-    Args:
-        x, weights: float32 `[..., runs, width]`.
-        levels: the largest code.
+    `levels` is the largest code; `x` and `weights` are float32 `[..., runs, width]`.
     """
     low, high = x.aminmax(dim=-1, keepdim=True)
     low = low.clamp(max=0)
@@ -81,10 +78,8 @@ def fit_signed(
     extremes: tuple[float, ...],
     add: Add = any_order,
 ) -> torch.Tensor:
-    """Step of each run, `[..., runs]`, for `x ≈ step * value`; it may be negative.
-
-    The value of largest magnitude is tried as each of `extremes`.
-    """
+    """Step of each run `[..., runs]`, also negative, for `x ≈ step * value`. The largest
+    weight is tried as each of `extremes`."""
     largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
     inverse = reciprocal(largest)
     best = torch.zeros_like(largest), largest / extremes[len(extremes) // 2]
@@ -103,8 +98,7 @@ def fit_positive(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step for a block's runs, `[n]`, and codes `[n, runs]`: `values ≈ step * code`, all ≥ 0."""
     largest = values.amax(dim=-1, keepdim=True)
-    nothing = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
-    best = *nothing, torch.zeros_like(values)
+    best = torch.full_like(largest, torch.inf), torch.zeros_like(largest), torch.zeros_like(values)
     for shift in _SCALE_SHIFTS:
         codes = (values * ((levels + shift) * reciprocal(largest))).round().clamp(0, levels)
         squares = folded(weights * codes * codes)
@@ -136,12 +130,10 @@ def outermost(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def half(values: torch.Tensor) -> torch.Tensor:
-    """Rounded to float16, as float32."""
     return values.to(torch.float16).to(torch.float32)
 
 
 def reciprocal(values: torch.Tensor) -> torch.Tensor:
-    """`1 / values`, and 0 for 0."""
     return torch.where(values == 0, 0.0, 1 / values)
 
 
@@ -165,12 +157,11 @@ def error_weights(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Ten
 
 
 def whole(middle: int) -> Nearest:
-    """Whole numbers from `-middle` to `middle - 1`."""
     return lambda scaled: scaled.round().clamp_(-middle, middle - 1)
 
 
 def extremes_of(middle: int) -> tuple[float, ...]:
-    """The largest weight may take the code `-middle`, so a step may be negative."""
+    # The largest weight may take the code `-middle`, so a step may be negative.
     return tuple(-(middle + shift / 10) for shift in range(-9, 10))
 
 
@@ -178,13 +169,7 @@ _NEIGHBOURS = tuple(product((0, -1, 1), repeat=2))
 
 
 class AffineCodes(NamedTuple):
-    """`w = d * scale * code - dmin * minimum`.
-
-    Attributes:
-        scales, lows: uint8 `[n, runs]`.
-        codes: uint8 `[n, runs, width]`.
-        heads: float16 `[n, 2]`: d and dmin.
-    """
+    """Scales and minimums uint8 `[n, runs]`, codes uint8 `[n, runs, width]`, d and dmin float16 `[n, 2]`."""
 
     scales: torch.Tensor
     codes: torch.Tensor
@@ -193,13 +178,7 @@ class AffineCodes(NamedTuple):
 
 
 class SignedCodes(NamedTuple):
-    """`w = d * scale * value`.
-
-    Attributes:
-        scales: int8 `[n, runs]`.
-        values: int8 `[n, runs, width]`, of the grid.
-        head: float16 `[n, 1]`: d.
-    """
+    """Scales int8 `[n, runs]`, values of the grid int8 `[n, runs, width]`, and d float16 `[n, 1]`."""
 
     scales: torch.Tensor
     values: torch.Tensor
@@ -234,29 +213,29 @@ def _search_in_c(
     rounds: int,
     squares: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Scales, codes, minimums (empty of signed codes) and heads.
+    """Scales, codes, minimums (none of signed codes) and heads.
 
     Args:
         blocks: the weights `[n, runs, width]`, and those of their errors; None derives them.
-        codes: the least and largest, and those of the scales.
-        factors: largest codes that are tried for a run's step and for the scales'.
-        squares: whether derived weights are the weights' squares.
+        codes: least and largest code, then those of the scales.
+        factors: largest codes that are tried for the step of a run, then for the scales.
+        squares: whether derived weights are squares of the weights.
     """
     x, weights = (None if part is None else part.contiguous() for part in blocks)
     assert x is not None
     count, runs, _ = x.shape
     dtype = torch.int8 if codes[0] else torch.uint8
-    scales, found = torch.empty(count, runs, dtype=dtype), torch.empty(x.shape, dtype=dtype)
+    scales, values = torch.empty(count, runs, dtype=dtype), torch.empty(x.shape, dtype=dtype)
     lows = torch.empty(0 if codes[0] else count, runs, dtype=dtype)
     heads = torch.empty(count, 1 if codes[0] else 2, dtype=torch.float16)
     tables = [_table(part) for part in factors]
-    given = (x, weights, *tables, scales, found, lows if lows.numel() else None, heads)
+    parts = (x, weights, *tables, scales, values, lows if lows.numel() else None, heads)
     call = _SearchCall(
-        *(part if part is None else part.data_ptr() for part in given),
+        *(part if part is None else part.data_ptr() for part in parts),
         *(count, runs, *map(len, factors), *codes, rounds, squares, torch.get_num_threads()),
     )
     library.llmopt_search_blocks(ctypes.byref(call))
-    return scales, found, lows, heads
+    return scales, values, lows, heads
 
 
 def _native(x: torch.Tensor) -> ctypes.CDLL | None:
@@ -266,24 +245,22 @@ def _native(x: torch.Tensor) -> ctypes.CDLL | None:
 def search_affine(
     x: torch.Tensor, weights: torch.Tensor | None, levels: int, scale_levels: int, rounds: int
 ) -> AffineCodes:
-    """Blocks with a scale and a minimum for each run.
+    """Search blocks with a scale and a minimum for each run.
 
     Args:
         x: float32 `[n, runs, width]`.
-        weights: positive, of the same shape: the weight of each squared error; None is `error_weights`.
+        weights: weight of each squared error, positive, of the same shape; None: `error_weights`.
         levels, scale_levels: the largest code, and the largest code of a scale or minimum.
-        rounds: of trying neighbouring scale codes and refitting the heads.
+        rounds: how often neighbouring scale codes are tried and the heads refitted.
     """
     library = _native(x)
     if library is None:
         weights = error_weights(x, None) if weights is None else weights
         return affine_in_torch(x, weights, levels, scale_levels, rounds)
-    factors = tuple(levels + shift for shift in _affine_shifts(levels))
-    scale_factors = tuple(scale_levels + shift for shift in _SCALE_SHIFTS)
+    steps = tuple(levels + shift for shift in _affine_shifts(levels))
+    factors = steps, tuple(scale_levels + shift for shift in _SCALE_SHIFTS)
     codes = 0, levels, 0, scale_levels
-    return AffineCodes(
-        *_search_in_c(library, (x, weights), codes, (factors, scale_factors), rounds, False)
-    )
+    return AffineCodes(*_search_in_c(library, (x, weights), codes, factors, rounds, False))
 
 
 def affine_in_torch(
@@ -320,11 +297,11 @@ def affine_in_torch(
         refitted = _refit_affine(x, weights, codes, scale_codes, low_codes, heads)
         other, other_errors = on_grid(refitted, scale_codes, low_codes)
         better = folded(other_errors) < folded(errors)
-        found = other_errors, other, refitted
-        errors, codes, heads = where(better, found, (errors, codes, heads))
-    parts = (part.to(torch.uint8).contiguous() for part in (scale_codes, codes, low_codes))
-    scales, found, lows = parts
-    return AffineCodes(scales, found, lows, heads.contiguous())
+        refits = other_errors, other, refitted
+        errors, codes, heads = where(better, refits, (errors, codes, heads))
+    found = scale_codes, codes, low_codes
+    scales, codes, lows = (part.to(torch.uint8).contiguous() for part in found)
+    return AffineCodes(scales, codes, lows, heads.contiguous())
 
 
 def search_whole(
@@ -355,14 +332,9 @@ def search_signed(
     scale_middle: int,
     add: Add = any_order,
 ) -> SignedCodes:
-    """Blocks with a signed scale for each run.
+    """Search blocks with a signed scale, of codes `-scale_middle .. scale_middle - 1`, for each run.
 
-    Args:
-        x, weights: see `search_affine`.
-        nearest: rounds multiples of the step to the grid's values.
-        extremes: values that the largest weight of a run is tried as, beyond the grid too.
-        scale_middle: scales' codes are `-scale_middle .. scale_middle - 1`.
-        add: sums the last dimension.
+    `extremes` are values that the largest weight of a run is tried as, beyond the grid too.
     """
     steps = fit_signed(x, weights, nearest, extremes, add)
     # An error of the step is multiplied by the codes, which grow with the weights.
@@ -380,21 +352,8 @@ def search_signed(
         values = nearest(x * reciprocal(step))
         return values, add(weights * (values * step - x).square_()).squeeze(-1)
 
-    return _refine(x, weights, head, scales, on_grid, scale_middle, add)
-
-
-def _refine(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    head: torch.Tensor,
-    scales: torch.Tensor,
-    on_grid: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    scale_middle: int,
-    add: Add,
-) -> SignedCodes:
-    """Try neighbouring scale codes, then the least-squares head; twice."""
     values, errors = on_grid(head, scales)
-    for _ in range(2):
+    for _ in range(2):  # neighbouring codes of the scales, then the head of least squares
         first, best = scales, (errors, values, scales)
         for shift in (-1, 1):
             tried = (first + shift).clamp_(-scale_middle, scale_middle - 1)
@@ -405,12 +364,12 @@ def _refine(
         weighted = weights * grid
         squares = _by_block(weighted * grid, add)
         products = _by_block(weighted * x, add)
-        refitted = torch.where(squares > 0, products / squares, head.squeeze(-1))
-        refitted = half(refitted.unsqueeze(-1))
+        refitted = torch.where(squares > 0, products / squares, head.squeeze(-1))[:, None]
+        refitted = half(refitted)
         other, other_errors = on_grid(refitted, scales)
         better = add(other_errors) < add(errors)
-        found = other_errors, other, refitted
-        errors, values, head = where(better, found, (errors, values, head))
+        refits = other_errors, other, refitted
+        errors, values, head = where(better, refits, (errors, values, head))
     scales, values = (part.to(torch.int8).contiguous() for part in (scales, values))
     return SignedCodes(scales, values, head.to(torch.float16).contiguous())
 

@@ -1,4 +1,4 @@
-"""GGUF as a weight format, and the second reader of GGUF files, from ggml's `docs/gguf.md`.
+"""GGUF as a weight format, and the second reader of GGUF files, over the reader of the `gguf` package.
 
 A module's blocks go into layer shards; `quant.gguf.assemble` merges the shards into one file at the end.
 """
@@ -6,15 +6,15 @@ A module's blocks go into layer shards; `quant.gguf.assemble` merges the shards 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 
 from ....base.errors import BadInput
+from ....base.extras import import_extra
 from ...base.scheme import Scheme
 from ..base.format import Config, TensorSource, WeightFormat
 from ..base.kind import Storage
@@ -79,7 +79,9 @@ class GgufFormat(WeightFormat):
     def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
         """Blocks with rows in Hugging Face's order; integer codes too, for types of codes and scales only."""
         entry = entries[f"{module}.gguf_blocks"]
-        kind, _, size, offsets = _BY_NAME[entry.dtype]
+        kind = entry.dtype
+        gguf = import_extra("a GGUF file", "gguf", "gguf")
+        _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         with entry.path.open("rb") as file:
             file.seek(entry.start)
             data = np.frombuffer(file.read(entry.nbytes), dtype=np.uint8).reshape(
@@ -90,7 +92,7 @@ class GgufFormat(WeightFormat):
             pairs = data.reshape(heads, -1, 2, data.shape[1])
             data = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(data.shape)
         blocks = data.reshape(-1, size)
-        scales = [blocks[:, at : at + 2] for at in offsets]
+        scales = [blocks[:, at : at + 2] for at in _SCALES_AT.get(kind, (0,))]
         numbers = np.ascontiguousarray(np.concatenate([blocks[:, :0], *scales], axis=1))
         parts: dict[str, Array] = {"data": data}
         shape = (entry.shape[0], entry.shape[1])
@@ -111,40 +113,21 @@ def _gguf_scheme(scheme: Scheme) -> GgufScheme:
     return GgufScheme(type_name)
 
 
-_FORMATS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", 10))
-# Type number, weights and bytes per block, and offsets of its float16 scales.
-_BLOCKS: dict[int, tuple[str, int, int, tuple[int, ...]]] = {
-    2: ("Q4_0", 32, 18, (0,)),
-    3: ("Q4_1", 32, 20, (0, 2)),
-    6: ("Q5_0", 32, 22, (0,)),
-    7: ("Q5_1", 32, 24, (0, 2)),
-    8: ("Q8_0", 32, 34, (0,)),
-    10: ("Q2_K", 256, 84, (80, 82)),
-    11: ("Q3_K", 256, 110, (108,)),
-    12: ("Q4_K", 256, 144, (0, 2)),
-    13: ("Q5_K", 256, 176, (0, 2)),
-    14: ("Q6_K", 256, 210, (208,)),
-    16: ("IQ2_XXS", 256, 66, (0,)),
-    17: ("IQ2_XS", 256, 74, (0,)),
-    18: ("IQ3_XXS", 256, 98, (0,)),
-    19: ("IQ1_S", 256, 50, (0,)),
-    20: ("IQ4_NL", 32, 18, (0,)),
-    21: ("IQ3_S", 256, 110, (0,)),
-    22: ("IQ2_S", 256, 82, (0,)),
-    29: ("IQ1_M", 256, 56, ()),  # its scale is in four parts
-    23: ("IQ4_XS", 256, 136, (0,)),
-    39: ("MXFP4", 32, 17, ()),  # its scales are exponents of 8 bits
+# Offsets of the float16 scales in a block, where there is not one at its beginning. The scale of IQ1_M is in
+# four parts, those of MXFP4 are exponents of 8 bits.
+_SCALES_AT: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "IQ1_M": (),
+    "MXFP4": (),
 }
-_BY_NAME = {block[0]: block for block in _BLOCKS.values()}
-_PLAIN = {0: ("F32", 4), 1: ("F16", 2), 30: ("BF16", 2)}
+_PLAIN = ("F32", "F16", "BF16")
 _LINEARS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
     "attn_qkv": "self_attn.qkv_proj",
 }
 _PARTS = {"gate": 1, "down": 2, "up": 3}
@@ -169,77 +152,37 @@ def read_gguf_headers(path: Path) -> tuple[Entries, dict[str, Any]]:
     llama.cpp's architectures `llama` and `granite` use interleaved RoPE, so rows of q and k are permuted
     there; the others keep Hugging Face's order.
     """
-    with path.open("rb") as file:
-        magic, _, num_tensors, num_keys = struct.unpack("<4sIQQ", file.read(24))
-        if magic != b"GGUF":
-            raise ValueError(f"{path} does not begin with GGUF")
-        keys = {}
-        for _ in range(num_keys):
-            name = _string(file)
-            keys[name] = _value(file, *struct.unpack("<I", file.read(4)))
-        infos = []
-        for _ in range(num_tensors):
-            name = _string(file)
-            (dims,) = struct.unpack("<I", file.read(4))
-            shape = struct.unpack(f"<{dims}Q", file.read(8 * dims))[::-1]
-            infos.append((name, shape, *struct.unpack("<IQ", file.read(12))))
-        alignment = int(keys.get("general.alignment", 32))
-        start = -(-file.tell() // alignment) * alignment
+    reader = import_extra("a GGUF file", "gguf", "gguf").GGUFReader(path)
+    keys = {
+        name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name
+    }
     architecture = str(keys.get("general.architecture"))
     linears = _LINEARS | _OTHER_LINEARS.get(architecture, {})
     entries: Entries = {}
-    for name, shape, number, offset in infos:
-        if number in _BLOCKS:
-            kind, weights, size, _ = _BLOCKS[number]
-        else:
-            kind, size = _PLAIN[number]
-            weights = 1
-        begin = start + offset
-        layer = re.fullmatch(r"blk\.(\d+)\.(\w+_exps)\.weight", name)
-        if layer is not None and number in _BLOCKS:
-            stem = _EXPERTS[architecture][layer[2]]
-            step = int(np.prod(shape[1:])) // weights * size
-            for expert in range(shape[0]):
-                at = begin + expert * step
+    for tensor in reader.tensors:
+        name, kind = tensor.name, tensor.tensor_type.name
+        shape = tuple(map(int, reversed(tensor.shape)))
+        begin, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
+        layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+        if kind in _PLAIN:
+            entries[name] = Entry(path, kind, shape, begin, begin + nbytes)
+        elif layer is not None and layer[2].endswith("_exps"):
+            stem, step = _EXPERTS[architecture][layer[2]], nbytes // shape[0]
+            for expert, start in enumerate(range(begin, begin + nbytes, step)):
                 module = f"model.layers.{layer[1]}.{stem.format(expert)}"
-                entries[f"{module}.gguf_blocks"] = Entry(path, kind, shape[1:], at, at + step)
-            continue
-        nbytes = int(np.prod(shape)) // weights * size
-        entries[_entry_name(name, linears, number in _BLOCKS)] = Entry(
-            path, kind, tuple(shape), begin, begin + nbytes
-        )
-    heads = {}
-    if architecture in _INTERLEAVED:
-        queries = int(keys[f"{architecture}.attention.head_count"])
-        heads = {
-            "q_proj": queries,
-            "k_proj": int(keys.get(f"{architecture}.attention.head_count_kv", queries)),
-        }
-    return entries, {"heads": heads}
-
-
-def _entry_name(name: str, linears: dict[str, str], in_blocks: bool) -> str:
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if in_blocks and layer is not None and layer[2] in linears:
-        return f"model.layers.{layer[1]}.{linears[layer[2]]}.gguf_blocks"
-    if in_blocks and name == "output.weight":
-        return "lm_head.gguf_blocks"
-    return name
-
-
-def _string(file: BinaryIO) -> str:
-    (length,) = struct.unpack("<Q", file.read(8))
-    return file.read(length).decode()
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == 8:
-        return _string(file)
-    if kind == 9:
-        kind, count = struct.unpack("<IQ", file.read(12))
-        return [_value(file, kind) for _ in range(count)]
-    (value,) = struct.unpack("<" + _FORMATS[kind], file.read(struct.calcsize(_FORMATS[kind])))
-    return value
+                entry = Entry(path, kind, shape[1:], start, start + step)
+                entries[module + BLOCKS_SUFFIX] = entry
+        else:
+            if layer is not None and layer[2] in linears:
+                name = f"model.layers.{layer[1]}.{linears[layer[2]]}{BLOCKS_SUFFIX}"
+            elif name == "output.weight":
+                name = f"lm_head{BLOCKS_SUFFIX}"
+            entries[name] = Entry(path, kind, shape, begin, begin + nbytes)
+    if architecture not in _INTERLEAVED:
+        return entries, {"heads": {}}
+    queries = int(keys[f"{architecture}.attention.head_count"])
+    shared = int(keys.get(f"{architecture}.attention.head_count_kv", queries))
+    return entries, {"heads": {"q_proj": queries, "k_proj": shared}}
 
 
 STORAGE = Storage(formats=(GgufFormat(),))

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
 
-from ..base.grid import (
-    Affine,
-    Grid,
-    Parameters,
-    ScalarGrid,
-    snap_to_integers,
-)
+from ..base.grid import Affine, Grid, Parameters, ScalarGrid
 from ..base.kind import Kind, Rounding
 from ..base.ranged import Line, RangedGrid
-from .fit import (
-    AffineCodes,
-    SignedCodes,
-    error_weights,
-    in_chunks,
-    search_affine,
-    search_whole,
-)
-from .k_blocks import AFFINE, K_WIDTH, SIGNED, pack_affine, pack_q2, pack_q3, pack_signed
+from .fit import error_weights, in_chunks, search_affine, search_whole
+from .k_blocks import AFFINE, SIGNED, pack_affine, pack_q2, pack_q3, pack_signed
 from .scheme import GgufScheme
 from .small_blocks import (
     IQ4_VALUES,
@@ -38,6 +26,8 @@ from .small_blocks import (
 from .tensor import GgufTensor, quantize_blocks
 
 SIMPLE = ("Q8_0", "Q4_0", "Q5_0", "Q4_1", "Q5_1")
+TABLES = ("IQ4_NL", "IQ4_XS")
+_RUN = 32
 
 
 class SimpleBlockGrid(RangedGrid):
@@ -49,14 +39,9 @@ class SimpleBlockGrid(RangedGrid):
     group = WIDTH
 
     def __init__(self, scheme: GgufScheme):
-        self.scheme = scheme
-        self._levels = 2**scheme.bits
+        self.scheme, self._levels = scheme, 2**scheme.bits
+        self.symmetric = scheme.type.endswith("_0")  # without an offset
         self.two_ends = not self.symmetric
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the type has no offset."""
-        return self.scheme.type.endswith("_0")
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
         if importance is not None:
@@ -98,144 +83,131 @@ class SimpleBlockGrid(RangedGrid):
         return GgufTensor(data.view(len(levels), -1), self.scheme)
 
 
-TABLES = ("IQ4_NL", "IQ4_XS")
-_RUN = 32
+def _affine(
+    step: torch.Tensor, low: float, high: float, offset: torch.Tensor | None = None
+) -> Affine:
+    """Levels from `low` to `high`; of a step of 0 only the level 0, which IQ4's table does not have."""
+    flat = step == 0
+    low_edge, high_edge = (torch.where(flat, 0.0, float(edge)) for edge in (low, high))
+    return Affine(torch.where(flat, 1.0, step), offset, low_edge, high_edge)
 
 
-class TableBlockGrid(ScalarGrid):
-    """IQ4_NL: blocks of 32 with a step; IQ4_XS: super-blocks of 256 with `d * scale` for each run of 32.
+class RunGrid(ScalarGrid):
+    """Blocks that are divided into runs with a scale each, which are searched.
 
-    Its parameters: codes of the scales, float32 `[out, groups, runs]` (IQ4_NL: 1), and d, float32
-    `[out, groups, 1]`.
+    Parameters, float32: codes of the runs' scales `[out, groups, runs]`, with an offset codes of the runs'
+    minimums too, and the block's float16 numbers `[out, groups, heads]`: d, with an offset dmin too.
     """
 
-    def __init__(self, scheme: GgufScheme):
-        self.scheme = scheme
-        self.group = scheme.block[0]
+    def __init__(self, scheme: GgufScheme, runs: int):
+        self.scheme, self.runs, self.group = scheme, runs, scheme.block[0]
+
+    @abstractmethod
+    def search(self, x: torch.Tensor, weights: torch.Tensor) -> Parameters:
+        """Parameters of blocks `[n, runs, width]`; `weights` are of the squared errors."""
+
+    @abstractmethod
+    def packed(self, levels: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        """Bytes of blocks from levels `[n, width]` and parameters `[n, ...]`."""
+
+    def plain_weights(self, x: torch.Tensor) -> torch.Tensor:
+        """Weights of the squared errors where channels have no importance."""
+        return x.square()
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        runs = values.reshape(-1, self.group // _RUN, _RUN)
+        x = values.reshape(-1, self.runs, self.group // self.runs)
         if importance is None:
-            weights = runs.square()
+            weights = self.plain_weights(x)
         else:
-            weights = importance.expand(values.shape).reshape(runs.shape)
+            weights = importance.expand(values.shape).reshape(x.shape)
+        parts = self.search(x, weights)
+        return tuple(part.to(torch.float32).view(*values.shape[:2], -1) for part in parts)
+
+    def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
+        blocks = tuple(part.flatten(0, 1) for part in parameters)
+        data = self.packed(levels.view(-1, self.group), blocks)
+        return GgufTensor(data.view(len(levels), -1), self.scheme)
+
+
+class TableBlockGrid(RunGrid):
+    """IQ4_NL, whose blocks are one run of 32, and IQ4_XS: `d * scale * value`."""
+
+    def __init__(self, scheme: GgufScheme):
+        super().__init__(scheme, scheme.block[0] // _RUN)
+
+    def search(self, x: torch.Tensor, weights: torch.Tensor) -> Parameters:
         if self.scheme.type == "IQ4_NL":
-            head = fit_nl(runs.squeeze(1), weights.squeeze(1))
-            scales = torch.ones_like(head)
-        else:
-            scales, _, head = (part.to(torch.float32) for part in in_chunks(fit_xs, runs, weights))
-        return tuple(part.view(*values.shape[:2], -1) for part in (scales, head))
+            head = fit_nl(x.squeeze(1), weights.squeeze(1))
+            return torch.ones_like(head), head
+        scales, _, head = in_chunks(fit_xs, x, weights)
+        return scales, head
 
     def affine(self, parameters: Parameters) -> Affine:
         scales, head = parameters
-        step = head * scales
-        flat = step == 0
-        low, high = (torch.where(flat, 0.0, float(end)) for end in (IQ4_VALUES[0], IQ4_VALUES[-1]))
-        return Affine(torch.where(flat, 1.0, step), None, low, high)
+        return _affine(head * scales, IQ4_VALUES[0], IQ4_VALUES[-1])
 
     def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
         nearest = nearest_iq4(scaled)
-        # The table has no 0, which is all that a step of 0 holds.
         torch.clamp(nearest, affine.low, affine.high, out=scaled)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
-    def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
-        scales, head = (part.flatten(0, 1) for part in parameters)
-        blocks = levels.view(-1, self.group)
-        is_nl = self.scheme.type == "IQ4_NL"
-        data = pack_nl(head, blocks) if is_nl else pack_xs(scales, blocks, head)
-        return GgufTensor(data.view(len(levels), -1), self.scheme)
+    def packed(self, levels: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        scales, head = parameters
+        return pack_nl(head, levels) if self.runs == 1 else pack_xs(scales, levels, head)
 
 
-class KAffineGrid(ScalarGrid):
-    """Q2_K, Q4_K and Q5_K: `d * scale * code - dmin * minimum`.
-
-    Its parameters: codes of the scales and minimums of the sub-blocks, float32 `[out, groups, runs]`, and
-    heads (d and dmin), float16 `[out, groups, 2]`.
-    """
-
-    group = K_WIDTH
+class KAffineGrid(RunGrid):
+    """Q2_K, Q4_K and Q5_K: `d * scale * code - dmin * minimum`."""
 
     def __init__(self, scheme: GgufScheme):
-        self.scheme = scheme
-        self._runs, self._levels, self._scale_levels = AFFINE[scheme.type]
+        runs, self._levels, self._scale_levels = AFFINE[scheme.type]
+        super().__init__(scheme, runs)
 
-    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        blocks = values.reshape(-1, self._runs, K_WIDTH // self._runs)
-        if importance is None:
-            weights = error_weights(blocks, None)
-        else:
-            weights = importance.expand(values.shape).reshape(blocks.shape)
+    def plain_weights(self, x: torch.Tensor) -> torch.Tensor:
+        return error_weights(x, None)
 
-        def search(x: torch.Tensor, weights: torch.Tensor) -> AffineCodes:
-            return search_affine(x, weights, self._levels, self._scale_levels, rounds=1)
-
-        scales, _, lows, heads = in_chunks(search, blocks, weights)
-        parts = scales.to(torch.float32), lows.to(torch.float32), heads
-        return tuple(part.view(*values.shape[:2], -1) for part in parts)
+    def search(self, x: torch.Tensor, weights: torch.Tensor) -> Parameters:
+        levels, scale_levels = self._levels, self._scale_levels
+        scales, _, lows, heads = in_chunks(
+            lambda x, weights: search_affine(x, weights, levels, scale_levels, rounds=1), x, weights
+        )
+        return scales, lows, heads
 
     def affine(self, parameters: Parameters) -> Affine:
         scales, lows, heads = parameters
-        step = heads[..., :1].to(torch.float32) * scales
-        offset = heads[..., 1:].to(torch.float32) * lows
-        flat = step == 0
-        high = torch.where(flat, 0.0, float(self._levels))
-        return Affine(torch.where(flat, 1.0, step), -offset, torch.zeros_like(high), high)
+        return _affine(heads[..., :1] * scales, 0, self._levels, -(heads[..., 1:] * lows))
 
-    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
-        snap_to_integers(scaled, affine)
-
-    def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
-        scales, lows, heads = (part.flatten(0, 1) for part in parameters)
-        codes = levels.view(-1, self._runs, K_WIDTH // self._runs)
-        fields = scales.to(torch.uint8), codes.to(torch.uint8), lows.to(torch.uint8), heads
+    def packed(self, levels: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        scales, lows, heads = parameters
+        codes = levels.view(len(levels), self.runs, -1).to(torch.uint8)
+        fields = scales.to(torch.uint8), codes, lows.to(torch.uint8), heads.to(torch.float16)
         is_q2 = self.scheme.type == "Q2_K"
-        data = pack_q2(*fields) if is_q2 else pack_affine(*fields, self.scheme.bits)
-        return GgufTensor(data.view(len(levels), -1), self.scheme)
+        return pack_q2(*fields) if is_q2 else pack_affine(*fields, self.scheme.bits)
 
 
-class KSignedGrid(ScalarGrid):
-    """Q3_K and Q6_K: `d * scale * code`.
-
-    Its parameters: codes of the sub-blocks' scales, float32 `[out, groups, 16]`, and d, float32
-    `[out, groups, 1]`.
-    """
-
-    group = K_WIDTH
+class KSignedGrid(RunGrid):
+    """Q3_K and Q6_K: `d * scale * code`."""
 
     def __init__(self, scheme: GgufScheme):
-        self.scheme = scheme
+        super().__init__(scheme, 16)
         self._middle, self._scale_middle = SIGNED[scheme.type]
 
-    def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        blocks = values.reshape(-1, 16, K_WIDTH // 16)
-        if importance is None:
-            weights = blocks.square()
-        else:
-            weights = importance.expand(values.shape).reshape(blocks.shape)
-
-        def search(x: torch.Tensor, weights: torch.Tensor) -> SignedCodes:
-            return search_whole(x, weights, self._middle, self._scale_middle)
-
-        scales, _, head = in_chunks(search, blocks, weights)
-        parts = scales.to(torch.float32), head.to(torch.float32)
-        return tuple(part.view(*values.shape[:2], -1) for part in parts)
+    def search(self, x: torch.Tensor, weights: torch.Tensor) -> Parameters:
+        scales, _, head = in_chunks(
+            lambda x, weights: search_whole(x, weights, self._middle, self._scale_middle),
+            x,
+            weights,
+        )
+        return scales, head
 
     def affine(self, parameters: Parameters) -> Affine:
         scales, head = parameters
-        step = head * scales
-        flat, middle = step == 0, float(self._middle)
-        low, high = (torch.where(flat, 0.0, edge) for edge in (-middle, middle - 1.0))
-        return Affine(torch.where(flat, 1.0, step), None, low, high)
+        return _affine(head * scales, -self._middle, self._middle - 1)
 
-    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
-        snap_to_integers(scaled, affine)
-
-    def coded(self, levels: torch.Tensor, parameters: Parameters) -> GgufTensor:
-        scales, head = (part.flatten(0, 1) for part in parameters)
-        codes = levels.add_(self._middle).view(-1, K_WIDTH).to(torch.uint8)
+    def packed(self, levels: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        scales, head = parameters
         pack = pack_q3 if self.scheme.type == "Q3_K" else pack_signed
-        data = pack(scales.to(torch.int8), codes, head.to(torch.float16))
-        return GgufTensor(data.view(len(levels), -1), self.scheme)
+        codes = levels.add_(self._middle).to(torch.uint8)
+        return pack(scales.to(torch.int8), codes, head.to(torch.float16))
 
 
 class GgufKind(Kind[GgufScheme]):

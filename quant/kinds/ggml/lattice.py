@@ -18,7 +18,7 @@ import torch
 from ....base.extras import import_extra
 from ..base.grid import where
 from .fit import error_weights, fit_signed, half, reciprocal
-from .small_blocks import pack_bits, read_half, unpack_bits
+from .small_blocks import pack_bits, read_half, shifts, unpack_bits
 
 _DELTA = 0.125  # IQ1: what is added to all values of a run or a point, or subtracted
 
@@ -84,10 +84,10 @@ class LatticeCodes(NamedTuple):
     """Codes of blocks.
 
     Attributes:
-        indices: of the points, int64 `[n, 256 / dim]`.
-        minus: whether a weight is negative, bool `[n, 256]`; empty where points have signs.
+        indices: numbers of the points, int64 `[n, 256 / dim]`.
+        minus: True for negative weights, bool `[n, 256]`; empty where points have signs.
         scales: int64 `[n, runs]`.
-        head: float16 `[n, 1]`: d.
+        head: d, float16 `[n, 1]`.
     """
 
     indices: torch.Tensor
@@ -96,31 +96,19 @@ class LatticeCodes(NamedTuple):
     head: torch.Tensor
 
 
-def search_lattice(
-    blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
-) -> LatticeCodes:
-    """Codes of blocks, float32 `[n, 256]`; `importance` as for `quantize_blocks`."""
+def _search(blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None) -> LatticeCodes:
     lattice, table = LATTICES[type_name], points(type_name, blocks.device)
     at_once = max(1, _COSTS_AT_ONCE * lattice.dim // (256 * len(table)))
-    parts = []
-    for begin in range(0, len(blocks), at_once):
-        rows = slice(begin, begin + at_once)
-        some = None if importance is None else importance[rows]
-        parts.append(_search(blocks[rows], some, type_name, lattice, table))
-    return LatticeCodes(*(torch.cat(found) for found in zip(*parts, strict=True)))
-
-
-def _search(
-    blocks: torch.Tensor,
-    importance: torch.Tensor | None,
-    type_name: str,
-    lattice: Lattice,
-    table: torch.Tensor,
-) -> LatticeCodes:
+    if len(blocks) > at_once:
+        weights = [None] * len(blocks) if importance is None else importance.split(at_once)
+        parts = (
+            _search(b, type_name, w) for b, w in zip(blocks.split(at_once), weights, strict=False)
+        )
+        return LatticeCodes(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
     x = blocks.view(-1, lattice.runs, 256 // lattice.runs)
     weights = error_weights(x, importance)
     minus, target = _signs(x, weights, lattice)
-    fit = _Fit(target, weights, table, lattice.dim, shared_sign=type_name == "IQ1_S")
+    fit = _Fit(target, weights, table, 2 if type_name == "IQ1_S" else 1)
     steps, curvature = fit.steps()
     head, scales = _fit_head(steps, curvature, lattice)
     indices, errors = fit.nearest(head * (2 * scales + 1))
@@ -167,19 +155,13 @@ class _Fit:
     """Nearest points to runs of weights, for given steps."""
 
     def __init__(
-        self,
-        target: torch.Tensor,
-        weights: torch.Tensor,
-        table: torch.Tensor,
-        dim: int,
-        *,
-        shared_sign: bool,
-    ) -> None:
-        """With `shared_sign` all points of a run come from the same half of the table."""
-        self._x, self._weights, self._table = target, weights, table
+        self, target: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, halves: int
+    ):
+        """With 2 `halves` all points of a run come from the same half of the table."""
+        self._x, self._weights, self._table, self._halves = target, weights, table, halves
+        dim = table.shape[1]
         self._points = target.unflatten(-1, (-1, dim))
         self._point_weights = weights.unflatten(-1, (-1, dim))
-        self._halves = 2 if shared_sign else 1
         self._both = torch.cat([table, table.square()], dim=-1).T.contiguous()
 
     def steps(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,7 +198,6 @@ class _Fit:
         return indices.gather(-1, chosen).squeeze(-1) + offset, errors.amin(dim=-1)
 
     def sums(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`sum w x p` and `sum w p²` of each run, `[n, runs]`."""
         values = self._table[indices].flatten(-2)
         weighted = self._weights * values
         return (weighted * self._x).sum(dim=-1), (weighted * values).sum(dim=-1)
@@ -227,8 +208,7 @@ def _fit_head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One step for a block, `[n, 1]`, and codes of the runs: `steps ≈ head * (2 * code + 1)`."""
     largest, most = steps.amax(dim=-1, keepdim=True), 2**lattice.scale_bits - 1
-    nothing = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
-    best = *nothing, torch.zeros_like(steps)
+    best = torch.full_like(largest, torch.inf), torch.zeros_like(largest), torch.zeros_like(steps)
     codes, odd = best[2], best[2]
     for shift in _TOPS:
         head = largest / (2 * most + 1 + shift)
@@ -244,7 +224,6 @@ def _fit_head(
 
 
 def _stored(head: torch.Tensor, lattice: Lattice) -> torch.Tensor:
-    """Round a block's step to the float16 that is stored."""
     return half(head / lattice.unit) * lattice.unit
 
 
@@ -255,22 +234,30 @@ def quantize_lattice(
     blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
 ) -> torch.Tensor:
     """Blocks of weights, float32 `[n, 256]`, as bytes."""
-    codes = search_lattice(blocks, type_name, importance)
+    codes = _search(blocks, type_name, importance)
     head = codes.head.view(torch.uint8)
     signs = pack_bits(codes.minus.to(torch.uint8))
     low = (codes.indices & 255).to(torch.uint8)
     if type_name in ("IQ1_S", "IQ1_M"):
         return _pack_one_bit(codes, type_name, head, low)
-    if type_name in ("IQ2_XXS", "IQ3_XXS"):
-        return torch.cat([head, *_with_signs(type_name, low, signs, codes.scales)], dim=-1)
+    if type_name in (
+        "IQ2_XXS",
+        "IQ3_XXS",
+    ):  # a word for each run: four times seven signs, and the scale
+        seven = (signs & 127).long().view(-1, 8, 4) << _steps(7, signs.device)
+        words = _bytes(seven.sum(dim=-1) | (codes.scales << 28), 4)
+        if type_name == "IQ3_XXS":
+            return torch.cat([head, low, words], dim=-1)
+        pairs = torch.cat([low.view(-1, 8, 4), words.view(-1, 8, 4)], dim=-1)
+        return torch.cat([head, pairs.flatten(1)], dim=-1)
     nibbles = (codes.scales[:, 0::2] | (codes.scales[:, 1::2] << 4)).to(torch.uint8)
     if type_name == "IQ2_XS":
         words = codes.indices | ((signs & 127).long() << 9)
         return torch.cat([head, _bytes(words, 2), nibbles], dim=-1)
     high = codes.indices >> 8
     bits = 1 if type_name == "IQ3_S" else 2
-    shifts = torch.arange(0, 8, bits, device=high.device)
-    packed = (high.unflatten(-1, (-1, 8 // bits)) << shifts).sum(dim=-1).to(torch.uint8)
+    fields = high.unflatten(-1, (-1, 8 // bits)) << shifts(bits, high.device)
+    packed = fields.sum(dim=-1).to(torch.uint8)
     middle = [packed, signs] if type_name == "IQ3_S" else [signs, packed]
     return torch.cat([head, low, *middle, nibbles], dim=-1)
 
@@ -291,15 +278,15 @@ def lattice_fields(data: torch.Tensor, type_name: str) -> Fields:
     """Unpack blocks: indices of points, bytes of signs, scales `[n, runs]`, and d float32 `[n, 1]`."""
     if type_name == "IQ1_S":
         high = _words(data[:, 34:50], 2)
-        third = (high.unsqueeze(-1) >> torch.tensor([0, 3, 6, 9], device=data.device)) & 7
+        third = (high.unsqueeze(-1) >> _steps(3, data.device)) & 7
         below = (high >> 15).repeat_interleave(4, dim=-1)
         indices = data[:, 2:34].long() | (third.flatten(1) << 8) | (below << 11)
         return indices, None, (high >> 12) & 7, read_half(data, 0)
     if type_name == "IQ1_M":
         nibbles = torch.stack([data[:, 32:48] & 15, data[:, 32:48] >> 4], dim=-1).flatten(1)
         words = _words(data[:, 48:56], 2)
-        scales = (words.unsqueeze(-1) >> torch.tensor([0, 3, 6, 9], device=data.device)) & 7
-        parts = (words >> 12) << torch.tensor([0, 4, 8, 12], device=data.device)
+        scales = (words.unsqueeze(-1) >> _steps(3, data.device)) & 7
+        parts = (words >> 12) << _steps(4, data.device)
         head = _bytes(parts.sum(dim=-1, keepdim=True), 2)
         indices = data[:, :32].long() | (nibbles.long() << 8)
         return indices, None, scales.flatten(1), read_half(head, 0)
@@ -311,7 +298,7 @@ def lattice_fields(data: torch.Tensor, type_name: str) -> Fields:
         else:
             indices, tail = data[:, 2:66], data[:, 66:]
         words = _words(tail, 4)
-        seven = (words.unsqueeze(-1) >> torch.tensor([0, 7, 14, 21], device=device)) & 127
+        seven = (words.unsqueeze(-1) >> _steps(7, device)) & 127
         return indices.long(), sign_bytes(device)[seven.flatten(1)], words >> 28, head
     at = {"IQ2_XS": 66, "IQ2_S": 74, "IQ3_S": 106}[type_name]
     scales = torch.stack([data[:, at:] & 15, data[:, at:] >> 4], dim=-1).flatten(1)
@@ -322,49 +309,39 @@ def lattice_fields(data: torch.Tensor, type_name: str) -> Fields:
         low, signs, packed, bits = data[:, 2:34], data[:, 34:66], data[:, 66:74], 2
     else:
         low, packed, signs, bits = data[:, 2:66], data[:, 66:74], data[:, 74:106], 1
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
-    high = ((packed.unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(1)
+    high = ((packed.unsqueeze(-1) >> shifts(bits, device)) & (2**bits - 1)).flatten(1)
     return low.long() | (high.long() << 8), signs, scales, head
 
 
-def _with_signs(
-    type_name: str, low: torch.Tensor, signs: torch.Tensor, scales: torch.Tensor
-) -> list[torch.Tensor]:
-    """Indices, and for each run a word of four times seven signs and the scale."""
-    seven = (signs & 127).long().view(-1, 8, 4)
-    shifts = torch.tensor([0, 7, 14, 21], device=signs.device)
-    words = _bytes((seven << shifts).sum(dim=-1) | (scales << 28), 4)
-    if type_name == "IQ3_XXS":
-        return [low, words]
-    pairs = torch.cat([low.view(-1, 8, 4), words.view(-1, 8, 4)], dim=-1)
-    return [pairs.flatten(1)]
+def _steps(bits: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, 4 * bits, bits, device=device)
 
 
 def _pack_one_bit(
     codes: LatticeCodes, type_name: str, head: torch.Tensor, low: torch.Tensor
 ) -> torch.Tensor:
     """IQ1: indices of 11 bits, whose twelfth says that the delta is subtracted."""
-    shifts = torch.tensor([0, 3, 6, 9], device=low.device)
     if type_name == "IQ1_S":
         high = ((codes.indices >> 8) & 7).view(-1, 8, 4)
         below = (codes.indices >> 11).view(-1, 8, 4)[:, :, 0]
-        words = (high << shifts).sum(dim=-1) | (codes.scales << 12) | (below << 15)
+        high = (high << _steps(3, low.device)).sum(dim=-1)
+        words = high | (codes.scales << 12) | (below << 15)
         return torch.cat([head, low, _bytes(words, 2)], dim=-1)
     nibbles = (codes.indices >> 8).to(torch.uint8)
     pairs = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
     bits = _words(head, 2)
-    parts = (bits >> torch.tensor([0, 4, 8, 12], device=low.device)) & 15
-    words = (codes.scales.view(-1, 4, 4) << shifts).sum(dim=-1) | (parts << 12)
+    parts = (bits >> _steps(4, low.device)) & 15
+    scales = codes.scales.view(-1, 4, 4) << _steps(3, low.device)
+    words = scales.sum(dim=-1) | (parts << 12)
     return torch.cat([low, pairs, _bytes(words, 2)], dim=-1)
 
 
 def _bytes(words: torch.Tensor, size: int) -> torch.Tensor:
     """Whole numbers int64 `[n, k]` as little-endian bytes `[n, size k]`."""
-    shifts = torch.arange(0, 8 * size, 8, device=words.device)
-    return ((words.unsqueeze(-1) >> shifts) & 255).to(torch.uint8).flatten(1)
+    places = torch.arange(0, 8 * size, 8, device=words.device)
+    return ((words.unsqueeze(-1) >> places) & 255).to(torch.uint8).flatten(1)
 
 
 def _words(data: torch.Tensor, size: int) -> torch.Tensor:
-    """Inverse of `_bytes`."""
-    shifts = torch.arange(0, 8 * size, 8, device=data.device)
-    return (data.unflatten(-1, (-1, size)).long() << shifts).sum(dim=-1)
+    places = torch.arange(0, 8 * size, 8, device=data.device)
+    return (data.unflatten(-1, (-1, size)).long() << places).sum(dim=-1)

@@ -9,31 +9,16 @@ from typing import ClassVar
 from ....base.errors import BadInput
 from ...base.scheme import Scheme
 
-_BLOCK_TYPES = {
-    "Q4_0": (32, 18, 2),
-    "Q4_1": (32, 20, 3),
-    "Q5_0": (32, 22, 6),
-    "Q5_1": (32, 24, 7),
-    "Q8_0": (32, 34, 8),
-    "Q2_K": (256, 84, 10),
-    "Q3_K": (256, 110, 11),
-    "Q4_K": (256, 144, 12),
-    "Q5_K": (256, 176, 13),
-    "Q6_K": (256, 210, 14),
-    "IQ1_S": (256, 50, 19),
-    "IQ1_M": (256, 56, 29),
-    "IQ2_XXS": (256, 66, 16),
-    "IQ2_XS": (256, 74, 17),
-    "IQ2_S": (256, 82, 22),
-    "IQ3_XXS": (256, 98, 18),
-    "IQ3_S": (256, 110, 21),
-    "IQ4_NL": (32, 18, 20),
-    "IQ4_XS": (256, 136, 23),
-    "MXFP4": (32, 17, 39),
-}
-GGUF_BLOCKS = {name: (weights, size) for name, (weights, size, _) in _BLOCK_TYPES.items()}
+_BLOCK_TYPES = (
+    "Q4_0 32 18 2, Q4_1 32 20 3, Q5_0 32 22 6, Q5_1 32 24 7, Q8_0 32 34 8, Q2_K 256 84 10, Q3_K 256 110 11, "
+    "Q4_K 256 144 12, Q5_K 256 176 13, Q6_K 256 210 14, IQ1_S 256 50 19, IQ1_M 256 56 29, IQ2_XXS 256 66 16, "
+    "IQ2_XS 256 74 17, IQ2_S 256 82 22, IQ3_XXS 256 98 18, IQ3_S 256 110 21, IQ4_NL 32 18 20, "
+    "IQ4_XS 256 136 23, MXFP4 32 17 39"
+)
+_ROWS = [(name, *map(int, numbers)) for name, *numbers in map(str.split, _BLOCK_TYPES.split(","))]
+GGUF_BLOCKS = {name: (weights, size) for name, weights, size, _ in _ROWS}
 """Weights in a block and its bytes, from ggml's block structs."""
-BLOCK_NUMBERS = {name: number for name, (_, _, number) in _BLOCK_TYPES.items()}
+BLOCK_NUMBERS = {name: number for name, _, _, number in _ROWS}
 """ggml's numbers of the types."""
 
 
@@ -58,16 +43,13 @@ class GgufScheme(Scheme):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Weights per block and bytes per block."""
         return GGUF_BLOCKS[self.type]
 
     @property
     def bits(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Bits per code: the first digit of the name."""
         return next(int(letter) for letter in self.type if letter.isdigit())
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of a block over its weights."""
         weights, num_bytes = self.block
         return num_bytes * 8 / weights
 
@@ -91,5 +73,4 @@ class GgufScheme(Scheme):
 
     @property
     def label(self) -> str:
-        """Short form: the type's name."""
         return self.type

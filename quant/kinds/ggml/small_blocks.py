@@ -25,7 +25,6 @@ from .fit import (
 )
 
 WIDTH = 32
-_POWERS = tuple(1 << bit for bit in range(8))
 
 
 def quantize_simple(
@@ -33,18 +32,27 @@ def quantize_simple(
 ) -> torch.Tensor:
     """Blocks of weights, float32 `[n, 32]`, as bytes, uint8 `[n, block bytes]`.
 
-    Without importance from the range alone, to ggml's bytes; with it, of least weighted error (not Q8_0).
+    Without importance from the range alone, to ggml's bytes; with it, of least weighted error (not Q8_0),
+    after ggml's `quantize_row_q4_0_impl` and its like.
     """
-    if importance is not None and type_name != "Q8_0":
-        return _quantize_weighted(blocks, type_name, error_weights(blocks.unsqueeze(1), importance))
     if type_name == "Q8_0":
         scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
         scaled = blocks * reciprocal(scale)
         # Half away from zero, as C's roundf; torch.round goes to even.
-        whole = scaled.abs().floor()
-        codes = scaled.sign() * (whole + (2 * (scaled.abs() - whole)).floor())
+        floor = scaled.abs().floor()
+        codes = scaled.sign() * (floor + (2 * (scaled.abs() - floor)).floor())
         return pack_simple(type_name, codes, scale)
     levels = 16 if type_name[1] == "4" else 32
+    if importance is not None:
+        x, middle = blocks.unsqueeze(1), levels // 2
+        weights = error_weights(x, importance)
+        if type_name.endswith("_0"):
+            steps = half(fit_signed(x, weights, whole(middle), extremes_of(middle)))
+            codes, low = (blocks * reciprocal(steps)).round() + middle, None
+        else:
+            steps, offsets = (half(part) for part in fit_affine(x, weights, levels - 1))
+            codes, low = ((blocks + offsets) * reciprocal(steps)).round(), -offsets
+        return pack_simple(type_name, codes.clamp(0, levels - 1), steps, low)
     if type_name.endswith("_0"):
         largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True))
         scale = largest / (-levels / 2)
@@ -56,28 +64,10 @@ def quantize_simple(
     return pack_simple(type_name, codes.trunc().clamp(0, levels - 1), scale, low)
 
 
-def _quantize_weighted(blocks: torch.Tensor, type_name: str, weights: torch.Tensor) -> torch.Tensor:
-    """Codes on the stored grid of the search; after ggml's `quantize_row_q4_0_impl` and its like."""
-    levels = 16 if type_name[1] == "4" else 32
-    x, middle = blocks.unsqueeze(1), levels // 2
-    if type_name.endswith("_0"):
-        steps = half(fit_signed(x, weights, whole(middle), extremes_of(middle)))
-        codes, low = (blocks * reciprocal(steps)).round() + middle, None
-    else:
-        steps, offsets = (half(part) for part in fit_affine(x, weights, levels - 1))
-        codes, low = ((blocks + offsets) * reciprocal(steps)).round(), -offsets
-    return pack_simple(type_name, codes.clamp(0, levels - 1), steps, low)
-
-
 def pack_simple(
     type_name: str, codes: torch.Tensor, scale: torch.Tensor, low: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Blocks as bytes, uint8 `[n, block bytes]`.
-
-    Args:
-        codes: whole numbers `[n, 32]`: signed of Q8_0, unsigned of the others.
-        scale, low: `[n, 1]`; `low` of Q4_1 and Q5_1.
-    """
+    """Blocks as bytes, of whole numbers `[n, 32]`, signed for Q8_0, and numbers `[n, 1]`."""
     head = [_half(scale)] if low is None else [_half(scale), _half(low)]
     if type_name == "Q8_0":
         return torch.cat([*head, codes.to(torch.int8).view(torch.uint8)], dim=-1)
@@ -110,16 +100,18 @@ def simple_codes(data: torch.Tensor, type_name: str) -> torch.Tensor:
     return nibbles | (unpack_bits(data[:, -20:-16]) << 4)
 
 
+def shifts(bits: int, device: torch.device) -> torch.Tensor:
+    """The place of each field of so many bits in a byte, uint8."""
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+
+
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
     """uint8 `[n, 8 k]` of zeros and ones as bytes `[n, k]`, the first in the lowest bit."""
-    powers = torch.tensor(_POWERS, dtype=torch.uint8, device=bits.device)
-    return (bits.unflatten(-1, (-1, 8)) * powers).sum(dim=-1, dtype=torch.uint8)
+    return (bits.unflatten(-1, (-1, 8)) << shifts(1, bits.device)).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_bits(data: torch.Tensor) -> torch.Tensor:
-    """Inverse of `pack_bits`."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
-    return ((data.unsqueeze(-1) >> shifts) & 1).flatten(-2)
+    return ((data.unsqueeze(-1) >> shifts(1, data.device)) & 1).flatten(-2)
 
 
 def read_half(data: torch.Tensor, start: int) -> torch.Tensor:
@@ -128,7 +120,6 @@ def read_half(data: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _half(values: torch.Tensor) -> torch.Tensor:
-    """float32 `[n, 1]` as the two bytes of a float16."""
     return values.to(torch.float16).view(torch.uint8)
 
 
@@ -144,11 +135,7 @@ _EXTREMES = tuple(float(end + step) for end in (-127, 113) for step in range(-7,
 def quantize_table(
     blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
 ) -> torch.Tensor:
-    """Blocks of weights, float32 `[n, width]`, as bytes.
-
-    Args:
-        importance: positive float32 `[n, width]`, or None.
-    """
+    """Blocks of weights, float32 `[n, width]`, as bytes; `importance` is positive."""
     if type_name == "IQ4_XS":
         x = blocks.view(-1, 8, 32)
         fitted = fit_xs(x, error_weights(x, importance))
@@ -169,53 +156,44 @@ def fit_nl(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     refitted = (weighted * blocks).sum(dim=-1, keepdim=True) / squares
     refitted = half(torch.where(squares > 0, refitted, step))
     others = nearest_iq4(blocks * reciprocal(refitted))
-    errors = [
-        (weights * (found * one - blocks).square()).sum(dim=-1, keepdim=True)
-        for found, one in ((values, step), (others, refitted))
-    ]
-    return torch.where(errors[1] < errors[0], refitted, step)
+    before, after = (
+        (weights * (nearest * scale - blocks).square()).sum(dim=-1, keepdim=True)
+        for nearest, scale in ((values, step), (others, refitted))
+    )
+    return torch.where(after < before, refitted, step)
 
 
 def pack_nl(step: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """IQ4_NL's bytes for steps `[n, 1]` and values of the table `[n, 32]`."""
-    return torch.cat(
-        [step.to(torch.float16).view(torch.uint8), pack_codes(_indices(values))], dim=-1
-    )
+    return torch.cat([_half(step), pack_codes(_indices(values))], dim=-1)
 
 
 def dequantize_iq4_nl(data: torch.Tensor) -> torch.Tensor:
-    """Weights, float32 `[n, 32]`, of IQ4_NL blocks."""
     return read_half(data, 0) * table(data.device)[table_codes(data, 2).long()]
 
 
 def dequantize_iq4_xs(data: torch.Tensor) -> torch.Tensor:
-    """Weights, float32 `[n, 256]`, of IQ4_XS blocks."""
     values = table(data.device)[table_codes(data, 8).long()].view(-1, 8, 32)
-    return (iq4_xs_steps(data).unsqueeze(-1) * values).view(-1, 256)
-
-
-def iq4_xs_steps(data: torch.Tensor) -> torch.Tensor:
-    """The step of each run of 32, float32 `[n, 8]`."""
-    return read_half(data, 0) * iq4_xs_scales(data).to(torch.float32)
+    steps = read_half(data, 0) * iq4_xs_scales(data).to(torch.float32)
+    return (steps.unsqueeze(-1) * values).view(-1, 256)
 
 
 def iq4_xs_scales(data: torch.Tensor) -> torch.Tensor:
     """The scale of each run of 32 in units of the block's float16, int8 `[n, 8]`."""
     low = torch.stack([data[:, 4:8] & 15, data[:, 4:8] >> 4], dim=-1).flatten(1)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=data.device)
-    high = ((data[:, 2:4].unsqueeze(-1) >> shifts) & 3).flatten(1)
+    high = ((data[:, 2:4].unsqueeze(-1) >> shifts(2, data.device)) & 3).flatten(1)
     return (low | (high << 4)).to(torch.int8) - 32
 
 
 def dequantize_mxfp4(data: torch.Tensor) -> torch.Tensor:
-    """Weights, float32 `[n, 32]`, of MXFP4 blocks."""
     values = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=data.device)
     return mxfp4_steps(data) * values[table_codes(data, 1).long()]
 
 
 def mxfp4_steps(data: torch.Tensor) -> torch.Tensor:
-    """`2 ** (e - 128)` of each block's exponent byte, float32 `[n, 1]`."""
-    return _power(data[:, :1])
+    """`2 ** (e - 128)` of each block's first byte `e`, float32 `[n, 1]`; the smallest two are subnormal."""
+    exponents = data[:, :1].to(torch.int32)
+    bits = torch.where(exponents < 2, 0x00200000 << exponents.clamp(max=1), (exponents - 1) << 23)
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def table_codes(data: torch.Tensor, start: int) -> torch.Tensor:
@@ -226,22 +204,18 @@ def table_codes(data: torch.Tensor, start: int) -> torch.Tensor:
 
 @cache
 def table(device: torch.device) -> torch.Tensor:
-    """IQ4's values, float32 `[16]`."""
     return torch.tensor(IQ4_VALUES, dtype=torch.float32, device=device)
 
 
 @cache
 def _nearest_to_halves(device: torch.device) -> torch.Tensor:
-    """The value nearest to each half step from below the table to above it, float32 `[halves]`.
-
-    The middles between neighbours are whole or half numbers, so that a weight goes where the next half does.
-    """
+    # Middles between neighbours are whole or half numbers, so that a weight goes where the next half does.
     halves = torch.arange(_FIRST_HALF, _LAST_HALF + 1, dtype=torch.float32, device=device) / 2
     return table(device)[_indices(halves)]
 
 
 def nearest_iq4(scaled: torch.Tensor) -> torch.Tensor:
-    """The table's nearest values; a lookup by half steps, which is ten times as fast as a search."""
+    """The table's nearest values, looked up by half steps: ten times as fast as a search."""
     halves = (scaled * 2).ceil_().nan_to_num_(0).clamp_(_FIRST_HALF, _LAST_HALF)
     rows = halves.sub_(_FIRST_HALF).to(torch.int32).flatten()
     return _nearest_to_halves(scaled.device).index_select(0, rows).view(scaled.shape)
@@ -253,24 +227,21 @@ def _indices(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """The inverse of `table_codes`: the bytes of 4-bit codes `[n, width]`."""
     nibbles = codes.to(torch.uint8).view(len(codes), -1, 2, 16)
     return (nibbles[:, :, 0] | (nibbles[:, :, 1] << 4)).flatten(1)
 
 
 def fit_xs(x: torch.Tensor, weights: torch.Tensor) -> SignedCodes:
-    """Scales of super-blocks `[n, 8, 32]` by their runs of 32; `weights` are of the squared errors."""
     return search_signed(x, weights, nearest_iq4, _EXTREMES, 32)
 
 
 def pack_xs(scales: torch.Tensor, values: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """IQ4_XS's bytes for codes of scales `[n, 8]`, values of the table `[n, 256]` and d `[n, 1]`."""
     six = (scales + 32).to(torch.uint8)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=scales.device)
-    high = ((six >> 4).view(-1, 2, 4) << shifts).sum(dim=-1, dtype=torch.uint8)
+    fields = (six >> 4).view(-1, 2, 4) << shifts(2, scales.device)
+    high = fields.sum(dim=-1, dtype=torch.uint8)
     low = (six[:, 0::2] & 15) | ((six[:, 1::2] & 15) << 4)
-    halves = head.to(torch.float16).view(torch.uint8)
-    return torch.cat([halves, high, low, pack_codes(_indices(values))], dim=-1)
+    return torch.cat([_half(head), high, low, pack_codes(_indices(values))], dim=-1)
 
 
 def _quantize_mxfp4(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -283,17 +254,10 @@ def _quantize_mxfp4(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     best = torch.full_like(largest, torch.inf), base, torch.zeros_like(x, dtype=torch.int64)
     for shift in (0, -1, 1):
         tried = (base + shift).clamp(0, 254)
-        step = _power(tried.to(torch.uint8))
+        step = mxfp4_steps(tried.to(torch.uint8))
         found = torch.bucketize(x.abs() / step, middles)
         error = (weights * (values[found] * step - x.abs()).square()).sum(dim=-1, keepdim=True)
         best = where(error < best[0], (error, tried, found), best)
     _, exponents, codes = best
     codes = torch.where((x < 0) & (codes > 0), codes + 8, codes)
     return torch.cat([exponents.to(torch.uint8), pack_codes(codes)], dim=-1)
-
-
-def _power(exponents: torch.Tensor) -> torch.Tensor:
-    """`2 ** (e - 128)` of uint8, float32; the smallest two are subnormal numbers."""
-    whole = exponents.to(torch.int32)
-    bits = torch.where(whole < 2, 0x00200000 << whole.clamp(max=1), (whole - 1) << 23)
-    return bits.to(torch.int32).view(torch.float32)

@@ -8,9 +8,8 @@ ggml's table is that of e2m1 doubled, beside half the power, and its nibbles are
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -24,17 +23,7 @@ from ..fp4.scheme import Fp4Scheme
 from ..integer.kind import IntTensor
 from ..integer.scheme import IntScheme
 from .fit import native_search
-from .k_blocks import (
-    affine_fields,
-    dequantize_affine,
-    dequantize_q2,
-    dequantize_q3,
-    dequantize_signed,
-    q2_fields,
-    q3_fields,
-    quantize_k,
-    signed_fields,
-)
+from .k_blocks import affine_fields, dequantize_k, q2_fields, q3_fields, quantize_k, signed_fields
 from .lattice import LATTICES, dequantize_lattice, quantize_lattice
 from .scheme import GGUF_BLOCKS, GgufScheme
 from .small_blocks import (
@@ -65,15 +54,11 @@ def quantize_blocks(
     *,
     name: str = "weight",
 ) -> torch.Tensor:
-    """Quantize a weight to blocks along its rows.
+    """Quantize a weight `[out, in]` to blocks along its rows, uint8 `[out, row bytes]`.
 
     Args:
-        weight: float `[out, in]`; the block width divides `in`.
-        importance: importance matrix, `[in]`, such as mean squares of the inputs; weights K-quants' errors.
+        importance: weight of each channel's squared error `[in]`, such as mean squares of the inputs.
         name: the weight's name in error messages.
-
-    Returns:
-        uint8 `[out, row bytes]`.
 
     Raises:
         BadInput: NaN, infinite or too large weights, or rows that are no whole blocks.
@@ -82,72 +67,48 @@ def quantize_blocks(
     width, block_bytes = GGUF_BLOCKS[type_name]
     if in_features % width:
         raise BadInput(f"{name}: {type_name} has blocks of {width}, which {in_features} is not in")
+    if type_name.endswith("_K"):
+        quantize = quantize_k
+    elif type_name in LATTICES:
+        quantize = quantize_lattice
+    else:
+        quantize = quantize_table if type_name in _TABLES else quantize_simple
     in_c = type_name.endswith("_K") and native_search().library is not None
     chunk = _SEARCHED_WEIGHTS if in_c else _CHUNK_WEIGHTS
     at_once = rows_at_once(weight.device, chunk, in_features)
-    per_row = None if importance is None else _usable_importance(importance)
+    per_row = None
+    if importance is not None and (mean := float(importance.to(torch.float32).mean())) > 0:
+        # Bounded away from 0, so that channels which are never active keep good codes.
+        per_row = (importance.to(torch.float32) / mean).clamp(min=1e-4)
     packed = torch.empty(
         out_features, in_features // width * block_bytes, dtype=torch.uint8, device=weight.device
     )
     for begin in range(0, out_features, at_once):
         rows = weight[begin : begin + at_once].to(torch.float32).contiguous()
-        check_values(rows, type_name, name)
+        low, high = edges(rows)
+        if not (low >= -_LARGEST and high <= _LARGEST):
+            require_finite(rows, name)
+            raise BadInput(f"{name} holds values too large for the float16 scales of {type_name}")
         spread = None if per_row is None else per_row.expand_as(rows).reshape(-1, width)
-        blocks = _quantize(rows.view(-1, width), type_name, spread)
+        blocks = quantize(rows.view(-1, width), type_name, spread)
         packed[begin : begin + at_once] = blocks.view(rows.shape[0], -1)
     return packed
 
 
-def check_values(weight: torch.Tensor, type_name: str, name: str) -> None:
-    """Raises BadInput naming a weight with NaN, infinite or too large values."""
-    low, high = edges(weight)
-    if low >= -_LARGEST and high <= _LARGEST:
-        return
-    require_finite(weight, name)
-    raise BadInput(f"{name} holds values too large for the float16 scales of {type_name}")
-
-
 def dequantize_blocks(data: torch.Tensor, type_name: str) -> torch.Tensor:
     """Dequantize uint8 `[out, row bytes]` to float32 `[out, in]`."""
-    _, block_bytes = GGUF_BLOCKS[type_name]
-    blocks = data.reshape(-1, block_bytes)
-    return _DEQUANTIZE[type_name](blocks).view(data.shape[0], -1)
+    blocks = data.reshape(-1, GGUF_BLOCKS[type_name][1])
+    if type_name in _TABLES:
+        weights = _TABLES[type_name](blocks)
+    elif type_name in LATTICES:
+        weights = dequantize_lattice(blocks, type_name)
+    else:
+        dequantize = dequantize_k if type_name.endswith("_K") else dequantize_simple
+        weights = dequantize(blocks, type_name)
+    return weights.view(data.shape[0], -1)
 
 
-_DEQUANTIZE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    **{
-        name: partial(dequantize_simple, type_name=name)
-        for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-    },
-    "Q2_K": dequantize_q2,
-    "Q3_K": dequantize_q3,
-    "Q4_K": partial(dequantize_affine, bits=4),
-    "Q5_K": partial(dequantize_affine, bits=5),
-    "Q6_K": dequantize_signed,
-    "IQ4_NL": dequantize_iq4_nl,
-    "IQ4_XS": dequantize_iq4_xs,
-    "MXFP4": dequantize_mxfp4,
-    **{name: partial(dequantize_lattice, type_name=name) for name in LATTICES},
-}
-
-
-def _quantize(
-    blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
-) -> torch.Tensor:
-    if type_name.endswith("_K"):
-        return quantize_k(blocks, type_name, importance)
-    if type_name in LATTICES:
-        return quantize_lattice(blocks, type_name, importance)
-    if type_name.startswith(("IQ4", "MXFP4")):
-        return quantize_table(blocks, type_name, importance)
-    return quantize_simple(blocks, type_name, importance)
-
-
-def _usable_importance(importance: torch.Tensor) -> torch.Tensor | None:
-    """Normalized to mean 1 and bounded away from 0, so that never-activated channels keep good codes."""
-    importance = importance.to(torch.float32)
-    mean = float(importance.mean())
-    return (importance / mean).clamp(min=1e-4) if mean > 0 else None
+_TABLES = {"IQ4_NL": dequantize_iq4_nl, "IQ4_XS": dequantize_iq4_xs, "MXFP4": dequantize_mxfp4}
 
 
 RUN = 32
@@ -187,7 +148,6 @@ class _CodesCall(ctypes.Structure):
 
 
 def blocks_of(kind: str) -> Blocks:
-    """How the C kernels read the codes of a type's blocks."""
     width, size = GGUF_BLOCKS[kind]
     return Blocks(size, width // RUN, *LAYOUTS[kind])
 
@@ -211,7 +171,7 @@ def block_codes(data: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def block_codes_torch(data: torch.Tensor, kind: str) -> torch.Tensor:
-    """The same in torch, on any device."""
+    """`block_codes` in torch, on any device."""
     if kind == "Q8_0":
         return data[:, 2:] ^ 128
     if kind in ("IQ4_NL", "IQ4_XS", "MXFP4"):
@@ -229,15 +189,7 @@ _NEGATIVE_ZERO = 8
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor(QuantizedTensor):
-    """Rows of blocks.
-
-    Attributes:
-        data: uint8 `[out, row bytes]`, whole blocks one after another.
-        scheme: which block type.
-
-    Raises:
-        ValueError: rows that are no whole blocks.
-    """
+    """Rows of blocks, one after another: uint8 `[out, row bytes]`; ValueError for rows that are none."""
 
     by_row: ClassVar[tuple[str, ...]] = ("data",)
 
@@ -253,28 +205,27 @@ class GgufTensor(QuantizedTensor):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """`(out_features, in_features)`."""
         width, block_bytes = self.scheme.block
         return self.data.shape[0], self.data.shape[1] // block_bytes * width
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The dequantized weight `[out, in]`, bit-identical to ggml's dequantization."""
         return dequantize_blocks(self.data, self.scheme.type).to(dtype)
 
     def forms(self) -> Iterator[QuantizedTensor]:
         yield self
         if self.scheme.type in INTEGER_TYPES:
-            yield from _without_zero_scales(gguf_to_int(self)).forms()
+            plain = gguf_to_int(self)
+            # ggml writes a scale of 0 for a group of zeros, which other readers reject.
+            dead = plain.scales == 0
+            members = dead.repeat_interleave(WIDTH, dim=1)
+            codes = plain.codes.masked_fill(members, plain.scheme.middle)
+            yield from replace(plain, codes=codes, scales=plain.scales.masked_fill(dead, 1)).forms()
         elif self.scheme.type == "MXFP4":
             yield from gguf_to_fp4(self).forms()
 
 
 def as_blocks(module: str, tensor: QuantizedTensor) -> GgufTensor:
-    """The same weight in ggml's blocks.
-
-    Raises:
-        BadInput: no block type holds it without loss.
-    """
+    """The same weight in ggml's blocks; BadInput: no block type holds it without loss."""
     if isinstance(tensor, IntTensor):
         return int_to_gguf(tensor, name=module)
     if isinstance(tensor, Fp4Tensor) and tensor.scheme.ggml_type is not None:
@@ -307,10 +258,8 @@ def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
     num_blocks = tensor.in_features // WIDTH
     head = scales.repeat_interleave(num_blocks // tensor.num_groups, dim=1).flatten()
     codes = tensor.codes.reshape(-1, WIDTH)
-    if type_name == "Q8_0":
-        values = codes ^ 128  # code - 128, in two's complement
-    else:
-        values = codes[:, :16] | (codes[:, 16:] << 4)
+    # Q8_0: code - 128, in two's complement.
+    values = codes ^ 128 if type_name == "Q8_0" else pack_codes(codes)
     blocks = torch.cat([head.unsqueeze(-1).view(torch.uint8), values], dim=-1)
     return GgufTensor(blocks.view(tensor.out_features, -1), GgufScheme(type_name))
 
@@ -336,17 +285,6 @@ def gguf_to_int(tensor: GgufTensor, *, name: str = "weight") -> IntTensor:
         scales=scales,
         zeros=torch.full_like(scales, scheme.middle, dtype=torch.uint8),
         scheme=scheme,
-    )
-
-
-def _without_zero_scales(tensor: IntTensor) -> IntTensor:
-    """All-zero groups as zero codes: ggml writes a scale of 0, which other readers reject."""
-    dead = tensor.scales == 0
-    members = dead.repeat_interleave(tensor.in_features // tensor.num_groups, dim=1)
-    return replace(
-        tensor,
-        codes=tensor.codes.masked_fill(members, tensor.scheme.middle),
-        scales=tensor.scales.masked_fill(dead, 1),
     )
 
 

@@ -7,7 +7,8 @@ half2 with few instructions. GEMV, which is read too, is neither; its groups are
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -125,7 +126,12 @@ class AwqFormat(WeightFormat):
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         scheme = held_scheme(self.name, only_scheme(self.name, schemes), IntScheme)
-        _check_parts_of_names(schemes, ignore)
+        for name, part in product(schemes, ignore):
+            if part in name:
+                raise BadInput(
+                    f"format awq skips modules by parts of their names, and {part}, which is not quantized, "
+                    f"is part of {name}: use --format compressed-tensors"
+                )
         config = {
             "quant_method": "awq",
             "bits": scheme.bits,
@@ -155,17 +161,6 @@ class AwqFormat(WeightFormat):
             raise BadInput(f"quant_method awq with {bits} bits is not supported: only 4")
         group_size = int(config.get("group_size", config.get("q_group_size", 128)))
         return IntScheme(_BITS, PER_CHANNEL if group_size < 1 else group_size, symmetric=False)
-
-
-def _check_parts_of_names(quantized: Iterable[str], ignore: Sequence[str]) -> None:
-    """Raises BadInput where a quantized module would be skipped: readers search for the names as parts."""
-    for name in quantized:
-        for part in ignore:
-            if part in name:
-                raise BadInput(
-                    f"format awq skips modules by parts of their names, and {part}, which is not quantized, "
-                    f"is part of {name}: use --format compressed-tensors"
-                )
 
 
 def _layout(config: Config) -> str:

@@ -75,10 +75,23 @@ class IntegerLayouts(CompressedLayouts):
         scheme.check_groups(module, in_features)
 
     def pack(self, module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
-        return (pack_int8 if self.layout_of(tensor.scheme) == INT8 else pack_codes)(module, tensor)
+        bits, is_int8 = tensor.scheme.bits, self.layout_of(tensor.scheme) == INT8
+        codes = _signed(tensor.codes) if is_int8 else pack_words(tensor.codes, bits)
+        packed = {
+            f"{module}.weight" if is_int8 else f"{module}.weight_packed": codes,
+            f"{module}.weight_scale": tensor.scales.contiguous(),
+        }
+        if not is_int8:
+            packed[f"{module}.weight_shape"] = torch.tensor(tensor.shape, dtype=torch.int64)
+        if not tensor.scheme.symmetric:
+            zeros = tensor.zeros
+            packed[f"{module}.weight_zero_point"] = (
+                _signed(zeros) if is_int8 else pack_words(zeros.t(), bits).t().contiguous()
+            )
+        return packed | input_scale_part(module, tensor.input_scale)
 
     def unpack(self, stored: Stored, layout: str, scheme: IntScheme) -> IntTensor:
-        return (unpack_int8 if layout == INT8 else unpack_codes)(stored, scheme)
+        return (_unpack_int8 if layout == INT8 else _unpack_codes)(stored, scheme)
 
     def read_raw(
         self, entries: Entries, module: str, layout: str | None, group: dict[str, Any]
@@ -88,21 +101,7 @@ class IntegerLayouts(CompressedLayouts):
         return read_int_quantized(entries, module, group)
 
 
-def pack_codes(module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
-    """Write `pack-quantized`."""
-    bits = tensor.scheme.bits
-    packed = {
-        f"{module}.weight_packed": pack_words(tensor.codes, bits),
-        f"{module}.weight_scale": tensor.scales.contiguous(),
-        f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
-    }
-    if not tensor.scheme.symmetric:
-        packed[f"{module}.weight_zero_point"] = pack_words(tensor.zeros.t(), bits).t().contiguous()
-    return packed
-
-
-def unpack_codes(stored: Stored, scheme: IntScheme) -> IntTensor:
-    """Read `pack-quantized`."""
+def _unpack_codes(stored: Stored, scheme: IntScheme) -> IntTensor:
     out_features, in_features = stored.weight_shape()
     scheme.check_groups(stored.module, in_features)
     groups = scheme.num_groups(in_features)
@@ -113,8 +112,13 @@ def unpack_codes(stored: Stored, scheme: IntScheme) -> IntTensor:
         name = f"{stored.module}.weight_zero_point"
         zeros = _fields(name, packed, (groups, out_features), scheme.bits).t().contiguous()
     _expect_symmetric(stored, zeros, scheme)
-    index = _group_index(stored, scheme, in_features, groups)
-    name = f"{stored.module}.weight_packed"
+    index, name = None, f"{stored.module}.weight_packed"
+    if scheme.permuted:
+        index = stored.group_index("weight_g_idx", in_features, groups)
+    elif "weight_g_idx" in stored and not bool((stored.tensor("weight_g_idx") < 0).all()):
+        raise BadInput(
+            f"{stored.module}.weight_g_idx permutes the groups, but the config has no actorder: group"
+        )
     return IntTensor(
         codes=_fields(name, words, (out_features, in_features), scheme.bits),
         scales=read_scales(stored, (out_features, groups)),
@@ -131,57 +135,33 @@ def _expect_symmetric(stored: Stored, zeros: torch.Tensor, scheme: IntScheme) ->
         )
 
 
-def _group_index(
-    stored: Stored, scheme: IntScheme, in_features: int, groups: int
-) -> torch.Tensor | None:
-    """The group of each input channel of a permuted scheme; BadInput where another scheme has one."""
-    if scheme.permuted:
-        return stored.group_index("weight_g_idx", in_features, groups)
-    if "weight_g_idx" in stored and not bool((stored.tensor("weight_g_idx") < 0).all()):
-        raise BadInput(
-            f"{stored.module}.weight_g_idx permutes the groups, but the config has no actorder: group"
-        )
-    return None
-
-
 def _fields(name: str, words: torch.Tensor, shape: tuple[int, int], bits: int) -> torch.Tensor:
     """Unpack codes of `shape`, packed densely or as the library did before 0.20."""
     rows, count = shape
     dense, old = -(-count * bits // 32), -(-count // (32 // bits))
     if words.shape[1] == old != dense:
         # Older versions left the rest of each word empty for 3, 5 and 6 bits.
-        codes = unpack_words(words.reshape(-1, 1), bits)[:, : 32 // bits].reshape(
-            words.shape[0], -1
-        )
+        codes = unpack_words(words.reshape(-1, 1), bits)[:, : 32 // bits]
+        codes = codes.reshape(words.shape[0], -1)
     else:
         expect_shape(name, words, (rows, dense))
         codes = unpack_words(words, bits)
     return codes[:, :count].contiguous()
 
 
-def pack_int8(module: str, tensor: IntTensor) -> dict[str, torch.Tensor]:
-    """Write `int-quantized`."""
-    stored = {
-        f"{module}.weight": _signed(tensor.codes),
-        f"{module}.weight_scale": tensor.scales.contiguous(),
-    }
-    if not tensor.scheme.symmetric:
-        stored[f"{module}.weight_zero_point"] = _signed(tensor.zeros)
-    return stored | input_scale_part(module, tensor.input_scale)
-
-
-def unpack_int8(stored: Stored, scheme: IntScheme) -> IntTensor:
-    """Read `int-quantized`; a per-tensor scale is expanded to per-channel."""
+def _unpack_int8(stored: Stored, scheme: IntScheme) -> IntTensor:
+    # A per-tensor scale is expanded to per-channel.
     signed = stored.matrix("weight", torch.int8)
     out_features, in_features = signed.shape
     scheme.check_groups(stored.module, in_features)
     shape = (out_features, scheme.num_groups(in_features))
     zeros = signed.new_full(shape, _INT8_MIDDLE, dtype=torch.uint8)
     if not scheme.symmetric or "weight_zero_point" in stored:
-        zeros = _unsigned(spread_over_rows(stored, "weight_zero_point", torch.int8, shape=shape))
+        zeros = spread_over_rows(stored, "weight_zero_point", torch.int8, shape=shape)
+        zeros = zeros.view(torch.uint8) ^ _INT8_MIDDLE
     _expect_symmetric(stored, zeros, scheme)
     return IntTensor(
-        codes=_unsigned(signed),
+        codes=signed.view(torch.uint8) ^ _INT8_MIDDLE,
         scales=read_scales(stored, shape),
         zeros=zeros,
         scheme=scheme,
@@ -193,10 +173,6 @@ def _signed(codes: torch.Tensor) -> torch.Tensor:
     return (codes ^ _INT8_MIDDLE).view(torch.int8)
 
 
-def _unsigned(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.uint8) ^ _INT8_MIDDLE
-
-
 class IntegerRules(LoaderRules):
     """vLLM's Marlin, Triton and CUTLASS kernels, and transformers' dequantization."""
 
@@ -204,15 +180,18 @@ class IntegerRules(LoaderRules):
         self, scheme: IntScheme, matrix: RankMatrix, format_name: str
     ) -> tuple[bool, str]:
         if scheme.activations is not None:
-            return _eight_bit_kernel(matrix, scheme)
-        if format_name == "gptq" and (
-            scheme.bits not in (4, 8) or not scheme.symmetric or scheme.permuted
-        ):
-            return (
-                False,
-                "of this format it reads symmetric 4 and 8 bits, without dynamic act-order",
-            )
-        broken = _group_rule(matrix, scheme) or _marlin_rule(matrix, scheme)
+            if not scheme.symmetric:
+                return False, "with quantized activations it supports symmetric int8 weights only"
+            if matrix.out_features % 16 or matrix.in_features % 16:
+                return True, "the slower Triton W8A8, since CUTLASS needs multiples of 16"
+            return True, "CUTLASS W8A8"
+        fits = scheme.bits in (4, 8) and scheme.symmetric and not scheme.permuted
+        if format_name == "gptq" and not fits:
+            why = "of this format it reads symmetric 4 and 8 bits, without dynamic act-order"
+            return False, why
+        if scheme.group_size > 0 and matrix.in_features % scheme.group_size:
+            return False, f"it needs whole groups of {scheme.group_size} on every rank"
+        broken = _marlin_rule(matrix, scheme)
         if broken is None:
             return True, "Marlin"
         return _other_kernel(matrix, format_name, scheme, broken)
@@ -233,20 +212,6 @@ class IntegerRules(LoaderRules):
     def transformers_needs(self, scheme: IntScheme) -> str:
         rare = scheme.activations is None and scheme.bits in (2, 5, 6)
         return "; not tried with such widths" if rare else ""
-
-
-def _eight_bit_kernel(matrix: RankMatrix, scheme: IntScheme) -> tuple[bool, str]:
-    if not scheme.symmetric:
-        return False, "with quantized activations it supports symmetric int8 weights only"
-    if matrix.out_features % 16 or matrix.in_features % 16:
-        return True, "the slower Triton W8A8, since CUTLASS needs multiples of 16"
-    return True, "CUTLASS W8A8"
-
-
-def _group_rule(matrix: RankMatrix, scheme: IntScheme) -> str | None:
-    if scheme.group_size > 0 and matrix.in_features % scheme.group_size:
-        return f"it needs whole groups of {scheme.group_size} on every rank"
-    return None
 
 
 def _marlin_rule(matrix: RankMatrix, scheme: IntScheme) -> str | None:
@@ -273,8 +238,6 @@ def _other_kernel(
     matrix: RankMatrix, name: str, scheme: IntScheme, broken: str
 ) -> tuple[bool, str]:
     """The kernel in place of Marlin, whose rule is `broken`."""
-    if _group_rule(matrix, scheme) is not None:
-        return False, broken
     if EXPERTS in matrix.module:
         if scheme.group_size > 0 and scheme.bits in (4, 8):
             return True, f"Triton experts, since {broken}"
@@ -290,7 +253,5 @@ def _other_kernel(
 
 
 STORAGE = Storage(
-    formats=(AwqFormat(), GptqFormat()),
-    compressed_tensors=IntegerLayouts(),
-    rules=IntegerRules(),
+    formats=(AwqFormat(), GptqFormat()), compressed_tensors=IntegerLayouts(), rules=IntegerRules()
 )

@@ -28,7 +28,7 @@ from ..base.format import (
     unpack_words,
 )
 from ..base.tensor import QuantizedTensor
-from .kind import IntTensor
+from .kind import IntTensor, sequential_groups
 from .raw import read_gptq
 from .scheme import IntScheme
 
@@ -73,7 +73,7 @@ class GptqFormat(WeightFormat):
         assert isinstance(tensor, IntTensor)
         scheme, index = tensor.scheme, tensor.group_index
         if index is None:
-            index = torch.arange(tensor.in_features) // (tensor.in_features // tensor.num_groups)
+            index = sequential_groups(scheme, tensor.in_features)
         stored_zeros = tensor.zeros.t() - (1 if scheme.symmetric else 0)
         return {
             f"{module}.qweight": pack_words(tensor.codes, scheme.bits).t().contiguous(),
@@ -91,7 +91,11 @@ class GptqFormat(WeightFormat):
         shape = groups, out_features * scheme.bits // 32
         stored_zeros = unpack_words(stored.tensor("qzeros", torch.int32, shape=shape), scheme.bits)
         scales = stored.tensor("scales", *SCALE_DTYPES, shape=(groups, out_features))
-        index = self._group_index(stored, in_features, groups)
+        index = None
+        if "g_idx" in stored:
+            index = stored.group_index("g_idx", in_features, groups)
+            if torch.equal(index, sequential_groups(scheme, in_features).to(index.device)):
+                index = None
         offset = zero_offset(stored_zeros, scheme, config, module)
         return IntTensor(
             codes=unpack_words(words.t(), scheme.bits),
@@ -100,16 +104,6 @@ class GptqFormat(WeightFormat):
             scheme=replace(scheme, permuted=index is not None),
             group_index=index,
         )
-
-    @staticmethod
-    def _group_index(stored: Stored, in_features: int, groups: int) -> torch.Tensor | None:
-        """`g_idx`, the group of each input channel, or None where groups are sequential."""
-        if "g_idx" not in stored:
-            return None
-        index = stored.group_index("g_idx", in_features, groups)
-        channels = torch.arange(in_features, device=index.device)
-        in_order = (channels // (in_features // groups)).to(torch.int32)
-        return None if torch.equal(index, in_order) else index
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         kinds = {
@@ -122,12 +116,10 @@ class GptqFormat(WeightFormat):
             )
         in_use = list(kinds.values())
         base = max(dict.fromkeys(in_use), key=in_use.count)
-        dynamic: dict[str, Any] = {
-            f"-:{_pattern(name)}": {} for name in ignore if name != "lm_head"
-        }
-        for name, scheme in kinds.items():
-            if scheme != base:
-                dynamic[f"+:{_pattern(name)}"] = _fields(scheme)
+        plain = (name for name in ignore if name != "lm_head")
+        dynamic: dict[str, Any] = {f"-:{_pattern(name)}": {} for name in plain}
+        others = ((name, scheme) for name, scheme in kinds.items() if scheme != base)
+        dynamic |= {f"+:{_pattern(name)}": _fields(scheme) for name, scheme in others}
         config: dict[str, Any] = {
             "quant_method": "gptq",
             **_fields(base),
@@ -170,13 +162,8 @@ class GptqFormat(WeightFormat):
             )
         group_size = int(field("group_size", 128))
         group_size = PER_CHANNEL if group_size < 1 else group_size
-        permuted = bool(field("desc_act")) and not field("static_groups")
-        return IntScheme(
-            bits,
-            group_size,
-            bool(field("sym", True)),
-            permuted=permuted and group_size != PER_CHANNEL,
-        )
+        permuted = field("desc_act") and not field("static_groups") and group_size != PER_CHANNEL
+        return IntScheme(bits, group_size, bool(field("sym", True)), permuted=bool(permuted))
 
 
 def version_offset(config: Config) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from ...base.device import rows_at_once
 from ..base.grid import Affine, Parameters, where
 from ..base.kind import Kind, Rounding
 from ..base.ranged import Line, RangedGrid
-from ..base.tensor import QuantizedTensor, with_scale_dtype
+from ..base.tensor import QuantizedTensor
 from .scheme import IntScheme
 
 
@@ -24,14 +24,14 @@ class IntTensor(QuantizedTensor):
         codes: uint8 `[out, in]`, unsigned, `0 .. 2**bits - 1`.
         scales: `[out, groups]` in the dtype that is stored (float16, bfloat16 or float32).
         zeros: uint8 `[out, groups]`; all `2**(bits-1)` in a symmetric scheme.
-        scheme: the scheme that the three follow.
         group_index: int32 `[in]`, the group of each input channel, where the scheme is permuted.
         input_scale: float32 `[1]`, where the scheme has static activations.
 
     Raises:
-        ValueError: they disagree in shape or dtype, or with the scheme.
+        ValueError: the parts disagree in shape or dtype, or with the scheme.
     """
 
+    has_open_dtype: ClassVar[bool] = True
     by_row: ClassVar[tuple[str, ...]] = ("codes", "scales", "zeros")
 
     codes: torch.Tensor
@@ -43,9 +43,8 @@ class IntTensor(QuantizedTensor):
 
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.uint8 or self.zeros.dtype != torch.uint8:
-            raise ValueError(
-                f"codes and zeros are uint8, not {self.codes.dtype}/{self.zeros.dtype}"
-            )
+            dtypes = f"{self.codes.dtype}/{self.zeros.dtype}"
+            raise ValueError(f"codes and zeros are uint8, not {dtypes}")
         expected = (self.out_features, self.scheme.num_groups(self.in_features))
         for name, tensor in (("scales", self.scales), ("zeros", self.zeros)):
             if tuple(tensor.shape) != expected:
@@ -55,11 +54,9 @@ class IntTensor(QuantizedTensor):
 
     @property
     def num_groups(self) -> int:
-        """Groups per row."""
         return self.scales.shape[1]
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The dequantized weight `[out, in]`, computed in float32."""
         scales, zeros = self.scales.to(torch.float32), self.zeros.to(torch.float32)
         if self.group_index is not None:
             index = self.group_index.long()
@@ -71,7 +68,12 @@ class IntTensor(QuantizedTensor):
 
     def forms(self) -> Iterator[IntTensor]:
         yield self
-        plain = self._in_order()
+        plain = self
+        if self.group_index is not None:
+            order = sequential_groups(self.scheme, self.in_features)
+            if torch.equal(self.group_index, order):
+                scheme = replace(self.scheme, permuted=False)
+                plain = replace(self, group_index=None, scheme=scheme)
         yield plain
         scheme = plain.scheme
         if scheme.symmetric:
@@ -79,41 +81,9 @@ class IntTensor(QuantizedTensor):
         elif bool((plain.zeros == scheme.middle).all()):
             yield replace(plain, scheme=replace(scheme, symmetric=True))
 
-    def _in_order(self) -> IntTensor:
-        """The weight without a group index that equals the sequential one."""
-        if self.group_index is None:
-            return self
-        order = torch.arange(self.in_features) // (self.in_features // self.num_groups)
-        if not torch.equal(self.group_index, order.to(torch.int32)):
-            return self
-        return replace(self, group_index=None, scheme=replace(self.scheme, permuted=False))
 
-    def stored_as(
-        self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
-    ) -> IntTensor:
-        return with_scale_dtype(self, self.scales, dtype_of)
-
-    @staticmethod
-    def concat(tensors: Sequence[IntTensor]) -> IntTensor:
-        """Concatenate linears that share their input along `out`, for a fused projection.
-
-        Raises:
-            ValueError: the schemes differ, or there are group indices or input scales.
-        """
-        first = tensors[0]
-        if len({tensor.scheme for tensor in tensors}) != 1:
-            raise ValueError("only weights of one scheme can be stacked")
-        if len(tensors) > 1 and (first.group_index is not None or first.input_scale is not None):
-            raise ValueError("weights with a group index or an input scale cannot be stacked")
-        return replace(
-            first,
-            codes=torch.cat([tensor.codes for tensor in tensors]),
-            scales=torch.cat([tensor.scales for tensor in tensors]),
-            zeros=torch.cat([tensor.zeros for tensor in tensors]),
-        )
-
-
-Ranges = Callable[[torch.Tensor, IntScheme, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
+Pair = tuple[torch.Tensor, torch.Tensor]
+Ranges = Callable[[torch.Tensor, IntScheme, torch.dtype], Pair]
 """Scales in a dtype, and zeros, of groups `[..., group_size]`; see `group_ranges`."""
 
 _SEARCH_STEPS = 80
@@ -124,11 +94,8 @@ _SEARCH_VALUES = 2**16  # weights per chunk of the search: small enough to stay 
 class IntGrid(RangedGrid):
     """Uniform integers, with a scale and a zero code for each group.
 
-    Its parameters are scales in the dtype that is stored and zeros, uint8, both `[out, groups]`.
-
-    Args:
-        input_scale: float32 `[1]`, for a scheme with static activations.
-        ranges: of groups whose channels have no importance.
+    Its parameters are scales in the dtype that is stored and zeros, uint8, both `[out, groups]`. `ranges` are
+    for groups whose channels have no importance.
     """
 
     def __init__(
@@ -140,11 +107,9 @@ class IntGrid(RangedGrid):
         input_scale: torch.Tensor | None = None,
         ranges: Ranges | None = None,
     ):
-        self.scheme, self.scale_dtype = scheme, scale_dtype
+        self.scheme, self.scale_dtype, self.two_ends = scheme, scale_dtype, not scheme.symmetric
         self.group = in_features // scheme.num_groups(in_features)
-        self.two_ends = not scheme.symmetric
-        self._ranges = ranges or group_ranges
-        self._input_scale = input_scale
+        self._ranges, self._input_scale = ranges or group_ranges, input_scale
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
         if importance is not None:
@@ -181,29 +146,20 @@ class IntGrid(RangedGrid):
         return IntTensor(codes, scales, zeros, scheme, index, self._input_scale)
 
 
-def group_ranges(
-    grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Min-max scale and zero point of each group, without clipping.
+def group_ranges(grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype) -> Pair:
+    """Min-max scales in `dtype` and zeros uint8 `[...]` of groups float32 `[..., group_size]`.
 
     Symmetric: `scale = max|w| / ((2**b - 1) / 2)`, the range rule of compressed-tensors. Asymmetric:
     `scale = (max - min) / (2**b - 1)` with 0 inside the range, `zero = round(-min / scale)`. The scale
     is rounded to `dtype`, in which it is stored, before anything is derived from it; otherwise the
     codes would be optimal for a grid other than the stored one.
-
-    Args:
-        grouped: float32 `[..., group_size]`.
-
-    Returns:
-        Scales in `dtype` and zeros as uint8, both `[...]`.
     """
-    low, high = grouped.aminmax(dim=-1)
-    return range_grid(low, high, scheme, dtype)
+    return range_grid(*grouped.aminmax(dim=-1), scheme, dtype)
 
 
 def range_grid(
     low: torch.Tensor, high: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Pair:
     """The grid of `group_ranges`, from the groups' smallest and largest weights, float32."""
     if scheme.symmetric:
         scales = torch.maximum(-low, high) / (scheme.max_code / 2)
@@ -220,13 +176,10 @@ def range_grid(
     return scales, zeros.to(torch.uint8)
 
 
-def search_ranges(
-    grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero point of each group, its range clipped to where `sum |w - w'|**2.4` is least.
+def search_ranges(grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype) -> Pair:
+    """`group_ranges`, clipped to where `sum |w - w'|**2.4` is least: the search of GPTQ's `mse` option.
 
-    The search of GPTQ's `mse` option: ranges from the full one down to a fifth of it, in steps of 1/100.
-    Arguments and results are those of `group_ranges`.
+    Ranges from the full one down to a fifth of it are tried, in steps of 1/100.
     """
     shape, flat = grouped.shape[:-1], grouped.reshape(-1, grouped.shape[-1])
     at_once = rows_at_once(flat.device, _SEARCH_VALUES, flat.shape[1])
@@ -235,9 +188,7 @@ def search_ranges(
     return scales.view(shape), zeros.view(shape)
 
 
-def _search(
-    groups: torch.Tensor, scheme: IntScheme, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _search(groups: torch.Tensor, scheme: IntScheme, dtype: torch.dtype) -> Pair:
     low, high = groups.aminmax(dim=-1)
     best = torch.full_like(low, torch.inf), *range_grid(low, high, scheme, dtype)
     for step in range(_SEARCH_STEPS):
@@ -282,7 +233,7 @@ class IntKind(Kind[IntScheme]):
 def round_to_nearest(
     weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
 ) -> IntTensor:
-    """Round-to-nearest (RTN) quantization of a weight `[out, in]`; see `Kind.round`."""
+    """`Kind.round` for a weight `[out, in]`."""
     tensor = IntKind(scheme).round(weight, scale_dtype, name=name)
     assert isinstance(tensor, IntTensor)
     return tensor

@@ -32,7 +32,6 @@ def _raw(
     extra: dict[str, Array] | None = None,
     problems: tuple[str, ...] = (),
 ) -> Raw:
-    """Assemble the parts, after checking that their shapes agree."""
     out_features, in_features = codes.shape
     groups = 1 if group_size < 1 else in_features / group_size
     if scales.shape != (out_features, groups) or zeros.shape != scales.shape:
@@ -53,13 +52,9 @@ def read_awq(entries: Entries, module: str, config: Config) -> Raw:
     if str(config.get("format") or config.get("version") or "gemm").lower() == "gemv":
         in_features = words.shape[1] * 8
         groups = 1 if group_size < 1 else in_features // group_size
-        return _raw(
-            bit_fields(words, 4, in_features),
-            np.ascontiguousarray(stored[:, :groups]),
-            scales[:, :groups],
-            bit_fields(zero_words, 4, groups),
-            group_size,
-        )
+        codes, zeros = bit_fields(words, 4, in_features), bit_fields(zero_words, 4, groups)
+        stored, scales = np.ascontiguousarray(stored[:, :groups]), scales[:, :groups]
+        return _raw(codes, stored, scales, zeros, group_size)
 
     def unshuffle(packed: Array) -> Bytes:
         columns = np.empty((packed.shape[0], packed.shape[1] * 8), dtype=np.uint8)
@@ -107,15 +102,8 @@ def read_gptq(entries: Entries, module: str, config: Config) -> Raw:
             problems += (f"has a g_idx outside 0..{groups - 1}",)
     else:
         index = (np.arange(codes.shape[1]) // (codes.shape[1] // groups)).astype(np.int32)
-    return _raw(
-        codes,
-        rows_first(stored),
-        scales.T,
-        rows_first(zeros.astype(np.uint8)),
-        group_size,
-        {"group_index": index},
-        problems,
-    )
+    zeros, extra = rows_first(zeros.astype(np.uint8)), {"group_index": index}
+    return _raw(codes, rows_first(stored), scales.T, zeros, group_size, extra, problems)
 
 
 def read_pack_quantized(entries: Entries, module: str, weights: Config) -> Raw:
@@ -167,9 +155,8 @@ def read_int_quantized(entries: Entries, module: str, group: Config) -> Raw:
         scales = np.broadcast_to(scales.reshape(-1, 1), shape)
     zeros = np.full(shape, 128, dtype=np.uint8)
     if not weights.get("symmetric", True) or f"{module}.weight_zero_point" in entries:
-        zeros = read_array(entries[f"{module}.weight_zero_point"], "I8").view(np.uint8) ^ np.uint8(
-            128
-        )
+        signed = read_array(entries[f"{module}.weight_zero_point"], "I8").view(np.uint8)
+        zeros = signed ^ np.uint8(128)
         zeros = np.ascontiguousarray(np.broadcast_to(zeros.reshape(-1, shape[1]), shape))
     problems = _zero_points(weights, zeros, 128)
     return _raw(codes, stored, scales, zeros, group_size, extra, problems)

@@ -19,11 +19,8 @@ class IntScheme(Scheme):
     """Integer weights of one width with one scale per group of input channels.
 
     Attributes:
-        bits: Width of a code.
-        group_size: Consecutive input channels that share a scale; -1 is one group per output channel.
-        symmetric: Whether the zero code is fixed at the middle, `2**(bits-1)`.
-        activations: None: 16-bit activations (weight-only quantization).
-        permuted: Whether group membership is stored per input channel (`g_idx` of dynamic act-order).
+        group_size: consecutive input channels that share a scale; -1 is one group per output channel.
+        symmetric: True if the zero code is fixed at the middle, `2**(bits-1)`.
 
     Raises:
         BadInput: a width or a group size that no method here can produce.
@@ -41,7 +38,7 @@ class IntScheme(Scheme):
 
     def __post_init__(self) -> None:
         if self.bits not in SUPPORTED_BITS:
-            widths = ", ".join(str(bits) for bits in SUPPORTED_BITS)
+            widths = ", ".join(map(str, SUPPORTED_BITS))
             raise BadInput(f"{self.bits}-bit weights are not supported: choose one of {widths}")
         if self.group_size != PER_CHANNEL and self.group_size < 1:
             raise BadInput(
@@ -51,20 +48,16 @@ class IntScheme(Scheme):
 
     @property
     def max_code(self) -> int:
-        """The largest code; the smallest is 0."""
         return 2**self.bits - 1
 
     @property
     def middle(self) -> int:
-        """The zero code of the symmetric form."""
         return 2 ** (self.bits - 1)
 
     def divides(self, in_features: int) -> bool:
-        """Whether rows of this width split into whole groups."""
         return self.group_size == PER_CHANNEL or in_features % self.group_size == 0
 
     def num_groups(self, in_features: int) -> int:
-        """Groups in one row of `in_features` weights."""
         if not self.divides(in_features):
             raise BadInput(f"group size {self.group_size} does not divide {in_features} inputs")
         return 1 if self.group_size == PER_CHANNEL else in_features // self.group_size
@@ -78,7 +71,6 @@ class IntScheme(Scheme):
             )
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of codes, 16-bit scales and zero codes over the number of weights."""
         zero_bits = 0 if self.symmetric else self.bits
         return self.bits + (16 + zero_bits) * self.num_groups(in_features) / in_features
 
@@ -114,7 +106,6 @@ class IntScheme(Scheme):
 
     @property
     def label(self) -> str:
-        """Short form for tables, such as `int4 g128 asym`."""
         group = "channel" if self.group_size == PER_CHANNEL else f"g{self.group_size}"
         text = f"int{self.bits} {group} {'sym' if self.symmetric else 'asym'}"
         if self.permuted:

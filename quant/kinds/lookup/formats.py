@@ -37,12 +37,8 @@ class SqueezeLlmFormat(WeightFormat):
     name = "squeezellm"
     markers: tuple[str, ...] = (".lookup_table",)
     suffixes: tuple[str, ...] = (
-        ".qweight",
-        ".lookup_table",
-        ".weight_shape",
-        ".sparse_rows",
-        ".sparse_columns",
-        ".sparse_values",
+        *(".qweight", ".lookup_table", ".weight_shape"),
+        *(".sparse_rows", ".sparse_columns", ".sparse_values"),
     )
 
     def _scheme(self, scheme: Scheme) -> LookupScheme:
@@ -54,15 +50,14 @@ class SqueezeLlmFormat(WeightFormat):
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         assert isinstance(tensor, LookupTensor)
         stored = {
-            f"{module}.qweight": pack_words(tensor.codes, tensor.scheme.bits),
-            f"{module}.lookup_table": tensor.table,
-            f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
+            "qweight": pack_words(tensor.codes, tensor.scheme.bits),
+            "lookup_table": tensor.table,
+            "weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
+            "sparse_rows": tensor.sparse_rows,
+            "sparse_columns": tensor.sparse_columns,
+            "sparse_values": tensor.sparse_values,
         }
-        sparse = (tensor.sparse_rows, tensor.sparse_columns, tensor.sparse_values)
-        for name, part in zip(("rows", "columns", "values"), sparse, strict=True):
-            if part is not None:
-                stored[f"{module}.sparse_{name}"] = part
-        return stored
+        return {f"{module}.{name}": part for name, part in stored.items() if part is not None}
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> LookupTensor:
         scheme, stored = self.scheme(config, module), Stored(source, module)
@@ -109,9 +104,7 @@ class SqueezeLlmFormat(WeightFormat):
     def read_raw(entries: Entries, module: str, config: dict[str, Any]) -> Raw:
         """llmopt's SqueezeLLM layout: bit streams and tables per row, CSR sparse weights."""
         bits = int(config["bits"])
-        out_features, in_features = (
-            int(n) for n in read_array(entries[f"{module}.weight_shape"], "I64")
-        )
+        out_features, in_features = read_array(entries[f"{module}.weight_shape"], "I64").tolist()
         words = read_array(entries[f"{module}.qweight"], "I32")
         table = read_array(entries[f"{module}.lookup_table"], "F16")
         if words.shape[0] != out_features or table.shape != (out_features, 1 << bits):
@@ -127,11 +120,8 @@ class SqueezeLlmFormat(WeightFormat):
             if columns.size and (columns.min() < 0 or columns.max() >= in_features):
                 problems = (f"has sparse weights outside columns 0..{in_features - 1}",)
             parts |= {"sparse_rows": rows, "sparse_columns": columns, "sparse_values": values}
-        numbers = {
-            name: parts[name].astype(np.float32)
-            for name in ("table", "sparse_values")
-            if name in parts
-        }
+        floats = parts.keys() & {"table", "sparse_values"}
+        numbers = {name: parts[name].astype(np.float32) for name in sorted(floats, reverse=True)}
         return Raw(parts, numbers, (out_features, in_features), problems)
 
 

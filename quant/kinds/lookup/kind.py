@@ -29,10 +29,8 @@ class LookupTensor(QuantizedTensor):
     Attributes:
         codes: uint8 `[out, in]`.
         table: float16 `[out, 2**bits]`, ascending.
-        scheme: width and share of sparse weights.
-        sparse_rows: int32 `[out + 1]`, CSR row pointers of the sparse weights.
-        sparse_columns: int32 `[nonzeros]`.
-        sparse_values: float16 `[nonzeros]`, the difference of the weight from its table value.
+        sparse_rows, sparse_columns: CSR row pointers int32 `[out + 1]` and columns int32 `[nonzeros]`.
+        sparse_values: difference of the weight from its table value, float16 `[nonzeros]`.
     """
 
     codes: torch.Tensor
@@ -64,12 +62,9 @@ class LookupTensor(QuantizedTensor):
         start, stop, _ = rows.indices(self.out_features)
         offsets = self.sparse_rows[start : stop + 1]
         held = slice(int(offsets[0]), int(offsets[-1]))
-        return replace(
-            chosen,
-            sparse_rows=offsets - offsets[0],
-            sparse_columns=self.sparse_columns[held],
-            sparse_values=self.sparse_values[held],
-        )
+        columns, values = self.sparse_columns[held], self.sparse_values[held]
+        rest = {"sparse_columns": columns, "sparse_values": values}
+        return replace(chosen, sparse_rows=offsets - offsets[0], **rest)
 
 
 _PIECE = 2**18
@@ -120,7 +115,6 @@ class LookupColumns:
     def errors(
         self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
     ) -> None:
-        """Round one column to its rows' tables, as `Columns.errors` says."""
         codes = torch.searchsorted(self._middles, targets.unsqueeze(1))
         points = self._table.gather(1, codes).squeeze(1)
         torch.sub(weights, torch.where(self._kept[first], targets, points), out=out)
@@ -129,13 +123,9 @@ class LookupColumns:
 def round_to_uniform_tables(
     weight: torch.Tensor, scheme: LookupScheme, *, name: str = "weight"
 ) -> LookupTensor:
-    """Data-free quantization (RTN) of a weight `[out, in]` to uniform tables.
+    """Data-free quantization (RTN) of a weight `[out, in]` to tables, uniform over their rows' ranges.
 
-    Each table is uniform from the least to the largest weight of its row; the sparse weights are the
-    largest of the whole matrix.
-
-    Raises:
-        BadInput: the weight does not fit into float16 tables.
+    The sparse weights are the largest of the matrix. BadInput if the weight does not fit into float16.
     """
     kept = largest_weights(weight, scheme.sparse_fraction)
     return assign(weight, uniform_tables(weight, kept, scheme), kept, scheme, name=name)
@@ -181,12 +171,7 @@ def assign(
 ) -> LookupTensor:
     """Codes of the nearest values of the stored (float16) tables, and the sparse `kept` weights.
 
-    Args:
-        table: float32 `[out, 2**bits]`, ascending.
-        kept: mask `[out, in]` of the sparse weights, whose table error is stored too.
-
-    Raises:
-        BadInput: a table does not fit into float16.
+    Tables are float32 `[out, 2**bits]`, ascending; BadInput where one does not fit into float16.
     """
     stored = table.to(torch.float16)
     if not bool(torch.isfinite(stored).all()):
@@ -219,13 +204,8 @@ ITERATIONS = 50
 
 
 class SortedRows(NamedTuple):
-    """Sorted values, and their prefix sums with a leading zero, float64.
-
-    Attributes:
-        values: float32 `[rows, n]`.
-        mass: of the importance, `[rows, n + 1]`.
-        moment: of importance times value, `[rows, n + 1]`.
-    """
+    """Sorted values float32 `[rows, n]`, and prefix sums float64 `[rows, n + 1]` of importance (`mass`) and
+    importance times value (`moment`)."""
 
     values: torch.Tensor
     mass: torch.Tensor
@@ -233,45 +213,28 @@ class SortedRows(NamedTuple):
 
 
 def sort_rows(values: torch.Tensor, importance: torch.Tensor) -> SortedRows:
-    """Sort rows and compute prefix sums for `fit_tables`.
-
-    Args:
-        values: float32 `[rows, n]`.
-        importance: float32 `[rows, n]`, not negative; a value of importance 0 does not attract a centre.
-    """
+    """Sort rows float32 `[rows, n]`, with prefix sums; a value of importance 0 does not attract a centre."""
     ordered, index = values.sort(dim=1)
     masses = importance.gather(1, index).to(torch.float64)
     start = torch.zeros(values.shape[0], 1, dtype=torch.float64)
-    return SortedRows(
-        ordered,
-        torch.cat([start, masses.cumsum(dim=1)], dim=1),
-        torch.cat([start, (masses * ordered).cumsum(dim=1)], dim=1),
-    )
+    sums = (torch.cat([start, part.cumsum(dim=1)], dim=1) for part in (masses, masses * ordered))
+    return SortedRows(ordered, *sums)
 
 
 def fit_tables(rows: SortedRows, start: torch.Tensor) -> torch.Tensor:
-    """Tables of (locally) least weighted squared error, by Lloyd's iterations.
+    """Ascending tables float32 `[rows, k]` of (locally) least weighted squared error, by Lloyd's iterations.
 
-    Two initialisations are tried, `start` and quantiles of the importance; each row keeps the better result.
-
-    Args:
-        start: float32 `[rows, k]`, ascending.
-
-    Returns:
-        Float32 `[rows, k]`, ascending.
+    They begin at the tables `start`, and at quantiles of the importance, the values at the middles of equal
+    shares of it; each row keeps the better result.
     """
     first = _iterate(rows, start.to(torch.float64))
-    second = _iterate(rows, _equal_shares(rows, start.shape[1]))
-    take_second = _gain(rows, second) > _gain(rows, first)
-    return torch.where(take_second.unsqueeze(1), second, first).to(torch.float32)
-
-
-def _equal_shares(rows: SortedRows, count: int) -> torch.Tensor:
-    """Quantile initialisation: values at the middles of `count` equal shares of each row's importance."""
-    shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    shares = (torch.arange(start.shape[1], dtype=torch.float64) + 0.5) / start.shape[1]
     wanted = rows.mass[:, -1:] * shares
     index = torch.searchsorted(rows.mass[:, 1:].contiguous(), wanted.contiguous())
-    return rows.values.gather(1, index.clamp_(max=rows.values.shape[1] - 1)).to(torch.float64)
+    quantiles = rows.values.gather(1, index.clamp_(max=rows.values.shape[1] - 1))
+    second = _iterate(rows, quantiles.to(torch.float64))
+    take_second = _gain(rows, second) > _gain(rows, first)
+    return torch.where(take_second.unsqueeze(1), second, first).to(torch.float32)
 
 
 def _clusters(rows: SortedRows, centres: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,7 +260,6 @@ def _iterate(rows: SortedRows, centres: torch.Tensor) -> torch.Tensor:
 
 
 def _gain(rows: SortedRows, centres: torch.Tensor) -> torch.Tensor:
-    """Reduction of the weighted sum of squares by the centres, `[rows]`; more is better."""
     mass, moment = _clusters(rows, centres)
     return (2 * centres * moment - centres.square() * mass).sum(dim=1)
 
@@ -311,14 +273,8 @@ class LookupKind(Kind[LookupScheme]):
         if not self.scheme.sparse_fraction:
             return LookupTensor(codes, table, self.scheme)
         kept = round(codes.numel() * self.scheme.sparse_fraction)
-        return LookupTensor(
-            codes,
-            table,
-            self.scheme,
-            sparse_rows=torch.zeros(out_features + 1, dtype=torch.int32),
-            sparse_columns=torch.zeros(kept, dtype=torch.int32),
-            sparse_values=torch.zeros(kept, dtype=torch.float16),
-        )
+        rows, columns = (torch.zeros(n, dtype=torch.int32) for n in (out_features + 1, kept))
+        return LookupTensor(codes, table, self.scheme, rows, columns, torch.zeros(kept).half())
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> LookupTensor:
         return round_to_uniform_tables(weight, self.scheme, name=how.name)

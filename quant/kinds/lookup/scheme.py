@@ -34,11 +34,9 @@ class LookupScheme(Scheme):
             )
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of codes, 16-bit tables and sparse values (16-bit value, 32-bit column)."""
         return self.bits + 16 * 2**self.bits / in_features + 48 * self.sparse_fraction
 
     @property
     def label(self) -> str:
-        """Short form, such as `lookup4 s0.45%`."""
         sparse = f" s{self.sparse_fraction:.2%}" if self.sparse_fraction else ""
         return f"lookup{self.bits}{sparse}"

@@ -28,13 +28,7 @@ LAYOUT_VERSION = "1.4.1"
 """The version of exllamav3 whose layout this is; it is what readers compare `version` with."""
 CONFIG_FILE = "quantization_config.json"
 _PLAIN_HEAD_BITS = 16
-_DTYPES = {
-    "I16": "int16",
-    "I32": "int32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F32": "float32",
-}
+_DTYPES = {"I16": "int16", "I32": "int32", "F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
 class Exl3Format(WeightFormat):
@@ -65,16 +59,12 @@ class Exl3Format(WeightFormat):
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
         assert isinstance(tensor, TrellisTensor)
-        stored = {
-            f"{module}.trellis": tensor.trellis,
-            f"{module}.suh": tensor.suh,
-            f"{module}.svh": tensor.svh,
-        }
+        stored = {"trellis": tensor.trellis, "suh": tensor.suh, "svh": tensor.svh}
         multiplier = MULTIPLIERS.get(tensor.scheme.codebook)
         if multiplier is not None:
             word = torch.tensor(multiplier - 2**32, dtype=torch.int32)
-            stored[f"{module}.{tensor.scheme.codebook}"] = word
-        return stored
+            stored[tensor.scheme.codebook] = word
+        return {f"{module}.{name}": part for name, part in stored.items()}
 
     def unpack(self, module: str, source: TensorSource, config: Config) -> TrellisTensor:
         stored = Stored(source, module)
@@ -97,8 +87,8 @@ class Exl3Format(WeightFormat):
         if len(marks) > 1:
             raise BadInput(f"{module} is marked for two codebooks: {' and '.join(marks)}")
         scheme = TrellisScheme(trellis.shape[2] // TILE, marks[0] if marks else "3inst")
-        input_scales, output_scales = scales
-        return TrellisTensor(trellis, input_scales, output_scales, scheme)
+        suh, svh = scales
+        return TrellisTensor(trellis, suh, svh, scheme)
 
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
         kinds = {module: self._scheme(scheme) for module, scheme in schemes.items()}
@@ -107,10 +97,14 @@ class Exl3Format(WeightFormat):
             raise BadInput(
                 f"format exl3 has one codebook in its config, not {', '.join(sorted(codebooks))}"
             )
+        storage: dict[str, dict[str, Any]] = {}  # of each module, but for its tensors
+        for module, scheme in kinds.items():
+            name, entry = scheme.codebook, {"quant_format": "exl3", "bits_per_weight": scheme.bits}
+            marks = {f"{name}_multiplier": MULTIPLIERS[name]} if name in MULTIPLIERS else {}
+            storage[module] = entry | marks
         head = kinds.get("lm_head")
-        bits = [
-            scheme.bits for name, scheme in kinds.items() if name != "lm_head" or len(kinds) == 1
-        ]
+        others = (scheme for name, scheme in kinds.items() if name != "lm_head" or len(kinds) == 1)
+        bits = [scheme.bits for scheme in others]
         return {
             "quant_method": "exl3",
             "version": LAYOUT_VERSION,
@@ -118,7 +112,7 @@ class Exl3Format(WeightFormat):
             "head_bits": head.bits if head else _PLAIN_HEAD_BITS,
             "out_scales": "always",
             "codebook": codebooks.pop(),
-            "tensor_storage": {module: _storage(scheme) for module, scheme in kinds.items()},
+            "tensor_storage": storage,
         }
 
     def scheme(self, config: Config, module: str) -> TrellisScheme:
@@ -175,20 +169,9 @@ class Exl3Format(WeightFormat):
 
 def _header(entry: Entry) -> dict[str, Any]:
     """One tensor as exllamav3 records it (`dtype`), and as GPTQModel reads it (`torch_dtype`)."""
-    return {
-        "shape": list(entry.shape),
-        "n_bytes": entry.nbytes,
-        "dtype": f"torch.{_DTYPES[entry.dtype]}",
-        "torch_dtype": _DTYPES[entry.dtype],
-    }
-
-
-def _storage(scheme: TrellisScheme) -> dict[str, Any]:
-    """The entry of a module in `tensor_storage`, but for its tensors."""
-    entry: dict[str, Any] = {"quant_format": "exl3", "bits_per_weight": scheme.bits}
-    if scheme.codebook in MULTIPLIERS:
-        entry[f"{scheme.codebook}_multiplier"] = MULTIPLIERS[scheme.codebook]
-    return entry
+    dtype = _DTYPES[entry.dtype]
+    sizes = {"shape": list(entry.shape), "n_bytes": entry.nbytes}
+    return sizes | {"dtype": f"torch.{dtype}", "torch_dtype": dtype}
 
 
 _BLOCK = 128

@@ -9,7 +9,6 @@ which would cost as much as the quantization for every width.
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -46,13 +45,11 @@ from .viterbi import (
 
 @dataclass(frozen=True, slots=True)
 class TrellisTensor(TransformedTensor):
-    """`w = (diag(suh) H Q H diag(svh))ᵀ`, with `Q` `[in, out]` the values of the trellis' states.
+    """`w = (diag(suh) H Q H diag(svh))ᵀ`, with `Q` `[in, out]` the values of the states.
 
     Attributes:
-        trellis: int16 `[in / 16, out / 16, 16 * bits]`, packed states of tiles.
-        suh: float16 `[in]`, signs and scales of inputs.
-        svh: float16 `[out]`, of outputs.
-        scheme: bits and codebook.
+        trellis: packed states of tiles, int16 `[in / 16, out / 16, 16 * bits]`.
+        suh, svh: signs and scales of inputs and outputs, float16 `[in]` and `[out]`.
     """
 
     trellis: torch.Tensor
@@ -69,7 +66,6 @@ class TrellisTensor(TransformedTensor):
         return Incoherence(self.suh.float(), self.svh.float())
 
     def inner(self) -> torch.Tensor:
-        """The values of the states, float32 `[out, in]`."""
         parts = self.trellis.split(max(1, 2**20 // (self.out_features * TILE)))
         states = (unpack_states(part, self.scheme.bits) for part in parts)
         values = [from_sequences(values_of(part, self.scheme.codebook)) for part in states]
@@ -105,12 +101,8 @@ class TrellisGrid(TransformedGrid[TrellisScheme, TrellisTensor]):
         return cls(scheme, incoherence(weight, deviation, scheme.bits, seed_of(name)))
 
     def tensor(self, values: torch.Tensor, parameters: Parameters) -> TrellisTensor:
-        return TrellisTensor(
-            pack_states(self.states, self.scheme.bits),
-            self.transforms.inputs.half(),
-            self.transforms.outputs.half(),
-            self.scheme,
-        )
+        packed, sides = pack_states(self.states, self.scheme.bits), self.transforms
+        return TrellisTensor(packed, sides.inputs.half(), sides.outputs.half(), self.scheme)
 
     def nearest_values(self, targets: torch.Tensor, first: int) -> torch.Tensor:
         sequences = to_sequences(targets)
@@ -121,10 +113,7 @@ class TrellisGrid(TransformedGrid[TrellisScheme, TrellisTensor]):
         return from_sequences(values_of(states, self.scheme.codebook)).to(targets)
 
     def yardstick(self, weight: torch.Tensor) -> torch.Tensor:
-        """Rounding to nearest on asymmetric integers of as many bits, in groups of 128.
-
-        The nearest path of a trellis would take as long as the method.
-        """
+        # The nearest path of a trellis would take as long as the method.
         bits = next(bits for bits in SUPPORTED_BITS if bits >= self.scheme.bits)
         return round_to_nearest(weight, IntScheme(bits, 128, False), torch.float16).dequantize()
 
@@ -134,22 +123,10 @@ class TrellisGrid(TransformedGrid[TrellisScheme, TrellisTensor]):
 _ERRORS = (0.271, 0.0688, 0.0176, 0.00462, 0.00121, 3.24e-4, 9.31e-5, 2.74e-5)
 
 
-def noisy(weight: torch.Tensor, scheme: TrellisScheme, name: str) -> torch.Tensor:
-    """The weight `[out, in]` with noise as large as the error of its nearest paths; the same for a name.
-
-    Raises:
-        BadInput: a width that the transforms' blocks do not divide.
-    """
-    transforms = TrellisGrid.of(weight, scheme, name).transforms
-    values = transforms.forward(weight)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    noise = torch.randn(values.shape, generator=generator, device=generator.device).to(values)
-    deviation = (_ERRORS[scheme.bits - 1] * values.square().mean()).sqrt()
-    return transforms.backward(values + noise * deviation)
-
-
 class TrellisKind(TransformedKind[TrellisScheme]):
     """Paths of a trellis."""
+
+    grid_class = TrellisGrid
 
     @property
     def search_operations(self) -> float:
@@ -161,11 +138,14 @@ class TrellisKind(TransformedKind[TrellisScheme]):
         into, out_of = (torch.ones(size).half() for size in (in_features, out_features))
         return TrellisTensor(trellis, into, out_of, self.scheme)
 
-    def grid_of(self, weight: torch.Tensor, name: str) -> TrellisGrid:
-        return TrellisGrid.of(weight, self.scheme, name)
-
     def noisy(self, weight: torch.Tensor, name: str) -> torch.Tensor:
-        return noisy(weight, self.scheme, name)
+        """The weight with noise as large as the error of its nearest paths, the same for a name."""
+        transforms = self.grid_of(weight, name).transforms
+        values = transforms.forward(weight)
+        generator = torch.Generator().manual_seed(seed_of(name))
+        noise = torch.randn(values.shape, generator=generator, device=generator.device).to(values)
+        deviation = (_ERRORS[self.scheme.bits - 1] * values.square().mean()).sqrt()
+        return transforms.backward(values + noise * deviation)
 
 
 KIND = TrellisKind

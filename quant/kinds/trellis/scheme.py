@@ -14,14 +14,11 @@ TRELLIS_CODEBOOKS = ("3inst", "mcg", "mul1")
 
 @dataclass(frozen=True, slots=True)
 class TrellisScheme(Scheme):
-    """Trellis codes of weights between Hadamard transforms (QTIP, in EXL3's form), with float16 scales.
-
-    Tseng et al., "QTIP: Quantization with Trellises and Incoherence Processing", NeurIPS 2024
-    (arXiv:2406.11235).
+    """Trellis codes of weights between Hadamard transforms (QTIP, arXiv:2406.11235, in EXL3's form).
 
     Attributes:
-        bits: that a weight adds to the state of its tile's trellis.
-        codebook: how the value of a state is computed: `3inst`, `mcg` or `mul1`.
+        bits: bits that a weight adds to the state of its tile's trellis.
+        codebook: computation of the value of a state: `3inst`, `mcg` or `mul1`.
     """
 
     kind_name: ClassVar[str] = "trellis"
@@ -39,7 +36,6 @@ class TrellisScheme(Scheme):
             )
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of states and of the 16-bit scales of inputs and outputs."""
         return self.bits + 16 / out_features + 16 / in_features
 
     def at_width(self, bits: int, group_size: int) -> TrellisScheme:
@@ -51,5 +47,4 @@ class TrellisScheme(Scheme):
 
     @property
     def label(self) -> str:
-        """Short form, such as `trellis2 mul1`."""
         return f"trellis{self.bits} {self.codebook}"

@@ -147,9 +147,9 @@ def search_in_triton(
     Args:
         values: the codebook `[65536]`, int16 or float32, as the search takes it.
         side: targets on each side of the seam that the first search sees.
-        rounding: what targets are clipped to and multiplied by, if `values` are integers; the highest cost;
-            the steps after which the least one is 0 again.
-        programs: that the GPU holds.
+        rounding: bound and factor of targets, if `values` are integers; the highest cost; the steps after
+            which the least cost is 0 again.
+        programs: number of programs that the GPU holds.
     """
     count, length = targets.shape
     largest, factor, most, stretch = rounding
@@ -159,17 +159,9 @@ def search_in_triton(
     costs = torch.empty(programs, 2, nodes, dtype=values.dtype, device=device)
     taken = torch.empty(programs, length, nodes, dtype=torch.uint8, device=device)
     kernel: Any = _nearest_states
+    buffers = targets.to(torch.float32).contiguous(), values, states, costs, taken
     kernel[(programs,)](
-        targets.to(torch.float32).contiguous(),
-        values,
-        states,
-        costs,
-        taken,
-        count,
-        length,
-        side,
-        largest,
-        factor,
+        *(*buffers, count, length, side, largest, factor),
         BITS=bits,
         NARROW=not values.is_floating_point(),
         MOST=most,

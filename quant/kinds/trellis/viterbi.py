@@ -25,12 +25,14 @@ import logging
 import os
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
 
 from ....base.build import beside, fields
 from ....base.errors import first_line
+from ...base.device import HOST
 
 _log = logging.getLogger(__name__)
 
@@ -67,15 +69,11 @@ TILE = 16
 LENGTH = TILE * TILE
 
 
-def _order() -> torch.Tensor:
-    """The place `row * 16 + column` (input, output channel) of each weight of a sequence."""
-    lane = torch.arange(32)[:, None]
-    rows = (lane % 4) * 2 + torch.tensor([0, 1, 8, 9, 0, 1, 8, 9])
-    columns = lane // 4 + torch.tensor([0, 0, 0, 0, 8, 8, 8, 8])
-    return (rows * TILE + columns).flatten()
-
-
-ORDER = _order()
+_LANE = torch.arange(32)[:, None]
+_ROWS = (_LANE % 4) * 2 + torch.tensor([0, 1, 8, 9, 0, 1, 8, 9])
+_COLUMNS = _LANE // 4 + torch.tensor([0, 0, 0, 0, 8, 8, 8, 8])
+ORDER = (_ROWS * TILE + _COLUMNS).flatten()
+"""The place `row * 16 + column` (input, output channel) of each weight of a sequence."""
 _PLACES = ORDER.argsort()
 
 
@@ -86,7 +84,6 @@ def to_sequences(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_sequences(sequences: torch.Tensor) -> torch.Tensor:
-    """Inverse of `to_sequences`: `[in, out]`."""
     tiles = sequences[..., _PLACES.to(sequences.device)].unflatten(2, (TILE, TILE))
     return tiles.transpose(1, 2).flatten(2).flatten(0, 1)
 
@@ -128,12 +125,7 @@ def nearest_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     """States int32 `[sequences, length]` whose values are nearest to `targets`, of the same shape.
 
     Each state shares its upper `16 - bits` bits with the lower ones of the state before, the first with the
-    last. Both searches are exact for the node that the seam is given.
-
-    Args:
-        targets: float32, on any device.
-        bits: 1 to 8.
-        name: of the codebook.
+    last. Both searches are exact for the node that the seam is given; `name` is the codebook's.
     """
     if not _triton_problem(targets.device, bits, name):
         return _triton_states(targets, bits, name)
@@ -149,17 +141,18 @@ def _composed_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tenso
     return _search(targets, first, bits, name)
 
 
+def _search(targets: torch.Tensor, first: torch.Tensor, bits: int, name: str) -> torch.Tensor:
+    native = targets.device.type == "cpu" and native_viterbi().library is not None
+    return (_native_search if native else torch_search)(targets, first, bits, name)
+
+
 def _side(length: int, bits: int) -> int:
-    """Targets on each side of the seam that the first search sees."""
     return min(_SEAM // bits, length // 2)
 
 
 @cache
 def _triton_problem(device: torch.device, bits: int, name: str) -> str:
-    """Why Triton's search does not serve a device; "": it does, and has found the paths of torch's there.
-
-    One that fails or is wrong at this first use is told once.
-    """
+    """Why Triton's search does not serve a device; "": it does, and has found the paths of torch's there."""
     if device.type != "cuda" or os.environ.get("LLMOPT_TRITON") == "off":
         return "it is a GPU kernel"
     if find_spec("triton") is None:
@@ -167,8 +160,8 @@ def _triton_problem(device: torch.device, bits: int, name: str) -> str:
     generator = torch.Generator().manual_seed(0)
     targets = torch.randn(_TRIED, generator=generator, device="cpu").to(device)
     try:
-        found = _triton_states(targets, bits, name)
-        same = torch.equal(found, _composed_states(targets, bits, name))
+        states = _triton_states(targets, bits, name)
+        same = torch.equal(states, _composed_states(targets, bits, name))
         problem = "" if same else "it finds other paths than torch's"
     except Exception as error:  # of the compiler, the driver or the launch
         problem = f"{type(error).__name__}: {first_line(error)}"
@@ -190,7 +183,7 @@ def _triton_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
     clipped, factor = _scaling(name)
     most = _MOST if narrow else _BLOCKED
     rounding = clipped, factor, most, _stretch(bits) if narrow else 1
-    values, side = _table_on(device, bits, name), _side(targets.shape[1], bits)
+    values, side = _table(bits, name, device), _side(targets.shape[1], bits)
     return search_in_triton(targets, values, side, bits, rounding, programs)
 
 
@@ -201,15 +194,8 @@ def search_operations(bits: int) -> float:
 
 
 def values_of(states: torch.Tensor, name: str) -> torch.Tensor:
-    """The values float32 of states."""
     table = torch.from_numpy(codebook(name).astype("float32")).to(states.device)
     return table[states.long()]
-
-
-def _search(targets: torch.Tensor, first: torch.Tensor, bits: int, name: str) -> torch.Tensor:
-    if targets.device.type == "cpu" and (library := native_viterbi().library) is not None:
-        return _native_search(library, targets, first, bits, name)
-    return torch_search(targets, first, bits, name)
 
 
 def torch_search(targets: torch.Tensor, first: torch.Tensor, bits: int, name: str) -> torch.Tensor:
@@ -265,7 +251,6 @@ def _squared(differences: torch.Tensor) -> torch.Tensor:
 
 
 def _stretch(bits: int) -> int:
-    """Steps after which the least of 16-bit costs is 0 again: that of `viterbi.c`."""
     return 1 if bits > 3 else 6 // bits
 
 
@@ -285,14 +270,8 @@ def _scaling(name: str) -> tuple[float, float]:
 
 
 @lru_cache
-def _table(bits: int, name: str) -> torch.Tensor:
-    """The codebook `[65536]` as the search takes it."""
-    return _rounded(torch.from_numpy(codebook(name).astype("float32")), bits, name)
-
-
-@lru_cache
-def _table_on(device: torch.device, bits: int, name: str) -> torch.Tensor:
-    return _table(bits, name).to(device)
+def _table(bits: int, name: str, device: torch.device = HOST) -> torch.Tensor:
+    return _rounded(torch.from_numpy(codebook(name).astype("float32")), bits, name).to(device)
 
 
 class _ViterbiCall(ctypes.Structure):
@@ -307,7 +286,7 @@ native_viterbi = beside(__file__, "viterbi.c")
 
 @lru_cache
 def _laid_out(bits: int, name: str) -> torch.Tensor:
-    """The codebook, in the order in which the kernel reads it."""
+    # The codebook in the order in which the kernel reads it.
     values = _table(bits, name)
     if bits > _NARROW:
         return values
@@ -316,21 +295,15 @@ def _laid_out(bits: int, name: str) -> torch.Tensor:
 
 
 def _native_search(
-    library: ctypes.CDLL, targets: torch.Tensor, first: torch.Tensor, bits: int, name: str
+    targets: torch.Tensor, first: torch.Tensor, bits: int, name: str
 ) -> torch.Tensor:
+    library: Any = native_viterbi().library
     targets = _rounded(targets, bits, name).contiguous()
     first = first.to(torch.int32).contiguous()
     states = torch.empty(targets.shape, dtype=torch.uint16)
     values = _laid_out(bits, name)
-    call = _ViterbiCall(
-        targets.data_ptr(),
-        values.data_ptr(),
-        first.data_ptr(),
-        states.data_ptr(),
-        *targets.shape,
-        bits,
-        torch.get_num_threads(),
-    )
+    pointers = (part.data_ptr() for part in (targets, values, first, states))
+    call = _ViterbiCall(*pointers, *targets.shape, bits, torch.get_num_threads())
     if library.llmopt_viterbi(ctypes.byref(call)):
         raise MemoryError("no memory for the search of a trellis")
     return states.to(torch.int32)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ....base.errors import BadInput
-from ..base.grid import Affine, Parameters, ScalarGrid, snap_to_integers
+from ..base.grid import Affine, Parameters, ScalarGrid
 from ..base.kind import Kind, Rounding
 from ..base.tensor import QuantizedTensor
 from .scheme import VectorwiseScheme
@@ -16,13 +16,7 @@ from .scheme import VectorwiseScheme
 
 @dataclass(frozen=True, slots=True)
 class VectorwiseTensor(QuantizedTensor):
-    """`w = code * absmax / 127`.
-
-    Attributes:
-        codes: int8 `[out, in]`, -127..127.
-        absmax: float32 `[out]`, the largest magnitude of each row.
-        scheme: with the outlier threshold, which acts on the inputs.
-    """
+    """`w = code * absmax / 127`: codes int8 `[out, in]`, largest magnitudes of rows float32 `[out]`."""
 
     by_row: ClassVar[tuple[str, ...]] = ("codes", "absmax")
 
@@ -50,9 +44,6 @@ class VectorwiseGrid(ScalarGrid):
         step = parameters[0].unsqueeze(-1) / _LARGEST
         return Affine(torch.where(step > 0, step, 1.0), None, -_LARGEST, _LARGEST)
 
-    def snap(self, scaled: torch.Tensor, affine: Affine) -> None:
-        snap_to_integers(scaled, affine)
-
     def coded(self, levels: torch.Tensor, parameters: Parameters) -> VectorwiseTensor:
         return VectorwiseTensor(levels.to(torch.int8), parameters[0].squeeze(1), self.scheme)
 
@@ -60,18 +51,15 @@ class VectorwiseGrid(ScalarGrid):
 def round_to_rows(
     weight: torch.Tensor, scheme: VectorwiseScheme, *, name: str = "weight"
 ) -> VectorwiseTensor:
-    """Quantize a weight `[out, in]`: `code = round(w * 127 / absmax)` of the weight in float16.
-
-    A row of zeros gets zero codes and absmax 0.
+    """Quantize a weight `[out, in]` in float16: `code = round(w * 127 / absmax)`, 0 in a row of zeros.
 
     Raises:
         BadInput: the weight does not fit into float16.
     """
     halves = weight.to(torch.float16).to(torch.float32)
     if not bool(torch.isfinite(halves).all()):
-        raise BadInput(
-            f"{name} holds values too large for float16, in which int8 rows are computed"
-        )
+        why = "too large for float16, in which int8 rows are computed"
+        raise BadInput(f"{name} holds values {why}")
     absmax = halves.abs().amax(dim=1)
     factors = torch.where(absmax > 0, 127.0 / absmax, 0.0)
     codes = torch.round(halves * factors.unsqueeze(1)).to(torch.int8)

@@ -23,7 +23,6 @@ class VectorwiseScheme(Scheme):
 
     @property
     def activations(self) -> Activations:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Inputs below the threshold are quantized per token."""
         return Activations("int8")
 
     @property
@@ -31,7 +30,6 @@ class VectorwiseScheme(Scheme):
         return self.threshold
 
     def bits_per_weight(self, out_features: int, in_features: int) -> float:
-        """Bits of codes and float32 absmax of the rows over the number of weights."""
         return 8 + 32 / in_features
 
     @classmethod
@@ -41,5 +39,4 @@ class VectorwiseScheme(Scheme):
 
     @property
     def label(self) -> str:
-        """Short form."""
         return f"llm.int8 t{self.threshold:g}"

@@ -31,7 +31,7 @@ from llmopt.engine.kernels.linear.quantized_linear import (
 )
 from llmopt.engine.kernels.moe.dispatch import EXPERTS
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.kinds.fp8.kind import round_to_fp8
+from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -183,7 +183,7 @@ def test_marlin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     """`fp8_gemm_nt(a, b, d)` of deepseek-ai/DeepGEMM, on Hopper's layouts."""
     scheme = FloatScheme("block", Activations("fp8", "group128"))
-    weight = round_to_fp8(torch.randn(256, 384), scheme, torch.float32)
+    weight = FloatKind(scheme).round(torch.randn(256, 384), torch.float32)
 
     def transposed(scales: torch.Tensor) -> torch.Tensor:
         assert scales.dtype is torch.float32 and scales.dim() == 2

@@ -15,7 +15,7 @@ from llmopt.engine.kernels.moe.dispatch import EXPERTS, ExpertsKernelQuery, Loop
 from llmopt.engine.model.decoder import expert_loader
 from llmopt.engine.model.layers.mlp import GatedMlp, gating
 from llmopt.quant.base.scheme import Activations
-from llmopt.quant.kinds.fp8.kind import round_to_fp8
+from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 
 from ...support.triton_world import DEVICE
@@ -88,7 +88,7 @@ def expert(number: int) -> Any:
     def linear(out: int, inputs: int) -> Any:
         weight = torch.randn(out, inputs, generator=g) * inputs**-0.5
         kernel = library_linear.DeepGemmLinear(
-            round_to_fp8(weight, SCHEME, torch.float32), torch.bfloat16
+            FloatKind(SCHEME).round(weight, torch.float32), torch.bfloat16
         )
         return SimpleNamespace(kernel=kernel, bias=None, weight_bytes=kernel.weight_bytes)
 

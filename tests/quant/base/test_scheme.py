@@ -11,7 +11,7 @@ from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
-from llmopt.quant.kinds.integer.kind import IntTensor, round_to_nearest
+from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.registry import read_scheme, scheme_record
@@ -169,16 +169,3 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         IntTensor(codes, torch.ones(2, 1), zeros, IntScheme(4, 2, False))
     with pytest.raises(ValueError, match="uint8"):
         IntTensor(codes.int(), torch.ones(2, 2), zeros, IntScheme(4, 2, False))
-
-
-def test_concat_is_the_fused_weight() -> None:
-    scheme = IntScheme(4, 16, False)
-    weights = [torch.randn(rows, 32) for rows in (8, 4)]
-    parts = [round_to_nearest(weight, scheme, torch.float16) for weight in weights]
-    fused = IntTensor.concat(parts)
-    assert fused.shape == (12, 32)
-    expected = round_to_nearest(torch.cat(weights), scheme, torch.float16)
-    assert torch.equal(fused.dequantize(), expected.dequantize())
-    other = round_to_nearest(weights[0], IntScheme(4, 32, False), torch.float16)
-    with pytest.raises(ValueError, match="one scheme"):
-        IntTensor.concat([parts[0], other])

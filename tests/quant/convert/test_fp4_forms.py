@@ -7,7 +7,7 @@ import torch
 from llmopt.quant.base.scheme import Activations
 from llmopt.quant.convert.convert import requantize
 from llmopt.quant.formats.registry import FORMATS
-from llmopt.quant.kinds.fp4.kind import MXFP4, NVFP4, Fp4Tensor, fp4_forms
+from llmopt.quant.kinds.fp4.kind import MXFP4, NVFP4, Fp4Tensor
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.ggml.tensor import fp4_to_gguf, gguf_to_fp4
@@ -25,7 +25,7 @@ def mxfp4(exponents: list[list[int]], seed: int = 0) -> Fp4Tensor:
 
 
 def other_form(tensor: Fp4Tensor) -> Fp4Tensor | None:
-    first, *others = fp4_forms(tensor)
+    first, *others = tensor.forms()
     assert first is tensor and len(others) < 2
     return others[0] if others else None
 

@@ -20,7 +20,7 @@ from llmopt.quant.kinds.codebook.kind import round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
 from llmopt.quant.kinds.fp4.kind import global_scale_of, round_to_fp4
 from llmopt.quant.kinds.fp4.scheme import Fp4Scheme
-from llmopt.quant.kinds.fp8.kind import round_to_fp8
+from llmopt.quant.kinds.fp8.kind import FloatKind
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import round_to_nearest
 from llmopt.quant.kinds.integer.scheme import IntScheme
@@ -113,7 +113,7 @@ def round_to(scheme: Scheme, weight: torch.Tensor) -> QuantizedTensor:
     if isinstance(scheme, IntScheme):
         return round_to_nearest(weight, scheme, torch.float32)
     if isinstance(scheme, FloatScheme):
-        return round_to_fp8(weight, scheme, torch.float32)
+        return FloatKind(scheme).round(weight, torch.float32)
     if isinstance(scheme, Fp4Scheme):
         static = scheme.activations is not None and not scheme.activations.dynamic
         whole = global_scale_of(torch.tensor(6.0)) if static else None

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 from llmopt.base.errors import BadInput
-from llmopt.quant.formats.registry import FORMATS, config_files, format_of
+from llmopt.quant.formats.registry import FORMATS, format_of
 from llmopt.quant.kinds.base.kind import kind_of
 from llmopt.quant.kinds.e8p.kind import points, residual_points
 from llmopt.quant.kinds.e8p.scheme import E8pScheme
@@ -54,7 +54,7 @@ def test_bytes_are_those_that_the_layouts_decoder_reads(bits: int) -> None:
     assert (config["quant_method"], config["codebook"]) == ("QUiP", names[bits])
     assert (config["use_rand"], config["idx_dtype"]) == (True, str(words))
     assert format_of(config) is FORMATS["quip"]
-    assert config_files(config) == {"quantization_config.json": config}
+    assert FORMATS["quip"].config_files(config) == {"quantization_config.json": config}
     assert sum(part.nbytes for part in tensors.values()) * 8 == pytest.approx(
         OUT * INNER * tensor.scheme.bits_per_weight(OUT, INNER)
     )

@@ -14,7 +14,7 @@ from llmopt.base.errors import BadInput
 from llmopt.quant.families.spec_parts import yarn_scale
 from llmopt.quant.gguf.architecture import architecture_keys
 from llmopt.quant.gguf.container import GgufFile, TensorToWrite, write_gguf
-from llmopt.quant.gguf.end_tokens import end_keys, end_tokens
+from llmopt.quant.gguf.keys import end_keys, end_tokens
 from llmopt.quant.gguf.read_config import config_of, stored_config
 from llmopt.quant.gguf.read_tokenizer import read_tokenizer
 from llmopt.quant.source.models import open_checkpoint

@@ -157,8 +157,8 @@ def test_white_space_after_tokens_of_phi3_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer.ggml.model": "t5"}, "of kind 't5'.*tokenizer.json beside"),
-        ({"tokenizer.ggml.pre": "new-one"}, "pre-tokenizer 'new-one'.*tokenizer.json beside"),
+        ({"tokenizer.ggml.model": "t5"}, "of kind 't5'.*tokenizer.json next to"),
+        ({"tokenizer.ggml.pre": "new-one"}, "pre-tokenizer 'new-one'.*tokenizer.json next to"),
         ({"tokenizer.ggml.tokens": [1, 2]}, "tokens is no list of str"),
         ({"tokenizer.ggml.token_type": [1, 2]}, "500 tokens and 2 types: it is damaged"),
         ({"tokenizer.ggml.bos_token_id": "x"}, "bos_token_id is 'x'"),

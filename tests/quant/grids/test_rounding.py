@@ -13,7 +13,7 @@ from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.kinds.codebook.kind import codebook, nearest, round_to_codebook
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
-from llmopt.quant.kinds.fp8.kind import Fp8Tensor, round_to_fp8
+from llmopt.quant.kinds.fp8.kind import FloatKind, Fp8Tensor
 from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.ggml.scheme import GgufScheme
 from llmopt.quant.kinds.integer.kind import IntTensor
@@ -25,6 +25,11 @@ from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.methods.rounding import input_scale, quantize_layer, round_weight
 
 from ...support.layer_problems import heavy_weight, one_linear, statistics_of
+
+
+def round_to_fp8(weight: torch.Tensor, scheme: FloatScheme, dtype: torch.dtype) -> Any:
+    return FloatKind(scheme).round(weight, dtype)
+
 
 FLOATS = [FloatScheme("tensor"), FloatScheme("channel"), FloatScheme("block")]
 KINDS: list[Scheme] = [

@@ -202,7 +202,7 @@ def _searched_on_the_host(
     if library is None:
         pytest.skip("there is no C compiler")
     with HOST:
-        found = viterbi._native_search(library, targets.to(HOST), first.to(HOST), bits, name)
+        found = viterbi._native_search(targets.to(HOST), first.to(HOST), bits, name)
     return found.to(targets.device)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
-from llmopt.quant.kinds.base.incoherence import fitted_scales, hadamard_blocks, incoherence
+from llmopt.quant.kinds.base.incoherence import HadamardBlocks, fitted_scales, incoherence
 
 from ...support.layer_problems import correlated_inputs, heavy_weight
+
+hadamard_blocks = HadamardBlocks().forward
 
 
 def test_the_transform_is_orthogonal() -> None:
