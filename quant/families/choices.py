@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .family import Choices
+from .family import Choices, Choose
 from .shape_rules import Config, ShapeRules
 from .shapes import Experts, ModelShape
 from .spec_parts import LayerParts, Names, NotCovered, RopeSpec, RouterSpec, StateMixer
@@ -52,15 +52,16 @@ def ropes(config: Config, has_rope: Sequence[bool] | None = None) -> Choices:
     return {"ropes": tuple(specs), "rotary_width": int(head_dim * factor)}
 
 
-def with_mrope(
-    choices: Choices, config: Config, sections: Sequence[int], *, interleave: bool = False
-) -> Choices:
-    """`ropes` as M-RoPE; `sections` are the default of the model type."""
-    given = tuple(config["rope_parameters"].get("mrope_section") or sections)
-    mrope = [
-        replace(rope, sections=given, sections_interleave=interleave) for rope in choices["ropes"]
-    ]
-    return {**choices, "ropes": tuple(mrope)}
+def with_mrope(choose: Choose, *default: int, interleave: bool = False) -> Choose:
+    """`choose`, whose RoPE becomes M-RoPE; `default` are the sections of the model type."""
+
+    def choose_mrope(shape: ModelShape, config: Config) -> Choices:
+        choices = choose(shape, config)
+        sections = tuple(config["rope_parameters"].get("mrope_section") or default)
+        changes: Any = {"sections": sections, "sections_interleave": interleave}
+        return {**choices, "ropes": tuple(replace(rope, **changes) for rope in choices["ropes"])}
+
+    return choose_mrope
 
 
 def dense_between(config: Config) -> list[int]:
@@ -120,10 +121,7 @@ def first_dense(config: Config) -> range:
 
 def layer_parts(config: Config, kind: str, mixer: StateMixer) -> tuple[LayerParts, ...]:
     """Parts of each layer, where those of a `kind` have a state and the others attention.
-
-    Raises:
-        NotCovered: a layer is neither.
-    """
+    Raises NotCovered: a layer is neither."""
     kinds = config["layer_types"]
     if unknown := sorted({*kinds} - {kind, "full_attention"}):
         raise NotCovered(f"config.json: layer_types holds {unknown[0]!r}, which is not supported")

@@ -76,10 +76,7 @@ def _with_defaults(name: str) -> ModelFamily | None:
 
 def model_shape(raw: Config) -> ModelShape:
     """The shape of a raw `config.json`; of a multimodal one, of its text model.
-
-    Raises:
-        BadInput: an unknown model type or attention type, or a missing or invalid field.
-    """
+    Raises BadInput: an unknown model type or attention type, or a missing or invalid field."""
     family, config = complete(raw)
     assert family.rules is not None
     return ModelShape.from_completed(family.name, family.rules, config)
@@ -87,10 +84,7 @@ def model_shape(raw: Config) -> ModelShape:
 
 def complete(raw: Config) -> tuple[ModelFamily, dict[str, Any]]:
     """The family of the text model, and its config with defaults filled in.
-
-    Raises:
-        BadInput: no model type, or one without defaults here.
-    """
+    Raises BadInput: no model type, or one without defaults here."""
     raw = current_names(raw)
     check_kinds(raw)
     config: dict[str, Any] = dict(raw)
@@ -131,7 +125,6 @@ def is_classifier(config: Config) -> bool:
 
 
 def check_type(config: Config) -> None:
-    """Raises BadInput for a config that does not say which architecture it is."""
     if not type_of(config):
         raise BadInput("config.json has no model_type: it does not say which architecture it is")
 

@@ -14,6 +14,7 @@ from .shape_rules import Config, ShapeRules
 from .shapes import ModelShape
 
 Choices = dict[str, Any]
+Choose = Callable[[ModelShape, Config], Choices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class ModelFamily:
 
     name: str
     rules: ShapeRules | None = None
-    choices: Callable[[ModelShape, Config], Choices] | None = None
+    choices: Choose | None = None
     with_states: bool = False
     prepare: Callable[[Config], Config] = dict
     gguf: GgufRules | None = None
@@ -143,7 +144,6 @@ class ModelFamily:
     plain_tokenizer: bool = False
 
     def shape(self, config: Config) -> ModelShape:
-        """The shape of a completed config."""
         assert self.rules is not None
         if self.with_states:
             kinds = ["full_attention"] * len(config["layer_types"])

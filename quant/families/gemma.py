@@ -50,16 +50,6 @@ def _gemma(shape: ModelShape, config: Config) -> Choices:
     }
 
 
-GEMMA = ModelFamily(
-    "gemma",
-    BIASED_ATTENTION,
-    _gemma,
-    gguf=GgufRules(
-        "gemma", GGUF_DENSE, norm_offset=1.0, activations=("gelu", *_GELU), head_dim=256
-    ),
-)
-
-
 def _sandwiched(shape: ModelShape, config: Config) -> Choices:
     return {
         "names": GEMMA_NORMS,
@@ -77,33 +67,6 @@ def _gemma2(shape: ModelShape, config: Config) -> Choices:
         "attention_softcap": config.get("attn_logit_softcapping", 50.0),
         "logit_softcap": config.get("final_logit_softcapping", 30.0),
     }
-
-
-GEMMA2 = ModelFamily(
-    "gemma2",
-    replace(
-        BIASED_ATTENTION,
-        defaults={**_DEFAULTS, "max_position_embeddings": 8192, "vocab_size": 256000},
-        windows=full_every(2, "sliding_window", "sliding_window_pattern"),
-        norms_per_layer=4,
-    ),
-    _gemma2,
-    gguf=GgufRules(
-        "gemma2",
-        stems=(
-            *(*GGUF_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-            *(*GGUF_ATTENTION, *GGUF_MLP),
-        ),
-        norm_offset=1.0,
-        activations=_GELU,
-        keys={
-            "attn_logit_softcapping": "attn_logit_softcapping",
-            "final_logit_softcapping": "final_logit_softcapping",
-            "sliding_window": "attention.sliding_window",
-        },
-        head_dim=256,
-    ),
-)
 
 
 def _gemma3(shape: ModelShape, config: Config) -> Choices:
@@ -128,25 +91,6 @@ def _gemma3_ropes(shape: ModelShape, config: Config) -> tuple[RopeSpec, ...]:
         sliding = {"rope_theta": config.get("rope_local_base_freq")}
     kinds = (RopeSpec.from_config(full, 1e6), RopeSpec.from_config(sliding, 1e4))
     return tuple(kinds[window is not None] for window in shape.windows)
-
-
-GEMMA3 = ModelFamily(
-    "gemma3_text",
-    replace(
-        BIASED_ATTENTION,
-        defaults={
-            **_DEFAULTS,
-            "max_position_embeddings": 131072,
-            "vocab_size": 262208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-        },
-        windows=full_every(6, "sliding_window", "sliding_window_pattern"),
-        norms_per_layer=4,
-        qk_norm=True,
-    ),
-    _gemma3,
-)
 
 
 def _pooled(settings: ImageSettings, width: int, height: int) -> ImageTokens:
@@ -280,9 +224,56 @@ def _within_budget(settings: ImageSettings, width: int, height: int) -> ImageTok
 
 
 FAMILIES = (
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
+    ModelFamily(
+        "gemma",
+        BIASED_ATTENTION,
+        _gemma,
+        gguf=GgufRules(
+            "gemma", GGUF_DENSE, norm_offset=1.0, activations=("gelu", *_GELU), head_dim=256
+        ),
+    ),
+    ModelFamily(
+        "gemma2",
+        replace(
+            BIASED_ATTENTION,
+            defaults={**_DEFAULTS, "max_position_embeddings": 8192, "vocab_size": 256000},
+            windows=full_every(2, "sliding_window", "sliding_window_pattern"),
+            norms_per_layer=4,
+        ),
+        _gemma2,
+        gguf=GgufRules(
+            "gemma2",
+            stems=(
+                *(*GGUF_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+                *(*GGUF_ATTENTION, *GGUF_MLP),
+            ),
+            norm_offset=1.0,
+            activations=_GELU,
+            keys={
+                "attn_logit_softcapping": "attn_logit_softcapping",
+                "final_logit_softcapping": "final_logit_softcapping",
+                "sliding_window": "attention.sliding_window",
+            },
+            head_dim=256,
+        ),
+    ),
+    ModelFamily(
+        "gemma3_text",
+        replace(
+            BIASED_ATTENTION,
+            defaults={
+                **_DEFAULTS,
+                "max_position_embeddings": 131072,
+                "vocab_size": 262208,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+            },
+            windows=full_every(6, "sliding_window", "sliding_window_pattern"),
+            norms_per_layer=4,
+            qk_norm=True,
+        ),
+        _gemma3,
+    ),
     ModelFamily("gemma3", image_tokens=_pooled, ties_wrapped=True),
     ModelFamily(
         "gemma3n_text",

@@ -46,22 +46,6 @@ def _gpt2(shape: ModelShape, config: Config) -> Choices:
     }
 
 
-GPT2 = ModelFamily(
-    "gpt2",
-    ShapeRules(
-        {"max_position_embeddings": 1024, "tie_word_embeddings": True},
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        layer_norm=True,
-        gated_mlp=False,
-        width_key="n_inner",
-        learned_positions=True,
-    ),
-    _gpt2,
-)
-
-
 def _falcon(shape: ModelShape, config: Config) -> Choices:
     if config.get("alibi"):
         raise NotCovered("config.json: Falcon with alibi is not supported")
@@ -100,43 +84,6 @@ def _falcon_norms(config: Config) -> int:
     if config["new_decoder_architecture"]:
         return config.get("num_ln_in_parallel_attn") or 2
     return 1 if config["parallel_attn"] else 2
-
-
-FALCON = ModelFamily(
-    "falcon",
-    ShapeRules(
-        {
-            "max_position_embeddings": 2048,
-            "tie_word_embeddings": True,
-            "bias": False,
-            "multi_query": True,
-            "parallel_attn": True,
-            "new_decoder_architecture": False,
-        },
-        qkv_bias="bias",
-        output_bias="bias",
-        mlp_bias="bias",
-        norms_per_layer=_falcon_norms,
-        layer_norm=True,
-        gated_mlp=False,
-        width_key="ffn_hidden_size",
-        num_kv_heads=_falcon_kv_heads,
-    ),
-    _falcon,
-    # Falcon's first files leave out what RefinedWeb was: grouped KV heads, two norms in parallel (40B).
-    other_names={"RefinedWeb": {"new_decoder_architecture": True}, "RefinedWebModel": {}},
-)
-
-STARCODER2 = ModelFamily(
-    "starcoder2",
-    gguf=GgufRules(
-        "starcoder2",
-        stems=(*GGUF_NORMS, *GGUF_ATTENTION, "mlp.c_fc", "mlp.c_proj"),
-        activations=("gelu_pytorch_tanh",),
-        epsilon=("norm_epsilon", GGUF_LAYER_NORM),
-        slides=True,
-    ),
-)
 
 
 def _phi3(shape: ModelShape, config: Config) -> Choices:
@@ -180,9 +127,54 @@ _COHERE_RULES = replace(BIASED_ATTENTION, norms_per_layer=1, layer_norm=True)
 
 
 FAMILIES = (
-    GPT2,
-    FALCON,
-    STARCODER2,
+    ModelFamily(
+        "gpt2",
+        ShapeRules(
+            {"max_position_embeddings": 1024, "tie_word_embeddings": True},
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            layer_norm=True,
+            gated_mlp=False,
+            width_key="n_inner",
+            learned_positions=True,
+        ),
+        _gpt2,
+    ),
+    ModelFamily(
+        "falcon",
+        ShapeRules(
+            {
+                "max_position_embeddings": 2048,
+                "tie_word_embeddings": True,
+                "bias": False,
+                "multi_query": True,
+                "parallel_attn": True,
+                "new_decoder_architecture": False,
+            },
+            qkv_bias="bias",
+            output_bias="bias",
+            mlp_bias="bias",
+            norms_per_layer=_falcon_norms,
+            layer_norm=True,
+            gated_mlp=False,
+            width_key="ffn_hidden_size",
+            num_kv_heads=_falcon_kv_heads,
+        ),
+        _falcon,
+        # Falcon's first files leave out what RefinedWeb was: grouped KV heads, two norms in parallel (40B).
+        other_names={"RefinedWeb": {"new_decoder_architecture": True}, "RefinedWebModel": {}},
+    ),
+    ModelFamily(
+        "starcoder2",
+        gguf=GgufRules(
+            "starcoder2",
+            stems=(*GGUF_NORMS, *GGUF_ATTENTION, "mlp.c_fc", "mlp.c_proj"),
+            activations=("gelu_pytorch_tanh",),
+            epsilon=("norm_epsilon", GGUF_LAYER_NORM),
+            slides=True,
+        ),
+    ),
     ModelFamily(
         "phi3",
         ShapeRules({"max_position_embeddings": 4096}, sliding_everywhere),

@@ -26,17 +26,6 @@ from .spec_parts import Names, NotCovered, RopeSpec, RouterSpec, Temperature
 
 _BIASED = ShapeRules(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias")
 
-LLAMA = ModelFamily(
-    "llama",
-    replace(
-        _BIASED,
-        defaults={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
-    ),
-    same_rope,
-    gguf=GgufRules("llama", GGUF_DENSE, permuted=True),
-    plain_tokenizer=True,
-)
-
 
 def _chunked(config: Config) -> Windows:
     """Chunked attention in layers with RoPE; full attention in those without (NoPE)."""
@@ -75,38 +64,8 @@ def _llama4(shape: ModelShape, config: Config) -> Choices:
     }
 
 
-LLAMA4 = ModelFamily(
-    "llama4_text",
-    ShapeRules(
-        {
-            "max_position_embeddings": 131072,
-            "head_dim": 128,
-            "num_key_value_heads": 8,
-            "intermediate_size_mlp": 16384,
-            "num_local_experts": 16,
-            "num_experts_per_tok": 1,
-            "attention_chunk_size": 8192,
-            "interleave_moe_layer_step": 1,
-            "attention_bias": False,
-        },
-        _chunked,
-        _dense_layers,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        shared_experts=1,
-    ),
-    _llama4,
-    splits_experts=True,
-)
-
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
-MISTRAL = ModelFamily(
-    "mistral",
-    ShapeRules({**_DEFAULTS, "sliding_window": 4096}, sliding_everywhere),
-    same_rope,
-    gguf=GgufRules("llama", GGUF_DENSE, permuted=True, slides=True, default_window=4096),
-)
 
 _BLOCK = "block_sparse_moe"
 
@@ -119,22 +78,6 @@ def _mixtral(shape: ModelShape, config: Config) -> Choices:
             router=f"{_BLOCK}.gate", experts=f"{_BLOCK}.experts", expert=("w1", "w3", "w2")
         ),
     }
-
-
-MIXTRAL = ModelFamily(
-    "mixtral",
-    ShapeRules({**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2}, sliding_everywhere),
-    _mixtral,
-    gguf=GgufRules(
-        "llama",
-        stems=(
-            *(*GGUF_NORMS, *GGUF_ATTENTION, f"{_BLOCK}.gate"),
-            *(f"{_BLOCK}.experts.w{number}" for number in (1, 2, 3)),
-        ),
-        permuted=True,
-        keys=GGUF_EXPERTS | {"num_local_experts": "expert_count"},
-    ),
-)
 
 
 def _ministral3(_: ModelShape, config: Config) -> Choices:
@@ -160,7 +103,16 @@ def _pixtral(settings: ImageSettings, width: int, height: int) -> ImageTokens:
 
 
 FAMILIES = (
-    LLAMA,
+    ModelFamily(
+        "llama",
+        replace(
+            _BIASED,
+            defaults={"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False},
+        ),
+        same_rope,
+        gguf=GgufRules("llama", GGUF_DENSE, permuted=True),
+        plain_tokenizer=True,
+    ),
     ModelFamily(
         "seed_oss",
         replace(_BIASED, output_bias="attention_out_bias"),
@@ -173,10 +125,52 @@ FAMILIES = (
         lambda _, config: ropes(config, [bool(flag) for flag in config["no_rope_layers"]]),
         plain_tokenizer=True,
     ),
-    LLAMA4,
+    ModelFamily(
+        "llama4_text",
+        ShapeRules(
+            {
+                "max_position_embeddings": 131072,
+                "head_dim": 128,
+                "num_key_value_heads": 8,
+                "intermediate_size_mlp": 16384,
+                "num_local_experts": 16,
+                "num_experts_per_tok": 1,
+                "attention_chunk_size": 8192,
+                "interleave_moe_layer_step": 1,
+                "attention_bias": False,
+            },
+            _chunked,
+            _dense_layers,
+            qkv_bias="attention_bias",
+            output_bias="attention_bias",
+            shared_experts=1,
+        ),
+        _llama4,
+        splits_experts=True,
+    ),
     ModelFamily("llama4", ties_wrapped=False, splits_experts=True),
-    MISTRAL,
-    MIXTRAL,
+    ModelFamily(
+        "mistral",
+        ShapeRules({**_DEFAULTS, "sliding_window": 4096}, sliding_everywhere),
+        same_rope,
+        gguf=GgufRules("llama", GGUF_DENSE, permuted=True, slides=True, default_window=4096),
+    ),
+    ModelFamily(
+        "mixtral",
+        ShapeRules(
+            {**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2}, sliding_everywhere
+        ),
+        _mixtral,
+        gguf=GgufRules(
+            "llama",
+            stems=(
+                *(*GGUF_NORMS, *GGUF_ATTENTION, f"{_BLOCK}.gate"),
+                *(f"{_BLOCK}.experts.w{number}" for number in (1, 2, 3)),
+            ),
+            permuted=True,
+            keys=GGUF_EXPERTS | {"num_local_experts": "expert_count"},
+        ),
+    ),
     ModelFamily("ministral", ShapeRules(), plain_ropes),
     ModelFamily("ministral3", ShapeRules(windows=sliding_everywhere), _ministral3),
     ModelFamily("mistral3", image_tokens=_pixtral, ties_wrapped=True),

@@ -219,11 +219,7 @@ FAMILIES = (
     ),
     ModelFamily("granitemoe", BIASED_ATTENTION, _granitemoe, splits_experts=True),
     ModelFamily(
-        "granitemoehybrid",
-        BIASED_ATTENTION,
-        _granite_hybrid,
-        with_states=True,
-        splits_experts=True,
+        "granitemoehybrid", BIASED_ATTENTION, _granite_hybrid, with_states=True, splits_experts=True
     ),
     ModelFamily("granitemoeshared", splits_experts=True),
     ModelFamily("granitemoe_swa", splits_experts=True),

@@ -77,6 +77,7 @@ def _deepseek_v3(shape: ModelShape, config: Config) -> Choices:
 
 
 def _dots1(shape: ModelShape, config: Config) -> Choices:
+    """Experts of DeepSeek-V3 after plain attention: dots.1 and GLM-4.5."""
     width = config["moe_intermediate_size"]
     shared = width * (config["n_shared_experts"] or 0)
     mixture = experts(config, width, shared, first_dense(config))
@@ -104,24 +105,9 @@ def _glm4(_: ModelShape, config: Config) -> Choices:
     return {**ropes(config), "names": _SANDWICH_NORMS, "rotary_interleaved": True}
 
 
-def _glm4v(shape: ModelShape, config: Config) -> Choices:
-    return with_mrope(_glm4(shape, config), config, (8, 12, 12))
-
-
 def _glm4_moe(shape: ModelShape, config: Config) -> Choices:
-    width = config["moe_intermediate_size"]
-    shared = width * (config["n_shared_experts"] or 0)
-    mixture = experts(config, width, shared, first_dense(config))
-    return {
-        **ropes(config),
-        "shape": replace(shape, experts=mixture, qk_norm=bool(config.get("use_qk_norm"))),
-        "router": deepseek_router(config),
-        "mtp_layers": True,
-    }
-
-
-def _glm4v_moe(shape: ModelShape, config: Config) -> Choices:
-    return with_mrope(_glm4_moe(shape, config), config, (8, 12, 12))
+    shape = replace(shape, qk_norm=bool(config.get("use_qk_norm")))
+    return {**_dots1(shape, config), "mtp_layers": True}
 
 
 _GLM_RULES = ShapeRules(qkv_bias="attention_bias")
@@ -165,10 +151,7 @@ def _ernie_moe(shape: ModelShape, config: Config) -> Choices:
     return {
         **ropes(config),
         "shape": replace(shape, experts=mixture),
-        "names": Names(
-            correction="mlp.moe_statics.e_score_correction_bias",
-            mtp=("mtp_",),
-        ),
+        "names": Names(correction="mlp.moe_statics.e_score_correction_bias", mtp=("mtp_",)),
         "router": RouterSpec(correction=True),
         "rotary_interleaved": True,
     }
@@ -249,9 +232,11 @@ FAMILIES = (
     ModelFamily("dots1", QK_NORM, _dots1),
     ModelFamily("glm", _GLM_RULES, _glm),
     ModelFamily("glm4", replace(_GLM_RULES, norms_per_layer=4), _glm4),
-    ModelFamily("glm4v_text", ShapeRules(qkv_bias=True, norms_per_layer=4), _glm4v),
+    ModelFamily(
+        "glm4v_text", ShapeRules(qkv_bias=True, norms_per_layer=4), with_mrope(_glm4, 8, 12, 12)
+    ),
     ModelFamily("glm4_moe", _GLM_RULES, _glm4_moe),
-    ModelFamily("glm4v_moe_text", _GLM_RULES, _glm4v_moe),
+    ModelFamily("glm4v_moe_text", _GLM_RULES, with_mrope(_glm4_moe, 8, 12, 12)),
     ModelFamily("hunyuan_v1_dense", QK_NORM, _hunyuan),
     ModelFamily("hunyuan_v1_moe", QK_NORM, _hunyuan_moe),
     ModelFamily(

@@ -14,6 +14,7 @@ from .choices import (
     dense_between,
     experts,
     layer_parts,
+    plain_ropes,
     ropes,
     same_rope,
     with_mrope,
@@ -45,65 +46,9 @@ def _sliding_if_used(config: Config) -> Windows:
     return tuple(window if i >= first else None for i in range(config["num_hidden_layers"]))
 
 
-QWEN2 = ModelFamily(
-    "qwen2",
-    ShapeRules({"max_position_embeddings": 32768, **_WINDOW}, _sliding_if_used, qkv_bias=True),
-    same_rope,
-    gguf=GgufRules("qwen2", GGUF_DENSE),
-)
-QWEN3 = ModelFamily(
-    "qwen3",
-    replace(
-        QK_NORM,
-        defaults={
-            "max_position_embeddings": 32768,
-            "head_dim": 128,
-            "attention_bias": False,
-            **_WINDOW,
-        },
-        windows=_sliding_if_used,
-    ),
-    same_rope,
-    gguf=GgufRules("qwen3", (*GGUF_DENSE, *GGUF_QK_NORMS), head_dim=128),
-    plain_tokenizer=True,
-)
-
-
 def _qwen3_moe(shape: ModelShape, config: Config) -> Choices:
     router = RouterSpec(normalize=bool(config.get("norm_topk_prob", False)))
     return {**same_rope(shape, config), "router": router}
-
-
-QWEN3_MOE = ModelFamily(
-    "qwen3_moe",
-    replace(
-        QK_NORM,
-        defaults={
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 768,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 8,
-            "decoder_sparse_step": 1,
-            "norm_topk_prob": False,
-            "attention_bias": False,
-            **_WINDOW,
-        },
-        windows=lambda config: _sliding_if_used({**config, "max_window_layers": 0}),
-        dense_layers=dense_between,
-    ),
-    _qwen3_moe,
-    gguf=GgufRules(
-        "qwen3moe",
-        stems=(
-            *(*GGUF_NORMS, *GGUF_ATTENTION, *GGUF_QK_NORMS, "mlp.gate"),
-            *(name.replace("mlp.", "mlp.experts.") for name in GGUF_MLP),
-        ),
-        keys=GGUF_EXPERTS | {"num_experts": "expert_count"},
-        constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        head_dim=128,
-    ),
-)
 
 
 def _mixture(shape: ModelShape, config: Config, dense: Sequence[int] = ()) -> ModelShape:
@@ -120,15 +65,8 @@ def _qwen2_moe(shape: ModelShape, config: Config) -> Choices:
     }
 
 
-QWEN2_MOE = ModelFamily("qwen2_moe", ShapeRules(qkv_bias="qkv_bias"), _qwen2_moe)
-
-
-def _qwen2_vl(_: ModelShape, config: Config) -> Choices:
-    return with_mrope(ropes(config), config, (16, 24, 24))
-
-
-def _qwen3_vl(_: ModelShape, config: Config) -> Choices:
-    return with_mrope(ropes(config), config, (24, 20, 20), interleave=True)
+_qwen2_vl = with_mrope(plain_ropes, 16, 24, 24)
+_qwen3_vl = with_mrope(plain_ropes, 24, 20, 20, interleave=True)
 
 
 def _qwen3_vl_moe(shape: ModelShape, config: Config) -> Choices:
@@ -177,7 +115,7 @@ _NEXT_NAMES = Names(
 )
 
 
-def _delta_nets(config: Config, *, by_head: bool) -> Choices:
+def _delta_nets(_: ModelShape, config: Config, by_head: bool = False) -> Choices:
     check_silu(config, "hidden_act")
     delta_net = DeltaNetSpec(
         config["linear_num_key_heads"],
@@ -199,19 +137,69 @@ def _delta_nets(config: Config, *, by_head: bool) -> Choices:
 def _qwen3_next(shape: ModelShape, config: Config) -> Choices:
     dense = dense_between(config)
     return {
-        **_delta_nets(config, by_head=True),
+        **_delta_nets(shape, config, by_head=True),
         "shape": _mixture(shape, config, dense) if config["num_experts"] else shape,
         "router": RouterSpec(normalize=bool(config["norm_topk_prob"])),
     }
 
 
-def _qwen3_5(_: ModelShape, config: Config) -> Choices:
-    choices = _delta_nets(config, by_head=False)
-    return with_mrope(choices, config, (11, 11, 10), interleave=True)
+_qwen3_5 = with_mrope(_delta_nets, 11, 11, 10, interleave=True)
 
 
 FAMILIES = (
-    *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
+    ModelFamily(
+        "qwen2",
+        ShapeRules({"max_position_embeddings": 32768, **_WINDOW}, _sliding_if_used, qkv_bias=True),
+        same_rope,
+        gguf=GgufRules("qwen2", GGUF_DENSE),
+    ),
+    ModelFamily("qwen2_moe", ShapeRules(qkv_bias="qkv_bias"), _qwen2_moe),
+    ModelFamily(
+        "qwen3",
+        replace(
+            QK_NORM,
+            defaults={
+                "max_position_embeddings": 32768,
+                "head_dim": 128,
+                "attention_bias": False,
+                **_WINDOW,
+            },
+            windows=_sliding_if_used,
+        ),
+        same_rope,
+        gguf=GgufRules("qwen3", (*GGUF_DENSE, *GGUF_QK_NORMS), head_dim=128),
+        plain_tokenizer=True,
+    ),
+    ModelFamily(
+        "qwen3_moe",
+        replace(
+            QK_NORM,
+            defaults={
+                "max_position_embeddings": 32768,
+                "num_key_value_heads": 4,
+                "moe_intermediate_size": 768,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 8,
+                "decoder_sparse_step": 1,
+                "norm_topk_prob": False,
+                "attention_bias": False,
+                **_WINDOW,
+            },
+            windows=lambda config: _sliding_if_used({**config, "max_window_layers": 0}),
+            dense_layers=dense_between,
+        ),
+        _qwen3_moe,
+        gguf=GgufRules(
+            "qwen3moe",
+            stems=(
+                *(*GGUF_NORMS, *GGUF_ATTENTION, *GGUF_QK_NORMS, "mlp.gate"),
+                *(name.replace("mlp.", "mlp.experts.") for name in GGUF_MLP),
+            ),
+            keys=GGUF_EXPERTS | {"num_experts": "expert_count"},
+            constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+            head_dim=128,
+        ),
+    ),
     ModelFamily("qwen2_vl_text", ShapeRules(qkv_bias=True), _qwen2_vl),
     ModelFamily("qwen2_5_vl_text", ShapeRules(qkv_bias=True), _qwen2_vl),
     ModelFamily("qwen3_vl_text", QK_NORM, _qwen3_vl),

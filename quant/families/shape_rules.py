@@ -94,12 +94,8 @@ def has_chunks(config: Config) -> bool:
 
 
 def layer_windows(config: Config, rules: ShapeRules) -> Windows:
-    """Attention window of each layer in tokens; None for full attention.
-
-    Raises:
-        BadInput: `layer_types` has an unsupported attention type, or lists more or fewer layers than the
-            model has.
-    """
+    """Attention window of each layer in tokens; None for full attention. Raises BadInput: `layer_types` has
+    an unsupported attention type, or lists more or fewer layers than the model has."""
     kinds = config.get("layer_types")
     if not kinds:
         return rules.windows(config)

@@ -144,10 +144,7 @@ class ModelShape:
     @classmethod
     def from_completed(cls, name: str, rules: ShapeRules, config: Config) -> ModelShape:
         """The shape of a config with all defaults filled in, by the rules of the family `name`.
-
-        Raises:
-            BadInput: an unknown attention type, or a missing or invalid field.
-        """
+        Raises BadInput: an unknown attention type, or a missing or invalid field."""
         hidden = _number(config, "hidden_size", name)
         layers = _number(config, "num_hidden_layers", name)
         heads = _number(config, "num_attention_heads", name)
@@ -159,13 +156,8 @@ class ModelShape:
         head_dim = config.get("head_dim") or hidden // heads
         latent = None
         if rules.has_default("kv_lora_rank"):
-            latent = Latent(
-                kv_rank=config["kv_lora_rank"],
-                rope_dim=config["qk_rope_head_dim"],
-                nope_dim=config["qk_nope_head_dim"],
-                value_dim=config["v_head_dim"],
-                query_rank=config.get("q_lora_rank"),
-            )
+            names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+            latent = Latent(*(config[name] for name in names), config.get("q_lora_rank"))
         kv_heads = rules.num_kv_heads(config) if rules.num_kv_heads else None
         if kv_heads is None:
             given = config.get("num_key_value_heads")
@@ -278,12 +270,8 @@ class ModelShape:
         return replace(self, windows=(None,) * self.num_layers)
 
     def kv_heads_per_rank(self, ranks: int) -> int:
-        """KV heads that each of `ranks` tensor-parallel ranks holds; beyond the number of KV heads they
-        are replicated.
-
-        Raises:
-            BadInput: the heads do not divide over the ranks.
-        """
+        """KV heads that each of `ranks` tensor-parallel ranks holds; beyond the number of KV heads they are
+        replicated. Raises BadInput: the heads do not divide over the ranks."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             divide = [
@@ -305,10 +293,7 @@ class ModelShape:
 
     def stages(self, count: int) -> list[range]:
         """Layers of each of `count` pipeline stages; the first ones take the remainder.
-
-        Raises:
-            BadInput: there are fewer layers than stages.
-        """
+        Raises BadInput: there are fewer layers than stages."""
         if not 1 <= count <= self.num_layers:
             raise BadInput(f"--pp {count}: the model has {self.num_layers} layers")
         per_stage, rest = divmod(self.num_layers, count)

@@ -88,12 +88,7 @@ class Names:
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 _NEEDED_BY_ROPE = {
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor"),
 }
 
