@@ -20,7 +20,7 @@ class EncodingError(BadInput):
     """The vision tower failed on one image; the other images of a step may be encoded.
 
     Attributes:
-        content_hash: of the image.
+        content_hash: hash of the image.
     """
 
     def __init__(self, image: ImageInput, cause: Exception) -> None:
@@ -68,7 +68,6 @@ class VisionEncoder:
         self.bytes_held = sum(weight.nbytes for weight in model.parameters())
 
     def timed_encode(self, images: Sequence[ImageInput]) -> tuple[list[EncodedImage], float]:
-        """`encode`, and the seconds that it took on the device."""
         began = time.perf_counter()
         encoded = self.encode(images)
         if self._device.type == "cuda":
@@ -77,12 +76,8 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
-        """The embeddings of each image.
-
-        Raises:
-            EncodingError: the tower fails on an image, or gives another number of embeddings than the image
-                has tokens.
-        """
+        """The embeddings of each image. Raises EncodingError: the tower fails on an image, or gives another
+        number of embeddings than the image has tokens."""
         by_shape = sorted(range(len(images)), key=lambda index: _shapes(images[index]))
         encoded: dict[int, EncodedImage] = {}
         for _, same in groupby(by_shape, key=lambda index: _shapes(images[index])):
@@ -105,40 +100,29 @@ class VisionEncoder:
         return [encoded for image in images for encoded in self._encode_apart([image])]
 
     def _encode_together(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
-        arguments = {
-            name: self._moved(torch.cat([image.tensors[name] for image in images]))
-            for name in images[0].tensors
-            if name in self._takes
-        }
+        arguments = {}
+        for name in self._takes & images[0].tensors.keys():
+            tensor = torch.cat([image.tensors[name] for image in images])
+            dtype = self._dtype if tensor.is_floating_point() else None
+            arguments[name] = tensor.to(self._device, dtype)
         output = self._features(**arguments, return_dict=True)
         counts = [image.num_embeddings for image in images]
-        rows = self._rows(output)
+        features = getattr(output, "pooler_output", output)
+        rows = _joined(output.last_hidden_state if features is None else features)
+        if rows.shape[1] != self._hidden_size and self._project is not None:
+            rows = self._project(rows)  # Llama 4 projects outside `get_image_features`
+        rows = rows.to(self._dtype)
         if len(rows) != sum(counts):
             raise BadInput(
                 f"the vision tower gives {len(rows)} embeddings for {sum(counts)} placeholder tokens: "
                 "the checkpoint's processor does not match its model"
             )
-        deepstack = [
-            _joined(part).split(counts)
-            for part in getattr(output, "deepstack_features", None) or ()
-        ]
+        levels = getattr(output, "deepstack_features", None) or ()
+        deepstack = [_joined(part).split(counts) for part in levels]
         return [
             EncodedImage(part.clone(), tuple(level[index].clone() for level in deepstack))
             for index, part in enumerate(rows.split(counts))
         ]
-
-    def _rows(self, output: Any) -> torch.Tensor:
-        """Embeddings of all images, [tokens, hidden], of what `get_image_features` returned."""
-        features = getattr(output, "pooler_output", output)
-        if features is None:
-            features = output.last_hidden_state
-        features = _joined(features)
-        if features.shape[1] != self._hidden_size and self._project is not None:
-            features = self._project(features)  # Llama 4 projects outside `get_image_features`
-        return features.to(self._dtype)
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._device, self._dtype if tensor.is_floating_point() else None)
 
 
 def _joined(features: Any) -> torch.Tensor:
@@ -169,7 +153,6 @@ class EncoderCache:
     again: what was dropped meanwhile is encoded anew. What alone exceeds the budget is not kept.
 
     Args:
-        encoder: the vision tower.
         max_bytes: budget of the embeddings that are kept.
     """
 
@@ -186,30 +169,26 @@ class EncoderCache:
     def embeddings(self, images: Sequence[ImageInput]) -> dict[bytes, EncodedImage]:
         """The embeddings of a step's images, by content hash; each distinct one is encoded at most once."""
         wanted = {image.content_hash: image for image in images}
-        held = {name: self._kept[name] for name in wanted if name in self._kept}
+        results = {name: self._kept[name] for name in wanted if name in self._kept}
         self.stats.num_queries += len(wanted)
-        self.stats.num_hits += len(held)
-        for name in held:
+        self.stats.num_hits += len(results)
+        for name in results:
             self._kept.move_to_end(name)
-        missing = [image for name, image in wanted.items() if name not in held]
+        missing = [image for name, image in wanted.items() if name not in results]
         if missing:
             encoded, seconds = self.encoder.timed_encode(missing)
             self.stats.encode_seconds += seconds
             for image, embeddings in zip(missing, encoded, strict=True):
-                held[image.content_hash] = embeddings
-                self._keep(image.content_hash, embeddings)
-        return held
+                results[image.content_hash] = embeddings
+                if embeddings.num_bytes <= self.max_bytes:
+                    self._kept[image.content_hash] = embeddings
+                    self.num_bytes += embeddings.num_bytes
+                while self.num_bytes > self.max_bytes:
+                    _, dropped = self._kept.popitem(last=False)
+                    self.num_bytes -= dropped.num_bytes
+                    self.stats.num_evicted += 1
+        return results
 
     def reset(self) -> None:
         self._kept.clear()
         self.num_bytes, self.stats = 0, EncoderStats()
-
-    def _keep(self, name: bytes, encoded: EncodedImage) -> None:
-        if encoded.num_bytes > self.max_bytes:
-            return
-        self._kept[name] = encoded
-        self.num_bytes += encoded.num_bytes
-        while self.num_bytes > self.max_bytes:
-            _, dropped = self._kept.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes
-            self.stats.num_evicted += 1

@@ -53,10 +53,7 @@ def load_encoder(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, input_bits: int = 16
 ) -> VisionEncoder:
     """The vision encoder of a checkpoint; quantized linears stay quantized.
-
-    Raises:
-        BadInput: weights that are broken, or do not match the config.
-    """
+    Raises BadInput: weights that are broken, or do not match the config."""
     config = checked_config(checkpoint)
     kind = _tower_class(model_class(config, checkpoint.trust_remote_code))
     if checkpoint.quantization_config is None:

@@ -8,7 +8,6 @@ a progressive JPEG, however short the scan.
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -29,12 +28,8 @@ ImageSource = Image.Image | Path | str | bytes
 
 
 def load_image(source: ImageSource, limits: MediaLimits | None = None) -> Image.Image:
-    """An image of a Python caller, as RGB: a PIL image, encoded bytes, a path, a data URL, or an http(s)
-    URL of an allowed host.
-
-    Raises:
-        BadInput: what is wrong with it.
-    """
+    """An image of a Python caller, as RGB: a PIL image, encoded bytes, a path, a data URL, or an http(s) URL
+    of an allowed host. Raises BadInput: what is wrong with it."""
     limits = limits or MediaLimits()
     if isinstance(source, Image.Image):
         limits.check_pixels(*source.size)
@@ -48,10 +43,7 @@ def load_image(source: ImageSource, limits: MediaLimits | None = None) -> Image.
 
 def load_images(sources: Sequence[ImageSource], limits: MediaLimits) -> list[Image.Image]:
     """The images of a prompt, each as `load_image` takes it.
-
-    Raises:
-        BadInput: what is wrong with one, or too many images or pixels together.
-    """
+    Raises BadInput: what is wrong with one, or too many images or pixels together."""
     limits.check_count(len(sources))
     images: list[Image.Image] = []
     num_pixels = 0
@@ -64,10 +56,7 @@ def load_images(sources: Sequence[ImageSource], limits: MediaLimits) -> list[Ima
 
 def load_sent_image(url: str, limits: MediaLimits) -> Image.Image:
     """An image of a server's client: by a data URL, or by an http(s) URL of an allowed host; never a path.
-
-    Raises:
-        BadInput: what is wrong with it.
-    """
+    Raises BadInput: what is wrong with it."""
     return decode_image(sent_bytes(url, limits), limits)
 
 
@@ -76,23 +65,28 @@ def is_data_url(url: str) -> bool:
 
 
 def sent_bytes(url: str, limits: MediaLimits) -> bytes:
-    """The encoded image behind a URL; raises as `load_sent_image`."""
+    """The encoded image of a URL; raises as `load_sent_image`."""
     if is_data_url(url):
-        return _data_url(url, limits)
+        head, comma, content = url.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise BadInput("an image's data URL is data:image/...;base64, and the bytes in base64")
+        if len(content) > limits.max_image_bytes * 4 // 3 + 4:
+            raise _too_long(limits)
+        try:
+            return base64.b64decode(content, validate=True)
+        except ValueError as error:  # also binascii.Error
+            raise BadInput(
+                f"an image's data URL is not base64: {first_line(error)[:200]}"
+            ) from error
     if url[:6].partition(":")[0].lower() in ("http", "https"):
-        remote = RemoteMedia(
-            limits.allowed_domains, limits.max_image_bytes, limits.fetch_timeout_seconds
-        )
-        return remote.fetch(url)
+        most = limits.max_image_bytes, limits.fetch_timeout_seconds
+        return RemoteMedia(limits.allowed_domains, *most).fetch(url)
     raise BadInput("an image URL is a data: URL, or http(s) of an allowed host")
 
 
 def decode_image(data: bytes, limits: MediaLimits, name: str = "the image") -> Image.Image:
     """Decode an image to RGB, transparency on white, turned as its EXIF orientation says.
-
-    Raises:
-        BadInput: another format, more pixels than allowed, or broken.
-    """
+    Raises BadInput: another format, more pixels than allowed, or broken."""
     if len(data) > limits.max_image_bytes:
         raise _too_long(limits)
     check_parts(data)
@@ -129,18 +123,6 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _data_url(url: str, limits: MediaLimits) -> bytes:
-    head, comma, content = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise BadInput("an image's data URL is data:image/...;base64, and the bytes in base64")
-    if len(content) > limits.max_image_bytes * 4 // 3 + 4:
-        raise _too_long(limits)
-    try:
-        return base64.b64decode(content, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise BadInput(f"an image's data URL is not base64: {first_line(error)[:200]}") from error
-
-
 def _read(path: Path, limits: MediaLimits) -> bytes:
     if urlsplit(str(path)).scheme == "file":
         raise BadInput(f"{path}: give the path itself, without file:")
@@ -161,21 +143,17 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
     """
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return None
+
+    def number(start: int, stop: int) -> int:
+        return int.from_bytes(data[start:stop], "little")
+
     match data[12:16]:
         case b"VP8X":
-            return (
-                1 + int.from_bytes(data[24:27], "little"),
-                1 + int.from_bytes(data[27:30], "little"),
-            )
+            return 1 + number(24, 27), 1 + number(27, 30)
         case b"VP8L":
-            bits = int.from_bytes(data[21:25], "little")
-            return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+            return 1 + (number(21, 25) & 0x3FFF), 1 + (number(21, 25) >> 14 & 0x3FFF)
         case b"VP8 ":
-            width, height = data[26:28], data[28:30]
-            return (
-                int.from_bytes(width, "little") & 0x3FFF,
-                int.from_bytes(height, "little") & 0x3FFF,
-            )
+            return number(26, 28) & 0x3FFF, number(28, 30) & 0x3FFF
     return None
 
 
@@ -192,11 +170,7 @@ _RUN_LENGTHS = (1, 2)
 
 
 def check_parts(data: bytes) -> None:
-    """Refuse an image whose parts take long to read.
-
-    Raises:
-        BadInput: too many of them, or a BMP of run lengths.
-    """
+    """Raises BadInput for an image whose parts take long to read: too many, or a BMP of run lengths."""
     if data.startswith(b"\x89PNG"):
         has_more = _has_more_chunks(data)
     elif data.startswith(b"\xff\xd8"):

@@ -30,28 +30,20 @@ if TYPE_CHECKING:
     from .media import ImageSource
 
 
-_IMAGE = 1
-"""Token type of an image's tokens (`mm_token_type_ids`)."""
-
-
 class ImageRules:
     """M-RoPE positions of a prompt by transformers' own function, and the images that see all of themselves.
 
     Args:
         raw: the checkpoint's `config.json`.
-        streams: whether the engine has attention sinks (StreamingLLM).
+        streams: True if the engine has attention sinks (StreamingLLM).
     """
 
     def __init__(self, spec: ImageSpec, raw: Mapping[str, Any], *, streams: bool) -> None:
         self._spec, self._raw, self._streams = spec, raw, streams
 
     def rope_positions(self, token_ids: Sequence[int], images: Images) -> RopePositions | None:
-        """Positions of a prompt with `images`; None: they are its indices.
-
-        Raises:
-            BadInput: positions cannot be computed, as where nothing is between two images, or the model
-                cannot take them.
-        """
+        """Positions of a prompt with `images`; None: they are its indices. Raises BadInput: positions cannot
+        be computed, as where nothing is between two images, or the model cannot take them."""
         if not images or not hasattr(self._model, "get_rope_index"):
             return None
         if not self._spec.has_mrope:
@@ -67,7 +59,7 @@ class ImageRules:
         types = torch.zeros(1, len(token_ids), dtype=torch.int32)
         for image in images:
             positions, _ = image.embedded_positions(image.offset, image.end)
-            types[0, positions] = _IMAGE
+            types[0, positions] = 1  # an image's tokens
         try:
             positions, deltas = self._model.get_rope_index(
                 torch.tensor([list(token_ids)]),
@@ -124,19 +116,13 @@ class ImagePrompt(TypedDict):
 
 
 def prepare_prompt(prompt: Mapping[str, Any], support: ImageSupport) -> PreparedPrompt:
-    """Load the images of a prompt and put their placeholder tokens into it.
-
-    Raises:
-        BadInput: a key that is not one of `ImagePrompt`, an image that cannot be read, or a model that does
-            not take it.
-    """
+    """Load the images of a prompt and put their placeholder tokens into it. Raises BadInput: a key that is
+    not one of `ImagePrompt`, an image that cannot be read, or a model that does not take it."""
     unknown = sorted(set(prompt) - set(_KEYS))
     if unknown:
         raise BadInput(f"a prompt has no key {unknown[0]!r}: it takes {', '.join(_KEYS)}")
-    given = [
-        prompt[name] for name in ("prompt", "prompt_token_ids") if prompt.get(name) is not None
-    ]
-    if len(given) != 1:
+    texts = [prompt[name] for name in _KEYS[:2] if prompt.get(name) is not None]
+    if len(texts) != 1:
         raise BadInput("a prompt has either the key 'prompt' or the key 'prompt_token_ids'")
     sources = prompt.get("images") or ()
     if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
@@ -146,7 +132,7 @@ def prepare_prompt(prompt: Mapping[str, Any], support: ImageSupport) -> Prepared
     from .media import load_images
 
     images = load_images(sources, MediaLimits())
-    return support.prepare(given[0], images)
+    return support.prepare(texts[0], images)
 
 
 _log = logging.getLogger(__name__)
@@ -157,8 +143,8 @@ class ImageSupport:
     """An engine's processor and encoder of images.
 
     Attributes:
-        processor, encoders: None without.
-        reason: why there is none.
+        processor, encoders: None where images are not taken.
+        reason: reason for which they are not.
     """
 
     processor: ImageProcessor | None = None
@@ -183,9 +169,8 @@ class ImageSupport:
         largest = Image.new("RGB", (side, side))
         (image,) = self.prepare(self.processor.image_token, [largest]).images
         encoder = self.encoders.encoder
-        encoder.encode(
-            [image] * min(encoder.max_images_per_pass, max(1, max_tokens // image.num_tokens))
-        )
+        count = min(encoder.max_images_per_pass, max(1, max_tokens // image.num_tokens))
+        encoder.encode([image] * count)
 
     def prepare(
         self,
@@ -195,11 +180,7 @@ class ImageSupport:
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
     ) -> PreparedPrompt:
-        """`ImageProcessor.prepare`.
-
-        Raises:
-            BadInput: as there, or the model takes no images.
-        """
+        """`ImageProcessor.prepare`. Raises BadInput: as there, or the model takes no images."""
         if self.processor is None:
             self.refuse()
         return self.processor.prepare(
@@ -249,12 +230,9 @@ def open_images(
             reason=f"{checkpoint.path} has no preprocessor_config.json or processor_config.json"
         )
     try:
-        processor = ImageProcessor(
-            folder,
-            checkpoint.config,
-            tokenizer,
-            trust_remote_code=checkpoint.trust_remote_code,
-        )
+        trusted = checkpoint.trust_remote_code
+        config = checkpoint.config
+        processor = ImageProcessor(folder, config, tokenizer, trust_remote_code=trusted)
     except BadInput as error:
         _log.warning("%s; the model runs on text alone", error)
         return ImageSupport(reason=str(error))

@@ -2,7 +2,7 @@
 
 transformers' processors do the work: they resize, split and normalize, and say which text takes the place of
 an image. They run on Pillow alone, one image at a time, so that what an image becomes does not depend on the
-images beside it, and is known by the hash of its pixels.
+images next to it, and is known by the hash of its pixels.
 """
 
 from __future__ import annotations
@@ -62,10 +62,8 @@ class ImageProcessor:
         self._tokenizer = tokenizer
         self.image_token: str = self._processor.image_token
         self.embedded_id = embedded_token_id(config)
-        identity = {
-            "class": type(self._processor).__qualname__,
-            "image_processor": self._processor.image_processor.to_dict(),
-        }
+        identity = {"class": type(self._processor).__qualname__}
+        identity["image_processor"] = self._processor.image_processor.to_dict()
         self._identity = json.dumps(identity, sort_keys=True, default=str).encode()
 
     def prepare(
@@ -95,9 +93,18 @@ class ImageProcessor:
                     f"{index + 1} images take {num_tokens} tokens of a prompt: at most {max_tokens}"
                 )
         if isinstance(prompt, str):
-            token_ids = self._expand_text(prompt, processed, add_special_tokens)
+            pieces = prompt.split(self.image_token)
+            self._check_count(len(pieces) - 1, len(processed))
+            pairs = zip(processed, pieces[1:], strict=True)
+            text = pieces[0] + "".join(pixels.replacement + piece for pixels, piece in pairs)
+            token_ids = list(self._tokenizer(text, add_special_tokens=add_special_tokens).input_ids)
         else:
-            token_ids = self._expand_ids(prompt, processed)
+            placeholder = self._tokenizer.convert_tokens_to_ids(self.image_token)
+            self._check_count(sum(token == placeholder for token in prompt), len(processed))
+            left, token_ids = iter(processed), []
+            for token in prompt:
+                is_image = token == placeholder
+                token_ids += self._replacement_ids(next(left)) if is_image else [token]
         return PreparedPrompt(token_ids, self._placed(token_ids, processed) if processed else ())
 
     def _process(self, image: Image, index: int) -> _Pixels:
@@ -124,25 +131,6 @@ class ImageProcessor:
         tensors = {name: torch.as_tensor(v) for name, v in outputs.items() if _is_numeric(v)}
         return _Pixels(replacements[0], digest.digest(), tensors)
 
-    def _expand_text(
-        self, text: str, processed: Sequence[_Pixels], add_special_tokens: bool
-    ) -> list[int]:
-        pieces = text.split(self.image_token)
-        self._check_count(len(pieces) - 1, len(processed))
-        expanded = pieces[0] + "".join(
-            pixels.replacement + piece for pixels, piece in zip(processed, pieces[1:], strict=True)
-        )
-        return list(self._tokenizer(expanded, add_special_tokens=add_special_tokens).input_ids)
-
-    def _expand_ids(self, prompt: Sequence[int], processed: Sequence[_Pixels]) -> list[int]:
-        placeholder = self._tokenizer.convert_tokens_to_ids(self.image_token)
-        self._check_count(sum(token == placeholder for token in prompt), len(processed))
-        left = iter(processed)
-        token_ids: list[int] = []
-        for token in prompt:
-            token_ids += self._replacement_ids(next(left)) if token == placeholder else [token]
-        return token_ids
-
     def _replacement_ids(self, pixels: _Pixels) -> list[int]:
         return list(self._tokenizer(pixels.replacement, add_special_tokens=False).input_ids)
 
@@ -155,7 +143,7 @@ class ImageProcessor:
 
     def _placed(self, token_ids: Sequence[int], processed: Sequence[_Pixels]) -> Images:
         positions = [p for p, token in enumerate(token_ids) if token == self.embedded_id]
-        counts = [self._replacement_ids(each).count(self.embedded_id) for each in processed]
+        counts = [self._replacement_ids(image).count(self.embedded_id) for image in processed]
         if sum(counts) != len(positions) or not all(counts):
             raise BadInput(
                 f"{self._folder}: the images take {sum(counts)} tokens {self.embedded_id}, the prompt has "
@@ -165,17 +153,18 @@ class ImageProcessor:
         for pixels, count in zip(processed, counts, strict=True):
             taken, positions = positions[:count], positions[count:]
             offset, num_tokens = taken[0], taken[-1] + 1 - taken[0]
-            flags = [False] * num_tokens
-            for position in taken:
-                flags[position - offset] = True
+            embedded = set(taken)
+            flags = tuple(position in embedded for position in range(offset, offset + num_tokens))
+            # Patches in time, height and width (Qwen).
+            grid = pixels.tensors.get("image_grid_thw")
             images.append(
                 ImageInput(
                     pixels.content_hash,
                     offset,
                     num_tokens,
                     pixels.tensors,
-                    _grid(pixels.tensors),
-                    () if all(flags) else tuple(flags),
+                    None if grid is None else tuple(grid[0].tolist()),
+                    () if all(flags) else flags,
                 )
             )
         return tuple(images)
@@ -183,25 +172,13 @@ class ImageProcessor:
 
 def embedded_token_id(config: Mapping[str, Any]) -> int:
     """The token id of positions that take embeddings, from a model's `config.json`.
-
-    Raises:
-        BadInput: the config names none.
-    """
+    Raises BadInput: the config names none."""
     for name in ("image_token_id", "image_token_index"):
         if isinstance(config.get(name), int):
             return config[name]
     raise BadInput(
         "config.json names no image_token_id: which tokens take an image's embeddings is unknown"
     )
-
-
-def _grid(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int, int] | None:
-    """Patches in time, height and width (Qwen's `image_grid_thw`)."""
-    grid = tensors.get("image_grid_thw")
-    if grid is None:
-        return None
-    time, height, width = grid[0].tolist()
-    return time, height, width
 
 
 def _is_numeric(value: Any) -> bool:

@@ -44,12 +44,8 @@ class RemoteMedia:
     timeout_seconds: float
 
     def fetch(self, url: str) -> bytes:
-        """The bytes behind `url`.
-
-        Raises:
-            BadInput: a host that is not allowed, a private address, an error of the host, too many bytes,
-                or too much time.
-        """
+        """The bytes behind `url`. Raises BadInput: a host that is not allowed, a private address, an error of
+        the host, too many bytes, or too much time."""
         deadline = time.monotonic() + self.timeout_seconds
         for _ in range(MAX_REDIRECTS + 1):
             target = self._checked(url)
@@ -111,18 +107,10 @@ class _CheckedBackend(httpcore.NetworkBackend):
     """Connects to an address that was checked; what is left until the deadline is every timeout."""
 
     def __init__(self, domains: frozenset[str], deadline: float) -> None:
-        self._domains = domains
-        self._deadline = deadline
+        self._domains, self._deadline = domains, deadline
         self._backend = httpcore.SyncBackend()
 
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Any = None,
-    ) -> httpcore.NetworkStream:
+    def connect_tcp(self, host: str, port: int, *_: Any, **__: Any) -> httpcore.NetworkStream:
         address = checked_address(host, port, self._domains)
         left = _left(self._deadline)
         stream = self._backend.connect_tcp(str(address), port, timeout=left)
@@ -133,8 +121,7 @@ class _DeadlineStream(httpcore.NetworkStream):
     """A stream whose reads and writes share one deadline: a host that drips bytes does not extend it."""
 
     def __init__(self, stream: httpcore.NetworkStream, deadline: float) -> None:
-        self._stream = stream
-        self._deadline = deadline
+        self._stream, self._deadline = stream, deadline
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         return self._stream.read(max_bytes, _left(self._deadline))
@@ -161,10 +148,7 @@ class _DeadlineStream(httpcore.NetworkStream):
 
 def checked_address(host: str, port: int, domains: frozenset[str]) -> Address:
     """An address of `host` to connect to.
-
-    Raises:
-        BadInput: the host is unknown, or one of its addresses is not public.
-    """
+    Raises BadInput: the host is unknown, or one of its addresses is not public."""
     name = host.strip("[]")
     try:
         return _public(ip_address(name), name) if name not in domains else ip_address(name)
@@ -181,7 +165,6 @@ def checked_address(host: str, port: int, domains: frozenset[str]) -> Address:
 
 
 def _public(address: Address, host: str) -> Address:
-    """The address, if it is a public one."""
     plain = getattr(address, "ipv4_mapped", None) or address
     is_elsewhere = any(plain in network for network in _ELSEWHERE) or (
         plain.version == 6 and plain not in _GLOBAL_UNICAST

@@ -8,8 +8,6 @@ from typing import Any, Literal, Self, get_args
 
 Part = Literal["text", "vision", "projector"]
 PARTS: tuple[Part, ...] = get_args(Part)
-
-
 Law = Literal["growing", "remainder", "constant"]
 
 
@@ -33,7 +31,6 @@ class CachedTensor:
     is_float: bool = True
 
     def entries(self, num_tokens: int) -> int:
-        """Entries held after `num_tokens` tokens."""
         if self.law == "constant":
             return 1
         if self.law == "remainder":
@@ -104,7 +101,12 @@ class ProbedModel:
         """JSON form: equal rows of several layers are one, with their layers as ranges."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         for key in ("parameters", "cache"):
-            values[key] = _merged(getattr(self, key))
+            layers: dict[tuple[tuple[str, Any], ...], list[int]] = {}
+            for item in values[key]:
+                row = {field.name: getattr(item, field.name) for field in fields(item)}
+                layer = row.pop("layer")
+                layers.setdefault(tuple(row.items()), []).append(layer)
+            values[key] = [{**dict(row), "layers": _as_ranges(at)} for row, at in layers.items()]
         return values
 
     @classmethod
@@ -114,22 +116,9 @@ class ProbedModel:
         Raises:
             KeyError, TypeError, ValueError: another version wrote it.
         """
-        rest = {key: value for key, value in values.items() if key not in ("parameters", "cache")}
-        return cls(
-            **rest,
-            parameters=tuple(_split(Parameters, values["parameters"])),
-            cache=tuple(_split(CachedTensor, values["cache"])),
-        )
-
-
-def _merged(items: Sequence[Parameters | CachedTensor]) -> list[dict[str, Any]]:
-    layers: dict[tuple[tuple[str, Any], ...], list[int]] = {}
-    for item in items:
-        row = {field.name: getattr(item, field.name) for field in fields(item)}
-        layers.setdefault(tuple((k, v) for k, v in row.items() if k != "layer"), []).append(
-            row["layer"]
-        )
-    return [{**dict(row), "layers": _as_ranges(at)} for row, at in layers.items()]
+        kinds = {"parameters": Parameters, "cache": CachedTensor}
+        split = {key: tuple(_split(kind, values[key])) for key, kind in kinds.items()}
+        return cls(**{**values, **split})
 
 
 def _split(kind: type[Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:

@@ -49,8 +49,13 @@ def measure_parameters(model: Any, num_experts: int, per_token: int) -> tuple[Pa
     }
     count: Counter[tuple[Part, str, str, int, int, int]] = Counter()
     for name, parameter in model.named_parameters():
-        part = _part(name)
-        layer = _layer(name) if part == "text" else -1
+        part: Part = "vision" if _VISION.search(name) else "text"
+        if re.search(r"(?:^|\.)(?:language_model|text_model|lm_head)\.", name):
+            part = "text"
+        elif _PROJECTOR.search(name):
+            part = "projector"
+        match = _LAYER.search(name) if part == "text" else None
+        layer = -1 if match is None else int(match[1])
         role, shard, experts = _role(name, parameter, num_experts)
         if id(parameter) in tables:
             role, shard = "embedding", "ranks"
@@ -58,26 +63,15 @@ def measure_parameters(model: Any, num_experts: int, per_token: int) -> tuple[Pa
             role, shard = "head", "ranks"
         if part != "text":
             role, shard, experts = part, "whole", 1
-        rows, columns = _matrix(parameter, experts)
-        key = (part, role, shard, layer, rows, columns)
-        count[key] += max(1, experts)
-    return tuple(
-        Parameters(*key, number, _used(key[1], number, num_experts, per_token))
-        for key, number in count.items()
-    )
-
-
-def _part(name: str) -> Part:
-    if re.search(r"(?:^|\.)(?:language_model|text_model|lm_head)\.", name):
-        return "text"
-    if _PROJECTOR.search(name):
-        return "projector"
-    return "vision" if _VISION.search(name) else "text"
-
-
-def _layer(name: str) -> int:
-    match = _LAYER.search(name)
-    return int(match.group(1)) if match else -1
+        # Of each of the stacked matrices; further dimensions are columns.
+        rows, *columns = parameter.shape[1:] if experts > 1 else parameter.shape or (1,)
+        count[part, role, shard, layer, rows, prod(columns)] += max(1, experts)
+    parameters = []
+    for key, number in count.items():
+        is_routed = key[1] in ("expert", "expert_bias") and num_experts
+        used = number * per_token // num_experts if is_routed else number
+        parameters.append(Parameters(*key, number, used))
+    return tuple(parameters)
 
 
 def _role(name: str, parameter: torch.Tensor, num_experts: int) -> tuple[str, str, int]:
@@ -97,23 +91,6 @@ def _role(name: str, parameter: torch.Tensor, num_experts: int) -> tuple[str, st
     return "linear", "kv_heads" if _KV.search(name) else "ranks", 1
 
 
-def _matrix(parameter: torch.Tensor, experts: int) -> tuple[int, int]:
-    """Rows and columns of one of the stacked matrices; further dimensions are columns."""
-    shape = tuple(parameter.shape[1:]) if experts > 1 else tuple(parameter.shape)
-    if not shape:
-        return 1, 1
-    columns = 1
-    for size in shape[1:]:
-        columns *= size
-    return shape[0], columns
-
-
-def _used(role: str, number: int, num_experts: int, per_token: int) -> int:
-    if role not in ("expert", "expert_bias") or not num_experts:
-        return number
-    return number * per_token // num_experts
-
-
 aten = torch.ops.aten
 
 
@@ -128,13 +105,7 @@ class DataFreeMode(TorchDispatchMode):
         super().__init__()
         self._left = max_operators
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._left -= 1
         if self._left < 0:
             raise ProbeTooLong
@@ -146,13 +117,6 @@ class DataFreeMode(TorchDispatchMode):
 
 def _empty(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _scalar(args: tuple[Any, ...]) -> bool | int | float:
-    dtype = args[0].dtype
-    if dtype is torch.bool:
-        return False
-    return 0.0 if dtype.is_floating_point else 0
 
 
 def _indexed(args: tuple[Any, ...]) -> torch.Tensor:
@@ -169,7 +133,7 @@ def _indexed(args: tuple[Any, ...]) -> torch.Tensor:
 
 _ANSWERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     aten.nonzero.default: lambda args: _empty(1, args[0].dim()),
-    aten._local_scalar_dense.default: _scalar,
+    aten._local_scalar_dense.default: lambda args: torch.zeros((), dtype=args[0].dtype).item(),
     aten.masked_select.default: lambda args: _empty(1, dtype=args[0].dtype),
     aten.bincount.default: lambda args: _empty(max(1, args[2] if len(args) > 2 else 0)),
     aten.equal.default: lambda args: False,
@@ -224,16 +188,21 @@ def cache_bytes(cache: Any) -> int:
 
 def measure_cache(model: Any) -> tuple[CachedTensor, ...]:
     """The law of every tensor in the model's cache, by layer.
-
-    Raises:
-        BadInput: no cache, or a tensor whose growth follows none of the laws.
-    """
+    Raises BadInput: no cache, or a tensor whose growth follows none of the laws."""
     shortest = cache_after(model, SHORT_LENGTHS[0])
     shapes = {SHORT_LENGTHS[0]: cache_shapes(shortest)}
     windows = _declared_windows(shortest)
     for length in (*SHORT_LENGTHS[1:], LONG_LENGTH):
         _measure(model, length, shapes)
-    if not all(_grows_by_token(sizes) for _, sizes in _by_path(shapes)):
+    # The two shortest runs may show constant or per-token growth already.
+    per_token = SHORT_LENGTHS[1] - SHORT_LENGTHS[0]
+    short = ([sizes[length] for length in SHORT_LENGTHS] for _, sizes in _by_path(shapes))
+    if not all(
+        first is not None
+        and second is not None
+        and all(b - a in (0, per_token) for a, b in zip(first[0], second[0], strict=True))
+        for first, second in short
+    ):
         for length in MORE_LENGTHS:
             _measure(model, length, shapes)
     return tuple(_law(path, sizes, windows) for path, sizes in _by_path(shapes))
@@ -251,22 +220,16 @@ def _by_path(shapes: Mapping[int, Shapes]) -> Iterator[tuple[str, dict[int, Size
         yield path, {length: by_path.get(path) for length, by_path in shapes.items()}
 
 
-def _grows_by_token(sizes: Mapping[int, Size | None]) -> bool:
-    """Whether the short lengths tell the law: constant, or an entry per token."""
-    first, second = (sizes[length] for length in SHORT_LENGTHS)
-    if first is None or second is None:
-        return False
-    return all(
-        b - a in (0, SHORT_LENGTHS[1] - SHORT_LENGTHS[0])
-        for a, b in zip(first[0], second[0], strict=True)
-    )
-
-
 def _law(path: str, sizes: Mapping[int, Size | None], windows: Mapping[int, int]) -> CachedTensor:
     """The law of one tensor from its sizes at several lengths; None where it was not there yet."""
     known = {length: size for length, size in sizes.items() if size is not None}
     shape, element_bytes, is_float = next(reversed(known.values()))
-    layer, name = _place(path)
+    # `.layers[3].conv_states.0` is conv_states of layer 3.
+    match = re.search(r"\[(\d+)\]|\.(\d+)(?=\.|\[|$)", path)
+    layer, name = 0, path.strip(".")
+    if match is not None:
+        name = path[match.end() :] or path[: match.start()]
+        layer, name = int(match[1] or match[2]), re.sub(r"\.\d+|\[\d+\]", "", name).strip(".")
     axis = _token_axis(path, [size[0] for size in known.values()], always=len(known) == len(sizes))
     if axis is None:
         return CachedTensor(
@@ -352,12 +315,3 @@ def _tensors(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, torch
     seen.add(id(value))
     for name, part in items:
         yield from _tensors(part, name, seen)
-
-
-def _place(path: str) -> tuple[int, str]:
-    """Layer and name of a tensor from its path: `.layers[3].conv_states.0` is conv_states of layer 3."""
-    match = re.search(r"\[(\d+)\]|\.(\d+)(?=\.|\[|$)", path)
-    if match is None:
-        return 0, path.strip(".")
-    name = path[match.end() :] or path[: match.start()]
-    return int(match.group(1) or match.group(2)), re.sub(r"\.\d+|\[\d+\]", "", name).strip(".")

@@ -22,10 +22,7 @@ from .measure import measure_cache, measure_parameters
 
 def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.Module:
     """The model of a config with its language head, on the meta device.
-
-    Raises:
-        BadInput: no decoder-only language model, or one that cannot be built.
-    """
+    Raises BadInput: no decoder-only language model, or one that cannot be built."""
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(f"{type_of(config)} is an encoder-decoder: only decoders are planned")
     model = auto.build_on_meta(
@@ -95,7 +92,6 @@ def probe(
 
 
 def measure(model: Any) -> ProbedModel:
-    """Measure a built model, whatever device it is on."""
     text = model.config.get_text_config(decoder=True)
     experts = _number(text, _EXPERTS)
     per_token = min(_number(text, _PER_TOKEN), experts) or (1 if experts else 0)
@@ -147,7 +143,6 @@ def _number(config: Any, names: tuple[str, ...]) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings of modules that are only measured."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
