@@ -9,9 +9,8 @@ the model's own forward pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,10 +59,7 @@ class TransformersModel:
     captures_any_step = False
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        options: LoadingOptions,
-        shard: Shard | None = None,
+        self, checkpoint: Checkpoint, options: LoadingOptions, shard: Shard | None = None
     ) -> None:
         self._name = described(checkpoint)
         self.image_spec = ImageSpec()
@@ -79,42 +75,41 @@ class TransformersModel:
         self._dtype, self._cache_dtype = options.dtype, options.cache_dtype
         self._forward: PackedForward | SequentialForward
         self._forward, self.kv_layouts, self.state_layouts = self._choose()
-        self._shard: ModelShard | None = None
-        if shard is not None:
-            self._shard = self._divide(shard, options)
+        self._shard = None if shard is None else self._divide(shard, options)
         self.bytes_held = sum(weight.nbytes for weight in self._model.parameters())
         self.bytes_held += sum(projection.weight_bytes for projection in projections(self._model))
         table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         untied = getattr(head, "weight", None) is not table.weight
         self.bytes_per_step = self.bytes_held - (table.weight.nbytes if untied else 0)
         self.lora_bank: AdapterBank | None = None
-        may_add = options.max_loras is not None
-        if options.loras or may_add:
-            self.lora_bank = self._add_loras(options.loras)
-        if self.lora_bank is not None and may_add:
-            self.lora_bank.prepare()
+        if options.loras or options.max_loras is not None:
+            if isinstance(self._forward, SequentialForward):
+                self._forward.adapters = self._adapters
+            sites = adapter_sites(self._decoder, self._model, self._dtype, self._adapters)
+            bank = AdapterBank(options.loras, sites, ("",), self._device, self._dtype)
+            self.bytes_held += bank.num_bytes
+            self.bytes_per_step += bank.num_bytes
+            if options.max_loras is not None:
+                bank.prepare()
+            self.lora_bank = bank
 
     @property
     def is_capturable(self) -> bool:
-        """Whether decode steps are captured, where nothing in the modules waits for the device, which the
-        capture itself tells: on a GPU, of a model that decodes all sequences at once."""
+        """Whether decode steps are captured: on a GPU, of a model that decodes all sequences at once.
+
+        The capture itself tells if something in the modules waits for the device.
+        """
         forward = self._forward
         if isinstance(forward, SequentialForward):
             at_once = forward.batched is not None
         else:
             at_once = type(forward) in (PackedForward, LatentForward) and self._shard is None
-        return at_once and self._device.type == "cuda" and self._reads_in_place()
-
-    def _reads_in_place(self) -> bool:
+        if not at_once or self._device.type != "cuda":
+            return False
+        widths = ((layout.key_dim, layout.value_dim) for layout in self.kv_layouts)
         queries = (
-            AttentionKernelQuery(
-                "cuda",
-                self._dtype,
-                layout.key_dim,
-                layout.value_dim,
-                stored=self._cache_dtype,
-            )
-            for layout in self.kv_layouts
+            AttentionKernelQuery("cuda", self._dtype, *dims, stored=self._cache_dtype)
+            for dims in widths
         )
         return all(reads_in_place(PAGED_ATTENTION.select(query).run) for query in queries)
 
@@ -135,25 +130,17 @@ class TransformersModel:
     @torch.inference_mode()
     def check_shards(self) -> None:
         """Compute over all ranks from now on, which have joined their group; compare with the whole model.
-
-        Raises:
-            BadInput: the logits differ.
-        """
+        Raises BadInput: the logits differ."""
         assert self._shard is not None
         self._shard.connect()
         tokens, expected = self._checked
-        if not self._agrees(
-            *self._two_chunks(self._forward, self.kv_layouts, (), tokens, expected)
-        ):
+        if not self._runs_in_chunks(self._forward, self.kv_layouts, (), tokens, expected):
             raise BadInput(f"{self._name}: divided by transformers' plan, its results differ")
 
     @torch.inference_mode()
     def _divide(self, shard: Shard, options: LoadingOptions) -> ModelShard:
         """Exchange the model for this rank's shard, on its device, and measure what that caches.
-
-        Raises:
-            BadInput: it cannot be divided.
-        """
+        Raises BadInput: it cannot be divided."""
         if self.state_layouts:
             refuse({"tensor-parallel", "states"}, self._name)
         if type(self._forward) is not PackedForward:
@@ -173,15 +160,6 @@ class TransformersModel:
         except Exception as error:  # modules may fail in any way here
             raise BadInput(f"{self._name} does not run divided: {first_line(error)}") from error
         return part
-
-    def _add_loras(self, loras: Mapping[str, Path]) -> AdapterBank:
-        if isinstance(self._forward, SequentialForward):
-            self._forward.adapters = self._adapters
-        sites = adapter_sites(self._decoder, self._model, self._dtype, self._adapters)
-        bank = AdapterBank(loras, sites, ("",), self._device, self._dtype)
-        self.bytes_held += bank.num_bytes
-        self.bytes_per_step += bank.num_bytes
-        return bank
 
     @torch.inference_mode()
     def _choose(
@@ -205,22 +183,23 @@ class TransformersModel:
             try:
                 forward = kind(self._model, own_attention)
                 layouts, states = forward.layouts(tokens)
-                if self._agrees(*self._two_chunks(forward, layouts, states, tokens, expected)):
+                if self._runs_in_chunks(forward, layouts, states, tokens, expected):
                     if isinstance(forward, SequentialForward):
                         self._batch_decode(forward, layouts, states)
                     return forward, layouts, states
                 reasons.append("the results differ")
             except Exception as error:  # modules may fail in any way here
                 reasons.append(first_line(error))
-        if self._looks_ahead(tokens, expected):
+        try:
+            alone, _ = own_pass(self._model, tokens[:2])
+        except Exception:  # then it does not run at all
+            alone = expected[:2]
+        if bool((alone - expected[:2]).abs().mean() > 0.05 * expected.std()):
             reasons = ["a token attends to the tokens after it"]
         raise BadInput(f"{self._name} does not run over a paged cache: {'; '.join(reasons)}")
 
     def _batch_decode(
-        self,
-        forward: SequentialForward,
-        layouts: Sequence[KvLayout],
-        states: Sequence[StateLayout],
+        self, forward: SequentialForward, layouts: Sequence[KvLayout], states: Sequence[StateLayout]
     ) -> None:
         """Have decode steps computed in one pass, where their logits are those of the model's own."""
         tokens, expected = self._checked
@@ -228,11 +207,17 @@ class TransformersModel:
             forward.batch_decode()
             caches, held = self._empty(layouts, states)
             forward(self._step(tokens, [(0, 4, [2])], held), caches)
-            # A sequence that goes on beside one that begins.
-            decoded = [
-                forward(self._decode_step(tokens, [(at, [2, 1]), (at - 4, [3, 0])], held), caches)
-                for at in (4, 5)
-            ]
+            # A sequence that goes on next to one that begins, each in two blocks of 4 tokens.
+            tables = torch.tensor([[2, 1], [3, 0]], device=self._device)
+            rows = torch.arange(2, device=self._device)
+            decoded = []
+            for position in (4, 5):
+                at = torch.tensor([position, position - 4], device=self._device)
+                group = DecodeGroup(rows, tables.flatten(), at + 1, torch.zeros_like(at))
+                batch = AttentionBatch([], group, 4, self._dtype)
+                slots, states_of = tables[rows, at // 4] * 4 + at % 4, StateBatch(held, rows)
+                step = StepInputs(tokens[at], at, slots, batch, states=states_of)
+                decoded.append(forward(step, caches))
             actual = torch.cat(decoded).float()
             if self._agrees(actual, expected[[4, 0, 5, 1]]):
                 return
@@ -242,21 +227,21 @@ class TransformersModel:
         forward.batched = None
         _log.debug("%s decodes sequence by sequence: %s", self._name, reason)
 
-    def _two_chunks(
+    def _runs_in_chunks(
         self,
         forward: PackedForward | SequentialForward,
         layouts: Sequence[KvLayout],
         states: Sequence[StateLayout],
         tokens: torch.Tensor,
         expected: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits of two paged steps, the second with another sequence batched, and the `expected` ones."""
+    ) -> bool:
+        """Whether two paged steps, the second with another sequence batched, give the `expected` logits."""
         caches, held = self._empty(layouts, states)
         split = 4
         first = self._step(tokens, [(0, split, [2])], held)
         second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])], held)
         actual = torch.cat([forward(first, caches), forward(second, caches)]).float()
-        return actual, torch.cat([expected, expected[:2]])
+        return self._agrees(actual, torch.cat([expected, expected[:2]]))
 
     def _agrees(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
         # Strict where rounding allows it: a state that is lost between steps may move the logits little.
@@ -275,24 +260,13 @@ class TransformersModel:
                 part.zero_()
         return caches, tuple(state.empty(2, self._device) for state in states)
 
-    def _looks_ahead(self, tokens: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether the logits of the first tokens change without the others."""
-        try:
-            alone, _ = own_pass(self._model, tokens[:2])
-        except Exception:  # then it does not run at all
-            return False
-        return bool((alone - expected[:2]).abs().mean() > 0.05 * expected.std())
-
     def _step(
         self,
         tokens: torch.Tensor,
         runs: Sequence[tuple[int, int, Sequence[int]]],
         states: tuple[torch.Tensor, ...],
     ) -> StepInputs:
-        """Inputs for runs of (first position, end, blocks of 4 tokens) of `tokens`.
-
-        The state slot of a run is its index.
-        """
+        """Inputs for runs of (first position, end, blocks of 4 tokens); a run's index is its state slot."""
         spans: list[SequenceSpan] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -308,24 +282,8 @@ class TransformersModel:
         of_tokens = torch.tensor(slots, device=self._device)
         return StepInputs(tokens[at], at, of_tokens, batch, states=held)
 
-    def _decode_step(
-        self,
-        tokens: torch.Tensor,
-        rows: Sequence[tuple[int, Sequence[int]]],
-        states: tuple[torch.Tensor, ...],
-    ) -> StepInputs:
-        """Inputs of a token of each sequence, from (position, two blocks of 4 tokens) of `tokens`."""
-        at = torch.tensor([position for position, _ in rows], device=self._device)
-        tables = torch.tensor([blocks for _, blocks in rows], device=self._device)
-        places = torch.arange(len(rows), device=self._device)
-        group = DecodeGroup(places, tables.flatten(), at + 1, torch.zeros_like(at))
-        batch = AttentionBatch([], group, 4, self._dtype)
-        slots = tables[places, at // 4] * 4 + at % 4
-        return StepInputs(tokens[at], at, slots, batch, states=StateBatch(states, places))
-
 
 def _longest(config: Any) -> int | None:
-    """The context length, under any of the configs' names for it."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
     lengths = [getattr(config, name, None) for name in names]
     return next((int(n) for n in lengths if isinstance(n, int) and n > 0), None)

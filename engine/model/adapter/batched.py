@@ -23,10 +23,7 @@ Pass = Callable[[Mapping[str, torch.Tensor], torch.Tensor, int, Any], tuple[torc
 
 class BatchedDecode:
     """One forward pass for a token of each sequence.
-
-    Raises:
-        ValueError: its cache holds something whose rows are no sequences.
-    """
+    Raises ValueError: its cache holds something whose rows are no sequences."""
 
     def __init__(self, model: Any, run: Pass, tensors: CachedTensors) -> None:
         self._run, self._tensors, self._template = run, tensors, copy_structure(tensors.template)
@@ -38,26 +35,29 @@ class BatchedDecode:
         if tensors.positions or any(place[:-1] not in holders for place, _ in tensors.counters):
             raise ValueError("its cache counts tokens")
         self._pairs = [self._key_and_value(holder) for holder in holders]
-        self._of_layers = {
-            _layer(holder): CacheOfLayer(index, is_filled=True)
-            for index, holder in enumerate(holders)
-        }
-        for holder in holders:
+        self._of_layers: dict[int, CacheOfLayer] = {}
+        for index, holder in enumerate(holders):
+            # The index of a layer's cache is the one by which its attention module knows it.
+            number = holder[-1].name if holder else None
+            if not isinstance(number, int):
+                raise ValueError("its cache is not one of layers")
+            self._of_layers[number] = CacheOfLayer(index, is_filled=True)
             layer = get(self._template, holder)
             layer.keys = layer.values = torch.empty(0)
-            layer.update = _not_cached
+            # Keys and values of the step alone, which the attention writes.
+            layer.update = lambda keys, values, *_, **__: (keys, values)
 
     def _key_and_value(self, holder: Place) -> tuple[int, int]:
         """Indices among the paged tensors of the keys and the values of a layer's cache."""
-        found = {
+        indices = {
             tensor.places[0][-1].name: index
             for index, tensor in enumerate(self._tensors.paged)
             if tensor.places[0][:-1] == holder
             and (tensor.axis, len(tensor.shape), tensor.shape[0], tensor.stride) == (2, 3, 1, 1)
         }
-        if found.keys() != {"keys", "values"}:
+        if indices.keys() != {"keys", "values"}:
             raise ValueError("its cache holds more than keys and values")
-        return found["keys"], found["values"]
+        return indices["keys"], indices["values"]
 
     def __call__(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Logits [rows, vocab] of a step that brings one token of each sequence."""
@@ -77,18 +77,3 @@ class BatchedDecode:
             rows = get(after, tensor.places[0])
             state.index_copy_(0, slots, rows.unsqueeze(1).to(state.dtype))
         return logits
-
-
-def _layer(holder: Place) -> int:
-    """The index of a layer's cache, by which its attention module knows it."""
-    index = holder[-1].name if holder else None
-    if not isinstance(index, int):
-        raise ValueError("its cache is not one of layers")
-    return index
-
-
-def _not_cached(
-    keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """In place of a cache's `update`: keys and values of the step alone, which the attention writes."""
-    return keys, values

@@ -35,22 +35,29 @@ def walk(value: Any, place: Place = ()) -> Iterator[tuple[Place, torch.Tensor | 
     if isinstance(value, torch.Tensor | int):
         yield place, value
         return
-    for key, part in _parts(value):
-        yield from walk(part, (*place, key))
+    is_attribute, items = False, ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    elif is_attribute := _is_holder(value):
+        items = vars(value).items()
+    for name, part in items:
+        yield from walk(part, (*place, Key(name, is_attribute)))
 
 
 def copy_structure(value: Any, copy: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """A copy of an object and of what it consists of; tensors, numbers and the like are `copy` of it."""
+    """Deep copy; leaves go through `copy`."""
     if isinstance(value, dict):
         return {key: copy_structure(part, copy) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(copy_structure(part, copy) for part in value)
     if not _is_holder(value):
         return copy(value)
-    made = object.__new__(type(value))
+    copied = object.__new__(type(value))
     for name, part in vars(value).items():
-        made.__dict__[name] = copy_structure(part, copy)
-    return made
+        copied.__dict__[name] = copy_structure(part, copy)
+    return copied
 
 
 def copy_leaf(leaf: Any) -> Any:
@@ -58,14 +65,12 @@ def copy_leaf(leaf: Any) -> Any:
 
 
 def get(value: Any, place: Place) -> Any:
-    """The value at a place."""
     for key in place:
         value = getattr(value, key.name) if key.is_attribute else value[key.name]
     return value
 
 
 def put(value: Any, place: Place, part: Any) -> None:
-    """Put something at a place."""
     holder, last = get(value, place[:-1]), place[-1]
     if isinstance(holder, tuple):
         changed = (*holder[: last.name], part, *holder[last.name + 1 :])
@@ -82,19 +87,6 @@ def path(place: Place) -> str:
     return "".join(keys).removeprefix(".")
 
 
-def _parts(value: Any) -> Iterator[tuple[Key, Any]]:
-    if isinstance(value, dict):
-        items: Any = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    elif _is_holder(value):
-        yield from ((Key(name, True), part) for name, part in vars(value).items())
-        return
-    else:
-        return
-    yield from ((Key(key, False), part) for key, part in items)
-
-
 def _is_holder(value: Any) -> bool:
     """Whether it is a cache or a layer of one: a plain object, and no module, class, function or config."""
     is_torchs = type(value).__module__.partition(".")[0] == "torch"
@@ -108,7 +100,7 @@ class TokenTensor:
     """A tensor with an entry per `stride` tokens along `axis`, at all of `places`.
 
     Attributes:
-        shape: of one sequence, without the axis of entries.
+        shape: shape for one sequence, without the axis of entries.
         window: entries that a later token reads; 0: all.
     """
 
@@ -195,7 +187,7 @@ class PositionTensor:
     """A tensor along `axis` that holds each token's position, or nothing: made anew, and not kept.
 
     Attributes:
-        shape: of one sequence, without the axis of tokens.
+        shape: shape for one sequence, without the axis of tokens.
     """
 
     places: tuple[Place, ...]
@@ -204,7 +196,6 @@ class PositionTensor:
     dtype: torch.dtype
 
     def of(self, length: int, device: torch.device) -> torch.Tensor:
-        """The positions after `length` tokens."""
         shape = (*self.shape[: self.axis], length, *self.shape[self.axis :])
         along = [1] * len(shape)
         along[self.axis] = length

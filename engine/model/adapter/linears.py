@@ -43,8 +43,8 @@ class ProjectedLinear(nn.Module):
 
     Args:
         site: the projection, and which part of the linear it is.
-        inputs: of its input, the channels that the projection takes; None: all.
-        read, bias: the whole weight as the checkpoint has it, and the bias.
+        inputs: channels of its input that the projection takes; None: all.
+        read, bias: reader of the whole weight as the checkpoint has it, and the bias.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class ProjectedLinear(nn.Module):
         return self._read()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in] to [..., out]."""
         if self._inputs is not None:
             x = x[..., self._inputs]
         y = self.projection(x.reshape(-1, x.shape[-1]), self._adapters.rows)
@@ -123,7 +122,6 @@ class QuantizedWeights:
         return tensors
 
     def _dense(self, module: str) -> torch.Tensor:
-        """A weight in the model's dtype, dequantized if it is quantized."""
         if module in self._placeholders:
             return read_quantized(self._placed, module).dequantize(self._dtype).cpu()
         return self._checkpoint.tensor(f"{module}.weight").to(self._dtype)
@@ -145,7 +143,7 @@ class QuantizedWeights:
 
     def sites(self, model: nn.Module) -> dict[str, str]:
         """Name in the model by name in the checkpoint, of the linears that hold a placeholder."""
-        modules = {held.data_ptr(): name for name, held in self._placeholders.items()}
+        modules = {tensor.data_ptr(): name for name, tensor in self._placeholders.items()}
         return {
             modules[linear.weight.data_ptr()]: name
             for name, linear in _linears(model)
@@ -154,22 +152,14 @@ class QuantizedWeights:
 
     def not_placed(self, model: nn.Module) -> frozenset[str]:
         """Quantized linears that cannot stay so: merged experts, and projections that are absorbed."""
-        absorbed = latent_projections(model)
-        placed = {
-            module
-            for module, name in self.sites(model).items()
-            if model.get_submodule(name) not in absorbed
-        }
+        absorbed, sites = latent_projections(model), self.sites(model)
+        placed = {m for m, name in sites.items() if model.get_submodule(name) not in absorbed}
         apart = tuple(f"{disk}." for _, disk in self._apart.values())
         left = self._placeholders.keys() - placed
         return frozenset(module for module in left if not module.startswith(apart))
 
     def place(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        input_bits: int,
-        adapters: CurrentAdapters,
+        self, model: nn.Module, device: torch.device, input_bits: int, adapters: CurrentAdapters
     ) -> None:
         """Exchange every linear that holds a placeholder for its quantized projection."""
         for module, name in self.sites(model).items():
@@ -184,7 +174,6 @@ class QuantizedWeights:
 
 
 def projections(model: nn.Module) -> Iterator[Projection]:
-    """The projections in a model."""
     for module in model.modules():
         if isinstance(module, ProjectedLinear):
             yield module.projection
@@ -222,10 +211,7 @@ _GROWING_ROTATIONS = ("dynamic", "longrope")
 
 def checked_config(checkpoint: Checkpoint) -> Any:
     """The transformers config of a checkpoint that can be served.
-
-    Raises:
-        BadInput: an unknown type, no decoder-only language model, or one whose RoPE cannot be cached.
-    """
+    Raises BadInput: an unknown type, no decoder-only language model, or one whose RoPE cannot be cached."""
     name, trusted = described(checkpoint), checkpoint.trust_remote_code
     raw = {k: part for k, part in checkpoint.config.items() if k != "quantization_config"}
     try:
@@ -249,10 +235,7 @@ def load_model(
     checkpoint: Checkpoint, config: Any, options: LoadingOptions, adapters: CurrentAdapters
 ) -> Any:
     """The model with its weights. Quantized linears stay quantized; what transformers merges is dequantized.
-
-    Raises:
-        BadInput: weights that are broken, or do not match the config.
-    """
+    Raises BadInput: weights that are broken, or do not match the config."""
     kind = model_class(config, checkpoint.trust_remote_code)
     device, dtype = options.device, options.dtype
     if checkpoint.quantization_config is None:
@@ -290,10 +273,7 @@ def from_pretrained(
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
     """A model of a class with its weights: from `folder`, or else of the `state_dict`.
-
-    Raises:
-        BadInput: weights that are broken, or do not match the config.
-    """
+    Raises BadInput: weights that are broken, or do not match the config."""
     name = described(checkpoint)
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -53,10 +53,8 @@ def open_model(
         spec, longest = streaming_spec(spec, options.stream), options.max_model_len or ENDLESS
     if shard is None or shard.rank == 0:
         _warn_of_long_factors(spec, longest if spec.stream is None else spec.stream.num_visible)
-    sharded = spec
     if shard is not None:
         shard.check(spec)
-        sharded = shard.spec(spec)
     weights = load_weights(checkpoint, spec, options, shard)
     give_back_freed_memory()
     bank = None
@@ -65,6 +63,7 @@ def open_model(
         bank = AdapterBank(options.loras, weights.linears, bases, options.device, options.dtype)
         if options.max_loras is not None:
             bank.prepare()
+    sharded = spec if shard is None else shard.spec(spec)
     return Decoder(sharded, weights, longest, options.dtype, bank, options.cache_dtype), longest
 
 

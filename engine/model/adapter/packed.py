@@ -38,7 +38,6 @@ class LayerMask:
     chunk: int | None = None
 
     def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Which key positions a query position attends to."""
         visible = key <= query
         if self.window is not None:
             visible = visible & (key > query - self.window)
@@ -62,10 +61,7 @@ def recorded_mask(
 
 def layer_mask(mask: torch.Tensor | None, sliding_window: int | None) -> LayerMask:
     """The rule of a layer that is given `mask`; without one it is causal, with the layer's own window.
-
-    Raises:
-        ValueError: the model made the mask itself, or it is of another kind.
-    """
+    Raises ValueError: the model made the mask itself, or it is of another kind."""
     if mask is None:
         return LayerMask(window=sliding_window)
     function, size = getattr(mask, _MASK_ATTRIBUTE, (None, None))
@@ -74,19 +70,16 @@ def layer_mask(mask: torch.Tensor | None, sliding_window: int | None) -> LayerMa
     candidates = [LayerMask()]
     if size is not None:
         candidates = [LayerMask(window=size), LayerMask(chunk=size), LayerMask()]
-    positions = _positions(size or 16, mask.device)
+    # At and around the first multiples of the size, where the kinds of masks differ.
+    step = size or 16
+    at = {step * k + d for k in range(4) for d in (-1, 0, 1, step // 2)}
+    positions = torch.tensor(sorted(p for p in at if p >= 0), device=mask.device)
     query, key = positions[:, None], positions[None, :]
     allowed = function(0, 0, query, key)
     for candidate in candidates:
         if torch.equal(allowed.expand(len(positions), -1), candidate.visible(query, key)):
             return candidate
     raise ValueError("its attention has a mask other than causal, sliding-window or chunked")
-
-
-def _positions(size: int, device: torch.device) -> torch.Tensor:
-    """Positions at and around the first multiples of `size`, where the kinds of masks differ."""
-    at = {size * k + d for k in range(4) for d in (-1, 0, 1, size // 2)}
-    return torch.tensor(sorted(p for p in at if p >= 0), device=device)
 
 
 PAGED = "llmopt_paged"
@@ -131,7 +124,15 @@ class _DryRun:
         layer, queries, keys, values, _ = call
         if layer in self.caches:
             raise ValueError("a layer attends more than once")
-        shared = next((i for i, held in enumerate(self._keys) if _is_same(held, keys)), None)
+        identity = keys.data_ptr(), keys.shape, keys.stride()
+        shared = next(
+            (
+                i
+                for i, k in enumerate(self._keys)
+                if (k.data_ptr(), k.shape, k.stride()) == identity
+            ),
+            None,
+        )
         if shared is None:
             self._keys.append(keys)
             begins_keys = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
@@ -147,10 +148,7 @@ class StepAttention:
     """Paged attention of a step: writes a layer's keys and values to its blocks, then attends over them."""
 
     def __init__(
-        self,
-        inputs: StepInputs,
-        caches: Sequence[LayerCache],
-        of_layers: dict[int, CacheOfLayer],
+        self, inputs: StepInputs, caches: Sequence[LayerCache], of_layers: dict[int, CacheOfLayer]
     ) -> None:
         self._inputs, self._caches, self._of_layers = inputs, caches, of_layers
 
@@ -187,7 +185,6 @@ class ModuleAttention:
 
     @contextmanager
     def running(self, run: PagedAttention) -> Iterator[None]:
-        """Within the block, the modules' attention is this one."""
         own = self._config._attn_implementation
         self.run, self._config._attn_implementation = run, PAGED
         try:
@@ -239,10 +236,7 @@ AttentionMaskInterface.register(PAGED, recorded_mask)
 
 class PackedForward:
     """One forward pass per step over the tokens of all sequences, concatenated (variable-length batch).
-
-    Raises:
-        ValueError: the model does not support transformers' `AttentionInterface`.
-    """
+    Raises ValueError: the model does not support transformers' `AttentionInterface`."""
 
     def __init__(self, model: Any, _: str) -> None:
         decoder = text_decoder(model)
@@ -255,10 +249,7 @@ class PackedForward:
 
     def layouts(self, tokens: torch.Tensor) -> tuple[tuple[KvLayout, ...], tuple[()]]:
         """The KV layout of each layer with a cache of its own, from a dry run over `tokens`; no state.
-
-        Raises:
-            ValueError: a mask other than causal, sliding-window or chunked.
-        """
+        Raises ValueError: a mask other than causal, sliding-window or chunked."""
         dry = _DryRun()
         self._run(tokens, torch.arange(len(tokens), device=tokens.device), dry)
         if not dry.caches:
@@ -297,10 +288,6 @@ def has_attention_alone(cache: Any) -> bool:
     return bool(holders) and holders <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
 def latent_layers(model: Any) -> dict[int, Any]:
     """Attention modules, by layer, that cache a latent and a shared key and expand them (`expand_kv`)."""
     return {
@@ -330,7 +317,7 @@ class LatentForward(PackedForward):
         embedded: EmbeddedRows | None = None,
     ) -> torch.Tensor:
         for module in self._latents.values():
-            module.expand_kv = _unexpanded
+            module.expand_kv = lambda latents, shared_keys: (latents, shared_keys)
         try:
             absorbed = _AbsorbedAttention(paged, self._latents)
             return super()._run(tokens, positions, absorbed, embedded)
@@ -354,9 +341,8 @@ class _AbsorbedAttention:
         if module is None:
             return self.paged(call)
         nope = module.qk_nope_head_dim
-        weight = _projection(module).weight.unflatten(
-            0, (queries.shape[1], -1)
-        )  # [heads, .., rank]
+        weight = _projection(module).weight  # [heads * (nope + v_dim), rank]
+        weight = weight.unflatten(0, (queries.shape[1], -1))
         absorbed = torch.einsum("thn,hnr->thr", queries[..., :nope], weight[:, :nope])
         joined = torch.cat([keys, values], dim=-1)
         joined_queries = torch.cat([absorbed, queries[..., nope:]], dim=-1)
@@ -367,9 +353,3 @@ class _AbsorbedAttention:
 
 def _projection(module: Any) -> Any:
     return getattr(module, "kv_b_proj", None)
-
-
-def _unexpanded(
-    latents: torch.Tensor, shared_keys: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return latents, shared_keys

@@ -60,7 +60,7 @@ def measured_cache(cache_of: CacheOf, config: Any) -> CachedTensors:
     empty = _recording(longer)
     strides: dict[tuple[Any, ...], int] = {}
     lengths = _LENGTHS
-    if any(_is_empty(value) for _, value in walk(longer)):
+    if any(torch.is_tensor(v) and v.dim() and not v.numel() for _, v in walk(longer)):
         strides = _strides(config.to_json_string(use_diff=False))
     if strides:  # else what is empty stays so
         widest = max(strides.values())
@@ -88,39 +88,26 @@ def _measure(
         if isinstance(value, torch.Tensor) and value.dim():
             aliases.setdefault(id(value), []).append(place)
         elif bool(before[place] != value):
-            counters.append((place, _counted(place, int(before[place]), value, lengths, strides)))
-    paged: list[TokenTensor] = []
-    states: list[StateTensor] = []
-    positions: list[PositionTensor] = []
+            counts = (int(before[place]), value)
+            steps = (1, *sorted(set(strides.values())))
+            stride = next((s for s in steps if counts == tuple(n // s for n in lengths)), None)
+            if stride is None or isinstance(value, torch.Tensor | bool):
+                raise ValueError(f"its cache's {path(place)} is not told by the length alone")
+            counters.append((place, stride))
     template = copy_structure(longer)
+    tensors = []
     for places in aliases.values():
-        tensor = _tensor(tuple(places), (before, after), lengths, strides, longer)
-        if isinstance(tensor, TokenTensor):
-            paged.append(tensor)
-        elif isinstance(tensor, StateTensor):
-            states.append(tensor)
-        else:
-            positions.append(tensor)
+        tensors.append(_tensor(tuple(places), (before, after), lengths, strides, longer))
         for place in places:
             put(template, place, None)
     return CachedTensors(
-        tuple(paged), tuple(states), tuple(positions), tuple(counters), template, fresh
+        tuple(tensor for tensor in tensors if isinstance(tensor, TokenTensor)),
+        tuple(tensor for tensor in tensors if isinstance(tensor, StateTensor)),
+        tuple(tensor for tensor in tensors if isinstance(tensor, PositionTensor)),
+        tuple(counters),
+        template,
+        fresh,
     )
-
-
-def _counted(
-    place: Place,
-    before: int,
-    after: Any,
-    lengths: tuple[int, int],
-    strides: Mapping[tuple[Any, ...], int],
-) -> int:
-    """The stride that an integer counts."""
-    if not isinstance(after, torch.Tensor | bool):
-        for stride in (1, *sorted(set(strides.values()))):
-            if (before, after) == tuple(length // stride for length in lengths):
-                return stride
-    raise ValueError(f"its cache's {path(place)} is not told by the length alone")
 
 
 def _tensor(
@@ -149,30 +136,23 @@ def _tensor(
                 return StateTensor(places, whole, dtype, axis, stride)
     axes = [axis for axis, pair in enumerate(sizes) if pair[0] != pair[1]]
     if not axes:
-        return StateTensor(places, shape, dtype, since=_first_length(places[0], strides))
+        # A constant is there after the first full stride of the entries of its name.
+        name = _name(places[0])
+        of_name = [s for n, s in strides.items() if (n[0], n[-1]) == (name[0], name[-1])]
+        return StateTensor(places, shape, dtype, since=max(of_name, default=1))
     entries = tuple(length // (stride or 1) for length in lengths)
     if len(axes) == 1 and not stride and sizes[axes[0]] == lengths:
         axis = axes[0]
-        told = PositionTensor(places, axis, (*shape[:axis], *shape[axis + 1 :]), dtype)
-        if all(
-            torch.equal(told.of(length, at.device), at)
-            for length, at in zip(lengths, (small, large), strict=True)
-        ):
-            return told
+        counted = PositionTensor(places, axis, (*shape[:axis], *shape[axis + 1 :]), dtype)
+        pairs = zip(lengths, (small, large), strict=True)
+        if all(torch.equal(counted.of(length, x.device), x) for length, x in pairs):
+            return counted
     if len(axes) != 1 or sizes[axes[0]] != entries or not dtype.is_floating_point:
         raise ValueError(
             f"its cache's {path(places[0])} grows from {tuple(small.shape)} to {shape}"
         )
     axis = axes[0]
     return TokenTensor(places, axis, (*shape[:axis], *shape[axis + 1 :]), dtype, 0, stride or 1)
-
-
-def _first_length(place: Place, strides: Mapping[tuple[Any, ...], int]) -> int:
-    """Tokens after which a constant is there: beside strided entries of its name, the first full stride."""
-    layer, last = _name(place)[0], _name(place)[-1]
-    return max(
-        (s for name, s in strides.items() if (name[0], name[-1]) == (layer, last)), default=1
-    )
 
 
 @cache
@@ -197,9 +177,8 @@ def _recording(longer: Any) -> Any:
 
     Windows then are views of paged entries, so that another sequence can go on from any block of them.
     """
-    if not hasattr(longer, "reset") or not any(
-        _is_window(x) for x in getattr(longer, "layers", ())
-    ):
+    windows = map(_is_window, getattr(longer, "layers", ()))
+    if not hasattr(longer, "reset") or not any(windows):
         return None
     fresh = copy_structure(longer, copy_leaf)
     fresh.reset()
@@ -217,9 +196,8 @@ def _recording(longer: Any) -> Any:
 
 def _is_window(layer: Any) -> bool:
     """Whether it is a sliding window and nothing else: convolution states record by the same flag."""
-    return isinstance(getattr(layer, "sliding_window", None), int) and not hasattr(
-        layer, "conv_states"
-    )
+    has_window = isinstance(getattr(layer, "sliding_window", None), int)
+    return has_window and not hasattr(layer, "conv_states")
 
 
 def _window(layer: Any, name: str) -> tuple[int, bool]:
@@ -229,18 +207,11 @@ def _window(layer: Any, name: str) -> tuple[int, bool]:
     for recorded in (False, True):
         grown = copy_structure(layer, copy_leaf)
         grown.record_past = recorded
-        grown.update(*(_zeros(part, 2 * limit) for part in (layer.keys, layer.values)))
+        parts = (layer.keys, layer.values)
+        grown.update(*(x.new_zeros((*x.shape[:-2], 2 * limit, x.shape[-1])) for x in parts))
         kept.append(getattr(grown, name).shape[-2])
     everything = 2 * limit + getattr(layer, name).shape[-2]
     return kept[0], kept[1] == everything and bool(getattr(layer, "record_past", False))
-
-
-def _zeros(held: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    return held.new_zeros((*held.shape[:-2], num_tokens, held.shape[-1]))
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and bool(value.dim()) and not value.numel()
 
 
 _CACHES = ("past_key_values", "cache_params", "state")
@@ -249,10 +220,7 @@ _CACHES = ("past_key_values", "cache_params", "state")
 
 class SequentialForward:
     """One forward pass per sequence.
-
-    Raises:
-        ValueError: the model returns no cache, or one whose tensors are neither per token nor constant.
-    """
+    Raises ValueError: the model returns no cache, or one whose tensors are neither per token nor constant."""
 
     one_by_one = False
     """Whether tokens after a sequence's first step are computed one at a time."""
@@ -273,10 +241,7 @@ class SequentialForward:
 
     def batch_decode(self) -> None:
         """Have steps of one token a sequence computed in one pass from now on.
-
-        Raises:
-            ValueError: as `BatchedDecode`.
-        """
+        Raises ValueError: as `BatchedDecode`."""
         assert self._tensors is not None
         self.batched = BatchedDecode(self._model, self._pass, self._tensors)
 
@@ -318,20 +283,14 @@ class SequentialForward:
         """
         if cache is None and self._is_given_a_cache:
             cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        arguments = {
-            **tokens,
-            "position_ids": positions,
-            "use_cache": True,
-            **dict.fromkeys(_CACHES, cache),
-        }
-        given = {name: value for name, value in arguments.items() if name in self._takes}
-        output = self._model(**given)
+        arguments = {**tokens, "position_ids": positions, "use_cache": True}
+        arguments |= dict.fromkeys(_CACHES, cache)
+        output = self._model(**{k: v for k, v in arguments.items() if k in self._takes})
         returned = (getattr(output, name, None) for name in _CACHES)
         after = next((held for held in returned if held is not None), cache)
         return output.logits.flatten(0, 1), after
 
     def _cache_of(self, length: int, empty: Any) -> Any:
-        """The cache after `length` tokens."""
         device = next(self._model.parameters()).device
         positions = torch.arange(length, device=device)[None]
         tokens = {"input_ids": plain_tokens(self._model, length).to(device)[None]}

@@ -24,10 +24,7 @@ from .linears import CurrentAdapters, ProjectedLinear
 _BY_OUTPUTS = ("colwise", "colwise_gather_output", "packed_colwise")
 _BY_INPUTS = ("rowwise", "rowwise_split_input")
 _WHOLE = (
-    "replicated_with_grad_allreduce",
-    "embedding_rowwise",
-    "embedding_colwise",
-    "local_params",
+    *("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"),
 )
 _EXPERTS = "moe_tp_experts"
 
@@ -57,7 +54,10 @@ class ModelShard:
         self._input_bits, self._adapters = options.input_bits, adapters
         self._ranks = _Ranks(shard.group)
         self._what = f"tensor_parallel_size = {shard.size}"
-        self._check_heads(decoder.config)
+        for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
+            count = getattr(decoder.config, name, None)
+            if isinstance(count, int) and count % shard.size:
+                raise BadInput(f"{self._what}: {count} {what} do not divide into that many")
         plan = getattr(whole, "_tp_plan", None) or {}
         if not any(style in (*_BY_OUTPUTS, *_BY_INPUTS) for style in plan.values()):
             kind = type(whole).__name__
@@ -82,12 +82,6 @@ class ModelShard:
     def connect(self) -> None:
         """Sum and gather over the ranks, which have joined their group, from now on."""
         self._ranks.are_connected = True
-
-    def _check_heads(self, config: Any) -> None:
-        for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
-            count = getattr(config, name, None)
-            if isinstance(count, int) and count % self._shard.size:
-                raise BadInput(f"{self._what}: {count} {what} do not divide into that many")
 
     def _split_parameters(
         self, decoder: Any, whole: Any, styles: dict[re.Pattern[str], str]
@@ -125,11 +119,10 @@ class ModelShard:
         weight = linear.read() if isinstance(linear, ProjectedLinear) else linear.weight.detach()
         part = take(name, weight, rows, columns).to(self._device)
         bias = None if linear.bias is None else linear.bias.detach()
-        if bias is not None and rows:
-            bias = take_rows(bias, rows)
-        if bias is not None and columns is not None and self._shard.rank:
+        if columns is not None and self._shard.rank:
             bias = None  # once in the sum
         if bias is not None:
+            bias = take_rows(bias, rows) if rows else bias
             bias = bias.to(self._device, self._dtype)
         projection = Projection([part], bias, self._dtype, self._input_bits)
         if columns is not None:

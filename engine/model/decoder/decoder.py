@@ -228,15 +228,13 @@ class Decoder:
         adapters: AdapterBank | None = None,
         cache_dtype: CacheDtype | None = None,
     ) -> None:
-        self.spec = spec
-        self.weights = weights
+        self.spec, self.weights = spec, weights
         self.hidden_size: int | None = spec.shape.hidden_size
         """Width of the final hidden states, with which the rows of `forward` begin."""
         self.vocab_size, self.kv_layouts = spec.vocab_size, spec.kv_layouts
         self.image_spec: ImageSpec = spec.image_spec
         self.broadcast: Callable[[str, Any], None] | None = None
         self.lora_bank = adapters
-        self._dtype, self._cache_dtype = dtype, cache_dtype
         device = weights.embedding.device
         self._rotary_embedding = RotaryEmbedding(
             weights.ropes,
@@ -250,27 +248,20 @@ class Decoder:
         self._scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self._cache_indices = spec.cache_indices
         layouts = self.kv_layouts
-        self._kernels = {
-            layout: self._layer_kernels(layout, device, dtype)
-            for layout in dict.fromkeys(layouts or [spec.usual_layout])
-        }
+        self._kernels: dict[KvLayout, LayerKernels] = {}
+        for layout in layouts or [spec.usual_layout]:
+            dims = layout.key_dim, layout.value_dim
+            width = layout.key_dim if spec.layers else spec.rotary_width
+            self._kernels[layout] = self._kernels.get(layout) or LayerKernels(
+                attention_kernels(device, dtype, *dims, cache_dtype),
+                ROPE_AND_CACHE.select(RowKernelQuery(device.type, dtype, width)).run(),
+            )
         # A layer without a cache runs with the kernels of any other.
         usual = layouts[0] if layouts else spec.usual_layout
         self._layouts = [usual if i is None else layouts[i] for i in self._cache_indices]
 
-    def _layer_kernels(
-        self, layout: KvLayout, device: torch.device, dtype: torch.dtype
-    ) -> LayerKernels:
-        width = layout.key_dim if self.spec.layers else self.spec.rotary_width
-        attend = attention_kernels(
-            device, dtype, layout.key_dim, layout.value_dim, self._cache_dtype
-        )
-        rope_and_cache = ROPE_AND_CACHE.select(RowKernelQuery(device.type, dtype, width))
-        return LayerKernels(attend, rope_and_cache.run())
-
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
-        """The tensors of a sequence's constant state, over all layers; () without."""
         return tuple(layout for layer in self.weights.layers for layout in layer.state_layouts)
 
     @property
@@ -297,9 +288,8 @@ class Decoder:
         Requires no MoE kernel that counts tokens per expert on the host, and paged attention that reads the
         blocks in place.
         """
-        same = all(layer.is_capturable for layer in self.weights.layers)
         in_place = all(reads_in_place(kernels.attend.causal) for kernels in self._kernels.values())
-        return same and in_place
+        return in_place and all(layer.is_capturable for layer in self.weights.layers)
 
     @property
     def captures_any_step(self) -> bool:
@@ -317,10 +307,8 @@ class Decoder:
             self.broadcast("forward", inputs)
         positions = inputs.positions
         cache_positions = self._rotary_embedding.cache_positions(positions)
-        cos_sin, sink_cos_sin = (
-            self._rotary_embedding.of(positions),
-            self._rotary_embedding.of_sink_queries(cache_positions),
-        )
+        cos_sin = self._rotary_embedding.of(positions)
+        sink_cos_sin = self._rotary_embedding.of_sink_queries(cache_positions)
         token_ids = self._embedded_ids(inputs.token_ids)
         hidden = self.weights.embedding(token_ids)
         if self._scale != 1.0:
@@ -328,12 +316,9 @@ class Decoder:
         if inputs.embedded is not None:
             hidden = inputs.embedded.replace(hidden)
         per_layer = self.weights.per_layer
-        per_layer_inputs = None
-        if per_layer is not None:
-            per_layer_inputs = per_layer(token_ids, hidden)
-        states = NO_STEP_STATES
-        if inputs.states.tensors:
-            states = StepStates.of(inputs.states, inputs.batch)
+        per_layer_inputs = None if per_layer is None else per_layer(token_ids, hidden)
+        has_states = bool(inputs.states.tensors)
+        states = StepStates.of(inputs.states, inputs.batch) if has_states else NO_STEP_STATES
         steps = {
             layout: Step(
                 inputs,
@@ -375,13 +360,12 @@ class Decoder:
 
     def _embedded_ids(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Token ids, int64 [tokens], with the padding token in place of placeholders."""
-        spec = self.spec
-        if not spec.placeholders:
+        if not self.spec.placeholders:
             return token_ids
         is_placeholder = torch.zeros_like(token_ids, dtype=torch.bool)
-        for token in spec.placeholders:
+        for token in self.spec.placeholders:
             is_placeholder = is_placeholder | (token_ids == token)
-        return token_ids.masked_fill(is_placeholder, spec.placeholder_pad)
+        return token_ids.masked_fill(is_placeholder, self.spec.placeholder_pad)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

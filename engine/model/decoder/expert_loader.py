@@ -40,10 +40,7 @@ def load_mixture(
     load: LoadsMlp,
     shard: Shard | None = None,
 ) -> MixtureOfExperts:
-    """Load the mixture of experts of the layer with prefix `layer`.
-
-    With `shard`, only that rank's experts.
-    """
+    """Load the mixture of experts of the layer with prefix `layer`; with `shard`, that rank's experts."""
     names, hidden, experts = spec.names, spec.shape.hidden_size, spec.shape.experts
     assert experts is not None
     *into, down = names.expert
@@ -55,17 +52,9 @@ def load_mixture(
     if fused:
         routed = _fused(reader, spec, prefix, experts, local_ids)
     else:
-        routed = [
-            load(
-                f"{prefix}{expert}.",
-                tuple(into if spec.shape.gated_mlp else into[-1:]),
-                down,
-                experts.width,
-                whole=True,
-                hidden=spec.expert_latent or None,
-            )
-            for expert in local_ids
-        ]
+        linears = tuple(into if spec.shape.gated_mlp else into[-1:]), down, experts.width
+        width = spec.expert_latent or None
+        routed = [load(f"{prefix}{i}.", *linears, whole=True, hidden=width) for i in local_ids]
     shared, shared_gate = None, None
     if experts.shared_width:
         if names.shared_gate:
@@ -96,27 +85,22 @@ def load_mixture(
 def _choice(
     reader: CheckpointReader, spec: ModelSpec, routed: Sequence[GatedMlp | PlainMlp]
 ) -> Candidate[Any, Callable[[Sequence[RoutedExpert], range, int, bool], ExpertsKernel]]:
-    """The kernel of the routed experts; on a GPU it is tried on them."""
     experts = spec.shape.experts
     assert experts is not None
     rows = reader.rows(experts.width)
-    kind = spec.shape.gated_mlp, _is_block_fp8(routed)
-    query = ExpertsKernelQuery(rows.device, rows.dtype, *kind)
-    inputs = spec.expert_latent or spec.shape.hidden_size
-    trial = partial(
-        experts_trial, routed, inputs, experts.per_token, torch.device(query.device), query.dtype
-    )
-    return EXPERTS.select(query, partial(trial, on_inputs=spec.router.on_inputs))
-
-
-def _is_block_fp8(routed: Sequence[GatedMlp | PlainMlp]) -> bool:
-    """Whether every linear is DeepGEMM's: its grouped GEMM takes their codes and scales as they are."""
-    return all(
+    # DeepGEMM's grouped GEMM takes codes and scales of its linears as they are.
+    is_block_fp8 = all(
         isinstance(expert, GatedMlp)
         and isinstance(expert.gate_up.kernel, DeepGemmLinear)
         and isinstance(expert.down.kernel, DeepGemmLinear)
         for expert in routed
     )
+    query = ExpertsKernelQuery(rows.device, rows.dtype, spec.shape.gated_mlp, is_block_fp8)
+    inputs = spec.expert_latent or spec.shape.hidden_size
+    trial = partial(
+        experts_trial, routed, inputs, experts.per_token, torch.device(query.device), query.dtype
+    )
+    return EXPERTS.select(query, partial(trial, on_inputs=spec.router.on_inputs))
 
 
 def _joined(
@@ -193,28 +177,22 @@ def _fused(
     if spec.names.gate_up_alternates:
         into = [_gate_before_up(weight) for weight in into]
         into_bias = None if into_bias is None else _halves(into_bias.T).T
+
+    def stacked(weight: Any, biases: torch.Tensor | None, expert: int) -> Projection:
+        whole = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
+        return reader.stacked([whole], None if biases is None else biases[expert].clone())
+
     return [
         GatedMlp(
-            _expert(reader, into[expert], into_bias, expert),
-            _expert(reader, out_of[expert], out_bias, expert),
+            stacked(into[expert], into_bias, expert),
+            stacked(out_of[expert], out_bias, expert),
             gating(spec.activation, reader.rows(inner)),
         )
         for expert in local_ids
     ]
 
 
-def _expert(
-    reader: CheckpointReader,
-    weight: torch.Tensor | QuantizedTensor,
-    biases: torch.Tensor | None,
-    expert: int,
-) -> Projection:
-    whole = weight.contiguous() if isinstance(weight, torch.Tensor) else weight
-    return reader.stacked([whole], None if biases is None else biases[expert].clone())
-
-
 def _halves(rows: torch.Tensor) -> torch.Tensor:
-    """Deinterleave rows: even rows first, odd rows second."""
     return torch.cat([rows[0::2], rows[1::2]])
 
 

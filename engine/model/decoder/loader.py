@@ -50,10 +50,7 @@ def load_weights(
     checkpoint: Checkpoint, spec: ModelSpec, options: LoadingOptions, shard: Shard | None = None
 ) -> DecoderWeights:
     """Load the weights of a decoder; with `shard` only that tensor-parallel shard.
-
-    Raises:
-        BadInput: a tensor is missing, of a wrong shape, or unexpected.
-    """
+    Raises BadInput: a tensor is missing, of a wrong shape, or unexpected."""
     reader = CheckpointReader(checkpoint, options, shard)
     return LayerLoader(reader, spec, decoder_base(checkpoint, spec), options.dtype, shard).load()
 
@@ -72,8 +69,11 @@ class LayerLoader:
         reader, spec, names, shape = self.reader, self.spec, self.spec.names, self.spec.shape
         hidden, vocab = shape.hidden_size, shape.vocab_size
         table = f"{self.base}{names.embedding}.weight"
-        head_name = self._head_name()
-        # A sequence classifier has no language head; its own is read beside the decoder.
+        # The head lies outside the decoder's prefix: `language_model.lm_head` in a multimodal checkpoint.
+        parent = self.base[:-1].rpartition(".")[0]
+        heads = (f"{self.base.removesuffix('model.')}{names.head}", f"{parent}.{names.head}")
+        head_name = next((name for name in heads if reader.has_weight(name)), names.head)
+        # A sequence classifier has no language head; its own is read next to the decoder.
         is_classifier = spec.is_classifier and not reader.has_weight(head_name)
         tied = (shape.tied or is_classifier) and not self._has_other_head(head_name)
         embedding = load_embedding(reader, table, vocab, hidden, self.dtype, self.shard, tied=tied)
@@ -93,10 +93,9 @@ class LayerLoader:
             return layer
 
         layers = load_layers(load_layer, shape.num_layers, reader.device)
-        per_layer = None
+        per_layer = streams = None
         if spec.per_layer_width:
             per_layer = load_per_layer_embedding(reader, spec, self.base, self.dtype)
-        streams = None
         if spec.altup is not None:
             streams = load_streams(reader, spec, spec.altup, self.base)
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
@@ -111,26 +110,8 @@ class LayerLoader:
         if (shard := self.shard) is not None:
             head.then(lambda logits: shard.group.all_gather_columns(logits, vocab))
         reader.finish(lambda name: self._may_remain(name, f"{head_name}.weight" if tied else ""))
-        return DecoderWeights(
-            embedding,
-            positions,
-            layers,
-            final_norm,
-            head,
-            tied,
-            ropes,
-            self._linears(),
-            self.base,
-            per_layer,
-            streams,
-        )
-
-    def _head_name(self) -> str:
-        """The head, outside the decoder's prefix: `lm_head`, or `language_model.lm_head` in a multimodal
-        checkpoint."""
-        head, parent = self.spec.names.head, self.base[:-1].rpartition(".")[0]
-        places = (f"{self.base.removesuffix('model.')}{head}", f"{parent}.{head}")
-        return next((name for name in places if self.reader.has_weight(name)), head)
+        parts = embedding, positions, layers, final_norm, head, tied, ropes, self._linears()
+        return DecoderWeights(*parts, self.base, per_layer, streams)
 
     def _has_other_head(self, name: str) -> bool:
         """Whether the file's head is not the embedding, even if the config ties them: a quantized one, or one
@@ -185,7 +166,6 @@ class LayerLoader:
         )
 
     def norm(self, module: str, size: int) -> Norm:
-        """Load a norm."""
         offset, centered = self.spec.norm_offset, self.spec.shape.layer_norm
         # 1 + w needs more precision than w: it is kept, and the norm computed, in float32.
         dtype = torch.float32 if offset else self.dtype
@@ -212,9 +192,8 @@ class LayerLoader:
         if self.spec.altup is not None:
             return self._altup_layer(layer, index, mixer, self.spec.altup)
         if not parts.has_mlp:
-            return SingleLayer(
-                self.norm(layer + names.input_norm, self.spec.shape.hidden_size), mixer
-            )
+            norm = self.norm(layer + names.input_norm, self.spec.shape.hidden_size)
+            return SingleLayer(norm, mixer)
         return DecoderLayer(
             input_norm=self._norm_if(layer, names.input_norm),
             attention=mixer,
@@ -254,9 +233,8 @@ class LayerLoader:
         if rope is not None:
             rotation = Rotation(ropes.index(rope), self.spec.rotary_interleaved)
         if latent is not None and rotation is not None:
-            return load_latent_attention(
-                self.reader, self.spec, layer, latent, rotation, self.shard
-            )
+            parts = self.reader, self.spec, layer, latent, rotation, self.shard
+            return load_latent_attention(*parts)
         if rotation is not None and self._shares(index):
             return self._shared_attention(layer, index, rotation)
         return self.head_attention(layer, index, rotation)
@@ -265,7 +243,6 @@ class LayerLoader:
         return bool(self.spec.layers) and self.spec.layers[index].kv_source is not None
 
     def _rule(self, index: int, sinks: torch.Tensor | None = None) -> AttentionRule:
-        """Mask and score transform of a layer."""
         spec, window = self.spec, self.spec.shape.windows[index]
         return AttentionRule(
             spec.attention_scale,
@@ -373,7 +350,6 @@ class LayerLoader:
         return None
 
     def block(self, layer: str, index: int) -> FeedForward:
-        """Load a layer's feed-forward block: MLP or mixture of experts."""
         shape, names = self.spec.shape, self.spec.names
         experts = shape.experts
         if experts is not None and index not in experts.dense_layers:
@@ -418,19 +394,14 @@ class LayerLoader:
         shape, activation = self.spec.shape, self.spec.activation
         hidden, stacked = hidden or shape.hidden_size, 2 if shape.gated_mlp else 1
         outs = [inner] * stacked if len(gate_up) == stacked else [stacked * inner]
-        slices = (None, None) if whole else self._mlp_slices(inner, len(gate_up), stacked)
+        slices: tuple[WeightSlice | None, WeightSlice | None] = None, None
+        if self.shard is not None and not whole:
+            slices = self.shard.gate_up(inner, len(gate_up), stacked), self.shard.down(inner)
         into = self._linear(prefix, gate_up, hidden, outs, bias=bias, weight_slice=slices[0])
         out_of = self._linear(prefix, (down,), inner, [hidden], bias=bias, weight_slice=slices[1])
         if not shape.gated_mlp:
             return PlainMlp(into, out_of, ACTIVATIONS[activation])
         return GatedMlp(into, out_of, gating(activation, self.reader.rows(inner)))
-
-    def _mlp_slices(
-        self, inner: int, num_modules: int, num_stacked: int
-    ) -> tuple[WeightSlice | None, WeightSlice | None]:
-        if self.shard is None:
-            return None, None
-        return self.shard.gate_up(inner, num_modules, num_stacked), self.shard.down(inner)
 
     def _linear(
         self,

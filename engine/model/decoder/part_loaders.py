@@ -56,10 +56,9 @@ def load_embedding(
         return EmbeddingTable(table, dtype)
     head = reader.stacked([table], None)
     rows = head.kernel.rows() if isinstance(head.kernel, OneDnnLinear) else head.kernel
-    is_looked_up = isinstance(rows, LooksUpRows)
-    return (
-        PackedEmbedding(head, rows, hidden, dtype) if is_looked_up else EmbeddingTable(table, dtype)
-    )
+    if isinstance(rows, LooksUpRows):
+        return PackedEmbedding(head, rows, hidden, dtype)
+    return EmbeddingTable(table, dtype)
 
 
 def load_latent_attention(
@@ -85,7 +84,14 @@ def load_latent_attention(
     if latent.query_rank is None:
         query, down = linear("q_proj", hidden, wide, into), linear(into_latent, hidden, cached)
     else:
-        query, down = _down(reader, prefix, hidden, (latent.query_rank, cached))
+        # Stacked where both are unquantized: blocks of a quantized weight may straddle the two.
+        names, down = [prefix + name for name in ("q_a_proj", into_latent)], None
+        if any(reader.is_quantized(name) for name in names):
+            query = linear("q_a_proj", hidden, latent.query_rank)
+            down = linear(into_latent, hidden, cached)
+        else:
+            outs = latent.query_rank, cached
+            query = reader.projection(names, hidden, outs, bias=False)
         query_norm = _norm(reader, f"{prefix}q_a_layernorm", latent.query_rank)
         query_up = linear("q_b_proj", latent.query_rank, wide, into)
     both = heads * (latent.nope_dim + latent.value_dim)
@@ -109,21 +115,6 @@ def load_latent_attention(
     )
 
 
-def _down(
-    reader: CheckpointReader, prefix: str, hidden: int, out_features: tuple[int, int]
-) -> tuple[Projection, Projection | None]:
-    """The projections to the queries' rank and to the latent. Where they are unquantized the first is both,
-    stacked, and the second None: blocks of a quantized weight may straddle the two."""
-    names = [prefix + name for name in ("q_a_proj", "kv_a_proj_with_mqa")]
-    if not any(reader.is_quantized(name) for name in names):
-        return reader.projection(names, hidden, out_features, bias=False), None
-    query, latent = (
-        reader.projection([name], hidden, [out], bias=False)
-        for name, out in zip(names, out_features, strict=True)
-    )
-    return query, latent
-
-
 def _norm(reader: CheckpointReader, module: str, size: int) -> Norm:
     # DeepSeek's `rms_norm_eps` does not apply to these: they use their class's default epsilon.
     return Norm(size, 1e-6, reader.tensor(f"{module}.weight", size))
@@ -136,25 +127,19 @@ def load_state_mixer(
     reader: CheckpointReader, spec: ModelSpec, kind: StateMixer, layer: str, state: int
 ) -> ShortConvolution | GatedDeltaNet | Mamba2:
     """Load the mixer of the layer with prefix `layer`; `state` is the index of its first state."""
-    prefix = f"{layer}{spec.names.state_mixer}."
+    prefix, hidden = f"{layer}{spec.names.state_mixer}.", spec.shape.hidden_size
     if isinstance(kind, ShortConvSpec):
-        return _short_convolution(reader, spec, kind, prefix, state)
+        bias = kind.bias
+        return ShortConvolution(
+            reader.projection([f"{prefix}in_proj"], hidden, [3 * hidden], bias=bias),
+            reader.projection([f"{prefix}out_proj"], hidden, [hidden], bias=bias),
+            reader.tensor(f"{prefix}conv.weight", hidden, 1, kind.kernel).squeeze(1),
+            reader.tensor(f"{prefix}conv.bias", hidden) if bias else None,
+            state,
+        )
     if isinstance(kind, DeltaNetSpec):
         return _delta_net(reader, spec, kind, prefix, state)
     return _mamba2(reader, spec, kind, prefix, state)
-
-
-def _short_convolution(
-    reader: CheckpointReader, spec: ModelSpec, kind: ShortConvSpec, prefix: str, state: int
-) -> ShortConvolution:
-    hidden, bias = spec.shape.hidden_size, kind.bias
-    return ShortConvolution(
-        reader.projection([f"{prefix}in_proj"], hidden, [3 * hidden], bias=bias),
-        reader.projection([f"{prefix}out_proj"], hidden, [hidden], bias=bias),
-        reader.tensor(f"{prefix}conv.weight", hidden, 1, kind.kernel).squeeze(1),
-        reader.tensor(f"{prefix}conv.bias", hidden) if bias else None,
-        state,
-    )
 
 
 def _delta_net(
@@ -162,9 +147,14 @@ def _delta_net(
 ) -> GatedDeltaNet:
     hidden, heads = spec.shape.hidden_size, kind.num_value_heads
     mixed = 2 * kind.keys_width + kind.values_width
+    parts = {"in_proj_qkvz": mixed + kind.values_width, "in_proj_ba": 2 * heads}
+    if not kind.by_head:
+        parts = {"in_proj_qkv": mixed, "in_proj_z": kind.values_width}
+        parts |= {"in_proj_b": heads, "in_proj_a": heads}
+    modules = [prefix + name for name in parts]
     return GatedDeltaNet(
         kind,
-        _delta_net_input(reader, kind, prefix, hidden),
+        reader.projection(modules, hidden, list(parts.values()), bias=False),
         reader.projection([f"{prefix}out_proj"], kind.values_width, [hidden], bias=False),
         reader.tensor(f"{prefix}conv1d.weight", mixed, 1, kind.kernel).squeeze(1),
         reader.tensor(f"{prefix}A_log", heads, dtype=_EXACT),
@@ -173,23 +163,6 @@ def _delta_net(
         spec.norm_eps,
         state,
     )
-
-
-def _delta_net_input(
-    reader: CheckpointReader, kind: DeltaNetSpec, prefix: str, hidden: int
-) -> Projection:
-    heads, mixed = kind.num_value_heads, 2 * kind.keys_width + kind.values_width
-    if kind.by_head:
-        parts = {"in_proj_qkvz": mixed + kind.values_width, "in_proj_ba": 2 * heads}
-    else:
-        parts = {
-            "in_proj_qkv": mixed,
-            "in_proj_z": kind.values_width,
-            "in_proj_b": heads,
-            "in_proj_a": heads,
-        }
-    modules = [prefix + name for name in parts]
-    return reader.projection(modules, hidden, list(parts.values()), bias=False)
 
 
 def _mamba2(
@@ -233,10 +206,14 @@ def load_altup(
     prefix, laurel = f"{layer}altup.", f"{layer}laurel."
     scale = f"{prefix}correct_output_scale"
     learned = reader.tensor(scale, hidden) if scale in reader else None
+
+    def norm(name: str) -> Norm:
+        return Norm(hidden, spec.norm_eps, reader.tensor(f"{layer}{name}.weight", hidden))
+
     update = AltUp(
         altup.active,
         reader.projection([f"{prefix}modality_router"], hidden, [count], bias=False),
-        _altup_norm(reader, spec, f"{prefix}router_norm"),
+        norm("altup.router_norm"),
         hidden**-1.0,
         reader.projection([f"{prefix}prediction_coefs"], count, [count * count], bias=False),
         reader.projection([f"{prefix}correction_coefs"], count, [count], bias=False),
@@ -245,33 +222,25 @@ def load_altup(
     residual = Laurel(
         reader.projection([f"{laurel}linear_left"], hidden, [rank], bias=False),
         reader.projection([f"{laurel}linear_right"], rank, [hidden], bias=False),
-        _altup_norm(reader, spec, f"{laurel}post_laurel_norm"),
+        norm("laurel.post_laurel_norm"),
     )
     return update, residual
-
-
-def _altup_norm(reader: CheckpointReader, spec: ModelSpec, name: str) -> Norm:
-    hidden = spec.shape.hidden_size
-    return Norm(hidden, spec.norm_eps, reader.tensor(f"{name}.weight", hidden))
 
 
 def load_per_layer_embedding(
     reader: CheckpointReader, spec: ModelSpec, base: str, dtype: torch.dtype
 ) -> PerLayerEmbedding:
     """Load the inputs of all layers, below the decoder's prefix `base`."""
-    shape, width = spec.shape, spec.per_layer_width
-    total = shape.num_layers * width
-    table = reader.weight(f"{base}embed_tokens_per_layer.weight", spec.per_layer_vocab, total)
+    width, hidden = spec.per_layer_width, spec.shape.hidden_size
+    total = spec.shape.num_layers * width
     return PerLayerEmbedding(
-        table,
+        reader.weight(f"{base}embed_tokens_per_layer.weight", spec.per_layer_vocab, total),
         # transformers rounds the factor to the model's dtype.
         float(torch.tensor(math.sqrt(width), dtype=dtype)),
-        reader.projection(
-            [f"{base}per_layer_model_projection"], shape.hidden_size, [total], bias=False
-        ),
-        shape.hidden_size**-0.5,
+        reader.projection([f"{base}per_layer_model_projection"], hidden, [total], bias=False),
+        hidden**-0.5,
         Norm(width, spec.norm_eps, reader.tensor(f"{base}per_layer_projection_norm.weight", width)),
-        is_short=spec.per_layer_vocab < shape.vocab_size,
+        is_short=spec.per_layer_vocab < spec.shape.vocab_size,
     )
 
 

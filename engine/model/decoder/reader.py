@@ -130,7 +130,6 @@ class CheckpointReader:
         return RowKernelQuery(self._device.type, self._dtype, size)
 
     def drop_linears(self, prefix: str) -> None:
-        """Drop the linears below `prefix`, which then support no LoRA."""
         for name in list(self.linears):  # other threads add theirs meanwhile
             if name.startswith(prefix):
                 self.linears.pop(name)
@@ -166,17 +165,16 @@ class CheckpointReader:
 
         With `weight_slice`, this rank's slice of them.
         """
-        read = self._transposed if transposed else self._weight
-        rows = (
-            ((),) * len(modules)
-            if weight_slice is None or not weight_slice.rows
-            else weight_slice.rows
-        )
-        columns = None if weight_slice is None else weight_slice.columns
+        part = weight_slice or WeightSlice()
+        rows, columns = part.rows or ((),) * len(modules), part.columns
         weights: list[torch.Tensor | QuantizedTensor] = []
         biases: list[torch.Tensor] = []
         for module, out, runs in zip(modules, out_features, rows, strict=True):
-            weights.append(take(module, read(module, out, in_features), runs, columns))
+            if transposed:
+                weight = self.weight(f"{module}.weight", in_features, out).T.contiguous()
+            else:
+                weight = self._weight(module, out, in_features)
+            weights.append(take(module, weight, runs, columns))
             if bias:
                 whole = self.tensor(f"{module}.bias", out)
                 biases.append(take_rows(whole, runs) if runs else whole)
@@ -209,9 +207,9 @@ class CheckpointReader:
 
         `transposed` fused tensors are [experts, out, in].
         """
-        if not self._has_mxfp4 and transposed:
-            return self.weight(projection, num_experts, out_features, in_features).unbind()
         if not self._has_mxfp4:
+            if transposed:
+                return self.weight(projection, num_experts, out_features, in_features).unbind()
             whole = self.weight(projection, num_experts, in_features, out_features)
             return whole.transpose(1, 2).unbind()
         self._unread.difference_update(mxfp4_names(projection))
@@ -219,7 +217,6 @@ class CheckpointReader:
         return [weight.to(self._device) for weight in codes]
 
     def dense(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
-        """The weight of a linear, dequantized if the checkpoint quantizes it."""
         weight = self._weight(module, out_features, in_features)
         is_plain = isinstance(weight, torch.Tensor)
         return weight.to(self._dtype) if is_plain else weight.dequantize(self._dtype)
@@ -282,9 +279,6 @@ class CheckpointReader:
         self._unread -= tensor_names(self._checkpoint, module)
         return weight.to(self._device)
 
-    def _transposed(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
-        return self.weight(f"{module}.weight", in_features, out_features).T.contiguous()
-
 
 def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
     """Prefix of the decoder's tensors, discovered from their names: where an embedding lies beside layers.
@@ -300,24 +294,18 @@ def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
         bases = [base for base in bases if _holds(checkpoint, base + first)]
     if len(bases) > 1:
         raise BadInput(f"{checkpoint.path} holds several decoders: {', '.join(sorted(bases))}")
-    if spec.multimodal:
-        _check_names(checkpoint, spec, bases[0] if bases else spec.names.bases[0])
-    if not bases:
-        raise BadInput(f"{checkpoint.path} has no tensor {spec.names.bases[0] + table!r}")
-    return bases[0]
-
-
-def _check_names(checkpoint: Checkpoint, spec: ModelSpec, base: str) -> None:
-    """Raise `NotCovered` where the modules of the first layer do not have the family's names."""
     modules = (*spec.names.qkv, spec.names.output)
     if spec.shape.latent is not None:
         modules = ("self_attn.kv_a_proj_with_mqa", "self_attn.o_proj")
     elif spec.parts_of(0).state is not None:
         modules = (f"{spec.names.state_mixer}.out_proj",)
-    for module in modules:
-        name = f"{base}{spec.names.layer.format(0)}{module}"
+    for module in modules if spec.multimodal else ():
+        name = f"{bases[0] if bases else spec.names.bases[0]}{first}{module}"
         if not _holds(checkpoint, f"{name}."):
             raise NotCovered(f"{checkpoint.path} has no {name}")
+    if not bases:
+        raise BadInput(f"{checkpoint.path} has no tensor {spec.names.bases[0] + table!r}")
+    return bases[0]
 
 
 def _holds(checkpoint: Checkpoint, prefix: str) -> bool:
@@ -435,13 +423,7 @@ def text_config(raw: Config) -> dict[str, Any]:
         config["tie_word_embeddings"] = tied
     placeholders = () if outer is inner else (getattr(outer, name, None) for name in _PLACEHOLDERS)
     config["placeholder_token_ids"] = tuple(token for token in placeholders if token is not None)
-    _check_attention(config)
-    return {**config, "dtype": config.get("dtype") or raw.get("dtype") or raw.get("torch_dtype")}
-
-
-def _check_attention(config: Config) -> None:
-    """Raise `NotCovered` where a token of text attends to later ones (PaliGemma's prefix)."""
+    # A token of text attends to later ones (PaliGemma's prefix).
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise NotCovered("config.json: use_bidirectional_attention is not supported")
-    if not isinstance(type_of(config), str):
-        raise BadInput("config.json: the text model has no model_type")
+    return {**config, "dtype": config.get("dtype") or raw.get("dtype") or raw.get("torch_dtype")}

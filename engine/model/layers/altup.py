@@ -79,8 +79,7 @@ class AltUpStreams(Weights):
     out_of: Sequence[Projection]
 
     def split(self, hidden: torch.Tensor) -> torch.Tensor:
-        streams = (_like(projection(hidden), hidden) for projection in self.into)
-        return torch.stack([hidden, *streams])
+        return torch.stack([hidden, *(_like(into(hidden), hidden) for into in self.into)])
 
     def merge(self, streams: torch.Tensor) -> torch.Tensor:
         """The mean of the streams, [tokens, hidden]."""

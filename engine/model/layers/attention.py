@@ -70,7 +70,6 @@ class LayerCache:
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that own memory."""
         return self.keys.parts if self.values_in_keys else (*self.keys.parts, *self.values.parts)
 
 
@@ -88,8 +87,8 @@ class StepInputs:
         slots: int64 [tokens], slot mapping: where each token's keys and values are written.
         batch: attention metadata: block tables, lengths, tree masks.
         adapters: int64, tokens by LoRA adapter name, None: all tokens; or the mask of their slots.
-        aux_hidden_state_layers: layers whose input is returned beside the final hidden states (EAGLE-3).
-        states: of the sequences of a model with constant state.
+        aux_hidden_state_layers: layers whose input is returned with the final hidden states (EAGLE-3).
+        states: states of the sequences of a model with constant state.
         scored: tokens whose attention weights are summed, for KV eviction.
         embedded: tokens of images, whose embeddings are not the table's.
     """
@@ -159,7 +158,7 @@ class HeadAttention(Weights):
         value_norm: norm of each head of the values.
         keys_as_values: `qkv` projects no values: they are the keys, before norm and RoPE.
         kv_scales: calibrated scales of an fp8 KV cache, of keys and of values.
-        gated: `qkv` projects a gate beside each query head, whose sigmoid weighs what leaves the head.
+        gated: `qkv` projects a gate next to each query head; its sigmoid weighs the head's output.
     """
 
     num_heads: int
@@ -192,11 +191,15 @@ class HeadAttention(Weights):
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters
+        qkv = self.qkv(x, adapters)
         if not self.gated:
-            return self.output(self._heads(self.qkv(x, adapters), step, cache), adapters)
-        qkv, gate = self._split_gate(self.qkv(x, adapters))
-        heads = self._heads(qkv, step, cache).view_as(gate) * gate.sigmoid()
-        return self.output(heads.flatten(1), adapters)
+            return self.output(self._heads(qkv, step, cache), adapters)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))
+        pairs, rest = heads[:, : 2 * self.num_heads], heads[:, 2 * self.num_heads :]
+        queries, gate = pairs.unflatten(1, (-1, 2)).unbind(2)
+        qkv = torch.cat([queries, rest], dim=1).flatten(1)
+        mixed = self._heads(qkv, step, cache).view_as(gate) * gate.sigmoid()
+        return self.output(mixed.flatten(1), adapters)
 
     def _heads(self, qkv: torch.Tensor, step: Step, cache: LayerCache) -> torch.Tensor:
         """Attend with the projections: [tokens, heads * head_dim]; fills the cache."""
@@ -207,12 +210,15 @@ class HeadAttention(Weights):
         wide = isinstance(step.rope_and_cache, TakesWideWeights)
         norms = self._head_norms(qkv.dtype, wide=wide)
         key_scale, value_scale = self.kv_scales or (None, None)
+        rotation = self.rotation
+        is_plain = rotation is not None and not rotation.interleaved and self.temperature is None
+        is_normed = self.norm_whole or self.query_norm is None or norms is not None
         # The fused kernels compute the scale of each vector.
-        is_fused = not (step.sink_cos_sin or cache.keys.takes(key_scale))
-        if is_fused and self._is_fusable_rope(norms):
-            assert self.rotation is not None
+        is_fused = not (step.sink_cos_sin or self.grouped or cache.keys.takes(key_scale))
+        if is_fused and is_plain and is_normed:
+            assert rotation is not None
             stacked = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-            cos, sin = step.cos_sin[self.rotation.index]
+            cos, sin = step.cos_sin[rotation.index]
             written = cache.keys, cache.values, step.inputs.slots
             call = RopeCall(stacked, self.num_heads, cos, sin, *written, norms)
             queries = step.rope_and_cache(call)
@@ -224,15 +230,17 @@ class HeadAttention(Weights):
         if by_head and not self.norm_after_rotation:
             queries, keys = _normed(queries, self.query_norm), _normed(keys, self.key_norm)
         sink_queries = None
-        if self.rotation is not None:
-            sink_queries = self.rotation.sink_queries(queries, step)
-            queries, keys = self.rotation(queries, step), self.rotation(keys, step)
+        if rotation is not None:
+            sink_queries = rotation.sink_queries(queries, step)
+            queries, keys = rotation(queries, step), rotation(keys, step)
         if by_head and self.norm_after_rotation:
             queries, keys = _normed(queries, self.query_norm), _normed(keys, self.key_norm)
             if sink_queries is not None:
                 sink_queries = _normed(sink_queries, self.query_norm)
-        if self.temperature is not None:
-            queries = _scale_by_position(queries, self.temperature, step.cache_positions)
+        if (scaling := self.temperature) is not None:
+            steps = ((step.cache_positions.float() + scaling.first) / scaling.floor).floor()
+            factor = steps.log1p() * scaling.weight + 1.0
+            queries = (queries * factor[:, None, None]).to(queries.dtype)
         cache.keys.write(keys, step.inputs.slots, key_scale)
         cache.values.write(values, step.inputs.slots, value_scale)
         queries = cache.keys.rescaled(queries, key_scale)
@@ -249,15 +257,7 @@ class HeadAttention(Weights):
         for span in step.inputs.scored:
             add_key_scores(queries, cache.keys, self.rule, span, cache.index)
 
-    def _split_gate(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """QKV without its gate, and a view of the gate [tokens, heads, head_dim]."""
-        heads = qkv.unflatten(-1, (-1, self.head_dim))
-        pairs, rest = heads[:, : 2 * self.num_heads], heads[:, 2 * self.num_heads :]
-        queries, gate = pairs.unflatten(1, (-1, 2)).unbind(2)
-        return torch.cat([queries, rest], dim=1).flatten(1), gate
-
     def _with_whole_norms(self, qkv: torch.Tensor) -> torch.Tensor:
-        """QKV with queries and keys normed, each over all of its heads."""
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         queries, keys, values = qkv.split([width, kv_width, kv_width], dim=-1)
         queries = _normed(queries.contiguous(), self.query_norm)
@@ -270,24 +270,14 @@ class HeadAttention(Weights):
         kept = qkv if self.keys_as_values else qkv[:, :-width]
         return torch.cat([kept, _normed(values, self.value_norm).flatten(1)], dim=-1)
 
-    def _is_fusable_rope(self, norms: HeadNorms | None) -> bool:
-        """Whether the fused RoPE + KV-cache write covers all that happens to queries and keys."""
-        rotation = self.rotation
-        is_normed = self.norm_whole or self.query_norm is None or norms is not None
-        plain = rotation is not None and not rotation.interleaved and not self.grouped
-        return plain and is_normed and self.temperature is None
-
     def _head_norms(self, dtype: torch.dtype, *, wide: bool) -> HeadNorms | None:
         """The QK-norm, where the fused RoPE kernel can apply it; `wide`: with float32 weights too."""
         query, key = self.query_norm, self.key_norm
+        if self.norm_whole or self.norm_after_rotation:
+            return None
         if not isinstance(query, Norm) or not isinstance(key, Norm):
             return None
-        if (
-            self.norm_whole
-            or self.norm_after_rotation
-            or query.weight is None
-            or key.weight is None
-        ):
+        if query.weight is None or key.weight is None:
             return None
         dtypes = (dtype, torch.float32) if wide else (dtype,)
         same = query.eps == key.eps and query.weight.dtype is key.weight.dtype
@@ -426,14 +416,6 @@ class LatentAttention(Weights):
 
 def _normed(x: torch.Tensor, norm: Norm | ShardedNorm | None) -> torch.Tensor:
     return x if norm is None else norm(x)
-
-
-def _scale_by_position(
-    queries: torch.Tensor, temperature: Temperature, cache_positions: torch.Tensor
-) -> torch.Tensor:
-    steps = ((cache_positions.float() + temperature.first) / temperature.floor).floor()
-    factor = steps.log1p() * temperature.weight + 1.0
-    return (queries * factor[:, None, None]).to(queries.dtype)
 
 
 @dataclass(frozen=True, slots=True)

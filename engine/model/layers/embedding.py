@@ -35,7 +35,12 @@ def rope_frequencies(
     if rope.kind == "linear":
         return frequencies / rope.parameters["factor"], 1.0
     if rope.kind == "llama3":
-        return _llama3(frequencies, rope), 1.0
+        # Long wavelengths are scaled by `factor`, short ones kept, those between interpolated.
+        low, high = rope.parameters["low_freq_factor"], rope.parameters["high_freq_factor"]
+        original = rope.parameters["original_max_position_embeddings"]
+        num_rotations = original * frequencies / (2 * math.pi)  # within the original context
+        kept = ((num_rotations - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * (kept + (1.0 - kept) / rope.parameters["factor"]), 1.0
     if rope.kind == "yarn":
         return _yarn(frequencies, rope, width)
     if rope.kind == "longrope":
@@ -49,10 +54,7 @@ def rope_frequencies(
 
 def rope_axes(rope: RopeSpec, width: int) -> torch.Tensor:
     """The axis of each rotated pair's position, int64 [width / 2]: 0 temporal, 1 height, 2 width (M-RoPE).
-
-    Raises:
-        BadInput: there are more or fewer pairs than the sections have.
-    """
+    Raises BadInput: there are more or fewer pairs than the sections have."""
     if rope.sections_interleave:
         axes = torch.zeros(width // 2, dtype=torch.int64)
         for axis in (1, 2):
@@ -75,24 +77,14 @@ def rope_table(
     return (angles.cos() * factor).to(device), (angles.sin() * factor).to(device)
 
 
-def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
-    """Long wavelengths are scaled by `factor`, short ones kept, those between interpolated."""
-    low, high = rope.parameters["low_freq_factor"], rope.parameters["high_freq_factor"]
-    original = rope.parameters["original_max_position_embeddings"]
-    num_rotations = original * frequencies / (2 * math.pi)  # rotations within the original context
-    unstretched = ((num_rotations - low) / (high - low)).clamp(0.0, 1.0)
-    return frequencies * (unstretched + (1.0 - unstretched) / rope.parameters["factor"])
-
-
 def _yarn(frequencies: torch.Tensor, rope: RopeSpec, width: int) -> tuple[torch.Tensor, float]:
     p = rope.parameters
     factor, original = p["factor"], p["original_max_position_embeddings"]
 
     def pair_at(num_rotations: float) -> float:
         """Index of the pair that completes `num_rotations` rotations within the original context."""
-        return (
-            width * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
-        )
+        wavelengths = math.log(original / (num_rotations * 2 * math.pi))
+        return width * wavelengths / (2 * math.log(rope.theta))
 
     low, high = pair_at(p.get("beta_fast", 32.0)), pair_at(p.get("beta_slow", 1.0))
     if p.get("truncate", 1.0):
@@ -203,60 +195,44 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         stream: Window | None,
     ) -> None:
-        self._dtype = dtype
-        self._stream = stream
-        self._tables = [
-            rope_table(rope, rope.width or width, num_positions, device) for rope in ropes
-        ]
-        self._axes = [
-            rope_axes(rope, rope.width or width).to(device) if rope.sections else None
-            for rope in ropes
-        ]
+        self._dtype, self._stream = dtype, stream
+        widths = [(rope, rope.width or width) for rope in ropes]
+        self._tables = [rope_table(*pair, num_positions, device) for pair in widths]
+        self._axes = [rope_axes(*p).to(device) if p[0].sections else None for p in widths]
         self._frequencies = [
             (frequencies.to(device, torch.float64), factor)
-            for frequencies, factor in (
-                rope_frequencies(rope, rope.width or width, num_positions) for rope in ropes
-            )
+            for frequencies, factor in (rope_frequencies(*p, num_positions) for p in widths)
             if stream is not None  # only then are they read, and an Apple GPU has no float64
         ]
 
     def of(self, positions: torch.Tensor) -> CosSin:
         """cos and sin of int64 [tokens] positions, or [3, tokens] of M-RoPE, for each RoPE."""
         if positions.dim() == 2:
-            return self._look_up_axes(positions)
+            cos_sin: CosSin = []
+            for (cos, sin), axes in zip(self._tables, self._axes, strict=True):
+                assert axes is not None, "a RoPE of one position"
+                rows = positions.index_select(0, axes).T  # each pair's position on its own axis
+                cos_sin.append(self._factors(cos.gather(0, rows), sin.gather(0, rows)))
+            return cos_sin
         if self._stream is None:
             return self._look_up(positions)
         # At large positions float32 cannot resolve the angles of neighbouring positions.
-        cos_sin = [
-            (positions[:, None] * frequency, factor) for frequency, factor in self._frequencies
-        ]
-        return [self._factors(x.cos() * factor, x.sin() * factor) for x, factor in cos_sin]
+        angles = ((positions[:, None] * frequency, f) for frequency, f in self._frequencies)
+        return [self._factors(x.cos() * factor, x.sin() * factor) for x, factor in angles]
 
     def cache_positions(self, positions: torch.Tensor) -> torch.Tensor:
         """Cache positions (StreamingLLM), int64 [tokens]; without `stream` the positions themselves."""
-        return (
-            positions if self._stream is None else positions.clamp(max=self._stream.num_visible - 1)
-        )
+        if self._stream is None:
+            return positions
+        return positions.clamp(max=self._stream.num_visible - 1)
 
     def of_sink_queries(self, cache_positions: torch.Tensor) -> CosSin:
         """cos and sin of sink queries at `cache_positions`; empty without sink tokens."""
-        return (
-            self._look_up(cache_positions)
-            if self._stream is not None and self._stream.sinks
-            else []
-        )
+        has_sinks = self._stream is not None and self._stream.sinks
+        return self._look_up(cache_positions) if has_sinks else []
 
     def _look_up(self, positions: torch.Tensor) -> CosSin:
         return [cos_sin_rows(cos, sin, positions, self._dtype) for cos, sin in self._tables]
-
-    def _look_up_axes(self, positions: torch.Tensor) -> CosSin:
-        """cos and sin of temporal, height and width positions: each pair's of its own axis."""
-        cos_sin: CosSin = []
-        for (cos, sin), axes in zip(self._tables, self._axes, strict=True):
-            assert axes is not None, "a RoPE of one position"
-            rows = positions.index_select(0, axes).T
-            cos_sin.append(self._factors(cos.gather(0, rows), sin.gather(0, rows)))
-        return cos_sin
 
     def _factors(self, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return expand_cos_sin(cos.to(self._dtype).unsqueeze(1), sin.to(self._dtype).unsqueeze(1))

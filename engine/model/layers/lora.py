@@ -61,15 +61,13 @@ class _Delta:
                     target.index_add_(0, rows, change)
 
     def takes(self, key: str) -> bool:
-        """Whether an adapter's weights here may be put into a slot."""
-        parts, slots = self.parts.get(key, []), self.slots
+        slots = self.slots
         return all(
             slots is not None and slots.takes(part.outputs, len(part.down)) and part.is_finite
-            for part in parts
+            for part in self.parts.get(key, [])
         )
 
     def put(self, key: str, slot: int) -> None:
-        """Move an adapter's weights here to a slot."""
         if self.slots is None:
             return
         self.slots.clear(slot)
@@ -160,21 +158,17 @@ class AdapterBank:
 
     def slots_of(self, keys: Iterable[str | None]) -> list[int] | None:
         """The slot of each row's adapter, `NO_SLOT` without one; None: some adapter is in no slot."""
-        found = [NO_SLOT if key is None else self._slots.get(key) for key in keys]
-        slots = [slot for slot in found if slot is not None]
-        return slots if len(slots) == len(found) else None
+        slots = {None: NO_SLOT, **self._slots}
+        rows = list(keys)
+        return [slots[key] for key in rows] if slots.keys() >= set(rows) else None
 
     def mask(self, slots: torch.Tensor) -> SlotMask:
-        """The mask of rows with these slots, int64 [rows]."""
         assert self._slot_of_column is not None
         return SlotMask.of(slots, self._slot_of_column, self._like["dtype"])
 
     def read(self, folder: Path) -> AdapterParts:
-        """Read an adapter onto the device; changes nothing, so any thread may.
-
-        Raises:
-            BadInput: naming the file, and the field or tensor that is missing, misshapen or not supported.
-        """
+        """Read an adapter onto the device; changes nothing, so any thread may. Raises BadInput: naming the
+        file, and the field or tensor that is missing, misshapen or not supported."""
         weights = AdapterWeights(Path(folder), servable_settings(Path(folder)))
         parts: AdapterParts = []
         for module in weights.modules:

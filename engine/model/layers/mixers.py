@@ -107,22 +107,14 @@ class Mamba2(_Mixer):
         rows = step.states.decoded
         if rows is not None:
             window, state = step.states.tensors[self.state : self.state + 2]
-            mixed = self._kernel.conv(
-                ConvCall(mixed, window, rows, self.conv, self.conv_bias, activated=True)
-            )
-            parts = gate, length
-            return self.output(
-                self._kernel.state_space(StateSpaceCall(mixed, parts, state, rows, weights, spec)),
-                adapters,
-            )
+            conv = mixed, window, rows, self.conv, self.conv_bias
+            mixed = self._kernel.conv(ConvCall(*conv, activated=True))
+            call = StateSpaceCall(mixed, (gate, length), state, rows, weights, spec)
+            return self.output(self._kernel.state_space(call), adapters)
         mixed = functional.silu(self._convolved(mixed, step, self.conv, self.conv_bias))
         inputs, *others = state_space_inputs(mixed, length, weights, spec)
-        scanned = step.states.advance(
-            self.state + 1,
-            (inputs, *others),
-            partial(ssd_scan, rate=self.rate),
-            partial(ssd_step, rate=self.rate),
-        )
+        runs = partial(ssd_scan, rate=self.rate), partial(ssd_step, rate=self.rate)
+        scanned = step.states.advance(self.state + 1, (inputs, *others), *runs)
         scanned = (scanned + inputs * self.skip[:, None]).flatten(1)
         return self.output(gate_then_norm(scanned, gate, self.norm, self.eps), adapters)
 
@@ -159,7 +151,7 @@ class GatedDeltaNet(_Mixer):
         object.__setattr__(self, "_rule", DELTA_RULE.select(query).run)
         width = 2 * (spec.keys_width + spec.values_width + spec.num_value_heads)
         columns = torch.arange(width, dtype=torch.int32)[None]
-        places = (each[0].to(device) for each in self._parted(columns))
+        places = (part[0].to(device) for part in self._split(columns))
         object.__setattr__(self, "_places", DeltaPlaces(*places))
 
     @property
@@ -177,40 +169,27 @@ class GatedDeltaNet(_Mixer):
         rows = step.states.decoded
         if rows is not None:
             window, state = step.states.tensors[self.state : self.state + 2]
-            places = self._places
-            qkv = self._kernel.conv(
-                ConvCall(
-                    projected, window, rows, self.conv, None, places=places.mixed, activated=True
-                )
-            )
-            return self.output(
-                self._kernel.delta(DeltaCall(qkv, projected, places, state, rows, weights, spec)),
-                adapters,
-            )
-        qkv, gate, rate, decay = self._parted(projected)
+            places, conv = self._places, (projected, window, rows, self.conv, None)
+            qkv = self._kernel.conv(ConvCall(*conv, places=places.mixed, activated=True))
+            call = DeltaCall(qkv, projected, places, state, rows, weights, spec)
+            return self.output(self._kernel.delta(call), adapters)
+        qkv, gate, rate, decay = self._split(projected)
         qkv = functional.silu(self._convolved(qkv, step, self.conv))
         inputs = delta_inputs(qkv, rate, decay, weights, spec)
         mixed = step.states.advance(self.state + 1, inputs, self._rule, delta_rule_step)
         gate = gate.unflatten(-1, (spec.num_value_heads, spec.value_dim))
         return self.output(norm_then_gate(mixed, gate, self.norm, self.eps).flatten(1), adapters)
 
-    def _parted(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Queries with keys and values, the gate, rates and decays, [tokens, width] each."""
-        return self._by_head(projected) if self.spec.by_head else self._split(projected)
-
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries with keys and values, the gate, rates and decays, [tokens, width] each."""
-        spec = self.spec
-        mixed = 2 * spec.keys_width + spec.values_width
-        heads = spec.num_value_heads
-        return projected.split([mixed, spec.values_width, heads, heads], dim=-1)
-
-    def _by_head(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split a projection that lies by key head: query, key, values and gates; then rates and decays."""
-        spec = self.spec
-        shared = spec.num_value_heads // spec.num_key_heads
+        spec, heads = self.spec, self.spec.num_value_heads
+        if not spec.by_head:
+            mixed = 2 * spec.keys_width + spec.values_width
+            return projected.split([mixed, spec.values_width, heads, heads], dim=-1)
+        # By key head: query, key, values and gates; then rates and decays.
+        shared = heads // spec.num_key_heads
         wide = shared * spec.value_dim
-        sizes = [2 * (spec.keys_width + spec.values_width), 2 * spec.num_value_heads]
+        sizes = [2 * (spec.keys_width + spec.values_width), 2 * heads]
         first, second = projected.split(sizes, dim=-1)
         first = first.unflatten(-1, (spec.num_key_heads, -1))
         second = second.unflatten(-1, (spec.num_key_heads, -1))
@@ -249,11 +228,8 @@ class ShortConvolution(_Mixer):
         adapters = step.inputs.adapters
         projected, rows = self.input(x, adapters), step.states.decoded
         if rows is not None:
-            window = step.states.tensors[self.state]
-            mixed = self._kernel.conv(
-                ConvCall(projected, window, rows, self.weight, self.bias, gated=True)
-            )
-            return self.output(mixed, adapters)
+            conv = projected, step.states.tensors[self.state], rows, self.weight, self.bias
+            return self.output(self._kernel.conv(ConvCall(*conv, gated=True)), adapters)
         before, after, x = projected.chunk(3, dim=-1)
         mixed = self._convolved(before * x, step, self.weight, self.bias)
         return self.output(after * mixed, adapters)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import NormalDist
 
 import torch
 from torch.nn import functional
 
 from ....quant.families.spec_parts import CLAMPED_SWIGLU, RouterSpec
-from ...kernels.elementwise.dispatch import (
-    CLAMPED_SWIGLU_GATE,
-    GATE,
-    GELU_GATE,
-    RowKernelQuery,
-)
+from ...kernels.elementwise.dispatch import CLAMPED_SWIGLU_GATE, GATE, GELU_GATE, RowKernelQuery
 from ...kernels.elementwise.reference import ActivationQuant, FusesGateQuant, Rows
 from ...kernels.moe.dispatch import (
     ROUTER_LOGITS,
@@ -29,22 +25,14 @@ from ...kernels.moe.dispatch import (
 from .norm import Norm
 from .projection import NO_ADAPTERS, AdapterRows, Projection, Weights
 
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
-def _squared_relu(x: torch.Tensor) -> torch.Tensor:
-    return functional.relu(x).square()
-
-
+_gelu_tanh = partial(functional.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": functional.relu,
-    "relu2": _squared_relu,
+    "relu2": lambda x: functional.relu(x).square(),
 }
 
 

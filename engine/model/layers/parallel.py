@@ -58,11 +58,8 @@ class Group:
         if not is_available:
             backend = "NCCL" if cuda else "gloo"
             raise BadInput(f"tensor_parallel_size = {size}: this torch has no {backend}")
-        self.rank = rank
-        self.size = size
-        self.device = device
-        self._cuda = cuda
-        self._silent = False
+        self.rank, self.size, self.device = rank, size, device
+        self._cuda, self._silent = cuda, False
         self._processes: Any = None
         self.explain: Callable[[], str | None] = lambda: None
         """Called for the reason when an operation fails."""
@@ -124,8 +121,13 @@ class Group:
 
     def _collect(self, collective: Callable[[], Any]) -> None:
         """Run a collective; a capture records it instead."""
+
+        def wait() -> None:  # the host with gloo, the current stream with NCCL
+            if (work := collective()) is not None:
+                work.wait()
+
         if not self._silent:
-            call_or_capture(lambda: self._run(lambda: _wait(collective())))
+            call_or_capture(lambda: self._run(wait))
 
     def _run(self, operation: Callable[[], object]) -> None:
         try:
@@ -135,12 +137,6 @@ class Group:
                 raise  # of this device, such as out of memory: a capture waits for no peer
             reason = self.explain() or (str(error).splitlines() or ["no answer"])[0]
             raise PeerLost(f"tensor parallel: {reason}") from error
-
-
-def _wait(work: Any) -> None:
-    """Wait for a collective: the host with gloo, the current stream with NCCL."""
-    if work is not None:
-        work.wait()
 
 
 Weight = torch.Tensor | QuantizedTensor
@@ -159,10 +155,7 @@ class WeightSlice:
 
 def take(module: str, weight: Weight, rows: Sequence[slice], columns: slice | None) -> Weight:
     """Slice a weight to some outputs (all, where `rows` is empty) and some inputs, as a copy.
-
-    Raises:
-        BadInput: the quantized weight of `module` cannot be split there.
-    """
+    Raises BadInput: the quantized weight of `module` cannot be split there."""
     if rows:
         weight = _take_rows(module, weight, rows)
     if columns is not None:
@@ -171,7 +164,6 @@ def take(module: str, weight: Weight, rows: Sequence[slice], columns: slice | No
 
 
 def take_rows(tensor: torch.Tensor, rows: Sequence[slice]) -> torch.Tensor:
-    """Rows of a dense tensor, as a copy."""
     return torch.cat([tensor[run] for run in rows])
 
 
@@ -192,9 +184,8 @@ def _take_rows(module: str, weight: Weight, rows: Sequence[slice]) -> Weight:
         # Parts without an output dimension, such as a permutation of the inputs, are the same in all slices.
         shared = name in whole and whole[name].shape == part.shape
         along = 1 if name == "trellis" else 0
-        parts[name] = (
-            part if shared else torch.cat([one.parts()[name] for one in slices], dim=along)
-        )
+        pieces = (piece.parts()[name] for piece in slices)
+        parts[name] = part if shared else torch.cat([*pieces], dim=along)
     return _changed(first, parts)
 
 
@@ -312,13 +303,9 @@ class Shard:
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
         """The spec of this rank: its numbers of heads and KV heads."""
-        heads, kv_heads = self.heads(spec.shape), self.kv_heads(spec.shape)
-        shape = replace(
-            spec.shape,
-            num_heads=heads.stop - heads.start,
-            num_kv_heads=kv_heads.stop - kv_heads.start,
-        )
-        return replace(spec, shape=shape)
+        runs = self.heads(spec.shape), self.kv_heads(spec.shape)
+        heads, kv_heads = (run.stop - run.start for run in runs)
+        return replace(spec, shape=replace(spec.shape, num_heads=heads, num_kv_heads=kv_heads))
 
     def qkv(self, spec: ModelSpec) -> WeightSlice:
         """This rank's rows of the QKV weights, in the family's stacking order."""
@@ -341,7 +328,6 @@ class Shard:
         return WeightSlice(rows=((queries, _after(keys, key_start), _after(keys, value_start)),))
 
     def output(self, shape: ModelShape) -> WeightSlice:
-        """This rank's columns of the output projection (row-parallel)."""
         return WeightSlice(columns=_times(self.heads(shape), shape.head_dim))
 
     def latent(self, shape: ModelShape, latent: Latent) -> tuple[WeightSlice, WeightSlice]:
@@ -363,12 +349,9 @@ class Shard:
         run = self._run(inner)
         if num_modules == num_stacked:
             return WeightSlice(rows=((run,),) * num_modules)
-        return WeightSlice(
-            rows=(tuple(_after(run, index * inner) for index in range(num_stacked)),)
-        )
+        return WeightSlice(rows=(tuple(_after(run, i * inner) for i in range(num_stacked)),))
 
     def down(self, inner: int) -> WeightSlice:
-        """This rank's columns of an MLP's down projection."""
         return WeightSlice(columns=self._run(inner))
 
     def vocabulary(self, vocab_size: int) -> slice:

@@ -52,7 +52,6 @@ class SlotMask:
 
     @classmethod
     def of(cls, slots: torch.Tensor, slot_of_column: torch.Tensor, dtype: torch.dtype) -> SlotMask:
-        """The mask of rows with these slots, int64 [rows]."""
         return cls((slots[:, None] == slot_of_column[None, :]).to(dtype))
 
 
@@ -128,9 +127,7 @@ class Projection:
             run.append(weight)
         self._kernels.append(_prepare(run, dtype, input_bits))
         only = self._kernels[0]
-        self._takes_quantized_input: TakesQuantizedInput | None = (
-            only if isinstance(only, TakesQuantizedInput) else None
-        )
+        self._takes_quantized_input = only if isinstance(only, TakesQuantizedInput) else None
         if bias is not None and len(self._kernels) == 1 and isinstance(only, FusesBias):
             only.fuse_bias(bias)
             bias = None
@@ -160,15 +157,11 @@ class Projection:
     @property
     def activation_quant(self) -> ActivationQuant | None:
         """Activation quantization of the kernel, if it takes quantized input; None with a LoRA delta."""
-        alone = len(self._kernels) == 1 and self._delta is None
-        return (
-            self._takes_quantized_input.activation_quant
-            if alone and self._takes_quantized_input is not None
-            else None
-        )
+        if len(self._kernels) > 1 or self._delta is not None or self._takes_quantized_input is None:
+            return None
+        return self._takes_quantized_input.activation_quant
 
     def add_delta(self, delta: Delta) -> None:
-        """Apply the LoRA `delta` in steps with adapters from now on."""
         self._delta = delta
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -201,9 +194,8 @@ class SlottedWeights:
     """LoRA A and B of one projection in slots.
 
     Args:
-        outputs: the slices of the projection's outputs that adapters may change, one for each linear that it
-            stacks.
-        like: a tensor of the dtype and on the device of the weights.
+        outputs: slices of the projection's outputs that adapters may change, one for each stacked linear.
+        like: tensor of the dtype and on the device of the weights.
     """
 
     def __init__(
@@ -214,7 +206,7 @@ class SlottedWeights:
         rank: int,
         like: torch.Tensor,
     ) -> None:
-        self._places = {(each.start, each.stop): place for place, each in enumerate(outputs)}
+        self._places = {(out.start, out.stop): place for place, out in enumerate(outputs)}
         self._outputs, self._rank = tuple(outputs), rank
         self._down = like.new_zeros(len(outputs), num_slots, rank, in_features)
         # Transposed: a slot is a contiguous range of rows.
@@ -225,7 +217,6 @@ class SlottedWeights:
         return self._down.nbytes + sum(up.nbytes for up in self._up)
 
     def takes(self, outputs: slice, rank: int) -> bool:
-        """Whether an adapter of that rank fits a slot of that slice of outputs."""
         return (outputs.start, outputs.stop) in self._places and rank <= self._rank
 
     def clear(self, slot: int) -> None:
@@ -237,11 +228,8 @@ class SlottedWeights:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy A [rank, in] and B [out, rank] to a slot; returns them as views of it."""
         place, rank = self._places[outputs.start, outputs.stop], len(down)
-        held_down = self._down[place, slot - 1, :rank]
-        held_up = self._up[place][slot - 1, :rank]
-        held_down.copy_(down)
-        held_up.copy_(up.T)
-        return held_down, held_up.T
+        slot_down, slot_up = self._down[place, slot - 1, :rank], self._up[place][slot - 1, :rank]
+        return slot_down.copy_(down), slot_up.copy_(up.T).T
 
     def add(self, x: torch.Tensor, y: torch.Tensor, mask: SlotMask) -> None:
         """Add each row's LoRA delta to `y [rows, out]`, in place."""

@@ -32,11 +32,12 @@ class LoadingOptions:
     """How weights are loaded.
 
     Attributes:
-        max_model_len: of a sequence; None: the model's context.
+        max_model_len: most tokens of a sequence; None: the model's context.
         input_bits: with 8 the kernels of quantized weights may quantize activations (W8A8, W4A8).
         loras: PEFT folders by adapter name; with `max_loras` others may be loaded later.
         stream: StreamingLLM, with which sequences may exceed the model's context.
-        cache_dtype: of stored keys and values, for which attention kernels are chosen; None: the model's.
+        cache_dtype: dtype of stored keys and values, for which attention kernels are chosen; None: the
+            model's.
     """
 
     device: torch.device
@@ -50,7 +51,6 @@ class LoadingOptions:
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether LoRA may change linears, now or later."""
         return bool(self.loras or self.max_loras)
 
 
@@ -69,7 +69,6 @@ class KvLayout:
     stride: int = 1
 
     def entries(self, block_size: int) -> int:
-        """Entries that a block of `block_size` tokens has room for."""
         return -(-block_size // self.stride)
 
     @property
@@ -229,7 +228,6 @@ class ModelSpec:
         return self.parts[index] if self.parts else LayerParts()
 
     def first_state(self, index: int) -> int:
-        """Index of a layer's first state among those of all layers."""
         return sum(part.state.num_states for part in self.parts[:index] if part.state is not None)
 
     @property
@@ -238,7 +236,6 @@ class ModelSpec:
         return self.first_state(len(self.parts))
 
     def of_layer(self, index: int) -> ModelSpec:
-        """The spec whose shape has the sizes of one layer."""
         if not self.layers:
             return self
         sizes = self.layers[index]
@@ -256,12 +253,8 @@ ENDLESS = 2**31 - 1
 
 
 def streaming_spec(spec: ModelSpec, stream: Window) -> ModelSpec:
-    """`spec` with the sinks and window of `stream` in every layer.
-
-    Raises:
-        BadInput: positions are not rotary, layers already have sliding windows, or sinks and window exceed
-            the model's context.
-    """
+    """`spec` with the sinks and window of `stream` in every layer. Raises BadInput: positions are not rotary,
+    layers already have sliding windows, or sinks and window exceed the model's context."""
     options = f"window = {stream.length} with attention_sinks = {stream.sinks}"
     if spec.names.positions:
         raise BadInput(

@@ -111,10 +111,10 @@ class StepStates:
         """Outputs of a recurrence over every sequence's tokens; overwrites its states.
 
         Args:
-            index: of its tensor among the states.
+            index: index of its tensor among the states.
             inputs: [tokens, ...] each, over the rows of the step.
-            run: takes consecutive tokens of one sequence, and its state.
-            step: takes a token of each of several sequences, and their states.
+            run: recurrence over consecutive tokens of one sequence, from its state.
+            step: recurrence over a token of each of several sequences, from their states.
         """
         states = self.tensors[index]
         if (rows := self.decoded) is not None:
