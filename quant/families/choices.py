@@ -91,7 +91,7 @@ def experts(
 
     def number(*names: str) -> Any:
         """A number that the config may repeat for each layer (Hunyuan)."""
-        value = next((config[name] for name in names if config.get(name) is not None), None)
+        value: Any = next((config[name] for name in names if config.get(name) is not None), None)
         repeated = isinstance(value, list) and value and all(item == value[0] for item in value)
         return value[0] if repeated else value
 

@@ -156,8 +156,8 @@ class ModelShape:
         head_dim = config.get("head_dim") or hidden // heads
         latent = None
         if rules.has_default("kv_lora_rank"):
-            names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-            latent = Latent(*(config[name] for name in names), config.get("q_lora_rank"))
+            dims = config["qk_rope_head_dim"], config["qk_nope_head_dim"], config["v_head_dim"]
+            latent = Latent(config["kv_lora_rank"], *dims, config.get("q_lora_rank"))
         kv_heads = rules.num_kv_heads(config) if rules.num_kv_heads else None
         if kv_heads is None:
             given = config.get("num_key_value_heads")

@@ -127,7 +127,9 @@ class Projection:
             run.append(weight)
         self._kernels.append(_prepare(run, dtype, input_bits))
         only = self._kernels[0]
-        self._takes_quantized_input = only if isinstance(only, TakesQuantizedInput) else None
+        self._takes_quantized_input: TakesQuantizedInput | None = (
+            only if isinstance(only, TakesQuantizedInput) else None
+        )
         if bias is not None and len(self._kernels) == 1 and isinstance(only, FusesBias):
             only.fuse_bias(bias)
             bias = None
