@@ -110,13 +110,13 @@ def tune(
                 best = loss
                 for rounding in roundings.values():
                     rounding.keep()
-            # An expert that no token of the batch reached has no gradient and stays as it is.
-            reached = [name for name in roundings if weights[name].grad is not None]
-            for name in reached if iteration + 1 < iters else ():
-                with torch.no_grad():
-                    roundings[name].descend(weights[name].grad, rate * (1 - iteration / iters))
-                    roundings[name].write(weights[name].data)
-                weights[name].grad = None
+            for name, rounding in roundings.items() if iteration + 1 < iters else ():
+                # An expert that no token of the batch reached has no gradient and stays as it is.
+                if (gradient := weights[name].grad) is not None:
+                    with torch.no_grad():
+                        rounding.descend(gradient, rate * (1 - iteration / iters))
+                        rounding.write(weights[name].data)
+                    weights[name].grad = None
             if time.monotonic() - shown > _STATUS_SECONDS:
                 shown = time.monotonic()
                 speed = (iteration + 1) / (shown - began)

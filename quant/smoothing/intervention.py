@@ -331,9 +331,11 @@ def _scores(
             module.register_forward_hook(leave),
         ]
     if scaled is not None:
-        handles.append(
-            scaled.register_forward_hook(lambda _, __, output: output * factors(output.shape[-1]))
-        )
+
+        def scale(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+            return output * factors(output.shape[-1])
+
+        handles.append(scaled.register_forward_hook(scale))
     inputs = _SoftmaxInputs(running, model.token_ids.shape[1])
     with hooks(handles), inputs, suppress(_ScoresRead):
         model.logits()
