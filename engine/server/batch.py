@@ -114,8 +114,8 @@ def _checked(line: bytes, models: Collection[str]) -> tuple[str, str]:
     if not isinstance(entry, dict):
         raise BadInput("need an object with custom_id, method, url and body")
     custom_id, url, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
-    is_text = isinstance(custom_id, str) and bool(custom_id)
-    if not is_text or re.search("[\ud800-\udfff]", custom_id):  # no UTF-8 file holds a surrogate
+    # No UTF-8 file holds an unpaired surrogate.
+    if not isinstance(custom_id, str) or not re.fullmatch("[^\ud800-\udfff]+", custom_id):
         raise BadInput("custom_id: need a text that is not empty")
     if entry.get("method", "POST") != "POST":
         raise BadInput(f"method {entry['method']!r}: only POST")

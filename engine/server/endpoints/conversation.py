@@ -144,9 +144,8 @@ class ConversationResponse(ABC):
             self.completion.extend(output)
             self.usage.take(output)
             events = self.parser.feed(output.new_text, is_last=output.finish_reason is not None)
-            if not self._has_reasoning:
-                events = [event for event in events if not isinstance(event, Reasoning)]
-            yield output, events
+            shows = self._has_reasoning
+            yield output, [e for e in events if shows or not isinstance(e, Reasoning)]
 
     async def parsed(self) -> Parsed:
         """The whole output."""

@@ -227,7 +227,7 @@ def _is_image(block: Any) -> bool:
     return isinstance(block, dict) and block.get("type") == "image"
 
 
-def _image(block: dict[str, Any]) -> dict[str, Any]:
+def _image(block: Any) -> dict[str, Any]:
     """An image block as a content part. Raises `ApiError`: a source of another type."""
     match block.get("source"):
         case {"type": "base64", "media_type": str(kind), "data": str(data)}:

@@ -203,13 +203,15 @@ class ResponsesRequest(GenerationRequest):
     def chat_request(self, turns: Sequence[dict[str, Any]]) -> ResponsesChat:
         """The chat request for `turns`, the input's. Raises `ApiError`: content that is not supported;
         `ValidationError`: what a chat request refuses too."""
-        system, choice = [], self.tool_choice
+        system: list[dict[str, Any]] = []
+        choice: Any = self.tool_choice
+        if not (choice is None or isinstance(choice, str)):
+            choice = choice.for_chat()
         if self.instructions is not None:
             system = [{"role": "system", "content": self.instructions}]
         wants_logprobs = LOGPROBS in (self.include or ())
         form = TextFormat() if self.text is None else self.text.format
         schema = ANY_OBJECT if form.schema_ is None else form.schema_
-        is_word = choice is None or isinstance(choice, str)
         shared = set(GenerationRequest.model_fields)
         fields = {
             "messages": [*system, *turns],
@@ -217,7 +219,7 @@ class ResponsesRequest(GenerationRequest):
             "logprobs": wants_logprobs,
             "top_logprobs": self.top_logprobs if wants_logprobs else None,
             "tools": [tool.for_chat() for tool in self.functions] or None,
-            "tool_choice": choice if is_word else choice.for_chat(),
+            "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "answer_schema": None if form.type == "text" else schema,
