@@ -60,16 +60,16 @@ def batch(
     from ..recipes import DEFAULT_MODEL
     from .output.console import result_console, say
 
-    asked = run.model or DEFAULT_MODEL
+    name = run.model or DEFAULT_MODEL
     keywords = keywords_of_words(EngineConfig, engine)
     check_models(keywords)
-    config = EngineConfig(model=asked, **keywords)
-    for_app = {"model_name": served.served_name(asked), **app_options(served)}
+    config = EngineConfig(model=name, **keywords)
+    for_app = {"model_name": served.served_name(name), **app_options(served)}
     limits = MediaLimits(**keywords_of_words(MediaLimits, media))
     target = run.output or file.with_suffix(".out.jsonl")
-    names = [served.served_name(asked), *config.loras]
+    names = [served.served_name(name), *config.loras]
     check_output(target, "--output", folder=False)
-    requests = read_batch(file, names, digest_of(resolve_model(asked), config, for_app))
+    requests = read_batch(file, names, digest_of(resolve_model(name), config, for_app))
     if target.resolve() == file.resolve():
         raise BadInput(f"--output {target} is the batch file itself: name another")
     with AnswerJournal(target, requests.requests, restart=run.restart) as answers:

@@ -108,9 +108,9 @@ def _plan(
     from ..engine.config.plan_options import PlanRequest
     from ..engine.planner.plan_request import plan_for
 
-    asked = values_of(planned)
-    like, gpu = asked.pop("like"), asked.pop("gpu")
-    asked["engine"] = choices.engine
+    options = values_of(planned)
+    like, gpu = options.pop("like"), options.pop("gpu")
+    options["engine"] = choices.engine
     if choices.engine != "llmopt":
-        asked["kv_dtype"] = asked["kv_dtype"] or (stored and stored.kv_dtype)
-    return plan_for(PlanRequest(model=like or choices.model, gpus=(gpu,), **asked))
+        options["kv_dtype"] = options["kv_dtype"] or (stored and stored.kv_dtype)
+    return plan_for(PlanRequest(model=like or choices.model, gpus=(gpu,), **options))

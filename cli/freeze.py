@@ -45,8 +45,8 @@ def freeze(
     from ..quant.source.models import resolve_model
     from .output.console import result_console, say
 
-    asked = {**workload, **fitted, "model": model.name}
-    given = {key: value for key, value in asked.items() if value is not None}
+    described = {**workload, **fitted, "model": model.name}
+    given = {key: value for key, value in described.items() if value is not None}
     options = checked(BenchOptions, given, "option")
     resolve_model(options.model)  # before torch is imported
     from ..bench.workloads.datasets import freeze_workload

@@ -37,8 +37,8 @@ def merge(
 
     path = resolve_model(str(base), local=True)
     try:
-        words = ["1"] * len(adapters) if weights is None else weights.split(",")
-        factors = [float(word) for word in words]
+        texts = ["1"] * len(adapters) if weights is None else weights.split(",")
+        factors = [float(word) for word in texts]
     except ValueError:
         factors = []
     if len(factors) != len(adapters) or not all(map(math.isfinite, factors)):

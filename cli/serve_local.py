@@ -54,12 +54,12 @@ def serve_local(
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
-    asked = options_given(context)
+    given = options_given(context)
     if other.engine != "llmopt":
-        hand_over(other.engine, name, asked)
+        hand_over(other.engine, name, given)
         return
     for option in ("pipeline_parallel_size", "ray", "print_command"):
-        if option in asked:
+        if option in given:
             raise BadInput(f"--{option.replace('_', '-')} is for another --engine")
     require_server("serve-local")
     folder = resolve_model(name)  # before torch is imported

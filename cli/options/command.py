@@ -357,12 +357,12 @@ def _value(parameter: Any, value: Any, is_on: bool) -> Any:
         if not isinstance(value, bool):
             raise ValueError("give true or false")
         return value is is_on
-    words = value if parameter.multiple and isinstance(value, list) else [value]
-    if not all(isinstance(word, str) for word in words):
+    texts = value if parameter.multiple and isinstance(value, list) else [value]
+    if not all(isinstance(word, str) for word in texts):
         raise ValueError(
             "give a number or a text; YAML reads on, off, yes and no without quotes as switches"
         )
-    return words if parameter.multiple else value
+    return texts if parameter.multiple else value
 
 
 def _overruled(context: typer.Context, shape: Signature) -> dict[str, Any]:

@@ -153,15 +153,15 @@ class SweepOptions:
 
     @property
     def is_asked_for(self) -> bool:
-        asked = (self.sweep_concurrency, self.sweep_rate, self.slo)
-        return any(value is not None for value in asked)
+        axes = (self.sweep_concurrency, self.sweep_rate, self.slo)
+        return any(value is not None for value in axes)
 
     def kind(self) -> Kind:
         """The swept variable. Raises `BadInput`: two sweeps at once, or invalid limits."""
         from ...engine.base.units import required_slo
 
-        asked = (self.sweep_concurrency, self.sweep_rate, self.slo)
-        if sum(value is not None for value in asked) != 1:
+        axes = (self.sweep_concurrency, self.sweep_rate, self.slo)
+        if sum(value is not None for value in axes) != 1:
             raise BadInput("give one of --sweep-concurrency, --sweep-rate and --slo")
         if self.slo is None:
             return "concurrency" if self.sweep_concurrency is not None else "rate"

@@ -138,8 +138,8 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     if comparison.curves:
         curves = operating_table(comparison.curves)
         out.print(plain_table(curves.header, curves.rows, title="Chance of each verdict"))
-    for aspect, verdict, words in aspect_rows(comparison):
-        out.print(f"{aspect:<8} {verdict:<12} {words}", markup=False, soft_wrap=True)
+    for aspect, verdict, explanation in aspect_rows(comparison):
+        out.print(f"{aspect:<8} {verdict:<12} {explanation}", markup=False, soft_wrap=True)
     if comparison.differs_by:
         out.print(f"differs by: {'; '.join(comparison.differs_by)}", markup=False, soft_wrap=True)
     for note in comparison.notes:

@@ -93,8 +93,8 @@ def _memory_and_gpus(findings: Mapping[str, Any]) -> Iterator[Row]:
         yield "CUDA devices", "none"
     cards = Counter((gpu["name"], gpu["memory_bytes"]) for gpu in nvidia["gpus"])
     for (name, size), count in cards.items():
-        each = "" if size is None else f", {format_gib(size)} each"
-        yield "NVIDIA GPUs", f"{count} {name}{each}; driver {nvidia['driver']}"
+        size_note = "" if size is None else f", {format_gib(size)} each"
+        yield "NVIDIA GPUs", f"{count} {name}{size_note}; driver {nvidia['driver']}"
     if not cards:
         yield "NVIDIA GPUs", nvidia["reason"] or "none"
 

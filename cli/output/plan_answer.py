@@ -80,12 +80,12 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         limits = " ".join(f"{name}:{limit:.12g}ms" for name, limit in asked.slo.limits_ms.items())
         by_rate, load = asked.slo.by == "rate", answer.users
         where = f"{sizes(device.load.deployment)} x {device.gpu}"
-        found = "no load keeps"
+        result = "no load keeps"
         if load is not None:
-            found = (
+            result = (
                 f"{load:.4g} requests/s keep" if by_rate else f"{counted(int(load), 'client')} keep"
             )
-        yield f"{found} {limits} on {where}"
+        yield f"{result} {limits} on {where}"
         return
     if (full := answer.full) is not None:
         yield (
@@ -126,9 +126,9 @@ def _cost(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
 
 def loads_table(plan: DeploymentPlan, wide: bool) -> Table:
     """The load on each device: the one asked for, or the highest within the SLO."""
-    asked = plan.workload.load
-    assert asked is not None
-    by_rate = asked.load.rate is not None if asked.slo is None else asked.slo.by == "rate"
+    load = plan.workload.load
+    assert load is not None
+    by_rate = load.load.rate is not None if load.slo is None else load.slo.by == "rate"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("GPU", no_wrap=True)
     names = ["GPUs", "requests\n/s" if by_rate else "clients", "TTFT ms\np50 / p99"]
@@ -142,7 +142,7 @@ def loads_table(plan: DeploymentPlan, wide: bool) -> Table:
         cells = _cells(device, priced, by_rate)
         kept = device.load is not None and device.load.keeps_slo
         table.add_row(*cells[: 1 + len(names)], style=None if kept else "dim")
-    table.caption, table.caption_justify = Text(_caption(asked), style="dim"), "left"
+    table.caption, table.caption_justify = Text(_caption(load), style="dim"), "left"
     return table
 
 

@@ -105,7 +105,7 @@ def _facts(plan: DeploymentPlan) -> Table:
     model, shape, work = plan.model, plan.model.shape, plan.workload
     element = kv_dtype(work.kv_dtype).bytes_per_element(shape)
     first = plan.devices[0]
-    one = _kv_of_one(plan, first)
+    kv_of_one = _kv_of_one(plan, first)
     parameters = f"{shape.num_parameters:,}"
     if shape.experts:
         parameters += f", of them {shape.num_active_parameters:,} active"
@@ -132,18 +132,20 @@ def _facts(plan: DeploymentPlan) -> Table:
     if shape.state_bytes:
         row("state per sequence", f"{format_gib(shape.state_bytes)}  (whatever its length)")
     second = first.beside
-    sizes = f"{format_gib(one)} in {plan.setup.engine}"
+    sizes = f"{format_gib(kv_of_one)} in {plan.setup.engine}"
     if second is not None:
         other = _kv_of_one(plan, second)
         sizes += (
-            f" and {second.engine}" if other == one else f", {format_gib(other)} in {second.engine}"
+            f" and {second.engine}"
+            if other == kv_of_one
+            else f", {format_gib(other)} in {second.engine}"
         )
     row(
         "KV and state of one" if shape.state_bytes else "KV per sequence",
         f"{sizes}  ({format_tokens(work.context)} tokens, {work.kv_dtype})",
     )
     least = shape.kv_bytes(work.context, element)
-    if least < 0.95 * one:
+    if least < 0.95 * kv_of_one:
         row("", f"{format_gib(least)} if only the attention window were kept")
     if (evicted := first.evicted) is not None:
         row(
@@ -151,12 +153,12 @@ def _facts(plan: DeploymentPlan) -> Table:
             f"{format_gib(evicted.kv_bytes)}  ({evicted.num_slots:,} of {evicted.num_tokens:,} tokens, from "
             f"the end of the prompt on; {format_gib(evicted.prompt_kv_bytes)} until then)",
         )
-        one = evicted.kv_bytes
+        kv_of_one = evicted.kv_bytes
     if (load := work.images) is not None:
         row("images", *_image_lines(load, first.encode_seconds, first.gpu))
     if work.sequences > 1:
-        row(f"KV of {work.sequences} sequences", format_gib(work.sequences * one))
-    row("weights + KV", format_gib(held + work.sequences * one))
+        row(f"KV of {work.sequences} sequences", format_gib(work.sequences * kv_of_one))
+    row("weights + KV", format_gib(held + work.sequences * kv_of_one))
     return table
 
 
@@ -352,9 +354,9 @@ def _notes(plan: DeploymentPlan) -> list[str]:
         for device in plan.devices:
             if device.loaded is not None and (device.band or plan.setup.measured is None):
                 gpus.setdefault(device.error_words, []).append(device.gpu)
-        for words, names in gpus.items():
+        for note, names in gpus.items():
             more = f" and {len(names) - 4} more" if names[4:] else ""
-            notes.append(f"Error, {', '.join(names[:4])}{more}: {words}.")
+            notes.append(f"Error, {', '.join(names[:4])}{more}: {note}.")
     if any(device.device.memory_is_estimated for device in plan.devices):
         notes.append("~ what a process sees is estimated as 94 % of the label.")
     return notes

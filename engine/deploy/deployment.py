@@ -278,7 +278,7 @@ def container_command(
 ) -> Sequence[str]:
     """The command line of the engine's server in a container, as the plan has sized it. Raises `BadInput`:
     the engine has nothing for a choice of the plan."""
-    asked: dict[str, object] = {
+    options: dict[str, object] = {
         "host": "0.0.0.0",
         "port": PORT,
         "drain_seconds": choices.drain_seconds,
@@ -287,26 +287,26 @@ def container_command(
     }
     deployment, served = device_plan.deployment, served_engine(choices.engine)
     if deployment.tp > 1:
-        asked["tensor_parallel_size"] = deployment.tp
+        options["tensor_parallel_size"] = deployment.tp
     utilization = device_plan.reserve.utilization
     if served.command is None:
         if deployment.pp > 1:
             raise BadInput("--pp: our engine has no pipeline stages; --engine vllm has")
-        words = ["llmopt", "serve-local", choices.model]
-        for name, value in asked.items():
-            words += [shown(name), str(value)]
+        arguments = ["llmopt", "serve-local", choices.model]
+        for name, value in options.items():
+            arguments += [shown(name), str(value)]
         if choices.key_secret is None:  # clients know it by the names of its service
-            words += ["--allowed-host", "*"]
+            arguments += ["--allowed-host", "*"]
         is_sized = device_plan.device.kind == "cuda" and utilization != DEFAULT_UTILIZATION
     else:
         if deployment.pp > 1:
-            asked["pipeline_parallel_size"] = deployment.pp
+            options["pipeline_parallel_size"] = deployment.pp
         if "drain_seconds" not in served.command.table:
-            del asked["drain_seconds"]
-        words = [*served.command.command(choices.model, asked), *served.words]
+            del options["drain_seconds"]
+        arguments = [*served.command.command(choices.model, options), *served.words]
         is_sized = served.name == "vllm"
-    words += served.cache_words(plan.workload.kv_dtype, stored)
+    arguments += served.cache_words(plan.workload.kv_dtype, stored)
     if is_sized:
         share = str(utilization) if served.command is None else f"{utilization:g}"
-        words += ["--gpu-memory-utilization", share]
-    return words
+        arguments += ["--gpu-memory-utilization", share]
+    return arguments

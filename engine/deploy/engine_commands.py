@@ -87,8 +87,8 @@ class ServerCommand:
             problem = f"{self.title}'s server has nothing that means the same; leave it out"
             raise BadInput(f"{', '.join(unknown)}: {problem}")
         known = [(name, value) for name, value in asked.items() if name in self.table]
-        words = [word for name, value in known for word in self._translated(name, value)]
-        return [*words, *self.combined(asked)]
+        arguments = [word for name, value in known for word in self._translated(name, value)]
+        return [*arguments, *self.combined(asked)]
 
     def find(self) -> str:
         """Path of the executable. Raises `BadInput`: it is not installed."""

@@ -189,44 +189,44 @@ def check_parts(data: bytes) -> None:
 
 
 def _has_more_chunks(data: bytes) -> bool:
-    place = 8
+    offset = 8
     for _ in range(MAX_PARTS):
-        place += 12 + int.from_bytes(data[place : place + 4], "big")
-        if place >= len(data):
+        offset += 12 + int.from_bytes(data[offset : offset + 4], "big")
+        if offset >= len(data):
             return False
     return True
 
 
 def _has_more_segments(data: bytes) -> bool:
     """By Pillow's table of markers: bytes that are none are passed one by one, as there."""
-    place = 2
+    offset = 2
     for _ in range(MAX_PARTS):
-        marker = int.from_bytes(data[place : place + 2], "big")
-        if marker == 0xFFDA or place >= len(data):
+        marker = int.from_bytes(data[offset : offset + 2], "big")
+        if marker == 0xFFDA or offset >= len(data):
             return False
         if marker not in MARKER:
-            place += 1
+            offset += 1
         elif MARKER[marker][2] is None:  # without a length
-            place += 2
+            offset += 2
         else:
-            place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
+            offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")
     return True
 
 
 def _has_more_blocks(data: bytes) -> bool:
     flags = data[10]
-    place = 13 + (6 << (flags & 7) if flags & 0x80 else 0)
+    offset = 13 + (6 << (flags & 7) if flags & 0x80 else 0)
     in_extension = False
     for _ in range(MAX_PARTS):
-        if place >= len(data):
+        if offset >= len(data):
             return False
-        head = data[place]
+        head = data[offset]
         if in_extension:
             in_extension = head != 0
-            place += 1 + head
+            offset += 1 + head
         elif head in b",;":  # the first frame, or the end
             return False
         else:
             in_extension = head == ord("!")
-            place += 2 if in_extension else 1
+            offset += 2 if in_extension else 1
     return True

@@ -235,8 +235,8 @@ def _law(path: str, sizes: Mapping[int, Size | None], windows: Mapping[int, int]
         return CachedTensor(
             name, layer, prod(shape), 1, element_bytes, "constant", is_float=is_float
         )
-    held = {n: 0 if size is None else size[0][axis] for n, size in sizes.items()}
-    law, window, stride = _growth(path, held, windows.get(layer))
+    lengths = {n: 0 if size is None else size[0][axis] for n, size in sizes.items()}
+    law, window, stride = _growth(path, lengths, windows.get(layer))
     heads, width = prod(shape[:axis]), prod(shape[axis + 1 :])
     return CachedTensor(name, layer, heads, width, element_bytes, law, window, stride, is_float)
 

@@ -65,10 +65,7 @@ def totals(sums: Sequence[LaneSums], like: Sequence[Sequence[torch.Tensor]]) -> 
     """
     shapes = workers.gathered(
         [
-            [
-                (level, place, [part is not None for part in parts])
-                for level, place, parts in branches
-            ]
+            [(level, slot, [part is not None for part in parts]) for level, slot, parts in branches]
             for branches in (item.branches for item in sums)
         ]
     )
@@ -78,14 +75,14 @@ def totals(sums: Sequence[LaneSums], like: Sequence[Sequence[torch.Tensor]]) -> 
         whole = LaneSums()
         for sender, branches in enumerate(shapes):
             own = iter(lane_sums.branches)
-            for level, place, present in branches[number]:
+            for level, slot, present in branches[number]:
                 parts = next(own)[2] if sender == workers.rank() else [None] * len(present)
                 if sender != home:
                     parts = [
                         _moved(part, tensor, sender, home) if there else None
                         for part, tensor, there in zip(parts, template, present, strict=True)
                     ]
-                whole.add(place, parts, level)
+                whole.add(slot, parts, level)
         lane_sums.branches = []
         total = (whole.total() if workers.rank() == home else []) or [None] * len(template)
         for index, tensor in enumerate(template):

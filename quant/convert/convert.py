@@ -167,20 +167,20 @@ class _Job:
                         f"{self._source.folder}: {part} of {module} are not those that were computed: "
                         "see llmopt verify"
                     )
-            found = requantize(module, tensor, self._target)
-            if found.reason and not self._allow_loss:
+            converted = requantize(module, tensor, self._target)
+            if converted.reason and not self._allow_loss:
                 raise BadInput(
-                    f"{module}: {found.reason}. --allow-loss requantizes it to "
-                    f"{found.tensor.scheme.label}, which changes it by {found.error:.2e} of its square"
+                    f"{module}: {converted.reason}. --allow-loss requantizes it to {converted.tensor.scheme.label}, "
+                    f"which changes it by {converted.error:.2e} of its square"
                 )
-            self._schemes[module] = found.tensor.scheme
-            self._shapes[module] = found.tensor.shape
+            self._schemes[module] = converted.tensor.scheme
+            self._shapes[module] = converted.tensor.shape
             self._records.append(
                 {"module": module, "source_scheme": scheme_record(tensor.scheme)}
-                | tensor_record(found.tensor)
-                | {"error": found.error, "reason": found.reason}
+                | tensor_record(converted.tensor)
+                | {"error": converted.error, "reason": converted.reason}
             )
-            yield self._target.pack(module, found.tensor)
+            yield self._target.pack(module, converted.tensor)
             self._progress.advance()
         self._progress.finish()
         for name in plain:
@@ -192,15 +192,15 @@ class _Job:
 
     def _kv_cache(self) -> tuple[str, str] | None:
         """Dtype and strategy of the KV cache's scales, if the target format can store them."""
-        held = [name for name in self._source.names if name.endswith(KV_SCALES)]
-        if not held:
+        scale_names = [name for name in self._source.names if name.endswith(KV_SCALES)]
+        if not scale_names:
             return None
         record = (self._source.quantization_config or {}).get("kv_cache_scheme") or {}
         if self._target.holds_kv_scales and record.get("type") != "int":
             return "fp8", record.get("strategy", "tensor")
         if not self._allow_loss:
             raise BadInput(
-                f"format {self._target.name} cannot store the KV cache's scales, such as {held[0]}: "
+                f"format {self._target.name} cannot store the KV cache's scales, such as {scale_names[0]}: "
                 "--allow-loss leaves them out"
             )
         return None
@@ -256,12 +256,12 @@ class Requantized:
 def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Requantized:
     """An equivalent of `tensor` that `target` can store, or its requantization.
     Raises BadInput: the format has no grid for such a weight at all."""
-    found, reason = _exact(module, tensor, target)
-    if found is not None:
-        return Requantized(found)
+    exact, reason = _exact(module, tensor, target)
+    if exact is not None:
+        return Requantized(exact)
     plain = tensor.without_activations()
-    if plain is not tensor and (found := _exact(module, plain, target)[0]) is not None:
-        return Requantized(found, reason=reason)
+    if plain is not tensor and (exact := _exact(module, plain, target)[0]) is not None:
+        return Requantized(exact, reason=reason)
     weight = tensor.dequantize()
     require_finite(weight, module)
     scheme = _nearest_scheme(module, tensor, target)

@@ -344,13 +344,13 @@ class ModelShape:
 
     def _mixture(self, experts: Experts, layers: int) -> Iterator[Tensor]:
         hidden = self.hidden_size
-        held, used = experts.count * layers, experts.per_token * layers
+        num_experts, used = experts.count * layers, experts.per_token * layers
         yield Tensor("router", experts.count, hidden, layers, layers, "whole")
-        yield Tensor("expert", experts.width, hidden, 2 * held, 2 * used)
-        yield Tensor("expert", hidden, experts.width, held, used)
+        yield Tensor("expert", experts.width, hidden, 2 * num_experts, 2 * used)
+        yield Tensor("expert", hidden, experts.width, num_experts, used)
         if self.expert_bias:
             yield Tensor("bias", experts.count, 1, layers, layers, "whole")
-            yield Tensor("expert_bias", 2 * experts.width + hidden, 1, held, used)
+            yield Tensor("expert_bias", 2 * experts.width + hidden, 1, num_experts, used)
         if experts.shared_width:
             yield from self._mlp(experts.shared_width, layers)
 

@@ -252,8 +252,8 @@ def _held(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
 
 def table_names(source: Checkpoint) -> list[str]:
     """The modules whose tables have a block type of their own: embedding, and a head that is not tied."""
-    held = _held(source.names, source.config)
-    return [module for module in (_EMBEDDING, _HEAD) if f"{module}.weight" in held]
+    table = _held(source.names, source.config)
+    return [module for module in (_EMBEDDING, _HEAD) if f"{module}.weight" in table]
 
 
 def _gguf_tensor_name(name: str, architecture: str) -> str:

@@ -277,7 +277,9 @@ class LayerProblem:
 
     def part(self, linears: Collection[str], device: torch.device) -> LayerProblem:
         """The problem of some linears, its tensors on a device; the statistics of routers come along."""
-        held = {name: self.held_out[name].to(device) for name in linears if name in self.held_out}
+        held_out = {
+            name: self.held_out[name].to(device) for name in linears if name in self.held_out
+        }
         return replace(
             self,
             weights={name: self.weights[name].to(device) for name in linears},
@@ -286,7 +288,7 @@ class LayerProblem:
                 for name in (*linears, *self.family.routers)
                 if name in self.statistics
             },
-            held_out=held,
+            held_out=held_out,
             importance={
                 name: self.importance[name].to(device)
                 for name in linears

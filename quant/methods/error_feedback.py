@@ -307,8 +307,8 @@ class _Solver:
             # Positions run against the order of the channels.
             targets = self._uncoupled(first, last, targets).flip(0)
             error = torch.empty_like(targets)
-            columns, place = self.columns[self.groups[first]], self.places[last - 1]
-            columns.errors(targets, self.weight[first:last].flip(0), place, out=error)
+            columns, last_place = self.columns[self.groups[first]], self.places[last - 1]
+            columns.errors(targets, self.weight[first:last].flip(0), last_place, out=error)
             self.error[first:last] = error.flip(0)
 
     def _values(self) -> torch.Tensor:

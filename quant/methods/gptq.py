@@ -128,8 +128,8 @@ class StageWork:
             return
         else:
             device, parts = devices[0], spread(groups, devices, self._apart)
-        for found, reports, damps in parts:
-            self.codes |= {name: codes.to(device) for name, codes in found.items()}
+        for tensors, reports, damps in parts:
+            self.codes |= {name: codes.to(device) for name, codes in tensors.items()}
             self.reports |= reports
             self.damps |= damps
             for name in damps:
@@ -166,8 +166,8 @@ class StageWork:
             return
         self._measure_errors(workers.owners_of(self._costs_of_waiting())[0])
         every: dict[_Measurement, workers.Tried] = {}
-        for found in workers.gathered(self._errors):
-            every |= found
+        for errors in workers.gathered(self._errors):
+            every |= errors
         for name, damp in self.damps.items():
             unseen = [None, None]
             if name in self.problem.held_out:

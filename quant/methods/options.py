@@ -261,8 +261,8 @@ def fp8(options: SchemeOptions) -> Scheme:
     if choice == "none":
         return FloatScheme(granularity)
     if choice == "dynamic":
-        each = "group128" if granularity == "block" else "token"
-        return FloatScheme(granularity, Activations("fp8", each))
+        granule = "group128" if granularity == "block" else "token"
+        return FloatScheme(granularity, Activations("fp8", granule))
     if granularity == "block":
         raise BadInput(
             "--activations static: blocks go with dynamic activations; "

@@ -156,17 +156,17 @@ def _backward(
     losses: list[float] = []
     scale = 1 / plain if plain else 1.0
     sums = LaneSums()
-    for place, part in block.batches(samples):
+    for index, part in block.batches(samples):
         loss = block.losses(part).sum() * scale
         loss.backward()
         losses.append(float(loss.detach()))
         if workers.together():
-            sums.add(place, [weight.grad for weight in weights.values()])
+            sums.add(index, [weight.grad for weight in weights.values()])
             for weight in weights.values():
                 weight.grad = None
     if workers.together():
-        (found,) = totals([sums], [[weight.data for weight in weights.values()]])
-        for weight, gradient in zip(weights.values(), found, strict=True):
+        (gradients,) = totals([sums], [[weight.data for weight in weights.values()]])
+        for weight, gradient in zip(weights.values(), gradients, strict=True):
             weight.grad = gradient
     return sum((loss for worker in workers.gathered(losses) for loss in worker), 0.0)
 

@@ -144,8 +144,8 @@ class Checkpoint:
             )
         self._handles: dict[str, Any] = {}
         for shard in sorted(set(self.shard_of.values())):
-            held = set(self._open(shard).keys())
-            lacking = [n for n, s in self.shard_of.items() if s == shard and n not in held]
+            shard_names = set(self._open(shard).keys())
+            lacking = [n for n, s in self.shard_of.items() if s == shard and n not in shard_names]
             if lacking:
                 raise BadInput(
                     f"{self.folder / shard} lacks {lacking[0]!r}, which the index places there"
@@ -282,8 +282,8 @@ def gguf_file_of(path: Path) -> Path | None:
             raise BadInput(f"{path} cannot be read: {reason}") from error
     if (path / INDEX_NAME).is_file() or (path / SINGLE_NAME).is_file():
         return None
-    found = sorted(path.glob(f"*{GGUF_SUFFIX}"))
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found)
+    files = sorted(path.glob(f"*{GGUF_SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
         raise BadInput(f"{path} holds several GGUF files ({names}): give the path of one of them")
-    return found[0] if found else None
+    return files[0] if files else None

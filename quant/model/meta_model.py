@@ -103,7 +103,7 @@ class WeightMap:
             is_whole = not prefix or name.partition(".")[0] in model._modules
             return name if is_whole else f"{prefix}.{name}"
 
-        held = set(model.state_dict())
+        parameter_names = set(model.state_dict())
         self.targets: dict[str, str] = {}
         self._renamed: dict[str, str] = {}
         self._patterns: dict[str, str] = {}
@@ -111,7 +111,7 @@ class WeightMap:
             renamed, _ = rename_source_key(disk, renamings, [])
             target, pattern = rename_source_key(renamed, [], converters)
             target = in_model(target)
-            if target not in held and in_model(disk) in held:
+            if target not in parameter_names and in_model(disk) in parameter_names:
                 target, pattern = in_model(disk), None
             self._renamed[disk] = in_model(renamed)
             self.targets[disk] = target
@@ -335,13 +335,13 @@ class MetaModel:
     def fill_with_zeros(self, index: int) -> None:
         """Zeros as a layer's weights; their pages are never written, and take no memory."""
         layer = self.layers[index]
-        held = layer.state_dict(keep_vars=True)
+        tensors = layer.state_dict(keep_vars=True)
         zeros = {
             name: torch.from_numpy(np.zeros(tensor.shape, np.float32)).to(tensor.dtype)
-            for name, tensor in held.items()
+            for name, tensor in tensors.items()
         }
         layer.load_state_dict(zeros, assign=True)
-        self._empty[index] = held
+        self._empty[index] = tensors
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of the output projection, in their stored dtype.

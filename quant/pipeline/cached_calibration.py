@@ -90,8 +90,8 @@ class StatisticsFolder:
         splits = dict(zip(_SPLITS, samples, strict=True))
         shares = stream.shares(splits)
         files = sum(share.count for share in shares.values() if share) or 1
-        found = Counter(int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.match(p.name)))
-        first = max((index for index, number in found.items() if number == files), default=0)
+        counts = Counter(int(m[1]) for p in self.folder.iterdir() if (m := _HIDDEN.match(p.name)))
+        first = max((index for index, number in counts.items() if number == files), default=0)
         states = stream.begin(splits, shares, self._hidden(first) if first else None)
         progress.start("measuring", stream.num_layers, "layers")
         progress.advance(first)

@@ -216,7 +216,7 @@ def _sizes(plan: QuantizePlan, kind: Schemes) -> dict[str, int]:
 
 def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
     """The candidates that all formats hold; BadInput, with the last reason, where there is none."""
-    held, refusal, shapes = [], None, _shapes(plan)
+    candidates, refusal, shapes = [], None, _shapes(plan)
     for kind in kinds:
         try:
             check_widths(plan.formats, {name: shapes[name] for name in kind}, kind)
@@ -224,10 +224,10 @@ def _held(plan: QuantizePlan, kinds: Iterable[Schemes]) -> list[Schemes]:
             refusal = error
             continue
         if kind:
-            held.append(kind)
-    if not held and refusal is not None:
+            candidates.append(kind)
+    if not candidates and refusal is not None:
         raise refusal
-    return held
+    return candidates
 
 
 def _named(plan: QuantizePlan, name: str) -> Iterator[Schemes]:
@@ -251,8 +251,8 @@ def _named(plan: QuantizePlan, name: str) -> Iterator[Schemes]:
         grid = base if width == name else replace(base, symmetric=False)
         for size in GROUP_SIZES:
             yield {
-                each: grid.at_width(_INTEGERS[width], size if not columns % size else PER_CHANNEL)
-                for each, (_, columns) in plan.modules.items()
+                module: grid.at_width(_INTEGERS[width], size if not columns % size else PER_CHANNEL)
+                for module, (_, columns) in plan.modules.items()
                 if not columns % size or columns % GROUP_SIZES[-1]
             }
     else:
@@ -287,7 +287,11 @@ def _block_types(plan: QuantizePlan, blocks: Iterable[str]) -> Iterator[Schemes]
     last: list[dict[str, GgufScheme]] = []
     for block in blocks:
         types = {name: fitting(block, shape[1]) for name, shape in _shapes(plan).items()}
-        kind = {name: GgufScheme(found) for name, found in types.items() if found is not None}
+        kind = {
+            name: GgufScheme(block_type)
+            for name, block_type in types.items()
+            if block_type is not None
+        }
         if len(kind) == len(types) and kind not in last:
             last.append(kind)
             yield dict(kind)

@@ -93,15 +93,15 @@ class Lane:
 
     def proposals(self, bytes_bound: int) -> list[Allocation]:
         """The mixtures of least expected KL divergence by plain costs and by scaled ones, if they differ."""
-        found = [self._allocated(self.choices, bytes_bound)]
+        allocations = [self._allocated(self.choices, bytes_bound)]
         if self.excess:
-            scales = self._scales(found[0].cost)
+            scales = self._scales(allocations[0].cost)
             felt = [
                 replace(choice, costs=tuple(scale * cost for cost in choice.costs))
                 for choice, scale in zip(self.choices, scales, strict=True)
             ]
-            found.append(self._allocated(felt, bytes_bound))
-        by_choice = {a.chosen: replace(a, cost=self.expected(a.chosen)) for a in found}
+            allocations.append(self._allocated(felt, bytes_bound))
+        by_choice = {a.chosen: replace(a, cost=self.expected(a.chosen)) for a in allocations}
         return [*by_choice.values()]
 
     def _allocated(self, choices: Sequence[Choice], bytes_bound: int) -> Allocation:
@@ -208,9 +208,9 @@ def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
     for schemes in mixtures:
         check_plan(with_schemes(plan, schemes))
     uniform = search.schemes[search.uniform]
-    *found, of_uniform = lane.divergences([*mixtures, uniform], progress)
-    least = found.index(min(found))
-    best, mixed, losses = proposals[least], mixtures[least], (found[least], of_uniform)
+    *divergences, of_uniform = lane.divergences([*mixtures, uniform], progress)
+    least = divergences.index(min(divergences))
+    best, mixed, losses = proposals[least], mixtures[least], (divergences[least], of_uniform)
     is_mixed = losses[0] < losses[1]
     schemes = mixed if is_mixed else uniform
     sizes = [search.bytes_of(kind) * 8 / search.num_weights for kind in (mixed, uniform)]
@@ -263,8 +263,8 @@ def allocate(choices: Sequence[Choice], budget: int, *, exclusive: bool = False)
         modules = tuple(module for choice in choices for module in choice.modules)
         sizes = tuple(map(sum, zip(*(choice.bytes for choice in choices), strict=True)))
         costs = tuple(map(sum, zip(*(choice.costs for choice in choices), strict=True)))
-        found = allocate([Choice(modules, sizes, costs)], budget)
-        return replace(found, chosen=found.chosen * len(choices))
+        allocation = allocate([Choice(modules, sizes, costs)], budget)
+        return replace(allocation, chosen=allocation.chosen * len(choices))
     least = sum(min(choice.bytes) for choice in choices)
     if least > budget:
         raise too_small(budget, least)
@@ -284,11 +284,11 @@ def front(
     """Allocations from the fewest bytes to the most that lower the cost, under evenly spaced bounds."""
     low = sum(min(choice.bytes) for choice in choices)
     high = sum(choice.bytes[choice.efficient[-1]] for choice in choices)
-    found: dict[int, Allocation] = {}
+    allocations: dict[int, Allocation] = {}
     for bound in np.linspace(low, high, points):
         allocation = solve(int(bound)) if solve else allocate(choices, int(bound))
-        found[allocation.bytes] = allocation
-    return [found[size] for size in sorted(found)]
+        allocations[allocation.bytes] = allocation
+    return [allocations[size] for size in sorted(allocations)]
 
 
 def _solved(choices: Sequence[Choice], budget: int) -> tuple[tuple[int, ...], float]:

@@ -134,8 +134,8 @@ class OnlineCalibration(NoCalibration):
                 stream.substitute(index, before)
             errors = [
                 float((part.to(torch.float32) - other[name]).square().sum())
-                for each, other in zip(given, wanted, strict=True)
-                for name, part in each.items()
+                for output, other in zip(given, wanted, strict=True)
+                for name, part in output.items()
                 if part.is_floating_point()
             ]
             return sum(error for worker in workers.gathered(errors) for error in worker)
@@ -282,9 +282,9 @@ class StreamedBlock:
             yield from enumerate(samples.split(rows))
             return
         own = self._share.own
-        for place, sample in enumerate(samples.split(1)):
+        for index, sample in enumerate(samples.split(1)):
             if own.start <= int(sample) < own.stop:
-                yield place, sample - own.start
+                yield index, sample - own.start
 
     def losses(self, samples: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(len(samples), device=self._stream.device)

@@ -125,11 +125,11 @@ class Preflight:
     @property
     def time(self) -> str:
         """The time in words, with that of a quick run where it is much less."""
-        words = f"about {in_words(self.seconds)}"
+        duration = f"about {in_words(self.seconds)}"
         if self.quick_seconds is None or self.quick_seconds > self.seconds / 2:
-            return words
+            return duration
         quick = f"--num-samples {CPU_SAMPLES} --seq-len {CPU_SEQ_LEN}"
-        return f"{words}; with {quick} about {in_words(self.quick_seconds)}"
+        return f"{duration}; with {quick} about {in_words(self.quick_seconds)}"
 
 
 TIMED_FROM = 300.0

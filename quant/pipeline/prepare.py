@@ -258,13 +258,13 @@ def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str
     elif plan.device == HOST:
         usual = CPU_SAMPLES
     wanted = usual if request.num_samples is None else request.num_samples
-    asked = wanted // 8 if request.held_out is None else request.held_out
+    num_held_out = wanted // 8 if request.held_out is None else request.held_out
     tokenizer = load_tokenizer(plan.checkpoint.path, trust_remote_code=request.trust_remote_code)
     cut: dict[str, Any] = {
         "num_samples": wanted,
         "seq_len": plan.seq_len,
         "seed": request.seed,
-        "held_out": asked,
+        "held_out": num_held_out,
         "evaluation": Path(request.evaluation) if request.evaluation else BUNDLED_EVALUATION,
     }
     calibration = _with_images(request, plan, tokenizer, cut, notes)
@@ -274,9 +274,9 @@ def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str
     samples, length = calibration.token_ids.shape
     if (samples, length) != (wanted, plan.seq_len):
         notes.append(f"note: the calibration text gives {samples} samples of {length} tokens")
-    if len(calibration.held_out) < asked:
+    if len(calibration.held_out) < num_held_out:
         notes.append(
-            f"note: the text left gives {len(calibration.held_out)} held-out samples, not {asked}"
+            f"note: the text left gives {len(calibration.held_out)} held-out samples, not {num_held_out}"
         )
     if calibration.duplicates:
         notes.append(f"note: {calibration.duplicates} repeated calibration texts were dropped")

@@ -173,7 +173,7 @@ def _manifest(
 
 def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
     """Options beyond method and scheme that differ from their defaults."""
-    asked = asdict(request.options) | {
+    options = asdict(request.options) | {
         "asymmetric": plan.options.asymmetric,
         "overrides": list(request.overrides),
         "revert_worse": request.revert_worse,
@@ -191,7 +191,7 @@ def _options(plan: QuantizePlan, request: QuantizeRequest) -> dict[str, Any]:
     usual = {"kv_cache_strategy": "tensor", **asdict(MethodOptions())}
     return {
         name: value
-        for name, value in asked.items()
+        for name, value in options.items()
         if (value != usual[name] if name in usual else value not in (None, False, []))
     }
 

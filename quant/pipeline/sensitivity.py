@@ -278,11 +278,11 @@ class _Backward:
         size = self._stream.rows(states.token_ids)
         batches = []
         for rows in (slice(start, start + size) for start in range(0, len(states), size)):
-            held = {
+            kept = {
                 name: tensor[rows].clone().requires_grad_(tensor.is_floating_point())
                 for name, tensor in states.tensors.items()
             }
-            batches.append(States(states.token_ids[rows], held, states.images[rows]))
+            batches.append(States(states.token_ids[rows], kept, states.images[rows]))
         return batches
 
     def _from_head(self, states: States) -> dict[str, torch.Tensor]:
@@ -326,12 +326,12 @@ class _Backward:
             outputs = stream.outputs(index, states, torch.arange(len(states)))
         passing = {name: part for name, part in behind.items() if name not in outputs}
         named = {f"{_ENTERING}.{name}": part for name, part in states.tensors.items()}
-        found = _gradients(outputs, behind, named | seen)
+        gradients = _gradients(outputs, behind, named | seen)
         for group in stream.family(index).shared_inputs:
-            if all(linear in seen and linear in found for linear in group):
-                self._add(group, entered[group[0]], [found[linear] for linear in group])
+            if all(linear in seen and linear in gradients for linear in group):
+                self._add(group, entered[group[0]], [gradients[linear] for linear in group])
         for name in states.tensors:
-            if (gradient := found.get(f"{_ENTERING}.{name}")) is not None:
+            if (gradient := gradients.get(f"{_ENTERING}.{name}")) is not None:
                 passing[name] = passing[name] + gradient if name in passing else gradient
         return passing
 
@@ -355,10 +355,10 @@ def _gradients(outputs: Tensors, given: Tensors, sources: Tensors) -> dict[str, 
     begins = {name: tensor for name, tensor in sources.items() if tensor.requires_grad}
     if not ends or not begins:
         return {}
-    found = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         [outputs[name] for name in ends],
         list(begins.values()),
         [given[name].to(outputs[name]) for name in ends],
         allow_unused=True,
     )
-    return {name: part for name, part in zip(begins, found, strict=True) if part is not None}
+    return {name: part for name, part in zip(begins, gradients, strict=True) if part is not None}

@@ -144,8 +144,8 @@ def transformers_loads(stored: CheckpointContents, name: str) -> tuple[bool, str
     with_codes = [
         target.removesuffix(".weight")
         for module in stored.shapes
-        if not (each := loaded[f"{module}.weight"]).converted
-        for target in each.parameters
+        if not (entry := loaded[f"{module}.weight"]).converted
+        for target in entry.parameters
     ]
     unloadable = parameters.needs_weights(with_codes) if name in _WITHOUT_WEIGHT else None
     if name != "compressed-tensors":
@@ -162,8 +162,8 @@ def _merged(stored: CheckpointContents, name: str, loaded: Mapping[str, Loaded])
     """Why the weights that transformers merges would be lost or wrong; None: they are right."""
     merged = {
         tensor: stored.schemes.get(tensor.removesuffix(".weight"))
-        for tensor, each in loaded.items()
-        if each.converted and each.as_weight
+        for tensor, entry in loaded.items()
+        if entry.converted and entry.as_weight
     }
     quantized = {tensor: scheme for tensor, scheme in merged.items() if scheme is not None}
     if name == "fp8" or not merged:

@@ -198,10 +198,10 @@ def find_linears(checkpoint: Checkpoint, architecture: Architecture) -> Shapes:
                 "the checkpoint is damaged"
             )
     pattern = re.compile(re.escape(architecture.prefix) + r"\.(\d+)\.")
-    held = {int(match[1]) for name in checkpoint.names if (match := pattern.match(name))}
-    if not held.issuperset(range(len(architecture.layers))):  # may have more: MTP layers
+    numbers = {int(match[1]) for name in checkpoint.names if (match := pattern.match(name))}
+    if not numbers.issuperset(range(len(architecture.layers))):  # may have more: MTP layers
         raise BadInput(
-            f"{checkpoint.path} holds {len(held)} decoder layers, "
+            f"{checkpoint.path} holds {len(numbers)} decoder layers, "
             f"but its config says {len(architecture.layers)}"
         )
     return {name: matrix_shape(checkpoint, name) for name in _linears(architecture)}
@@ -255,13 +255,13 @@ def options_by_module(
     widths."""
     options = dict.fromkeys(shapes, base)
     for override in overrides:
-        found = [name for name in shapes if override.pattern.search(name)]
-        if not found:
+        matching = [name for name in shapes if override.pattern.search(name)]
+        if not matching:
             raise BadInput(
                 f"--override {override.pattern.pattern!r} matches no quantized linear, such as "
                 f"{next(iter(shapes))}"
             )
-        options |= {name: override.apply(options[name]) for name in found}
+        options |= {name: override.apply(options[name]) for name in matching}
     open_names = {n: shapes[n] for n, option in options.items() if option.group_size is None}
     if not grouped or not open_names:
         return options, []

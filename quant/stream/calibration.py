@@ -63,18 +63,20 @@ def check_leakage(name: str, texts: Sequence[str], against: str, evaluation: Seq
     for number, text in enumerate(texts, 1):
         for run in _runs(text):
             if run in where:
-                words = " ".join(run[:8])
+                excerpt = " ".join(run[:8])
                 raise BadInput(
                     f"calibration data {name} overlaps with the evaluation text {against}: text {number} "
-                    f"and text {where[run]} there both have {words!r} …; measure on other text, or "
+                    f"and text {where[run]} there both have {excerpt!r} …; measure on other text, or "
                     "calibrate on other text"
                 )
 
 
 def _runs(text: str) -> list[tuple[str, ...]]:
-    words = text.split()
-    length = min(SHARED_WORDS, len(words))
-    return [tuple(words[i : i + length]) for i in range(len(words) - length + 1)] if words else []
+    tokens = text.split()
+    length = min(SHARED_WORDS, len(tokens))
+    return (
+        [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)] if tokens else []
+    )
 
 
 def length_histogram(lengths: Sequence[int]) -> dict[str, int]:
@@ -178,7 +180,7 @@ def load_calibration(
         raise BadInput(f"calibration data {name} is empty: give a file with text in it")
     unique = deduplicate(documents, plain_text)
     random.Random(seed).shuffle(unique)
-    asked = num_samples + held_out
+    num_documents = num_samples + held_out
     read = _Tokenized(unique, tokenizer, num_samples * seq_len, held_out * seq_len)
     if read.num_tokens < min(LEAST_TOKENS, num_samples * seq_len):
         raise BadInput(
@@ -186,8 +188,8 @@ def load_calibration(
             f"least {LEAST_TOKENS} are needed: give more text"
         )
     length = min(seq_len, read.num_tokens)
-    rows = min(asked, read.num_tokens // length)
-    wanted = max(1, rows * num_samples // asked)
+    rows = min(num_documents, read.num_tokens // length)
+    wanted = max(1, rows * num_samples // num_documents)
     samples, others = read.divided(wanted, held_out, length)
     if evaluation is not None:
         texts = [plain_text(document) for document in read_documents(evaluation)[1]]

@@ -310,17 +310,17 @@ def write_states(path: Path, states: Mapping[str, States], shares: Shares) -> No
 
 def read_states(path: Path, splits: Splits, shares: Shares) -> dict[str, States]:
     """The states that `write_states` wrote, of any number of workers."""
-    found: dict[str, States] = {}
+    states_by_name: dict[str, States] = {}
     for name, (token_ids, images) in splits.items():
         if (share := shares[name]) is None:
-            found[name] = States.restored(name, (token_ids, images), load_file(path))
+            states_by_name[name] = States.restored(name, (token_ids, images), load_file(path))
             continue
         lanes = share.lanes or range(1)  # of which a worker without samples reads the shapes
         stored = [load_file(_of_lane(path, name, lane)) for lane in lanes]
         whole = {key: torch.cat([part[key] for part in stored]) for key in stored[0]}
         states = States.restored(name, (token_ids[share.own], images[share.own]), whole)
-        found[name] = states if share.lanes else states.part(slice(0))
-    return found
+        states_by_name[name] = states if share.lanes else states.part(slice(0))
+    return states_by_name
 
 
 def _of_lane(path: Path, name: str, lane: int) -> Path:
@@ -349,9 +349,9 @@ def paired(
     places = torch.full((most + 2,), -1, device=theirs.device)  # the last, at -1, is of no token
     sent = wanted.tokens >= 0
     places[wanted.tokens[sent]] = sent.nonzero()[:, 0]
-    found = places[inputs.tokens]
-    both = found >= 0
-    return ours[both], theirs[found[both]]
+    positions = places[inputs.tokens]
+    both = positions >= 0
+    return ours[both], theirs[positions[both]]
 
 
 @dataclass(slots=True)

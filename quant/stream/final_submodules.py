@@ -66,7 +66,7 @@ class _Submodule:
     def returned(self, output: torch.Tensor) -> Any:
         if self.length is None:
             return output
-        return tuple(output if place == self.place else None for place in range(self.length))
+        return tuple(output if index == self.place else None for index in range(self.length))
 
 
 class FinalSubmodules:
@@ -118,7 +118,7 @@ class FinalSubmodules:
     ) -> None:
         output = outputs[child][0]
         parts = output if isinstance(output, tuple) else (output,)
-        tensors = [place for place, part in enumerate(parts) if part is not None]
+        tensors = [index for index, part in enumerate(parts) if part is not None]
         inside = {id(module) for module in child.modules()}
         names = frozenset(name for name, module in self._linears.items() if id(module) in inside)
         if not names or len(tensors) != 1 or not _by_sample(parts[tensors[0]]):

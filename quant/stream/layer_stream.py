@@ -221,8 +221,8 @@ class LayerStream:
         """Outputs of a loaded layer for some samples, by its name in the states after it; with gradients
         where they are enabled, those of the states too."""
         if states.images and len(samples) > 1:
-            each = [self.outputs(index, states, sample) for sample in samples.split(1)]
-            return {name: torch.cat([part[name] for part in each]) for name in each[0]}
+            parts = [self.outputs(index, states, sample) for sample in samples.split(1)]
+            return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         layer = self._layers[index]
         with self._around():
             call = self._moved(self._walk.call(index, states, samples))

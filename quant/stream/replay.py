@@ -298,8 +298,8 @@ class SampleReplay(_ReplayWalk):
         return tuple(sums)
 
     def _carried(self, states: States, name: str, row: int) -> torch.Tensor | None:
-        held = states.tensors.get(name)
-        return None if held is None else held[row]
+        tensor = states.tensors.get(name)
+        return None if tensor is None else tensor[row]
 
     def _put(self, states: States, name: str, row: int, tensor: torch.Tensor) -> None:
         if name not in states.tensors:

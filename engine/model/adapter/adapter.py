@@ -154,7 +154,7 @@ class TransformersModel:
             raise BadInput(f"{self._name}: {error}") from error
         self._device = options.device
         self._model.to(self._device)
-        self._checked = tuple(held.to(self._device) for held in self._checked)
+        self._checked = tuple(tensor.to(self._device) for tensor in self._checked)
         try:
             self.kv_layouts, self.state_layouts = self._forward.layouts(self._checked[0])
         except Exception as error:  # modules may fail in any way here
@@ -205,8 +205,8 @@ class TransformersModel:
         tokens, expected = self._checked
         try:
             forward.batch_decode()
-            caches, held = self._empty(layouts, states)
-            forward(self._step(tokens, [(0, 4, [2])], held), caches)
+            caches, state_batch = self._empty(layouts, states)
+            forward(self._step(tokens, [(0, 4, [2])], state_batch), caches)
             # A sequence that goes on next to one that begins, each in two blocks of 4 tokens.
             tables = torch.tensor([[2, 1], [3, 0]], device=self._device)
             rows = torch.arange(2, device=self._device)
@@ -215,7 +215,7 @@ class TransformersModel:
                 at = torch.tensor([position, position - 4], device=self._device)
                 group = DecodeGroup(rows, tables.flatten(), at + 1, torch.zeros_like(at))
                 batch = AttentionBatch([], group, 4, self._dtype)
-                slots, states_of = tables[rows, at // 4] * 4 + at % 4, StateBatch(held, rows)
+                slots, states_of = tables[rows, at // 4] * 4 + at % 4, StateBatch(state_batch, rows)
                 step = StepInputs(tokens[at], at, slots, batch, states=states_of)
                 decoded.append(forward(step, caches))
             actual = torch.cat(decoded).float()
@@ -236,10 +236,10 @@ class TransformersModel:
         expected: torch.Tensor,
     ) -> bool:
         """Whether two paged steps, the second with another sequence batched, give the `expected` logits."""
-        caches, held = self._empty(layouts, states)
+        caches, state_batch = self._empty(layouts, states)
         split = 4
-        first = self._step(tokens, [(0, split, [2])], held)
-        second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])], held)
+        first = self._step(tokens, [(0, split, [2])], state_batch)
+        second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])], state_batch)
         actual = torch.cat([forward(first, caches), forward(second, caches)]).float()
         return self._agrees(actual, torch.cat([expected, expected[:2]]))
 
@@ -278,9 +278,9 @@ class TransformersModel:
             slots += [blocks[p // 4] * 4 + p % 4 for p in range(begin, end)]
         at = torch.tensor(positions, device=self._device)
         batch = AttentionBatch(spans, None, 4, self._dtype)
-        held = StateBatch(states, torch.arange(len(runs), device=self._device))
+        state_batch = StateBatch(states, torch.arange(len(runs), device=self._device))
         of_tokens = torch.tensor(slots, device=self._device)
-        return StepInputs(tokens[at], at, of_tokens, batch, states=held)
+        return StepInputs(tokens[at], at, of_tokens, batch, states=state_batch)
 
 
 def _longest(config: Any) -> int | None:

@@ -32,7 +32,7 @@ class BatchedDecode:
         for state in tensors.states:
             if state.axis is not None or state.since > 1 or state.shape[0] != 1:
                 raise ValueError("a state is no row of a batch")
-        if tensors.positions or any(place[:-1] not in holders for place, _ in tensors.counters):
+        if tensors.positions or any(path[:-1] not in holders for path, _ in tensors.counters):
             raise ValueError("its cache counts tokens")
         self._pairs = [self._key_and_value(holder) for holder in holders]
         self._of_layers: dict[int, CacheOfLayer] = {}
@@ -65,10 +65,10 @@ class BatchedDecode:
         assert group is not None and slots is not None
         cache, fresh = copy_structure(self._template), group.lengths <= 1
         for tensor, state in zip(self._tensors.states, states, strict=True):
-            held = state.index_select(0, slots).flatten(0, 1)
-            held = held.masked_fill(fresh.view(-1, *(1,) * (held.dim() - 1)), 0)
-            for place in tensor.places:
-                put(cache, place, held)
+            gathered = state.index_select(0, slots).flatten(0, 1)
+            gathered = gathered.masked_fill(fresh.view(-1, *(1,) * (gathered.dim() - 1)), 0)
+            for path in tensor.places:
+                put(cache, path, gathered)
         paged = [LayerCache(caches[key].keys, caches[value].keys) for key, value in self._pairs]
         with self._attention.running(StepAttention(inputs, paged, self._of_layers)):
             tokens = {"input_ids": inputs.token_ids[:, None]}

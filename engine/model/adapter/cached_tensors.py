@@ -245,21 +245,21 @@ class CachedTensors:
             return None if self.fresh is None else copy_structure(self.fresh, copy_leaf)
         cache = copy_structure(self.template)
         for tensor, pages in zip(self.paged, caches, strict=True):
-            held = tensor.read(pages, table, block_size, length)
-            for place in tensor.places:
-                put(cache, place, held)
+            cached = tensor.read(pages, table, block_size, length)
+            for tensor_path in tensor.places:
+                put(cache, tensor_path, cached)
         for tensor, state in zip(self.states, states, strict=True):
             if length < tensor.since:
                 continue
             # A clone: a failed step leaves the slot as it was.
-            held = tensor.held(state, length).clone()
-            for place in tensor.places:
-                put(cache, place, held)
+            cached = tensor.held(state, length).clone()
+            for tensor_path in tensor.places:
+                put(cache, tensor_path, cached)
         for tensor in self.positions:
-            for place in tensor.places:
-                put(cache, place, tensor.of(length, table.device))
-        for place, stride in self.counters:
-            put(cache, place, length // stride)
+            for tensor_path in tensor.places:
+                put(cache, tensor_path, tensor.of(length, table.device))
+        for tensor_path, stride in self.counters:
+            put(cache, tensor_path, length // stride)
         return cache
 
     def store(

@@ -154,9 +154,9 @@ class StepAttention:
 
     def __call__(self, call: LayerCall) -> torch.Tensor:
         layer, queries, keys, values, rule = call
-        place = self._of_layers[layer]
-        cache = self._caches[place.index]
-        if place.is_filled:
+        index = self._of_layers[layer]
+        cache = self._caches[index.index]
+        if index.is_filled:
             cache.keys.write(keys, self._inputs.slots)
             if not cache.values_in_keys:
                 cache.values.write(values, self._inputs.slots)

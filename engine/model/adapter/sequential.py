@@ -80,26 +80,26 @@ def _measure(
 ) -> CachedTensors:
     before, after = dict(walk(shorter)), dict(walk(longer))
     if before.keys() != after.keys():
-        (place, *_) = before.keys() ^ after.keys()
-        raise ValueError(f"its cache's {path(place)} comes and goes with the length")
+        (tensor_path, *_) = before.keys() ^ after.keys()
+        raise ValueError(f"its cache's {path(tensor_path)} comes and goes with the length")
     aliases: dict[int, list[Place]] = {}
     counters: list[tuple[Place, int]] = []
-    for place, value in after.items():
+    for tensor_path, value in after.items():
         if isinstance(value, torch.Tensor) and value.dim():
-            aliases.setdefault(id(value), []).append(place)
-        elif bool(before[place] != value):
-            counts = (int(before[place]), value)
+            aliases.setdefault(id(value), []).append(tensor_path)
+        elif bool(before[tensor_path] != value):
+            counts = (int(before[tensor_path]), value)
             steps = (1, *sorted(set(strides.values())))
             stride = next((s for s in steps if counts == tuple(n // s for n in lengths)), None)
             if stride is None or isinstance(value, torch.Tensor | bool):
-                raise ValueError(f"its cache's {path(place)} is not told by the length alone")
-            counters.append((place, stride))
+                raise ValueError(f"its cache's {path(tensor_path)} is not told by the length alone")
+            counters.append((tensor_path, stride))
     template = copy_structure(longer)
     tensors = []
     for places in aliases.values():
         tensors.append(_tensor(tuple(places), (before, after), lengths, strides, longer))
-        for place in places:
-            put(template, place, None)
+        for tensor_path in places:
+            put(template, tensor_path, None)
     return CachedTensors(
         tuple(tensor for tensor in tensors if isinstance(tensor, TokenTensor)),
         tuple(tensor for tensor in tensors if isinstance(tensor, StateTensor)),
@@ -264,7 +264,7 @@ class SequentialForward:
             for first in range(begin, end, step):
                 rows = slice(first, first + step)
                 known = length - (end - rows.stop)
-                tokens = {name: held[:, rows] for name, held in arguments.items()}
+                tokens = {name: value[:, rows] for name, value in arguments.items()}
                 logits, cache = self._pass(tokens, inputs.positions[None, rows], known, cache)
                 scores.append(logits)
             self._tensors.store(cache, caches, inputs.slots[begin:end], states, size, length)
@@ -287,7 +287,7 @@ class SequentialForward:
         arguments |= dict.fromkeys(_CACHES, cache)
         output = self._model(**{k: v for k, v in arguments.items() if k in self._takes})
         returned = (getattr(output, name, None) for name in _CACHES)
-        after = next((held for held in returned if held is not None), cache)
+        after = next((candidate for candidate in returned if candidate is not None), cache)
         return output.logits.flatten(0, 1), after
 
     def _cache_of(self, length: int, empty: Any) -> Any:

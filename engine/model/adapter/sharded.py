@@ -90,8 +90,8 @@ class ModelShard:
         reached = {id(parameter) for parameter in decoder.parameters()}
         for name, parameter in whole.named_parameters():
             style = next((s for pattern, s in styles.items() if pattern.fullmatch(name)), None)
-            held = whole.get_submodule(name.rpartition(".")[0])
-            if id(parameter) not in reached or style is None or hasattr(held, _SPLIT):
+            owner = whole.get_submodule(name.rpartition(".")[0])
+            if id(parameter) not in reached or style is None or hasattr(owner, _SPLIT):
                 continue
             if style != "colwise" or parameter.dim() != 1:
                 raise self._refusal(name, f"the plan {style!r} for it is not built here")
@@ -136,11 +136,11 @@ class ModelShard:
 
     def _split_experts(self, name: str, experts: Any) -> None:
         """Slice gated experts, [experts, 2 × width, hidden] and [experts, hidden, width], inside."""
-        held = dict(experts.named_parameters(recurse=False))
+        parameters = dict(experts.named_parameters(recurse=False))
         plain = not getattr(experts, "is_transposed", False)
-        if set(held) != {"gate_up_proj", "down_proj"} or not plain:
+        if set(parameters) != {"gate_up_proj", "down_proj"} or not plain:
             raise self._refusal(name, "such experts are not divided here")
-        gate_up, down = held["gate_up_proj"], held["down_proj"]
+        gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
         run = self._part(name, down.shape[2], "inner channels")
         halves = gate_up.detach().unflatten(1, (2, -1))[:, :, run]
         gate_up.data = halves.flatten(1, 2).contiguous()

@@ -71,11 +71,11 @@ def run_and_drop_uncalled(
     finally:
         for handle in handles:
             handle.remove()
-    held = {id(tensor) for module in needed for tensor in _tensors(module)}
+    kept = {id(tensor) for module in needed for tensor in _tensors(module)}
     for module in model.modules():
         if needed.isdisjoint(module.modules()):
             for tensor in _tensors(module):
-                if id(tensor) not in held:
+                if id(tensor) not in kept:
                     tensor.data = tensor.new_empty(0)
     return result
 

@@ -342,8 +342,8 @@ class Decoder:
         for index, layer in enumerate(self.weights.layers):
             if index in inputs.aux_hidden_state_layers:
                 aux_hidden[index] = hidden if added is None else hidden + added
-            place = self._cache_indices[index]
-            cache = NO_CACHE if place is None else caches[place]
+            cache_index = self._cache_indices[index]
+            cache = NO_CACHE if cache_index is None else caches[cache_index]
             hidden, added = layer(hidden, added, steps[self._layouts[index]], cache)
             if inputs.embedded is not None and index < len(inputs.embedded.deepstack):
                 hidden = hidden if added is None else hidden + added

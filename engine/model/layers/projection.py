@@ -208,7 +208,7 @@ class SlottedWeights:
         rank: int,
         like: torch.Tensor,
     ) -> None:
-        self._places = {(out.start, out.stop): place for place, out in enumerate(outputs)}
+        self._places = {(out.start, out.stop): index for index, out in enumerate(outputs)}
         self._outputs, self._rank = tuple(outputs), rank
         self._down = like.new_zeros(len(outputs), num_slots, rank, in_features)
         # Transposed: a slot is a contiguous range of rows.
@@ -229,17 +229,17 @@ class SlottedWeights:
         self, slot: int, outputs: slice, down: torch.Tensor, up: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy A [rank, in] and B [out, rank] to a slot; returns them as views of it."""
-        place, rank = self._places[outputs.start, outputs.stop], len(down)
-        slot_down, slot_up = self._down[place, slot - 1, :rank], self._up[place][slot - 1, :rank]
+        index, rank = self._places[outputs.start, outputs.stop], len(down)
+        slot_down, slot_up = self._down[index, slot - 1, :rank], self._up[index][slot - 1, :rank]
         return slot_down.copy_(down), slot_up.copy_(up.T).T
 
     def add(self, x: torch.Tensor, y: torch.Tensor, mask: SlotMask) -> None:
         """Add each row's LoRA delta to `y [rows, out]`, in place."""
         inner = functional.linear(x, self._down.flatten(0, 2))
         inner = inner.view(len(x), len(self._up), -1) * mask.weights[:, None]
-        for place, (outputs, up) in enumerate(zip(self._outputs, self._up, strict=True)):
+        for index, (outputs, up) in enumerate(zip(self._outputs, self._up, strict=True)):
             # Not `addmm_`: the delta is rounded before it is added, as in eager steps.
-            y[:, outputs].add_(inner[:, place] @ up.flatten(0, 1))
+            y[:, outputs].add_(inner[:, index] @ up.flatten(0, 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,8 +175,8 @@ def _readable(block: Any, takes_images: bool) -> Any:
     for part in inner if isinstance(inner, list) else []:
         fields = part if isinstance(part, dict) else {}
         # Search results have a title and an address.
-        words = (str(fields[name]) for name in ("title", "url", "text") if fields.get(name))
-        shown.append(part if isinstance(part, str) else " ".join(words))
+        parts = (str(fields[name]) for name in ("title", "url", "text") if fields.get(name))
+        shown.append(part if isinstance(part, str) else " ".join(parts))
     named = block.get("title") or block.get("name") or ""
     label = f"{kind} {named}".strip()
     if not any(shown):

@@ -323,9 +323,11 @@ async def embedded(service: Service, request: Request, body: EmbedRequest) -> di
     note_ignored(request, [*(body.model_extra or ()), *body.options.ignored])
     body.model = known(service, body.model)
     pooling = service.pooling.embedder()
-    asked = body.embedding_request(body.input or [])
-    prompts = await service.text.encode(asked.inputs, max_tokens=asked.truncate_prompt_tokens)
-    pooled = await pool(service, request, asked, prompts, pooling.params, ID_PREFIX)
+    embedding = body.embedding_request(body.input or [])
+    prompts = await service.text.encode(
+        embedding.inputs, max_tokens=embedding.truncate_prompt_tokens
+    )
+    pooled = await pool(service, request, embedding, prompts, pooling.params, ID_PREFIX)
     vectors = [pooling.embedding(vector, body.dimensions).tolist() for vector in pooled.vectors]
     return {
         "model": body.model,

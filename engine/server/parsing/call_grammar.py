@@ -224,11 +224,11 @@ def _python_value(declared: Any) -> Form:
 
 def _messages(names: Iterable[str]) -> Form:
     """Messages in channels, of which the last is a call, or the answer."""
-    words = {"type": "any_text", "excludes": [CHANNEL, START, MESSAGE, *ENDS]}
+    text = {"type": "any_text", "excludes": [CHANNEL, START, MESSAGE, *ENDS]}
     spoken = _sequence(
         _const(CHANNEL), _either(map(_const, ("analysis", "commentary", "final"))), _const(MESSAGE)
     )
-    message = _sequence(spoken, _tag("", words, "<|end|>"), _const(f"{START}assistant"))
+    message = _sequence(spoken, _tag("", text, "<|end|>"), _const(f"{START}assistant"))
     channel = _sequence(_const(CHANNEL), _either(map(_const, ("commentary", "analysis"))))
     calls = []
     for name in names:
@@ -236,7 +236,7 @@ def _messages(names: Iterable[str]) -> Form:
         kind = _sequence(_const(" "), _optional(_const("<|constrain|>")), _const("json"))
         body = _sequence(_const(MESSAGE), _named(name), _optional(_const("<|call|>")))
         calls.append(_sequence(header, _optional(kind), body))
-    last = _either([*calls, _sequence(spoken, words), words])
+    last = _either([*calls, _sequence(spoken, text), text])
     return _sequence({"type": "star", "content": message}, last)
 
 

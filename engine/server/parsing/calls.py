@@ -145,8 +145,8 @@ class TextSource:
             yield
 
     def _find(self, stops: Sequence[str]) -> tuple[int, str] | None:
-        found = ((self._text.find(stop, self._at), stop) for stop in stops)
-        return min((match for match in found if match[0] >= 0), default=None)
+        hits = ((self._text.find(stop, self._at), stop) for stop in stops)
+        return min((match for match in hits if match[0] >= 0), default=None)
 
     def _num_decided(self, stops: Sequence[str]) -> int:
         """Characters of the unread text that cannot belong to a marker, where it has no whole one."""

@@ -127,12 +127,12 @@ class OutputParser:
             source.take(len(form.start))
             source.recorded()
         yield from source.skip(SPACE)
-        held: list[str] = []
+        pending: list[str] = []
 
         def emit(text: str) -> None:
-            whole = "".join(held) + text
+            whole = "".join(pending) + text
             shown = whole.rstrip(SPACE)
-            held[:] = [whole[len(shown) :]]
+            pending[:] = [whole[len(shown) :]]
             if shown:
                 self._events.append(Reasoning(shown))
 

@@ -156,8 +156,8 @@ class OllamaRequest(BaseModel):
             options = {"enable_thinking": self.think, "thinking": self.think}
             fields["chat_template_kwargs"] = options
         scored = {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
-        asked = {**fields, **scored, "messages": messages, "tools": tools or None}
-        return ChatRequest.model_validate(asked)
+        chat_fields = {**fields, **scored, "messages": messages, "tools": tools or None}
+        return ChatRequest.model_validate(chat_fields)
 
 
 class OllamaFunction(BaseModel):

@@ -253,8 +253,8 @@ _MAGNITUDE = 7  # bits of a code without its sign
 def _as_nvfp4(tensor: Fp4Tensor) -> Fp4Tensor | None:
     """Each block as two of half the width; None where the exponents span more than e4m3's."""
     exponents = tensor.scales.to(torch.int32) - E8M0_BIAS
-    held = _not_zero(tensor)
-    used = exponents[held]
+    nonzero = _not_zero(tensor)
+    used = exponents[nonzero]
     least, largest = (int(used.min()), int(used.max())) if len(used) else (0, 0)
     shift = _GLOBAL_EXPONENT
     if largest + shift > _LARGEST or least + shift < _LEAST:
@@ -273,11 +273,11 @@ def _as_mxfp4(tensor: Fp4Tensor) -> Fp4Tensor | None:
     if tensor.in_features % MXFP4.block_size:
         return None
     mantissas, exponents = torch.frexp(tensor.block_scales())
-    held = _not_zero(tensor)
-    if bool((mantissas[held] != 0.5).any()):
+    nonzero = _not_zero(tensor)
+    if bool((mantissas[nonzero] != 0.5).any()):
         return None
     # A block of zeros takes any exponent, so its neighbour's.
-    biased = (exponents - 1 + E8M0_BIAS).to(torch.int32).masked_fill(~held, -1)
+    biased = (exponents - 1 + E8M0_BIAS).to(torch.int32).masked_fill(~nonzero, -1)
     pairs = biased.view(tensor.out_features, -1, pair)
     both = pairs.amax(dim=-1)
     if bool(((pairs != both[..., None]) & (pairs >= 0)).any()):

@@ -255,9 +255,9 @@ def _quantize_mxfp4(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     for shift in (0, -1, 1):
         tried = (base + shift).clamp(0, 254)
         step = mxfp4_steps(tried.to(torch.uint8))
-        found = torch.bucketize(x.abs() / step, middles)
-        error = (weights * (values[found] * step - x.abs()).square()).sum(dim=-1, keepdim=True)
-        best = where(error < best[0], (error, tried, found), best)
+        levels = torch.bucketize(x.abs() / step, middles)
+        error = (weights * (values[levels] * step - x.abs()).square()).sum(dim=-1, keepdim=True)
+        best = where(error < best[0], (error, tried, levels), best)
     _, exponents, codes = best
     codes = torch.where((x < 0) & (codes > 0), codes + 8, codes)
     return torch.cat([exponents.to(torch.uint8), pack_codes(codes)], dim=-1)

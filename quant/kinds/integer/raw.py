@@ -84,11 +84,11 @@ def read_gptq(entries: Entries, module: str, config: Config) -> Raw:
     if fields.get("sym", True):
         middle = 1 << (bits - 1)
         if (zeros == middle).all() or (zeros == middle - 1).all():
-            held = bool((zeros == middle - 1).all())
-            if held != first_version:
-                holds = "gptq" if held else "gptq_v2"
+            is_symmetric = bool((zeros == middle - 1).all())
+            if is_symmetric != first_version:
+                holds = "gptq" if is_symmetric else "gptq_v2"
                 problems = (f"holds zero codes of {holds}, but its config says {labelled}",)
-            first_version = held
+            first_version = is_symmetric
         else:
             problems = ("says symmetric, but its zero codes are not in the middle",)
     if first_version:

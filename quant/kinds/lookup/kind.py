@@ -61,8 +61,8 @@ class LookupTensor(QuantizedTensor):
         assert self.sparse_columns is not None and self.sparse_values is not None
         start, stop, _ = rows.indices(self.out_features)
         offsets = self.sparse_rows[start : stop + 1]
-        held = slice(int(offsets[0]), int(offsets[-1]))
-        columns, values = self.sparse_columns[held], self.sparse_values[held]
+        kept = slice(int(offsets[0]), int(offsets[-1]))
+        columns, values = self.sparse_columns[kept], self.sparse_values[kept]
         rest = {"sparse_columns": columns, "sparse_values": values}
         return replace(chosen, sparse_rows=offsets - offsets[0], **rest)
 

@@ -159,9 +159,11 @@ class Exl3Format(WeightFormat):
             if mark is not None and int(read_array(mark, "I32").reshape(())) != multiplier:
                 problems.append(f"has another multiplier than {name}'s {multiplier:#x}")
         stored = (config.get("tensor_storage") or {}).get(module) or {}
-        said = stored.get("bits_per_weight", trellis.shape[2] // 16)
-        if said != trellis.shape[2] // 16:
-            problems.append(f"has {trellis.shape[2] // 16} bits a weight, and {said} in the config")
+        declared_bits = stored.get("bits_per_weight", trellis.shape[2] // 16)
+        if declared_bits != trellis.shape[2] // 16:
+            problems.append(
+                f"has {trellis.shape[2] // 16} bits a weight, and {declared_bits} in the config"
+            )
         parts: dict[str, Array] = {"trellis": trellis, "suh": scales[0], "svh": scales[1]}
         numbers = {name: parts[name].astype(np.float32) for name in ("suh", "svh")}
         return Raw(parts, numbers, (sides[1], sides[0]), tuple(problems))
