@@ -170,8 +170,9 @@ class _Job:
             converted = requantize(module, tensor, self._target)
             if converted.reason and not self._allow_loss:
                 raise BadInput(
-                    f"{module}: {converted.reason}. --allow-loss requantizes it to {converted.tensor.scheme.label}, "
-                    f"which changes it by {converted.error:.2e} of its square"
+                    f"{module}: {converted.reason}. --allow-loss requantizes it to "
+                    f"{converted.tensor.scheme.label}, which changes it by {converted.error:.2e} of "
+                    "its square"
                 )
             self._schemes[module] = converted.tensor.scheme
             self._shapes[module] = converted.tensor.shape
