@@ -31,10 +31,12 @@ from tools.structure import RIDDLE, ROOT, Module, read_modules
 VAGUE = frozenset(["one", "each", "place", "found", "words", "held", "said", "asked", "told"])
 OPENING = re.compile(
     r"(?:of|in|by|for|with|from|to|at|on|as|into|over|under|between|after|before|without|"
-    r"those|that|these|this|its|it|they|them|their|what|which|whose|where|whether|how|none)\b",
+    r"those|that|these|its|it|they|them|their|what|which|whose|where|whether|how)\b",
     re.IGNORECASE,
 )
 """First words that lean on the name before them."""
+MACHINE_WORDS = re.compile(r"(?:engine\.kernels|engine\.sampling|quant\.kinds)\.")
+"""Modules in which `words` are the 32-bit words that codes and masks are packed in."""
 MOST_WORDS = 40
 _FIELD = re.compile(r"^(\s+)(`?[\w, `]+`?): (?=\S)", re.MULTILINE)
 _SECTIONS = re.compile(r"^\s*(Attributes|Args|Raises|Returns|Yields):\s*$", re.MULTILINE)
@@ -45,10 +47,11 @@ Finding = tuple[Module, int, str]
 
 def bindings(module: Module) -> Iterator[Finding]:
     """Variables and parameters with a name of `VAGUE`."""
+    vague = VAGUE - {"words"} if MACHINE_WORDS.match(module.name) else VAGUE
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in vague:
             yield module, node.lineno, node.id
-        elif isinstance(node, ast.arg) and node.arg in VAGUE:
+        elif isinstance(node, ast.arg) and node.arg in vague:
             yield module, node.lineno, node.arg
 
 
@@ -100,13 +103,14 @@ def comments(module: Module) -> Iterator[tuple[int, str]]:
         if token.type != tokenize.COMMENT:
             continue
         line = token.start[0]
-        if line != last + 1 and parts:
+        own_line = token.line.lstrip().startswith("#")
+        if parts and not (own_line and line == last + 1):
             yield start, " ".join(parts)
             parts = []
         if not parts:
             start = line
         parts.append(token.string.lstrip("#: "))
-        last = line
+        last = line if own_line else -1
     if parts:
         yield start, " ".join(parts)
 

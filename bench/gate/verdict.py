@@ -1,10 +1,11 @@
 """Verdict of a limit: the evidence, its excess over the limit, and the outcome; the sequential test.
 
 A limit is broken if the evidence shows the new side beyond it, kept if it shows it within, and else
-undecided. Excess is worsening minus the allowed worsening: positive is beyond the limit. Evidence is an
-interval of the excess (passes of single runs, paired items and positions, exact values), the tails of a test
-at the limit (counts), or the excess of each pair of starts, for the sequential test, which looks after every
-second pair.
+undecided. Excess is worsening minus the allowed worsening: positive is beyond the limit. Evidence is one of:
+
+- an interval of the excess (passes of single runs, paired items and positions, exact values);
+- the tails of a test at the limit (counts);
+- the excess of each pair of starts, for the sequential test, which looks after every second pair.
 
 Its two tests are one-sided signed-rank tests of the same hypothesis, that the worsening is exactly the limit:
 rejected upwards it is a regression, downwards a pass (non-inferiority within the limit). Each has its own

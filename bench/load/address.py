@@ -251,7 +251,7 @@ def gpu_of_metrics(address: Address) -> str | None:
 
 SampleKind = Literal["counter", "gauge", "sum", "count"]
 PREFIXES = ("llmopt_", "vllm:", "sglang:", "llamacpp:")
-"""Where a server has a metric under two of them, the first is read."""
+"""Names of each metric; where a server has two of them, the first is read."""
 _ALIASES = {
     "kv_cache_usage": "kv_cache_usage_ratio kv_cache_usage_perc gpu_cache_usage_perc token_usage",
     "num_requests_running": "num_running_reqs requests_processing",

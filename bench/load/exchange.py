@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 MARK = b"\0"
-"""In an encoded body, where the first token (or its text) of a cycle goes. JSON has no such byte."""
+"""Mark in an encoded body for the first token (or its text) of a cycle. JSON has no such byte."""
 
 
 @dataclass(frozen=True, slots=True)

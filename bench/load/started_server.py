@@ -46,10 +46,10 @@ class Preset:
         program: the executable, looked up beside this Python or on the PATH; None is this Python.
         arguments: (model, served name, port) to the command-line arguments.
         version: the arguments that print the version.
-        install: how to install it.
+        install: command that installs it.
         backend: the request format (`client.address.BACKENDS`).
         is_served_by_path: requests name the model by its path; the served name cannot be chosen.
-        needs_gguf: it only loads GGUF files.
+        needs_gguf: True if the server only loads GGUF files.
         has_no_name: the name of its model is only known from the running server.
         adapters: {name: folder} of LoRA adapters to command-line arguments; None: it loads none at its start.
     """

@@ -145,9 +145,11 @@ def effect_of_runs(
     assumed_cv: float = ASSUMED_RUN_CV,
     believed: int = 2,
 ) -> Effect:
-    """The change between repeated runs of two sides, with the larger of two uncertainties: the spread between
-    runs (pooled over both sides on the log scale, or the assumed one if a side has fewer than `believed` runs
-    and the measured one is not larger), and `paired_error`, the standard error of the change over requests.
+    """The change between repeated runs of two sides, with the larger of two uncertainties.
+
+    One is the spread between runs, pooled over both sides on the log scale; the assumed one replaces it if a
+    side has fewer than `believed` runs and the measured one is not larger. The other is `paired_error`, the
+    standard error of the change over requests.
     `between` is the variance between two starts of the same model, in units of that between the runs of one
     start; more runs of the same start do not reduce it."""
     logs_base, logs_new = np.log(base), np.log(new)

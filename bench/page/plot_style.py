@@ -106,7 +106,7 @@ def label(
 
 
 Place = tuple[tuple[float, float], dict[str, str]]
-"""Where a name may stand: the offset from its point in typographic points, and how it is aligned there."""
+"""Position of a name: the offset from its point in typographic points, and how it is aligned there."""
 BESIDE: tuple[Place, ...] = tuple(
     ((x, y), {"ha": across, "va": up})
     for x, y, across, up in (

@@ -23,11 +23,13 @@ ROW_GROUP = 1 << 16  # rows kept in memory until they are written
 
 @dataclass(frozen=True, slots=True)
 class PositionScores:
-    """Columns over scored positions, in the order of the passage: index of the token in its window, its
-    negative log-likelihood in nats, its rank in the model's distribution (1 is the likeliest), KL(reference ‖
-    model) in nats, whether both models' likeliest token is the same, and the probability that the reference
-    gives its likeliest. Without a reference the last six are None, as is each that a server does not
-    report."""
+    """Columns over scored positions, in the order of the passage.
+
+    `position` is the token's index in its window, `nll` its negative log-likelihood in nats, and `rank` its
+    rank in the model's distribution (1 is the likeliest). KL(reference ‖ model) is in nats. The other columns
+    say if both models' likeliest token is the same, and the probability that the reference gives its
+    likeliest. Without a reference the last six are None, as is each that a server does not report.
+    """
 
     document: np.ndarray
     window: np.ndarray

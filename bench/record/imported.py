@@ -41,7 +41,7 @@ LM_EVAL = ("results", "configs", "n-shot")
 SUFFIXES = (".json", ".jsonl")
 TOTAL_TOKENS = "shape.total_input_tokens"
 NO_LOAD = {"load.num_prompts"}
-"""How many requests there are, but not how they arrive."""
+"""Options that say how many requests there are, but not how they arrive."""
 
 
 @dataclass(frozen=True, slots=True)

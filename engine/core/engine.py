@@ -88,9 +88,9 @@ class Engine:
         a prepared prompt, whose token ids then are the prompt.
 
         Raises:
-            BadInput: an empty prompt, a token outside the vocabulary, an id that is in use, an unknown
-                adapter, a request that can never fit, a model whose hidden states are not known, or images
-                for a model or with options that do not take them.
+            BadInput: an empty prompt, a token outside the vocabulary, an id in use, an unknown adapter, a
+                request that can never fit, hidden states that are not known, or images that the model or an
+                option does not take.
         """
         adapter = None if lora is None else self.loras.loaded.key(lora)
         if pooling is not None:

@@ -26,7 +26,7 @@ class ScheduledRow(NamedTuple):
         num_draft_tokens: slots reserved after `end` for draft tokens.
         state_slot: slot of the sequence's constant state, which starts empty at position 0.
         checkpoint: state slot into which the state after `end` is copied; the null slot: none.
-        pooling: how the hidden states are pooled, if they are; nothing is sampled then.
+        pooling: rule for pooling the hidden states, if any; nothing is sampled then.
         num_evicted: tokens before `start` that were evicted to a KV-cache budget: the slot of a token is its
             position less these.
         num_scored: last tokens of the row whose attention weights count in the next compaction.

@@ -60,7 +60,7 @@ def totals(sums: Sequence[LaneSums], like: Sequence[Sequence[torch.Tensor]]) -> 
     """The sums over the lanes of all workers, which meet; None for a part that no lane has.
 
     Args:
-        sums: in the same order in every worker; emptied.
+        sums: partial sums, in the same order in every worker; emptied.
         like: tensors of the parts' shapes.
     """
     shapes = workers.gathered(

@@ -34,7 +34,7 @@ class Activations:
     Attributes:
         kind: int8 (symmetric, `round(x / scale)` in -128..127), fp8 (e4m3), nvfp4 or mxfp4 (`Fp4Scheme`).
         granularity: per token, per group of channels of a token (group-wise), or per tensor.
-        dynamic: whether scales are computed from the input at run time; else they are calibrated. NVFP4
+        dynamic: True if scales are computed from the input at run time; else they are calibrated. NVFP4
             inputs have both: dynamic group scales in units of a calibrated global scale.
     """
 

@@ -79,7 +79,7 @@ def write_shards(
 
 
 Edit = Callable[[str, torch.Tensor, torch.dtype], torch.Tensor]
-"""From a linear's name, its weight in float32 and the dtype of its result to the tensor that is stored."""
+"""Function of a linear's name, its float32 weight and the result's dtype that returns the stored tensor."""
 
 
 def plain_tensors(
@@ -242,8 +242,8 @@ def merge(
 
     Args:
         output: folder to create; it appears atomically, once everything is written.
-        dtype: of the floating-point tensors; `auto` keeps that of each, and writes dequantized ones in the
-            dtype of the config.
+        dtype: dtype of floating-point tensors; `auto` keeps each one's own, and writes dequantized ones in
+            the dtype of the config.
 
     Raises:
         BadInput: `output` exists, a damaged base or adapter, or adapters that do not fit the base or each

@@ -38,8 +38,8 @@ class Fold:
         source: a norm, or a linear whose rows feed the targets channel by channel.
         targets: all consumers of this input: linears, and routers.
         rows: the rows `[start, stop)` of a fused source that feed the targets; None: all of them.
-        norm_offset: what is added to the norm's weight before it multiplies; 1 in Gemma.
-        groups, repeats: which row feeds which column: the rows `[groups, width]` feed the columns
+        norm_offset: constant added to the norm's weight before it multiplies; 1 in Gemma.
+        groups, repeats: map of rows to columns: the rows `[groups, width]` feed the columns
             `[groups, repeats, width]`. With grouped-query attention a group is a value head, repeated for the
             query heads that read it; a norm over each head is one group, repeated for every head.
     """

@@ -57,12 +57,12 @@ class ShapeRules:
     `qkv_bias`, `output_bias` and `mlp_bias` are a config key or a constant.
 
     Attributes:
-        defaults: those of transformers' config class, so that the shape needs no transformers; None: a
+        defaults: defaults of transformers' config class, so that the shape needs no transformers; None: a
             config is completed by that class.
         width_key: the key of the MLP's width where `intermediate_size` is ignored, even if the file has it.
         num_kv_heads: KV heads that the config does not give by its usual keys; None: it does.
         shared_experts: the width of the shared expert, in routed ones: a config key or a number.
-        learned_positions: whether each position has a learned vector.
+        learned_positions: True if each position has a learned vector.
     """
 
     defaults: Mapping[str, Any] | None = None

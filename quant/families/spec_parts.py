@@ -28,13 +28,13 @@ class Names:
         expert: gate, up and down of one expert, below `experts` and the expert id; experts that are not gated
             have up and down alone.
         expert_latent: linears into and out of the width that routed experts work in (Nemotron-H).
-        state_mixer: what mixes tokens in place of attention, in layers with a constant state.
+        state_mixer: module that mixes tokens in place of attention, in layers with a constant state.
         router_scale, expert_scale: factors on the router's normed input, on each expert's weight (Gemma 4).
         shared: gate and up (or the linear that stacks them) and down, below `shared_expert`.
         shared_gate: linear to one value, whose sigmoid weighs the shared expert's output (Qwen2-MoE).
         fused_experts: the experts are two 3-D tensors [experts, in, out] below `experts`, of gate with up and
             of down; None: each expert has modules.
-        fused_transposed: those tensors are [experts, out, in], where their shape does not tell.
+        fused_transposed: fused tensors are [experts, out, in], where their shape does not tell.
         gate_up_alternates: rows of gate and up are interleaved in them.
         transposed: every linear's weight is stored as [in, out] (Conv1D).
         layer_scale: a scalar that multiplies the layer's output (Gemma 4).
@@ -307,8 +307,8 @@ class LayerParts:
     """Parts of a layer: a mixer of its tokens and a feed-forward block, or one of the two.
 
     Attributes:
-        state: what mixes its tokens in place of attention; None: attention does.
-        has_mixer, has_mlp: whether it has the one and the other; a layer with one of them is a norm and it
+        state: module that mixes its tokens in place of attention; None: attention does.
+        has_mixer, has_mlp: False if the layer lacks that part; a layer with one part is a norm and the part
             (Nemotron-H).
     """
 

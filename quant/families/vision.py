@@ -159,8 +159,8 @@ def vision_map(linears: Sequence[str], names: Collection[str]) -> LayerMap:
     """The map of a block of a tower, or of a projector.
 
     Args:
-        linears: in the order of its modules.
-        names: its tensors.
+        linears: linears in the order of the tower's modules.
+        names: names of the tower's tensors.
     """
     groups: list[tuple[str, ...]] = []
     for linear in linears:

@@ -84,8 +84,8 @@ def tune(
     batches differ more than iterations do.
 
     Args:
-        shapes: of the linears' weights.
-        rate: of the first iteration.
+        shapes: shapes of the linears' weights.
+        rate: learning rate of the first iteration.
 
     Returns:
         The best loss, as a share of that of the beginning.

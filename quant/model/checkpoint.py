@@ -113,7 +113,7 @@ class Checkpoint:
         notes: notes for the user, where its tensors are not read as they are on disk.
 
     Args:
-        trust_remote_code: whether code that the checkpoint brings may be run, to build its model.
+        trust_remote_code: True if code that the checkpoint brings may be run, to build its model.
 
     Raises:
         BadInput: no config, no weights, a shard that is missing, cut off, or lacks an indexed tensor.

@@ -177,7 +177,7 @@ class MetaModel:
 
     Attributes:
         model: the whole model, with a vision tower where it has one.
-        layers: its decoder layers.
+        layers: decoder layers of the model.
         config: config of the decoder.
         text_path: path of the module that holds the decoder layers.
         disk_prefix: common prefix of the layers' tensor names, such as `model.layers`.
@@ -276,7 +276,7 @@ class MetaModel:
         """Load a layer's weights in float32; `empty` frees them.
 
         Args:
-            tensors: by their relative names on disk.
+            tensors: tensors by their relative names on disk.
 
         Raises:
             BadInput: they are not those of this architecture.

@@ -1,8 +1,8 @@
 """Sensitivity of the model's output to errors in the outputs of its linears.
 
 To second order a small error `d` in the outputs of a linear moves the distribution of the next token by a KL
-divergence of half of `dᵀFd`, where `F` is the second moment of the gradient `g` of `log p(y)` with respect to
-these outputs, for tokens `y` that the model itself would draw (the Fisher information). For a change `D` of
+divergence of half of `dᵀFd`. `F` is the Fisher information: the second moment of the gradient `g` of
+`log p(y)` with respect to these outputs, for tokens `y` that the model itself would draw. For a change `D` of
 the weight `d` is `Dx`, and of `F` the diagonal is taken: half of the mean of `sum_o g_o² (D_o x)²` over
 tokens. The weight of an output is its mean `g_o²`; that of a token, by which the second moment of the inputs
 is taken, is its sum of `g²` over outputs: the first token of a text may have large inputs that nothing feels.
@@ -79,7 +79,7 @@ class TableSensitivity:
     Attributes:
         tokens: share of a row in what is felt, float32 `[vocabulary]`; None: it is not known.
         channels: mean square of the gradient of each channel of the embedding, float32 `[hidden]`.
-        outputs, inputs: of the projection, as in `LayerSensitivity`.
+        outputs, inputs: factors of the projection, as in `LayerSensitivity`.
     """
 
     tokens: torch.Tensor | None

@@ -56,7 +56,7 @@ class QuantizePlan:
         modules: `(out_features, in_features)` of every linear to quantize, by full name.
         schemes: target scheme of each module.
         ignored: linears excluded by `--ignore`.
-        unquantized: these and all other modules without codes, as format configs list them.
+        unquantized: modules left plain and all others without codes, as format configs list them.
         parameters: parameters of transformers' model, or why transformers has none.
         rotations: rotations that the checkpoint is seen through.
         seq_len: tokens in a calibration sample.

@@ -161,7 +161,7 @@ class RandomModel:
     Attributes:
         model: the model with its output projection.
         layers: decoder layers, experts apart where the checkpoint stores them apart.
-        names: for each layer, the name on disk of each of its modules that has a weight, relative to it.
+        names: names on disk of each layer's modules that have a weight, relative to the layer.
         token_ids: int64 `[1, NUM_TOKENS]`.
     """
 

@@ -291,7 +291,7 @@ class States:
 Splits = Mapping[str, tuple[torch.Tensor, Images]]
 """Token ids and images of samples, by the name of the states that come of them."""
 Shares = Mapping[str, Share | None]
-"""This worker's of each; None: the process is alone."""
+"""Share of this worker; None: the process is alone."""
 
 
 def write_states(path: Path, states: Mapping[str, States], shares: Shares) -> None:

@@ -75,7 +75,7 @@ class FinalSubmodules:
     Args:
         linears: modules of the layer's linears, by name.
         compute: dtype in which linears multiply their inputs, which are kept in it.
-        most_bytes: what is kept takes no more; a submodule beyond it is run every time.
+        most_bytes: limit of what is kept; a submodule beyond it is run every time.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class LayerStream:
     Args:
         checkpoint: a plain (unquantized) checkpoint; BadInput where transformers rejects its config.
         compute: dtype of the GEMMs inside the layers; accumulation and activations are float32.
-        device: where layers are run, and their statistics kept; states between layers are on the host.
+        device: device that runs layers and keeps their statistics; states between layers are on the host.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ class LayerStream:
         Args:
             only: names to collect for; None: all. All of a layer with many experts takes much memory.
             kept: gives a context for the pass of each batch, by its rows.
-            share: this worker's share of the samples, where the statistics are those of all workers.
+            share: part of the samples that this worker has; the statistics are those of all workers.
         """
         statistics: dict[str, InputStatistics] = {}
         handles = []

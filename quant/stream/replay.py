@@ -44,7 +44,7 @@ class _ReplayWalk(Walk):
 
     Attributes:
         _templates: the outcome of each layer that a sample reaches, in the order of their calls.
-        _read_by: for each carried tensor the last layer that reads it, or one past the last for the head.
+        _read_by: last layer that reads each carried tensor, or one past the last for the head.
     """
 
     _templates: dict[int, Any]

@@ -137,7 +137,7 @@ class AttentionKernelQuery:
     Attributes:
         mask: "causal"; "tree": draft tokens form token trees; "image": images see all of themselves, and the
             batch may have trees too.
-        stored: how keys and values are stored; None: as the queries.
+        stored: dtype of stored keys and values; None: that of the queries.
     """
 
     device: str

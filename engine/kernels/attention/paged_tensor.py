@@ -42,7 +42,7 @@ class WithoutScales:
 
 E4M3_ALONE = WithoutScales(torch.float8_e4m3fn)
 CacheDtype = torch.dtype | WithoutScales
-"""How elements are stored; dtypes of `LARGEST_CODE` have a scale for each vector."""
+"""Dtypes that elements are stored in; those of `LARGEST_CODE` have a scale for each vector."""
 ONLY_LIBRARIES = (torch.float8_e5m2, E4M3_ALONE)
 """8-bit dtypes without scales, for GPUs only."""
 

@@ -222,7 +222,7 @@ class GpuLimits:
     Attributes:
         capability: compute capability, 90 for 9.0.
         shared_bytes: the most shared memory that a program may take.
-        has_dependent_launch: whether its kernels may start before their predecessor has ended, in a captured
+        has_dependent_launch: True if kernels may start before their predecessor has ended, in a captured
             graph too.
     """
 

@@ -65,7 +65,8 @@ class Verdict:
     """Outcome of a trial.
 
     Attributes:
-        error: as `Trial.tolerance`, against the reference; None: the candidate failed, or is the reference.
+        error: error against the reference, in units of `Trial.tolerance`; None: it failed, or is the
+            reference.
         seconds: median time of each of the trial's calls; empty: not timed.
         dropped: reason why the candidate is not chosen; None: it earned its place.
     """
@@ -275,7 +276,7 @@ class RandomInputs:
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 TOLERANCE_QUANTIZED = 4e-2
-"""For activations or a KV cache quantized to 8 bits: a value between two codes may round either way."""
+"""Tolerance for activations or a KV cache in 8 bits: a value between two codes may round either way."""
 
 
 def tolerance(dtype: torch.dtype, *, quantizes_inputs: bool = False) -> float:

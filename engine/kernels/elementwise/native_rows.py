@@ -114,7 +114,7 @@ class NativeNorm:
 
 
 ACTIVATIONS: tuple[GatedActivation, ...] = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
-"""In the order of their numbers in `layer.c`."""
+"""Names in the order of their numbers in `layer.c`."""
 
 
 class NativeGate:

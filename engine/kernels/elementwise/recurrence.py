@@ -9,8 +9,8 @@ of the `kernel - 1` tokens before it; inputs before a sequence's first token are
     out[t, c] = bias[c] + sum over k of weight[c, k] * x[t - kernel + 1 + k, c]
 
 The gated delta rule (Yang et al., "Gated Delta Networks", arXiv:2412.06464, section 3) is linear attention
-that corrects what its state S [key_dim, value_dim] already predicts of a value, with a decay g and a rate b
-of each token and head. In a chunk the corrections solve a triangular system (arXiv:2406.06484):
+that corrects what its state S [key_dim, value_dim] already predicts of a value. Each token and head has a
+decay g and a rate b. In a chunk the corrections solve a triangular system (arXiv:2406.06484):
 
     S = exp(g) * S;    S = S + k outer (b * (v - k @ S));    out = q @ S
 
@@ -37,7 +37,7 @@ LEAST_SQUARES = 1e-6
 
 
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""From inputs and a state (the last argument) to outputs and the state after them."""
+"""Inputs and a state (the last argument) → outputs and the state after them."""
 
 
 class StateRows(NamedTuple):

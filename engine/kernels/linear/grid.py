@@ -361,7 +361,7 @@ KIND_GRIDS: dict[str, KindGrids] = {
         whole=True,
     ),
 }
-"""By `Scheme.kind_name`. A kind that is not here runs on its own decoder or on the reference."""
+"""Grids by `Scheme.kind_name`. A kind that is not here runs on its own decoder or on the reference."""
 
 
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:

@@ -42,7 +42,7 @@ _LANES = tl.constexpr(16)
 """Columns of a word tensor: those that a matrix instruction of 16-bit operands sums over."""
 
 _FACTOR, _OFFSET = struct.unpack("<2e", struct.pack("<2H", 0x1EEE, 0xC931))
-"""In mul1 the value of a byte sum `n` is `(1024 + n) _FACTOR + _OFFSET`, which float32 holds exactly."""
+"""mul1: the value of a byte sum `n` is `(1024 + n) _FACTOR + _OFFSET`, which float32 holds exactly."""
 # 2^23 + n is the word that a dot product of bytes leaves; float32 holds the offset after it exactly, too.
 _BEHIND_MAGIC = struct.pack(">f", _OFFSET - _FACTOR * (2**23 - 1024)).hex()
 _BYTE_SUM: tl.constexpr = tl.constexpr(

@@ -167,9 +167,9 @@ def decode(
     load the codes in the layout of the tensor core's operand, where they are decoded in place.
 
     Args:
-        codes: with MAGIC in them, where it is not 0.
+        codes: codes, with MAGIC in them where it is not 0.
         scale, low: `[OUTPUTS]`, of the group: `low` is the zero point, or the minimum of an affine grid.
-        KIND: that of the grid; "element" where the codes are looked up already.
+        KIND: kind of the grid; "element" where the codes are looked up already.
     """
     if KIND == "element":
         value = codes

@@ -55,13 +55,13 @@ Route = Callable[
     [torch.Tensor, RoutingRule, torch.Tensor | None, torch.Tensor | None],
     tuple[torch.Tensor, torch.Tensor],
 ]
-"""From float32 logits [tokens, experts], a rule, a correction of the scores for selection, float32 [experts],
-and a factor on each expert's weight, float32 [experts], to weights, float32, and expert ids, int64,
+"""Float32 logits [tokens, experts], a rule, a correction of the scores for selection, float32 [experts],
+and a factor on each expert's weight, float32 [experts] → weights, float32, and expert ids, int64,
 [tokens, top_k + num_shared] each."""
 
 
 RouterLogits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""From rows [tokens, hidden], a float32 weight [experts, hidden] and bias [experts] to float32 logits."""
+"""Rows [tokens, hidden], a float32 weight [experts, hidden] and bias [experts] → float32 logits."""
 
 
 def router_logits_torch(

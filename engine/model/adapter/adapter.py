@@ -55,7 +55,7 @@ class TransformersModel:
     window = None
     """Sliding windows are internal to the modules, so no blocks are evicted."""
     hidden_size: int | None = None
-    """With None `forward` returns logits."""
+    """Width of the hidden states that `forward` returns; None: it returns logits."""
     captures_any_step = False
 
     def __init__(

@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 
 Place = tuple[Key, ...]
-"""Where something is in an object: attributes and items, from the outside in."""
+"""Path to a part of an object: attributes and items, from the outside in."""
 
 
 def walk(value: Any, place: Place = ()) -> Iterator[tuple[Place, torch.Tensor | int]]:
@@ -208,7 +208,7 @@ class CachedTensors:
     """The tensors of a model's cache, and an object of it to fill for a sequence.
 
     Attributes:
-        paged, states, positions: its tensors.
+        paged, states, positions: tensors of the cache.
         counters: integers that count strides of so many tokens.
         template: the cache without tensors.
         fresh: an empty cache for a new sequence; None: the model makes its own.

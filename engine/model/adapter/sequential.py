@@ -223,7 +223,7 @@ class SequentialForward:
     Raises ValueError: the model returns no cache, or one whose tensors are neither per token nor constant."""
 
     one_by_one = False
-    """Whether tokens after a sequence's first step are computed one at a time."""
+    """True if tokens after a sequence's first step are computed one at a time."""
 
     def __init__(self, model: Any, own_attention: str) -> None:
         self._model = model

@@ -35,7 +35,7 @@ class ModelShard:
     Until `connect`, a rank computes alone: its sums are partial, and what it would gather is padded.
 
     Args:
-        whole: on the CPU; its exchanged weights go to the device of `options`.
+        whole: model on the CPU; its exchanged weights go to the device of `options`.
 
     Raises:
         BadInput: there is no plan, one of another kind than tensors split in columns and rows, or a width or

@@ -45,7 +45,7 @@ from ..layers.state import NO_STEP_STATES, StateLayout, StepStates
 
 Attention = HeadAttention | LatentAttention | SharedAttention
 StateMixer = ShortConvolution | GatedDeltaNet | Mamba2
-"""They take no keys and values, and overwrite a constant state."""
+"""Mixers that take no keys and values, and overwrite a constant state."""
 
 
 @dataclass(frozen=True, slots=True)

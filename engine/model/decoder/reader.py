@@ -60,7 +60,7 @@ class CheckpointReader:
         self.linears: dict[str, LinearSite] = {}
         """Location of each linear that was read as a projection."""
         self.takes_adapters = options.takes_adapters
-        """Whether LoRA adapters may change the linears, so that none may lose its place."""
+        """True if LoRA adapters may change the linears, so that none may lose its place."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._checkpoint

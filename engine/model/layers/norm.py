@@ -77,7 +77,7 @@ class ShardedNorm(Weights):
     """RMS norm over the outputs of a column-parallel linear: the sum of squares is that of all ranks.
 
     Attributes:
-        weight: of this rank's outputs.
+        weight: weight of this rank's outputs.
         width: outputs of all ranks, of which each is held by `copies` of them.
         total: all-reduce over the ranks.
     """

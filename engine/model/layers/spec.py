@@ -33,7 +33,7 @@ class LoadingOptions:
 
     Attributes:
         max_model_len: most tokens of a sequence; None: the model's context.
-        input_bits: with 8 the kernels of quantized weights may quantize activations (W8A8, W4A8).
+        input_bits: 8 lets the kernels of quantized weights quantize activations (W8A8, W4A8).
         loras: PEFT folders by adapter name; with `max_loras` others may be loaded later.
         stream: StreamingLLM, with which sequences may exceed the model's context.
         cache_dtype: dtype of stored keys and values, for which attention kernels are chosen; None: the
@@ -87,8 +87,8 @@ class ImageSpec:
     """How a language model treats the tokens of images.
 
     Attributes:
-        has_mrope: they have positions in time, height and width.
-        is_bidirectional: those of one image attend to each other, in some layers.
+        has_mrope: image tokens have positions in time, height and width.
+        is_bidirectional: tokens of one image attend to each other, in some layers.
     """
 
     has_mrope: bool = False
@@ -118,7 +118,7 @@ class ModelSpec:
         grouped_qkv: the stacked QKV projection is grouped by KV head: its queries, its key, its value.
         attention_gate: the query projection has a gate for each head (Qwen3-Next).
         layers: sizes of each layer; (): all are as in `shape`.
-        parts: what each layer is made of; (): attention and a feed-forward block.
+        parts: composition of each layer; (): attention and a feed-forward block.
         value_norm: values get a norm without weights (Gemma 4).
         per_layer_width, per_layer_vocab: per-layer embeddings: elements of a layer's input, and rows of their
             table; 0: none (Gemma 3n and 4).
@@ -131,7 +131,7 @@ class ModelSpec:
         parallel: attention and MLP read the same residual and are added together (Falcon, Cohere).
         mtp_layers: checkpoints may hold layers for multi-token prediction after the decoder's (DeepSeek-V3).
         is_classifier: the checkpoint is a sequence classifier, without a language head.
-        multimodal: this is the text model of a multimodal checkpoint, whose other tensors are not read.
+        multimodal: True for the text model of a multimodal checkpoint, whose other tensors are not read.
         stream: attention sinks and window of StreamingLLM; None: off.
     """
 

@@ -23,9 +23,9 @@ class Tags:
     Attributes:
         name_open, name_ends: around the function's name; the name ends before any of `name_ends`.
         key_open, key_close: around the name of an argument.
-        value_open: before its value, after whitespace.
-        value_close: after its value.
-        call_close: after the last argument.
+        value_open: text before an argument's value, after whitespace.
+        value_close: text after the value.
+        call_close: text after the last argument.
         strips_newlines: a newline on either side of a value is markup.
         typed: the key's tag ends with `string="true` or `string="false`.
     """

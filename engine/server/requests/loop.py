@@ -37,7 +37,7 @@ MAX_NAMED = 32
 """Request ids in the log line of a failed step; each begins with the id of its response."""
 
 IDLE_SECONDS, MOST_IDLE_SECONDS = 0.5, 60.0
-"""After which an idle server gives freed memory back to the system, and from which it no longer looks."""
+"""Idle seconds after which freed memory goes back to the system, and after which it is not looked for."""
 
 _FATAL = (Failure, AssertionError, torch.AcceleratorError)
 """A lost process, contradicting state, and a device error, after which a CUDA context is unusable."""

@@ -35,9 +35,9 @@ LEVELS = {
     "py.warnings": logging.WARNING,
 }
 _BASE64 = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}")
-"""With the backslash that some clients write before a slash."""
+"""Long runs of base64, also with the backslash that some clients write before a slash."""
 _PATIENCE_SECONDS = 0.1
-"""For the reader of a full pipe, before the first line is dropped."""
+"""Seconds to wait for the reader of a full pipe before the first line is dropped."""
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _CONTROL |= {ord("\n"): "\\n", ord("\r"): "\\r", ord("\t"): "\\t"}
 

@@ -152,8 +152,8 @@ def cache_salt(tenant: int, salt: str | None) -> bytes:
 
 WriteChunk = Callable[[bytes], Awaitable[None]]
 WRITE_KEY = "llmopt.write"
-"""In an ASGI scope: writes a chunk of the body of a response that has begun; None or nothing where it must go
-through `send`."""
+"""Key in an ASGI scope of a function that writes a chunk of the body of a response that has begun; None or
+missing where the chunk must go through `send`."""
 
 RECORD_KEY = "llmopt.request"
 CURRENT: ContextVar[RequestRecord | None] = ContextVar("llmopt_request", default=None)

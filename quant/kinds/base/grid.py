@@ -46,7 +46,7 @@ class Grid(ABC):
     Attributes:
         group: consecutive input channels that are fitted together; it divides `in`.
         vector: consecutive columns that are rounded together; it divides `group`. 1: a scalar grid.
-        rows_alone: whether no parameter is shared by rows, so that weights with one input can be
+        rows_alone: True if no parameter is shared by rows, so that weights with one input can be
             concatenated along `out` and solved as one.
     """
 

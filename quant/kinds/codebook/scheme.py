@@ -17,9 +17,9 @@ class CodebookScheme(Scheme):
     """4-bit codes into one fixed codebook of 16 values, one absmax per block of weights (bitsandbytes).
 
     Attributes:
-        kind: which codebook: `nf4` (quantiles of a normal distribution) or `fp4`.
+        kind: name of the codebook: `nf4` (quantiles of a normal distribution) or `fp4`.
         block_size: consecutive weights, in row-major order across rows, that share an absmax.
-        double_quant: whether the absmax values are themselves quantized to 8 bits.
+        double_quant: True if the absmax values are themselves quantized to 8 bits.
     """
 
     kind_name: ClassVar[str] = "codebook"

@@ -219,7 +219,7 @@ def _search_in_c(
         blocks: the weights `[n, runs, width]`, and those of their errors; None derives them.
         codes: least and largest code, then those of the scales.
         factors: largest codes that are tried for the step of a run, then for the scales.
-        squares: whether derived weights are squares of the weights.
+        squares: True if derived weights are squares of the weights.
     """
     x, weights = (None if part is None else part.contiguous() for part in blocks)
     assert x is not None
@@ -251,7 +251,7 @@ def search_affine(
         x: float32 `[n, runs, width]`.
         weights: weight of each squared error, positive, of the same shape; None: `error_weights`.
         levels, scale_levels: the largest code, and the largest code of a scale or minimum.
-        rounds: how often neighbouring scale codes are tried and the heads refitted.
+        rounds: number of passes that try neighbouring scale codes and refit the heads.
     """
     library = _native(x)
     if library is None:

@@ -30,7 +30,7 @@ class Lattice:
     Attributes:
         dim: weights in a point.
         runs: parts of a block with a scale each.
-        scale_bits: of a run's scale; its step is `d * unit * (2 * scale + 1)`.
+        scale_bits: width of a run's scale; its step is `d * unit * (2 * scale + 1)`.
         signs: `free`, `even` (an even number of minuses among eight), or `in the points`.
     """
 

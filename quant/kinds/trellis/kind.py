@@ -2,9 +2,9 @@
 
 Where other grids know each weight's points, this one's depend on the neighbours': a tile is a vector of 16
 input channels for each 16 outputs, which a Viterbi search rounds as a whole. Error feedback over it is QTIP's
-LDLQ. The error of the nearest paths has one mean square for each width, since what is left to quantize behind
-the transforms is nearly normal, so that a search over widths takes noise of that size in place of the codes,
-which would cost as much as the quantization for every width.
+LDLQ. What is left to quantize after the transforms is nearly normal, so the error of the nearest
+paths has one mean square for each width. A search over widths therefore takes noise of that size in place of
+the codes, which would cost as much as the quantization for every width.
 """
 
 from __future__ import annotations
