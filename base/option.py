@@ -134,15 +134,15 @@ def keywords(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def keywords_of_words(config: type, words: Mapping[str, Any]) -> dict[str, Any]:
+def keywords_of_words(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords for a config, of the words of a command line; options that were not given are left out. Raises
     `BadInput`: a word that does not parse."""
     values: dict[str, Any] = {}
     for name, option in options_of(config).items():
         if option.config is not None:
             make = getattr(option.config, "asked", option.config)
-            values[name] = make(**keywords_of_words(option.config, words))
-        elif (word := words.get(word_name(name, option))) is not None:
+            values[name] = make(**keywords_of_words(option.config, given))
+        elif (word := given.get(word_name(name, option))) is not None:
             values[name] = option.value(word)
     return values
 

@@ -81,14 +81,14 @@ def kv_plan(
     plan = plan_for(PlanRequest(name, **keywords_of_words(PlanRequest, words)))
     for warning in plan.warnings:
         say(f"warning: {warning}")
-    found = answer_of(plan)
-    answer = plan_as_dict(plan) | {"answer": answer_as_dict(found)}
+    plan_answer = answer_of(plan)
+    answer = plan_as_dict(plan) | {"answer": answer_as_dict(plan_answer)}
     _write(plan, answer, output)
     if output.as_json:
         emit_json(answer)
     else:
         console = result_console(output.as_json)
-        show_plan(plan, found, console)
+        show_plan(plan, plan_answer, console)
         if words["engine"] == "all":
             show_engines(answer, console)
         if output.explain:

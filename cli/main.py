@@ -68,8 +68,8 @@ def _empty() -> typer.Typer:
     return app
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_given: bool) -> None:
+    if is_given:
         from importlib.metadata import version
 
         print(f"llmopt {version('llmopt')}")
@@ -102,9 +102,9 @@ def _interruptible(command: Callable[..., None]) -> Callable[..., None]:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; never returns."""
     install()
-    words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words or bool(os.environ.get("LLMOPT_DEBUG"))
-    arguments = [word for word in words if word != "--debug"]
+    given = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in given or bool(os.environ.get("LLMOPT_DEBUG"))
+    arguments = [word for word in given if word != "--debug"]
     # `bench` takes a model, so it cannot have sub-commands; a model of that name is `./freeze`.
     if arguments[:2] == ["bench", "freeze"]:
         arguments = arguments[1:]
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         app = application(first) if first in COMMANDS else application()
     # The context's object: the words for a process that does the same.
-    how = {"prog_name": "llmopt", "standalone_mode": False, "obj": words}
+    how = {"prog_name": "llmopt", "standalone_mode": False, "obj": given}
     sys.exit(check_shown(run_guarded(lambda: app(arguments, **how), debug=debug)))
 
 

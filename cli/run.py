@@ -97,12 +97,14 @@ def run(
         _do_jobs(stages, steps, folder, jobs, as_json)
 
 
-def _check_options(asked: RecipeOptions, folder: FolderOptions, jobs: RunJobOptions) -> None:
+def _check_options(
+    recipe_options: RecipeOptions, folder: FolderOptions, jobs: RunJobOptions
+) -> None:
     """Raises `BadInput` for options that ask for different things, or are of the other kind of run."""
-    resume = asked.resume
+    resume = recipe_options.resume
     if resume is not None and folder.output is not None:
         raise BadInput("--output names the folder of a new run: omit it with --resume")
-    if resume is not None and (asked.model is not None or asked.changes):
+    if resume is not None and (recipe_options.model is not None or recipe_options.changes):
         raise BadInput("--model and --set are of a new run: omit them with --resume")
     tasks = {"--on": jobs.on is not None, "--job": jobs.job is not None, "--status": jobs.status}
     given = [flag for flag, is_given in tasks.items() if is_given]
@@ -114,14 +116,16 @@ def _check_options(asked: RecipeOptions, folder: FolderOptions, jobs: RunJobOpti
         raise BadInput("--score-shares is of a new run: omit it with --resume")
 
 
-def _wanted(asked: RecipeOptions) -> tuple[Stages | None, Recipe]:
+def _wanted(recipe_options: RecipeOptions) -> tuple[Stages | None, Recipe]:
     """(the stage journal to resume, the recipe)."""
     from ..bench.studies.recipe_files import Stages, read_recipe
 
-    if asked.recipe is not None and asked.resume is None:
-        return None, read_recipe(asked.recipe, asked.model, asked.changes or ())
-    if asked.resume is not None and asked.recipe is None:
-        stages = Stages.resume(asked.resume)
+    if recipe_options.recipe is not None and recipe_options.resume is None:
+        return None, read_recipe(
+            recipe_options.recipe, recipe_options.model, recipe_options.changes or ()
+        )
+    if recipe_options.resume is not None and recipe_options.recipe is None:
+        stages = Stages.resume(recipe_options.resume)
         return stages, stages.recipe
     raise BadInput("give a recipe to run, or --resume FOLDER to resume one")
 

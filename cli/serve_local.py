@@ -176,13 +176,13 @@ def require_server(command: str) -> None:
     require(f"llmopt {command}", "serve", *modules)
 
 
-def server_options(words: Words, *, host: str) -> ServerOptions:
+def server_options(values: Words, *, host: str) -> ServerOptions:
     """The server's options, all checked: files, packages and addresses. A server that asks for no key answers
     to known names alone: a page of the web may be pointed at it by another name, whatever address it listens
     on. Beyond the loopback these are the machine's own too."""
     from ..engine.server.launch import is_loopback, own_names
 
-    given = keywords_of_words(ServerOptions, words)
+    given = keywords_of_words(ServerOptions, values)
     names, is_local = given.pop("host_names", None), is_loopback(host)
     options = ServerOptions(**given)
     if "*" in (names or ()) or not (is_local or names or not options.requires_key):

@@ -130,8 +130,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _show_all(context: typer.Context, asked: bool) -> None:
-    if asked and not context.resilient_parsing:
+def _show_all(context: typer.Context, is_given: bool) -> None:
+    if is_given and not context.resilient_parsing:
         context.meta[SHOW_ALL] = True
         typer.echo(context.get_help())
         raise typer.Exit

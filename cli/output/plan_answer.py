@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
     """A line for each question."""
-    device, asked = answer.device, plan.workload.load
+    device, planned_load = answer.device, plan.workload.load
     load = f"with {plan.workload.sequences:,} clients"
-    if asked is not None and asked.slo is not None:
+    if planned_load is not None and planned_load.slo is not None:
         load = "within the limits"
     elif plan.workload.sequences <= 1:
         load = "with all places taken"
@@ -75,10 +75,12 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
 
 
 def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
-    device, asked = answer.device, plan.workload.load
-    if asked is not None and asked.slo is not None and device.load is not None:
-        limits = " ".join(f"{name}:{limit:.12g}ms" for name, limit in asked.slo.limits_ms.items())
-        by_rate, load = asked.slo.by == "rate", answer.users
+    device, planned_load = answer.device, plan.workload.load
+    if planned_load is not None and planned_load.slo is not None and device.load is not None:
+        limits = " ".join(
+            f"{name}:{limit:.12g}ms" for name, limit in planned_load.slo.limits_ms.items()
+        )
+        by_rate, load = planned_load.slo.by == "rate", answer.users
         where = f"{sizes(device.load.deployment)} x {device.gpu}"
         result = "no load keeps"
         if load is not None:
@@ -165,16 +167,14 @@ def _cells(device: DevicePlan, priced: bool, by_rate: bool) -> list[str]:
     ]
 
 
-def _caption(asked: PlannedLoad) -> str:
-    prompt, output = asked.load.mean_lengths()
+def _caption(load: PlannedLoad) -> str:
+    prompt, output = load.load.mean_lengths()
     caption = f"Simulated: requests of {prompt:,.0f} + {output:,.0f} tokens"
-    if asked.dataset is not None:
-        caption += f" in the mean, the lengths of {asked.dataset}"
-    if asked.slo is not None:
-        limits = " ".join(f"{name}:{limit:.12g}ms" for name, limit in asked.slo.limits_ms.items())
-        caption += (
-            f"; the highest load of which {asked.slo.share:.0%} of the requests keep {limits}"
-        )
+    if load.dataset is not None:
+        caption += f" in the mean, the lengths of {load.dataset}"
+    if load.slo is not None:
+        limits = " ".join(f"{name}:{limit:.12g}ms" for name, limit in load.slo.limits_ms.items())
+        caption += f"; the highest load of which {load.slo.share:.0%} of the requests keep {limits}"
     return caption + ". Output tokens pay for their prompts."
 
 

@@ -120,11 +120,11 @@ def _facts(plan: DeploymentPlan) -> Table:
         row("sizes", f"{model.how}: parameters and cache as its module has them")
     row("shape", _shape_line(shape))
     row("parameters", parameters, *_parts(shape))
-    held, run = plan.weight_bytes, first.deployment.recipe
-    row("weights", f"{format_gib(held)}  ({plan.recipe.label})")
+    total_bytes, run = plan.weight_bytes, first.deployment.recipe
+    row("weights", f"{format_gib(total_bytes)}  ({plan.recipe.label})")
     if run is not plan.recipe:
-        held = weight_bytes(shape, run)
-        row("", f"{format_gib(held)} in memory  ({run.label})")
+        total_bytes = weight_bytes(shape, run)
+        row("", f"{format_gib(total_bytes)} in memory  ({run.label})")
     row(
         "KV per token",
         f"{format_gib(shape.kv_bytes_per_token(element))}  ({_kv_line(shape, element)})",
@@ -158,7 +158,7 @@ def _facts(plan: DeploymentPlan) -> Table:
         row("images", *_image_lines(load, first.encode_seconds, first.gpu))
     if work.sequences > 1:
         row(f"KV of {work.sequences} sequences", format_gib(work.sequences * kv_of_one))
-    row("weights + KV", format_gib(held + work.sequences * kv_of_one))
+    row("weights + KV", format_gib(total_bytes + work.sequences * kv_of_one))
     return table
 
 

@@ -74,21 +74,21 @@ class ServerCommand:
     combined: Callable[[Mapping[str, Any]], Words] = lambda _: ()
     key_variable: str | None = None
 
-    def command(self, model: str, asked: Mapping[str, Any]) -> list[str]:
+    def command(self, model: str, options: Mapping[str, Any]) -> list[str]:
         """The command line for `model` and the options of `serve-local` in `asked`, by their names in Python.
         Raises `BadInput`: the engine has no equivalent of an option or its value."""
-        return [self.program, *self.words, model, *self.options({**self.defaults, **asked})]
+        return [self.program, *self.words, model, *self.options({**self.defaults, **options})]
 
-    def options(self, asked: Mapping[str, Any]) -> list[str]:
+    def options(self, given: Mapping[str, Any]) -> list[str]:
         """The part of the command line for options of `serve-local` alone. Raises `BadInput`: the engine has
         no equivalent of an option or its value."""
-        unknown = [shown(name) for name in asked if name not in {*self.table, *self.together}]
+        unknown = [shown(name) for name in given if name not in {*self.table, *self.together}]
         if unknown:
             problem = f"{self.title}'s server has nothing that means the same; leave it out"
             raise BadInput(f"{', '.join(unknown)}: {problem}")
-        known = [(name, value) for name, value in asked.items() if name in self.table]
+        known = [(name, value) for name, value in given.items() if name in self.table]
         arguments = [word for name, value in known for word in self._translated(name, value)]
-        return [*arguments, *self.combined(asked)]
+        return [*arguments, *self.combined(given)]
 
     def find(self) -> str:
         """Path of the executable. Raises `BadInput`: it is not installed."""
@@ -147,15 +147,15 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `--max-lora-rank`."""
 
 
-def _named_adapters(words: Sequence[str]) -> tuple[list[str], int]:
+def _named_adapters(entries: Sequence[str]) -> tuple[list[str], int]:
     """(NAME=FOLDER of each adapter, their largest rank)."""
-    adapters = parse_adapters(words)
+    adapters = parse_adapters(entries)
     rank = max(servable_settings(folder).rank for folder in adapters.values())
     return [f"{name}={folder.resolve()}" for name, folder in adapters.items()], rank
 
 
-def _vllm_loras(words: Sequence[str]) -> Words:
-    named, largest = _named_adapters(words)
+def _vllm_loras(entries: Sequence[str]) -> Words:
+    named, largest = _named_adapters(entries)
     rank = next((rank for rank in LORA_RANKS if rank >= largest), None)
     if rank is None:
         raise BadInput(f"--lora: an adapter has rank {largest}, vLLM takes up to {LORA_RANKS[-1]}")
@@ -163,8 +163,8 @@ def _vllm_loras(words: Sequence[str]) -> Words:
     return ["--enable-lora", *limits, "--lora-modules", *named]
 
 
-def _sglang_loras(words: Sequence[str]) -> Words:
-    named, _ = _named_adapters(words)
+def _sglang_loras(entries: Sequence[str]) -> Words:
+    named, _ = _named_adapters(entries)
     # A request without an adapter takes a place in the batch too.
     return ["--lora-paths", *named, "--max-loras-per-batch", str(len(named) + 1)]
 
@@ -277,46 +277,46 @@ def _column(index: int) -> dict[str, Translation]:
     }
 
 
-def _vllm_speculation(asked: Mapping[str, Any]) -> Words:
-    method = asked.get("speculative")
+def _vllm_speculation(options: Mapping[str, Any]) -> Words:
+    method = options.get("speculative")
     if method is None:
         return []
     drafting = {"draft": "draft_model", "medusa": "medusa", "eagle": "eagle"}
-    config: dict[str, Any] = {"num_speculative_tokens": asked.get("num_speculative_tokens", 4)}
+    config: dict[str, Any] = {"num_speculative_tokens": options.get("num_speculative_tokens", 4)}
     if method == "ngram":
         config |= {
             "method": "ngram",
-            "prompt_lookup_min": asked.get("prompt_lookup_min", 2),
-            "prompt_lookup_max": asked.get("prompt_lookup_max", 4),
+            "prompt_lookup_min": options.get("prompt_lookup_min", 2),
+            "prompt_lookup_max": options.get("prompt_lookup_max", 4),
         }
     else:
-        _check_drafting("vLLM", method, drafting, asked)
-        config |= {"method": drafting[method], "model": asked["draft_model"]}
+        _check_drafting("vLLM", method, drafting, options)
+        config |= {"method": drafting[method], "model": options["draft_model"]}
     return ["--speculative-config", json.dumps(config)]
 
 
-def _sglang_speculation(asked: Mapping[str, Any]) -> Words:
-    method = asked.get("speculative")
+def _sglang_speculation(options: Mapping[str, Any]) -> Words:
+    method = options.get("speculative")
     if method is None:
         return []
-    count = int(asked.get("num_speculative_tokens", 4))
+    count = int(options.get("num_speculative_tokens", 4))
     if method == "ngram":
         return ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(count)]
     algorithms = {"draft": "STANDALONE", "eagle": "EAGLE"}
-    _check_drafting("SGLang", method, algorithms, asked)
+    _check_drafting("SGLang", method, algorithms, options)
     # A chain: one candidate a step. The token that the draft starts from counts as one.
     return [
         *("--speculative-algorithm", algorithms[method]),
-        *("--speculative-draft-model-path", str(asked["draft_model"])),
+        *("--speculative-draft-model-path", str(options["draft_model"])),
         *("--speculative-num-steps", str(count), "--speculative-eagle-topk", "1"),
         *("--speculative-num-draft-tokens", str(count + 1)),
     ]
 
 
 def _check_drafting(
-    title: str, method: str, known: Mapping[str, str], asked: Mapping[str, Any]
+    title: str, method: str, known: Mapping[str, str], options: Mapping[str, Any]
 ) -> None:
-    if method not in known or "draft_model" not in asked:
+    if method not in known or "draft_model" not in options:
         raise BadInput(
             f"--speculative {method}: for {title} give ngram, or one of {', '.join(known)} with "
             "--draft-model"

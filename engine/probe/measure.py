@@ -257,18 +257,18 @@ def _token_axis(path: str, shapes: list[tuple[int, ...]], *, always: bool) -> in
     return None if always or len(shapes) > 1 else rank - 2
 
 
-def _growth(path: str, held: Mapping[int, int], declared: int | None) -> tuple[Law, int, int]:
+def _growth(path: str, lengths: Mapping[int, int], declared: int | None) -> tuple[Law, int, int]:
     """Law, window and stride of a tensor that held so many entries at each length."""
-    most = max(held.values())
-    if all(entries == min(length, most) for length, entries in held.items()):
-        window = most if most < max(held) else (declared or 0)
+    most = max(lengths.values())
+    if all(entries == min(length, most) for length, entries in lengths.items()):
+        window = most if most < max(lengths) else (declared or 0)
         return "growing", window, 1
-    for stride in range(2, max(held) + 1):
-        if all(entries == length // stride for length, entries in held.items()):
+    for stride in range(2, max(lengths) + 1):
+        if all(entries == length // stride for length, entries in lengths.items()):
             return "growing", 0, stride
-        if all(entries == length % stride for length, entries in held.items()):
+        if all(entries == length % stride for length, entries in lengths.items()):
             return "remainder", 0, stride
-    raise BadInput(f"the cache's {path} holds {dict(held)} entries: no law that is known")
+    raise BadInput(f"the cache's {path} holds {dict(lengths)} entries: no law that is known")
 
 
 def _declared_windows(cache: Any) -> dict[int, int]:

@@ -41,15 +41,15 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
-def device_of(asked: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     """The device that `--device` names: `cpu`, `cuda` or `cuda:1`.
     Raises BadInput: there is no such device here."""
-    device_names(asked)
-    device = torch.device(asked)
+    device_names(name)
+    device = torch.device(name)
     if device.type == "cuda":
         problem = cuda_problem(device.index or 0)
         if problem is not None:
-            raise BadInput(f"--device {asked}: {problem}: take cpu")
+            raise BadInput(f"--device {name}: {problem}: take cpu")
     return device
 
 
@@ -92,15 +92,15 @@ def has_nvidia_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def devices_of(asked: str) -> tuple[torch.device, ...]:
+def devices_of(names: str) -> tuple[torch.device, ...]:
     """The devices that `--device` names, with commas: the first runs the layers, and all of them solve.
     Raises BadInput: one of them is not here, is named twice, or is of another kind than the first."""
-    devices = tuple(device_of(name) for name in device_names(asked))
+    devices = tuple(device_of(name) for name in device_names(names))
     if len({device.type for device in devices}) > 1:
-        raise BadInput(f"--device {asked}: name devices of one kind")
+        raise BadInput(f"--device {names}: name devices of one kind")
     numbers = [device.index or 0 for device in devices]
     if devices[0] != HOST and len({*numbers}) < len(numbers):
-        raise BadInput(f"--device {asked}: name each device once")
+        raise BadInput(f"--device {names}: name each device once")
     return devices
 
 

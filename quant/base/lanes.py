@@ -30,13 +30,13 @@ class LaneSums:
     def __init__(self) -> None:
         self.branches: list[tuple[int, int, list[Part]]] = []
 
-    def add(self, place: int, parts: Sequence[Part], level: int = 0) -> None:
+    def add(self, slot: int, parts: Sequence[Part], level: int = 0) -> None:
         """Add the sums of a lane, or of the branch at a place of a level; they are changed in place."""
         parts = list(parts)
-        while place % 2 and self.branches and self.branches[-1][:2] == (level, place - 1):
+        while slot % 2 and self.branches and self.branches[-1][:2] == (level, slot - 1):
             parts = [_sum(*pair) for pair in zip(self.branches.pop()[2], parts, strict=True)]
-            level, place = level + 1, place // 2
-        self.branches.append((level, place, parts))
+            level, slot = level + 1, slot // 2
+        self.branches.append((level, slot, parts))
 
     def total(self) -> list[Part]:
         """The sum of all branches, the last two first."""

@@ -55,13 +55,13 @@ def is_first() -> bool:
     return not is_worker() or os.environ.get("RANK", "0") == "0"
 
 
-def own_device(asked: str) -> str:
+def own_device(name: str) -> str:
     """The device of this worker where `--device` says `cuda`: that of its number on its machine.
     Raises BadInput: several devices, of which each worker would take all."""
-    if not is_worker() or asked == "cpu":
-        return asked
-    if asked != "cuda":
-        raise BadInput(f"--device {asked}: workers have one GPU each: give --device cuda")
+    if not is_worker() or name == "cpu":
+        return name
+    if name != "cuda":
+        raise BadInput(f"--device {name}: workers have one GPU each: give --device cuda")
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
 
 
@@ -250,7 +250,7 @@ def shared_out(
     return [opened(given(results.pop(n, None), owner)) for n, owner in enumerate(owners)]
 
 
-def launch(number: int, module: str, words: Sequence[str]) -> int:
+def launch(number: int, module: str, arguments: Sequence[str]) -> int:
     """Run `python -m module` with these words in so many workers of this machine; returns the exit code.
     Raises Failure: a worker was killed."""
     import logging
@@ -273,7 +273,7 @@ def launch(number: int, module: str, words: Sequence[str]) -> int:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", module, *words)
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
     except SignalException as stopped:  # which the first worker has said
         return 128 + stopped.sigval
     except ChildFailedError as failed:

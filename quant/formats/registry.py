@@ -22,7 +22,7 @@ class _Formats(Mapping[str, WeightFormat]):
         kind = next((kind for kind, entry in KINDS.items() if name in entry.formats), None)
         if kind is not None:
             formats = storage_of(scheme_class(kind)).formats
-            return next(one for one in formats if one.name == name)
+            return next(weight_format for weight_format in formats if weight_format.name == name)
         if name not in format_names():
             raise KeyError(name)
         return import_module(f".{name.replace('-', '_')}", __package__).FORMAT

@@ -159,11 +159,11 @@ class SchemeOptions:
         return self.bits
 
 
-def check_group_size(asked: int | None) -> None:
+def check_group_size(group_size: int | None) -> None:
     """Raises BadInput for a group size that no model could have."""
-    if asked is not None and asked != PER_CHANNEL and asked < 1:
+    if group_size is not None and group_size != PER_CHANNEL and group_size < 1:
         raise BadInput(
-            f"--group-size {asked}: give a positive number, or -1 for one scale per output channel"
+            f"--group-size {group_size}: give a positive number, or -1 for one scale per output channel"
         )
 
 

@@ -87,9 +87,9 @@ class Method:
     copies: float = 4.25
     code_bytes: int = 1
 
-    def choose_bits(self, asked: int | None) -> int:
+    def choose_bits(self, requested: int | None) -> int:
         """The requested bit width, or the method's default; BadInput for a width that it does not support."""
-        bits = self.bits if asked is None else asked
+        bits = self.bits if requested is None else requested
         if bits not in self.widths:
             known = ", ".join(str(width) for width in self.widths)
             raise BadInput(f"--bits {bits}: method {self.name} has {known}")
@@ -103,11 +103,11 @@ class Method:
     def quantize_layer(self, problem: LayerProblem) -> LayerResult:
         return import_module(f".{self.module}", __package__).quantize_layer(problem)
 
-    def solver(self, asked: str) -> Solver:
+    def solver(self, name: str) -> Solver:
         """The solver of its codes: with `auto` the best."""
-        if asked == "auto":
+        if name == "auto":
             return self.best_solver
-        return "gptq" if asked == "gptq" else "nearest"
+        return "gptq" if name == "gptq" else "nearest"
 
     def solver_name(self, solver: str) -> str:
         return self.name if self.is_solver else solver
@@ -332,13 +332,13 @@ def check_format(name: str, others: Sequence[str] = ()) -> None:
     raise BadInput(f"unknown format {name!r}: {offer(name, known)}")
 
 
-def formats_asked(asked: str | None) -> tuple[str, ...]:
+def formats_asked(requested: str | None) -> tuple[str, ...]:
     """The formats that `--format` names with commas; BadInput for an unknown or repeated one."""
-    if asked is None:
+    if requested is None:
         return ()
-    names = tuple(name.strip() for name in asked.split(","))
+    names = tuple(name.strip() for name in requested.split(","))
     if len(set(names)) != len(names):
-        raise BadInput(f"--format {asked}: a format is named twice")
+        raise BadInput(f"--format {requested}: a format is named twice")
     for name in names:
         check_format(name)
     return names

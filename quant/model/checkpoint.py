@@ -233,10 +233,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.shard_of
 
-    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+    def placed(self, move: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """The same checkpoint, whose tensors `place` moves to a device before they are unpacked."""
         other = copy(self)
-        other._place = place
+        other._place = move
         return other
 
     def tensor(self, name: str) -> torch.Tensor:

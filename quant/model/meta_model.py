@@ -283,11 +283,11 @@ class MetaModel:
         """
         start, disk_start = f"{self.paths[index]}.", f"{self.disk_paths[index]}."
         layer = self.layers[index]
-        held = self._empty.get(index) or layer.state_dict(keep_vars=True)
+        stored = self._empty.get(index) or layer.state_dict(keep_vars=True)
         on_disk = {disk_start + name: tensor for name, tensor in tensors.items()}
         elsewhere = {
             disk
-            for name in held
+            for name in stored
             for disk in self._sources_of(start + name)
             if not disk.startswith(disk_start)
         }
@@ -297,7 +297,7 @@ class MetaModel:
             for name, tensor in self.weight_map.converted(on_disk).items()
         }
         mine = {}
-        for name in held:
+        for name in stored:
             alias = next((a for a in self._tied.get(start + name, ()) if a in state), None)
             if start + name in state:
                 mine[name] = state[start + name]
@@ -307,7 +307,7 @@ class MetaModel:
             target = self.weight_map.targets.get(disk, disk)
             name = target.removeprefix(start)
             ignored = any(pattern.search(disk) for pattern in self._ignored)
-            is_known = ignored or name in held or target in self._tied
+            is_known = ignored or name in stored or target in self._tied
             if disk.startswith(disk_start) and not is_known:
                 mine[name.removeprefix(disk_start)] = on_disk[disk]
         try:
@@ -317,7 +317,7 @@ class MetaModel:
             raise BadInput(
                 f"{self.checkpoint.path}: {self.disk_paths[index]} does not fit its config: {reason}"
             ) from error
-        self._empty.setdefault(index, held)
+        self._empty.setdefault(index, stored)
 
     def _sources_of(self, name: str) -> list[str]:
         """Tensors on disk that a module tensor, or what it is tied to, is made of."""

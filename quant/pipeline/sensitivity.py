@@ -297,9 +297,9 @@ class _Backward:
                 logs = scaled_logits(self._stream, plain).log_softmax(dim=-1)
                 drawn = torch.multinomial(logs.exp().detach(), 1, generator=self._generator)
                 sources = part, plain
-                found = torch.autograd.grad(logs.gather(1, drawn).sum(), sources)
-            gradients.append(found[0])
-            self._add((HEAD,), part.detach(), found[1:])
+                gradient = torch.autograd.grad(logs.gather(1, drawn).sum(), sources)
+            gradients.append(gradient[0])
+            self._add((HEAD,), part.detach(), gradient[1:])
         given = torch.cat(gradients).view_as(inputs)
         return _gradients({HEAD: inputs}, {HEAD: given}, states.tensors)
 

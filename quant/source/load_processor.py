@@ -108,8 +108,8 @@ def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> 
         kind = _processor_class(folder, trust_remote_code)
         description, _ = kind.get_processor_dict(folder)
         tokenizer = getattr(tokenizer, "whole", tokenizer)
-        held = {"image_processor": image_processor, "tokenizer": tokenizer}
-        parts = [held.get(name) for name in kind.get_attributes()]
+        available = {"image_processor": image_processor, "tokenizer": tokenizer}
+        parts = [available.get(name) for name in kind.get_attributes()]
         return _without_checks(kind).from_args_and_dict(parts, description)
     except Exception as error:  # transformers may fail in any way here
         raise BadInput(

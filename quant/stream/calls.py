@@ -265,8 +265,8 @@ class States:
     ) -> States:
         """Inverse of `stored`, for the token ids and images of these samples."""
         start, (token_ids, images) = f"{name}.", samples
-        held = {key: tensor.clone() for key, tensor in stored.items() if key.startswith(start)}
-        tensors = {key.removeprefix(start): tensor for key, tensor in held.items()}
+        own = {key: tensor.clone() for key, tensor in stored.items() if key.startswith(start)}
+        tensors = {key.removeprefix(start): tensor for key, tensor in own.items()}
         return cls(token_ids, tensors, images)
 
     def part(self, rows: slice) -> States:

@@ -424,16 +424,16 @@ def input_groups(family: LayerMap, only: Collection[str] | None = None) -> list[
     return [members for members in chosen if members]
 
 
-def compute_dtype(asked: str, stored: torch.dtype, device: torch.device = HOST) -> torch.dtype:
+def compute_dtype(name: str, stored: torch.dtype, device: torch.device = HOST) -> torch.dtype:
     """The dtype of GEMMs: float32, bfloat16, or `auto`, which takes bfloat16 where the weights are stored in
     it and the device's bfloat16 GEMM is faster than float32; BadInput for another value."""
-    if asked == "auto":
+    if name == "auto":
         on_gpu = device.type == "cuda"
         quick = torch.cuda.is_bf16_supported(False) if on_gpu else multiplies_bf16()
         return torch.bfloat16 if quick and stored == torch.bfloat16 else torch.float32
-    if asked not in ("float32", "bfloat16"):
-        raise BadInput(f"--compute {asked!r}: choose auto, float32 or bfloat16")
-    return torch.float32 if asked == "float32" else torch.bfloat16
+    if name not in ("float32", "bfloat16"):
+        raise BadInput(f"--compute {name!r}: choose auto, float32 or bfloat16")
+    return torch.float32 if name == "float32" else torch.bfloat16
 
 
 class _EarlyExit(Exception):

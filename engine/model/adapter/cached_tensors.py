@@ -30,10 +30,10 @@ Place = tuple[Key, ...]
 """Path to a part of an object: attributes and items, from the outside in."""
 
 
-def walk(value: Any, place: Place = ()) -> Iterator[tuple[Place, torch.Tensor | int]]:
+def walk(value: Any, path_so_far: Place = ()) -> Iterator[tuple[Place, torch.Tensor | int]]:
     """Every tensor and integer (booleans too) that an object reaches through attributes, lists and dicts."""
     if isinstance(value, torch.Tensor | int):
-        yield place, value
+        yield path_so_far, value
         return
     is_attribute, items = False, ()
     if isinstance(value, dict):
@@ -43,7 +43,7 @@ def walk(value: Any, place: Place = ()) -> Iterator[tuple[Place, torch.Tensor | 
     elif is_attribute := _is_holder(value):
         items = vars(value).items()
     for name, part in items:
-        yield from walk(part, (*place, Key(name, is_attribute)))
+        yield from walk(part, (*path_so_far, Key(name, is_attribute)))
 
 
 def copy_structure(value: Any, copy: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
@@ -64,26 +64,26 @@ def copy_leaf(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def get(value: Any, place: Place) -> Any:
-    for key in place:
+def get(value: Any, steps: Place) -> Any:
+    for key in steps:
         value = getattr(value, key.name) if key.is_attribute else value[key.name]
     return value
 
 
-def put(value: Any, place: Place, part: Any) -> None:
-    holder, last = get(value, place[:-1]), place[-1]
+def put(value: Any, steps: Place, part: Any) -> None:
+    holder, last = get(value, steps[:-1]), steps[-1]
     if isinstance(holder, tuple):
         changed = (*holder[: last.name], part, *holder[last.name + 1 :])
-        put(value, place[:-1], changed)
+        put(value, steps[:-1], changed)
     elif last.is_attribute:
         setattr(holder, last.name, part)
     else:
         holder[last.name] = part
 
 
-def path(place: Place) -> str:
+def path(steps: Place) -> str:
     """A place as a reader writes it: `layers[3].conv_states[0]`."""
-    keys = (f".{key.name}" if key.is_attribute else f"[{key.name!r}]" for key in place)
+    keys = (f".{key.name}" if key.is_attribute else f"[{key.name!r}]" for key in steps)
     return "".join(keys).removeprefix(".")
 
 
@@ -138,14 +138,14 @@ class TokenTensor:
         cache: LayerCache,
         slots: torch.Tensor,
         block_size: int,
-        held: torch.Tensor,
+        cached: torch.Tensor,
         length: int,
     ) -> None:
         """Write the entries that the last tokens, one for each of `slots`, have added to `held`."""
         if self.stride > 1:
             first = -(length - len(slots) + 1) % self.stride
             slots = self._slots(slots[first :: self.stride], block_size)
-        new = held.movedim(self.axis, 0)[held.shape[self.axis] - len(slots) :]
+        new = cached.movedim(self.axis, 0)[cached.shape[self.axis] - len(slots) :]
         layout = self.layout
         cache.keys.write(new.reshape(-1, layout.num_heads, layout.key_dim), slots)
 

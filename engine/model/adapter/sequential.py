@@ -112,12 +112,12 @@ def _measure(
 
 def _tensor(
     places: tuple[Place, ...],
-    held: tuple[Mapping[Place, Any], Mapping[Place, Any]],
+    before_and_after: tuple[Mapping[Place, Any], Mapping[Place, Any]],
     lengths: tuple[int, int],
     strides: Mapping[tuple[Any, ...], int],
     held_by: Any,
 ) -> TokenTensor | StateTensor | PositionTensor:
-    small, large = (at[places[0]] for at in held)
+    small, large = (at[places[0]] for at in before_and_after)
     shape, dtype = tuple(large.shape), large.dtype
     layer, name = get(held_by, places[0][:-1]), places[0][-1].name
     if name in ("keys", "values") and isinstance(getattr(layer, "sliding_window", None), int):
@@ -167,9 +167,9 @@ def _strides(config: str) -> dict[tuple[Any, ...], int]:
     }
 
 
-def _name(place: Place) -> tuple[Any, ...]:
-    first = next((at for at, key in enumerate(place) if isinstance(key.name, int)), 0)
-    return tuple(key.name for key in place[first:])
+def _name(steps: Place) -> tuple[Any, ...]:
+    first = next((at for at, key in enumerate(steps) if isinstance(key.name, int)), 0)
+    return tuple(key.name for key in steps[first:])
 
 
 def _recording(longer: Any) -> Any:

@@ -90,8 +90,8 @@ async def prepare(
             params = replace(params, token_mask=mask)
     if params.token_mask is None and body.usable_tools:
         params = await _declared_calls(service, request, form, params)
-    asked = Asked(request, body, params, [token_ids], id_prefix, arrival_seconds, prompt.images)
-    return asked, form
+    prepared = Asked(request, body, params, [token_ids], id_prefix, arrival_seconds, prompt.images)
+    return prepared, form
 
 
 async def converse(
@@ -103,8 +103,8 @@ async def converse(
 ) -> Response:
     """Generate the next message of a conversation. Raises `ApiError` or `BadInput`: as `prepare` and
     `Service.respond`."""
-    asked, form = await prepare(service, request, body, id_prefix)
-    return await service.respond(asked, lambda context: generation(context, form))
+    prepared, form = await prepare(service, request, body, id_prefix)
+    return await service.respond(prepared, lambda context: generation(context, form))
 
 
 class ConversationResponse(ABC):

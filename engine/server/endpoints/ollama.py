@@ -279,20 +279,20 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
         service.check(plain)
         params = await service.params(request, plain)
         prompts = await service.text.encode([_plain_prompt(service, body)])
-        asked = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
+        prepared = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
         form = OutputFormat()
     else:
         chat = body.chat_request(service.max_model_len)
-        asked, form = await prepare(service, request, chat, ID_PREFIX)
+        prepared, form = await prepare(service, request, chat, ID_PREFIX)
     contents, how = message_of, {"has_reasoning": body.think is not False}
     if isinstance(body, OllamaGenerate):
         contents, how["gives_context"] = response_of, not body.raw
-        asked.prompts[0][:0] = body.context or []
+        prepared.prompts[0][:0] = body.context or []
 
     def generation(context: ResponseContext) -> OllamaResponse:
         return OllamaResponse(context, form, service.text, contents, **how)
 
-    return await service.respond(asked, generation, MEDIA_TYPE)
+    return await service.respond(prepared, generation, MEDIA_TYPE)
 
 
 def _is_plain(service: Service, body: OllamaGenerate) -> bool:

@@ -73,8 +73,10 @@ async def pool(
 ) -> PooledResponse:
     """The vector of each prompt. A client that leaves frees what they hold. Raises `ApiError` or `BadInput`:
     a prompt that cannot fit, a full queue, a failed step, a client that left."""
-    asked = Asked(request, body, _NOTHING, prompts, id_prefix, time.perf_counter(), pooling=pooling)
-    context = await service.submit(asked)
+    prepared = Asked(
+        request, body, _NOTHING, prompts, id_prefix, time.perf_counter(), pooling=pooling
+    )
+    context = await service.submit(prepared)
 
     async def collected() -> dict[str, RequestOutput]:
         return {output.request_id: output async for output in context.stream}

@@ -197,12 +197,12 @@ class Service:
             raise ApiError(CLIENT_GONE, "the client has left")
         return replace(params, token_mask=mask)
 
-    async def submit(self, asked: Asked) -> ResponseContext:
+    async def submit(self, prepared: Asked) -> ResponseContext:
         """Queue a job for each prompt. The caller closes the stream. Raises `BadInput` or `TooMany` or
         `Unavailable`: the engine refuses a prompt, or its queue is full."""
-        record = record_of(asked.request)
-        body, params, prompts = asked.body, asked.params, asked.prompts
-        response_id = f"{asked.id_prefix}{body.request_id or record.request_id}"
+        record = record_of(prepared.request)
+        body, params, prompts = prepared.body, prepared.params, prepared.prompts
+        response_id = f"{prepared.id_prefix}{body.request_id or record.request_id}"
         name = body.model or self.model_name
         jobs = [
             Job(
@@ -210,36 +210,36 @@ class Service:
                 f"{response_id}/{uuid.uuid4().hex}/{index}",
                 token_ids,
                 params,
-                asked.arrival_seconds,
+                prepared.arrival_seconds,
                 self.adapter(name),
                 body.priority or 0,
                 cache_salt(record.tenant, body.cache_salt),
                 record.tenant,
-                asked.pooling,
-                asked.images,
+                prepared.pooling,
+                prepared.images,
             )
             for index, token_ids in enumerate(prompts)
         ]
         stream = await self.loop.submit(jobs)
-        record.begin(response_id, name, params if asked.pooling is None else None, stream)
+        record.begin(response_id, name, params if prepared.pooling is None else None, stream)
         return ResponseContext(response_id, name, int(time.time()), stream)
 
     async def respond(
         self,
-        asked: Asked,
+        prepared: Asked,
         generation: Callable[[ResponseContext], Generation],
         media_type: str = "text/event-stream",
     ) -> Response:
         """Generate for the prompts; `stream` of the body selects a stream or a single document. Raises
         `BadInput` or `TooMany` or `Unavailable`: before the response begins, as `submit`."""
-        body, context = asked.body, await self.submit(asked)
+        body, context = prepared.body, await self.submit(prepared)
         assert isinstance(body, GenerationRequest)
         generated = generation(context)
         if body.stream:
             events = generated.events(body.stream_options or StreamOptions())
             return EventStream(events, context.stream.close, media_type)
         try:
-            document = await unless_disconnected(asked.request, generated.document())
+            document = await unless_disconnected(prepared.request, generated.document())
         finally:
             context.stream.close()
         if document is None:

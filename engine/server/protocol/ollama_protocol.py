@@ -92,8 +92,8 @@ def filled(template: str, fields: Mapping[str, str]) -> str:
         at, is_trimmed = match.end(), trims_after
         if all(conditions):
             parts.append(text.rstrip() if trims else text)
-        words = action.split()
-        match words:
+        action_parts = action.split()
+        match action_parts:
             case [".Response"]:
                 if all(conditions):
                     return "".join(parts)

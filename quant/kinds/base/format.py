@@ -175,9 +175,9 @@ class WeightFormat(ABC):
         return config
 
 
-def held_scheme(name: str, scheme: Scheme, held: type[SchemeT], rest: str = "") -> SchemeT:
+def held_scheme(name: str, scheme: Scheme, wanted: type[SchemeT], rest: str = "") -> SchemeT:
     """The scheme itself, or BadInput where format `name` holds schemes of class `held` only."""
-    if not isinstance(scheme, held):
+    if not isinstance(scheme, wanted):
         raise BadInput(f"format {name} cannot hold {scheme.label} weights{rest}")
     return scheme
 

@@ -294,12 +294,12 @@ class E8pGrid(TransformedGrid[E8pScheme, E8pTensor]):
 
     def nearest_values(self, targets: torch.Tensor, first: int) -> torch.Tensor:
         vectors = targets.unflatten(0, (-1, DIM)).transpose(1, 2).reshape(-1, DIM)
-        found = nearest(vectors, self.scheme.bits)
+        nearest_codes = nearest(vectors, self.scheme.bits)
         rows = slice(first // DIM, (first + len(targets)) // DIM)
-        for kept, codes in zip((self.codes, self.residual), found, strict=True):
+        for kept, codes in zip((self.codes, self.residual), nearest_codes, strict=True):
             if codes is not None:
                 kept[rows] = codes.view(-1, targets.shape[1]).to(kept.device)
-        values = values_of(found, self.scheme.bits)
+        values = values_of(nearest_codes, self.scheme.bits)
         return values.view(-1, targets.shape[1], DIM).transpose(1, 2).flatten(0, 1)
 
 

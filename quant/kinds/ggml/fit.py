@@ -299,8 +299,8 @@ def affine_in_torch(
         better = folded(other_errors) < folded(errors)
         refits = other_errors, other, refitted
         errors, codes, heads = where(better, refits, (errors, codes, heads))
-    found = scale_codes, codes, low_codes
-    scales, codes, lows = (part.to(torch.uint8).contiguous() for part in found)
+    fitted = scale_codes, codes, low_codes
+    scales, codes, lows = (part.to(torch.uint8).contiguous() for part in fitted)
     return AffineCodes(scales, codes, lows, heads.contiguous())
 
 
