@@ -174,11 +174,11 @@ def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dic
         best = min(sure, key=lambda point: (point["kl"]["value"], point["bytes"]), default=None)
     made = {point["id"] for point in finalists}
     listed = [*searched["front"], *(point for point in searched["usual"] if point["id"] in made)]
-    front = [
+    front: list[Record] = [
         check_point(request, point, band) | {"finalist": point["id"] in made} for point in listed
     ]
     rest = sorted(front, key=lambda point: (point["bytes"], point["id"]))
-    near = best or min(
+    near: Record | None = best or min(
         by_bytes or rest, key=lambda point: (point["keeps"] is False, point["excess"]), default=None
     )
     closest = near["id"] if near and not best else None

@@ -133,8 +133,9 @@ def turns_svg(turns: Sequence[Mapping[str, Any]]) -> str:
     numbers = np.array([turn["turn"] for turn in seen])
     for key, style in (("median", "-"), ("p99", ":")):
         values = [turn["ttft_ms"][key] for turn in seen]
-        named = {"color": PREFILL, "label": f"{key} TTFT"}
-        latency.plot(numbers, values, style, marker="o", markersize=4, **named)
+        latency.plot(
+            numbers, values, style, marker="o", markersize=4, color=PREFILL, label=f"{key} TTFT"
+        )
     title(latency, "Time to first token")
     latency.set_ylabel("ms")
     latency.set_ylim(bottom=0)

@@ -233,15 +233,8 @@ class DecodeStep:
         head.share_result()
         self._graphs = graph, head  # keep alive what their launches point at
         sample: Callable[[], Iterable[int]] | None = None
-        if (tokens := self._tokens) is not None:
-            argmax = capture(lambda: argmax_rows(head.result, tokens))
-            on_host = (ctypes.c_int64 * size).from_address(tokens.data_ptr())
-
-            def replay_argmax() -> Iterable[int]:
-                argmax.replay()
-                return on_host
-
-            sample = replay_argmax
+        if self._tokens is not None:
+            sample = _captured_argmax(head.result, self._tokens, capture)
         self._forward = Forward(self._captured(graph, head), sample)
 
     def prepare(self, rows: DecodeRows, adapter_slots: Sequence[int] = ()) -> Forward:
@@ -278,3 +271,19 @@ class DecodeStep:
             return logits
 
         return run
+
+
+def _captured_argmax(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    capture: Callable[[Callable[[], torch.Tensor]], CpuGraph],
+) -> Callable[[], Iterable[int]]:
+    """A function that writes the argmax of each row to `tokens` [rows] and returns them as a host view."""
+    argmax = capture(lambda: argmax_rows(logits, tokens))
+    on_host = (ctypes.c_int64 * len(tokens)).from_address(tokens.data_ptr())
+
+    def sample() -> Iterable[int]:
+        argmax.replay()
+        return on_host
+
+    return sample

@@ -276,7 +276,7 @@ def stored_recipe(config: Mapping[str, Any]) -> WeightRecipe:
         return WeightRecipe(f"e8p{bits}", bits, bytes_per_input=2, bytes_per_tensor=4)
     from ...quant.kinds.registry import classes_in
 
-    for kind in classes_in(method):
+    for kind in classes_in(str(method)):
         scheme = kind.from_config(stored)
         if scheme is not None:
             width = scheme.bits_per_weight(*_USUAL_SHAPE)

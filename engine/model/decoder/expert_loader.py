@@ -88,19 +88,23 @@ def _choice(
     experts = spec.shape.experts
     assert experts is not None
     rows = reader.rows(experts.width)
-    # DeepGEMM's grouped GEMM takes codes and scales of its linears as they are.
-    is_block_fp8 = all(
-        isinstance(expert, GatedMlp)
-        and isinstance(expert.gate_up.kernel, DeepGemmLinear)
-        and isinstance(expert.down.kernel, DeepGemmLinear)
-        for expert in routed
-    )
-    query = ExpertsKernelQuery(rows.device, rows.dtype, spec.shape.gated_mlp, is_block_fp8)
+    kind = spec.shape.gated_mlp, _is_block_fp8(routed)
+    query = ExpertsKernelQuery(rows.device, rows.dtype, *kind)
     inputs = spec.expert_latent or spec.shape.hidden_size
     trial = partial(
         experts_trial, routed, inputs, experts.per_token, torch.device(query.device), query.dtype
     )
     return EXPERTS.select(query, partial(trial, on_inputs=spec.router.on_inputs))
+
+
+def _is_block_fp8(routed: Sequence[GatedMlp | PlainMlp]) -> bool:
+    """True if every linear is DeepGEMM's: its grouped GEMM takes their codes and scales as they are."""
+    return all(
+        isinstance(expert, GatedMlp)
+        and isinstance(expert.gate_up.kernel, DeepGemmLinear)
+        and isinstance(expert.down.kernel, DeepGemmLinear)
+        for expert in routed
+    )
 
 
 def _joined(

@@ -89,7 +89,7 @@ def with_packed_weights(seen: TensorsRead) -> Callable[..., torch.Tensor]:
     honest = PackedLinear.__call__
 
     def call(linear: PackedLinear, x: torch.Tensor) -> torch.Tensor:
-        tensors = [*linear._weight._tensors.values(), linear.bias]
+        tensors = [*linear.weight._tensors.values(), linear.bias]
         seen.read |= {one.data_ptr(): one.nbytes for one in tensors if one is not None}
         return honest(linear, x)
 

@@ -14,7 +14,7 @@ import torch
 from llmopt.base.errors import BadInput
 from llmopt.engine.cache.kv_cache import KvCache
 from llmopt.engine.cache.step_inputs import Run, step_inputs
-from llmopt.engine.execution.worker import Channel
+from llmopt.engine.execution.worker import Channel, pack
 from llmopt.engine.model.adapter.open import CausalModel, open_model
 from llmopt.engine.model.layers.lora import rows_by_adapter
 from llmopt.engine.model.layers.parallel import Shard, take
@@ -243,7 +243,7 @@ def test_messages_bring_tensors_of_every_kind():
         torch.tensor([True, False]),
         torch.randn(5).to(torch.float8_e4m3fn),
     ]
-    sender.send(("forward", tensors))
+    sender.send(pack(("forward", tensors)))
     call, received = receiver.receive()
     assert call == "forward"
     for sent, got in zip(tensors, received, strict=True):

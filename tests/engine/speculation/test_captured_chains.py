@@ -54,12 +54,12 @@ def test_replayed_chains_have_the_draft_tokens_of_eager_ones(
 ) -> None:
     folder, sizes = write(tmp_path), set[int]()
     expected = served(folder, captured=False)
-    replay = StepGraphs._replay
+    replayed = StepGraphs.captured
 
-    def watched(self: Any, rows: int, kind: Any) -> Any:
+    def watched(self: Any, kind: Any) -> Any:
         sizes.add(kind.size)
-        return replay(self, rows, kind)
+        return replayed(self, kind)
 
-    monkeypatch.setattr(StepGraphs, "_replay", watched)
+    monkeypatch.setattr(StepGraphs, "captured", watched)
     assert served(folder, captured=True) == expected
     assert sizes == {1, 2, 4}
