@@ -163,7 +163,7 @@ def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dic
     """The decision of a question, but for its head: see docs/commands/best.md for every key. `measured` are
     the finalists' `finalists.results`."""
     points = {point["id"]: point for point in (*searched["front"], *searched["usual"])}
-    finalists = [check_finalist(request, point) for point in measured]
+    finalists: list[Record] = [check_finalist(request, point) for point in measured]
     by_bytes = sorted(
         finalists, key=lambda point: (point["bytes"], point["kl"]["value"], point["id"])
     )
