@@ -1,18 +1,21 @@
 """The files of the product that a plain prompt enters: from `LLM()`, once it is warm, and in a decode step.
 
     python -m tools.path_trace
+    python -m tools.path_trace kv-plan llama-3.1-8b --gpu l40s
 
-Prints JSON. A file is entered where one of its functions is called; what only runs on import does not count.
+With a command line, the files that this command enters in its own process instead. Prints JSON. A file is
+entered where one of its functions is called; what only runs on import does not count.
 tests/engine/test_path.py holds the optional parts of the engine off these paths.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -72,5 +75,22 @@ def traced_paths(model: str = "stories3M") -> dict[str, list[str]]:
     return {name: sorted(files) for name, files in paths.items()}
 
 
+def traced_command(argv: list[str]) -> list[str]:
+    """The files that a command line of llmopt enters."""
+    from llmopt.cli.main import main
+
+    files: set[str] = set()
+    with tracing(files), suppress(SystemExit):
+        main(argv)
+    return sorted(files)
+
+
 if __name__ == "__main__":
-    print(json.dumps(traced_paths(), indent=1))
+    if argv := sys.argv[1:]:
+        output = os.dup(1)
+        os.dup2(2, 1)  # the command prints to standard error, and may detach Python's streams
+        entered = traced_command(argv)
+        text = json.dumps({argv[0]: entered, "files": len(entered)}, indent=1)
+        os.write(output, f"{text}\n".encode())
+    else:
+        print(json.dumps(traced_paths(), indent=1))

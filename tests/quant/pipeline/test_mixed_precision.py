@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from llmopt.base.errors import BadInput
 from llmopt.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.gguf import assemble
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.registry import read_scheme
 from llmopt.quant.pipeline import candidates, mixed_precision
@@ -30,7 +31,6 @@ from llmopt.quant.pipeline.mixed_precision import (
 )
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.prepare import search_fronts
-from llmopt.quant.plan import plan
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.layer_stream import LayerStream
 
@@ -188,7 +188,7 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
     assert len(solved) == 5  # two layers of two formats, and that of the interrupt twice
     points = lane.front(6)
     assert [one.cost for one in points] == sorted((one.cost for one in points), reverse=True)
-    monkeypatch.setattr(plan, "check_source", None)  # reads the tokenizer, which no mixture changes
+    monkeypatch.setattr(assemble, "check_source", None)  # reads the tokenizer, which no mixture changes
     assert other.front(3)[-1].cost == 0 and len(lane.divergences([{}], Silent())) == 1
 
     solved.clear()
