@@ -134,7 +134,8 @@ def test_a_pooled_stage_has_a_process_for_each_core_and_each_case_once(
     assert names == [f"case {index}" for index in range(6)]
     assert [each["seen"] for each in found if not each["met"]] == ["killed by SIGSEGV"]
     processes = {each["seen"] for each in found if each["met"]}
-    assert len(processes) in (3, 4), "the process that crashed has a successor"
+    # On a busy machine one process may do the cases of another that has not begun.
+    assert 1 <= len(processes) <= 4
     assert {each["numbers"]["threads"] for each in found if each["met"]} == {"1"}
 
 
