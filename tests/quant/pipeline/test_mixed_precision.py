@@ -188,7 +188,8 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
     assert len(solved) == 5  # two layers of two formats, and that of the interrupt twice
     points = lane.front(6)
     assert [one.cost for one in points] == sorted((one.cost for one in points), reverse=True)
-    monkeypatch.setattr(assemble, "check_source", None)  # reads the tokenizer, which no mixture changes
+    # It reads the tokenizer, which no mixture changes.
+    monkeypatch.setattr(assemble, "check_source", None)
     assert other.front(3)[-1].cost == 0 and len(lane.divergences([{}], Silent())) == 1
 
     solved.clear()
