@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +306,14 @@ def test_ci_files_need_the_wheel_and_nothing_of_this_repository(
         of_run = json.loads((where / "regression" / name / "result.json").read_text())["llmopt"]
         folder = {"original": "today", "candidate": "next"}[name]
         assert of_run["server"]["started"]["command"][0].endswith(f"stacks/{folder}/bin/python")
+
+
+def test_earlier_import_paths_lead_to_the_present_ones() -> None:
+    """Programs outside import these; docs/architecture.md names where they lie now."""
+    present = {
+        "llmopt.quant.base.errors": ("llmopt.base.errors", "BadInput"),
+        "llmopt.quant.load_processor": ("llmopt.quant.source.load_processor", "load_tokenizer"),
+        "llmopt.quant.models": ("llmopt.quant.source.models", "resolve_model"),
+    }
+    for earlier, (module, name) in present.items():
+        assert getattr(import_module(earlier), name) is getattr(import_module(module), name)
