@@ -103,6 +103,19 @@ def test_the_doctor_says_which_path_is_active(monkeypatch: pytest.MonkeyPatch) -
     assert os.fspath(native["cache"]).endswith("llmopt/native")
 
 
+SOURCES = sorted(
+    file for floor in ("engine", "quant") for file in (build.HEADERS.parent / floor).rglob("*.c")
+)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+def test_every_c_file_compiles_where_there_is_a_compiler(source: Path) -> None:
+    """Where one does not, torch takes its place and only the time tells."""
+    if not native_paths():
+        pytest.skip("no C compiler, or no instruction path of this processor")
+    assert build.native(source).reason is None
+
+
 KERNELS = {
     "engine.kernels.attention.dispatch": ["native_attention"],
     "engine.kernels.elementwise.native_rows": [
