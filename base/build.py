@@ -52,7 +52,7 @@ def openmp_start() -> int | None:
 
 
 def sleeps_soon() -> bool:
-    """Whether idle OpenMP threads leave their cores to another pool soon."""
+    """True if idle OpenMP threads leave their cores to another pool soon."""
     if sys.platform == "darwin" or os.environ.get("OMP_WAIT_POLICY", "").lower() == "passive":
         return True
     spins = os.environ.get("GOMP_SPINCOUNT", "")
@@ -213,7 +213,7 @@ def _shared(source: Path) -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether only this user (or root) can have written it: code of anybody else must not be loaded."""
+    """True if only this user (or root) can have written it: code of anybody else must not be loaded."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -46,7 +46,7 @@ TIMES = ("tpot_ms", "ttft_ms", "e2el_ms")
 
 
 def _kept(low: float, high: float, limit: float) -> bool | None:
-    """Whether an interval keeps an upper limit; None is unsure."""
+    """True if an interval keeps an upper limit; None is unsure."""
     return True if high <= limit else False if low > limit else None
 
 
@@ -68,7 +68,7 @@ def mean_speed(parts: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, An
 
 
 def keeps(parts: Sequence[bool | None]) -> bool | None:
-    """Whether all are kept: a broken promise decides, then an unsure one."""
+    """True if all are kept: a broken promise decides, then an unsure one."""
     return False if False in parts else None if None in parts else True
 
 

@@ -168,7 +168,7 @@ class BestRequest:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether bytes are bounded: then the least KL divergence within them is searched, else the fewest
+        """True if bytes are bounded: then the least KL divergence within them is searched, else the fewest
         bytes that keep the promises."""
         return self.size is not None or self.target_bpw is not None
 

@@ -424,7 +424,7 @@ def unusable(
 
 
 def is_disturbed(data: RunData) -> bool:
-    """Whether every pass was disturbed, by its own evidence."""
+    """True if every pass was disturbed, by its own evidence."""
     return all(run.get("disturbed") for run in data.result["llmopt"]["runs"])
 
 

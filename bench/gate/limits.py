@@ -36,12 +36,12 @@ class Scored:
 
     @property
     def is_felt(self) -> bool:
-        """Whether it stands in a part of the record: at sure positions, of a domain, of items."""
+        """True if it stands in a part of the record: at sure positions, of a domain, of items."""
         return self.column is None
 
     @property
     def is_of_passage(self) -> bool:
-        """Whether it is scored on the quality text; else `--quality-full` scores it."""
+        """True if it is scored on the quality text; else `--quality-full` scores it."""
         return not self.name.startswith(("flips.", "domains."))
 
 
@@ -80,7 +80,7 @@ class TaskScored:
 
     @property
     def is_flips(self) -> bool:
-        """Whether it is no score, but the share of multiple-choice answers that differ from the base's."""
+        """True if it is no score, but the share of multiple-choice answers that differ from the base's."""
         return self.key.endswith(".flips")
 
     def row(self, record: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -374,7 +374,7 @@ def effect_of_bound(measured: Measured, limit: Limit, new: RunData) -> Effect:
 
 
 def is_paired(base: RunData, new: RunData) -> bool:
-    """Whether the passes of the two runs were interleaved (paired), so that both saw the same machine."""
+    """True if the passes of the two runs were interleaved (paired), so that both saw the same machine."""
     pairs = [side.result["llmopt"]["arms"] for side in (base, new)]
     passes = [side.result["llmopt"]["runs"] for side in (base, new)]
     return bool(pairs[0]) and pairs[0] == pairs[1] and len(passes[0]) == len(passes[1]) > 1

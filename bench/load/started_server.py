@@ -328,7 +328,7 @@ def _wait_until_ready(
 
 
 def is_ready(url: str) -> bool:
-    """Whether the server at `url` answers its health check."""
+    """True if the server at `url` answers its health check."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url + READY_PATH, timeout=ANSWER_SECONDS) as answer:

@@ -57,7 +57,7 @@ class Job:
         return [job for job in jobs if job.of == self.of and job.kind in earlier]
 
     def is_whole(self, stages: Stages) -> bool:
-        """Whether the job has ended and what it made is there."""
+        """True if the job has ended and what it made is there."""
         if self.kind == "quantize":  # written atomically: one that exists is complete
             from ...quant.plan.manifest import MANIFEST_NAME  # loads torch
 

@@ -290,7 +290,7 @@ def _links(item: WorkloadItem) -> dict[str, Any]:
 
 
 def is_frozen(path: Path) -> bool:
-    """Whether a file begins with the header of a frozen workload."""
+    """True if a file begins with the header of a frozen workload."""
     try:
         with path.open(encoding="utf-8-sig") as lines:
             head = json.loads(lines.readline(1 << 20))

@@ -45,7 +45,7 @@ def render_chat(
 
 
 def renders_text(tokenizer: Any) -> bool:
-    """Whether the chat template takes the content of a message as a text, not as a list of parts alone."""
+    """True if the chat template takes the content of a message as a text, not as a list of parts alone."""
     probe = "probe"
     try:
         turns = [{"role": "user", "content": probe}]

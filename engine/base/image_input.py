@@ -53,7 +53,7 @@ class ImageInput:
         return sum(self.is_embedded) if self.is_embedded else self.num_tokens
 
     def overlaps(self, start: int, end: int) -> bool:
-        """Whether its span has tokens of the range."""
+        """True if its span has tokens of the range."""
         return self.offset < end and start < self.end
 
     def embedded_positions(self, start: int, end: int) -> tuple[list[int], int]:

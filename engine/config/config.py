@@ -373,7 +373,7 @@ class EngineConfig:
         return KvEviction(self.kv_eviction or DEFAULT_METHOD, self.kv_budget, block_size)
 
     def overlaps(self, device_type: str) -> bool:
-        """Whether steps on a device are scheduled asynchronously: by default where a host may hold it up."""
+        """True if steps on a device are scheduled asynchronously: by default where a host may hold it up."""
         if self.async_scheduling is None:
             return device_type == "cuda"
         return self.async_scheduling

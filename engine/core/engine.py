@@ -188,7 +188,7 @@ class Engine:
         return self.scheduler.has_unfinished()
 
     def has_work(self) -> bool:
-        """Whether a step has something to do: not where every sequence waits for its reader."""
+        """True if a step has something to do: not where every sequence waits for its reader."""
         scheduler = self.scheduler
         in_flight = self._in_flight is not None and scheduler.has_unfinished()
         return in_flight or len(scheduler.requests()) > scheduler.waiting.num_held

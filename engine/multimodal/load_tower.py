@@ -30,7 +30,7 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 
 
 def takes_images(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of an image-text model whose images become embeddings of tokens."""
+    """True if a checkpoint is of an image-text model whose images become embeddings of tokens."""
     try:
         kind = model_class(checked_config(checkpoint), checkpoint.trust_remote_code)
     except BadInput:
@@ -39,7 +39,7 @@ def takes_images(checkpoint: Checkpoint) -> bool:
 
 
 def asks_for_token_types(checkpoint: Checkpoint) -> bool:
-    """Whether a model's pass is told which tokens are of images, for masks that are not causal.
+    """True if a model's pass is told which tokens are of images, for masks that are not causal.
 
     Those with M-RoPE are told too, for their positions alone, and have a function that computes them.
     """

@@ -182,7 +182,7 @@ class LoadResult:
 
 
 def _meets(limits_ms: Mapping[str, float], ttft: float, tpot: float, e2el: float) -> bool:
-    """Whether latencies in milliseconds meet every limit."""
+    """True if latencies in milliseconds meet every limit."""
     latencies = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
     return all(latencies[metric] <= limit for metric, limit in limits_ms.items())
 
@@ -202,7 +202,7 @@ class Slo:
             raise BadInput(f"--slo-share {self.share}: it must be above 0 and at most 1")
 
     def kept_by(self, load: Load, result: LoadResult) -> bool:
-        """Whether a load keeps it; a rate must be kept up with, too."""
+        """True if a load keeps it; a rate must be kept up with, too."""
         if load.rate is not None and result.requests_per_second < KEPT_UP * load.rate:
             return False
         good = sum(
@@ -212,7 +212,7 @@ class Slo:
         return good / len(result.requests) >= self.share
 
     def near(self, state: SteadyState, output: float) -> bool:
-        """Whether the means of a steady state meet the limits."""
+        """True if the means of a steady state meet the limits."""
         ttft, tpot = 1e3 * state.ttft_seconds, 1e3 * state.tpot_seconds
         return _meets(self.limits_ms, ttft, tpot, ttft + (output - 1) * tpot)
 

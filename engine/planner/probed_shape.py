@@ -227,7 +227,7 @@ _UNLIMITED = 1_048_576  # the longest context of a model without positions, whic
 
 
 def is_indexer(tensor: CachedTensor) -> bool:
-    """Whether a cached tensor holds a sparse indexer's keys (DeepSeek-V3.2, GLM, MiniMax-M3)."""
+    """True if a cached tensor holds a sparse indexer's keys (DeepSeek-V3.2, GLM, MiniMax-M3)."""
     return "index" in tensor.name or "idx" in tensor.name
 
 

@@ -132,7 +132,7 @@ class _Scheduler(Scheduler):
         self.ended.append(_Ended(request.order, timing, last))
 
     def can_jump(self, plan: StepPlan) -> bool:
-        """Whether decode steps can follow this last plan: the first step of its batch is processed."""
+        """True if decode steps can follow this last plan: the first step of its batch is processed."""
         rows = plan.rows
         return self._decode is not None and self._decode.has(rows) and rows.step > 0
 

@@ -80,7 +80,7 @@ class DecodeSchedule:
         return DecodeRows(batch, self._index, has_placeholders=has_placeholders)
 
     def has(self, rows: Sequence[ScheduledRow]) -> TypeGuard[DecodeRows]:
-        """Whether these are rows of its steps."""
+        """True if these are rows of its steps."""
         return isinstance(rows, DecodeRows) and rows.batch is self._batch
 
     def append(
@@ -115,5 +115,5 @@ class DecodeSchedule:
 
 
 def is_decode_batch(rows: Sequence[ScheduledRow]) -> bool:
-    """Whether a `DecodeSchedule` may go on from a step of these rows."""
+    """True if a `DecodeSchedule` may go on from a step of these rows."""
     return all(row.is_decode for row in rows) and len({row.has_placeholder for row in rows}) == 1

@@ -20,7 +20,7 @@ class SchedulerExtension:
 
     @property
     def has_free(self) -> bool:
-        """Whether one more sequence can run."""
+        """True if one more sequence can run."""
         return True
 
     def chunk(self, request: Request, num_new: int) -> int:

@@ -38,7 +38,7 @@ class TokenView(Sequence[int]):
 
     @property
     def has_placeholder(self) -> bool:
-        """Whether the last token is an output placeholder."""
+        """True if the last token is an output placeholder."""
         return self._last == OUTPUT_PLACEHOLDER
 
     def resolved(self, token_id: int) -> TokenView:
@@ -223,7 +223,7 @@ class Request:
 
     @property
     def is_complete(self) -> bool:
-        """Whether `max_tokens` is reached, placeholders included; whether a pooled prompt is computed."""
+        """True if `max_tokens` is reached, placeholders included, or a pooled prompt is computed."""
         if self.pooling is not None:
             return self.num_computed_tokens == self.num_tokens
         return self.num_tokens - self.num_prompt_tokens >= self.max_tokens

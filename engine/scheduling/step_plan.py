@@ -71,17 +71,17 @@ class ScheduledRow(NamedTuple):
 
     @property
     def has_placeholder(self) -> bool:
-        """Whether its last token is an output placeholder."""
+        """True if its last token is an output placeholder."""
         return self.tokens.has_placeholder and self.end == len(self.tokens)
 
     @property
     def samples_one(self) -> bool:
-        """Whether it yields exactly one token, so that the next step can be scheduled asynchronously."""
+        """True if it yields exactly one token, so that the next step can be scheduled asynchronously."""
         return self.num_samples == 1 and not self.num_draft_tokens
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one token of text, which samples one, of a sequence with all its blocks."""
+        """True if it is one token of text, which samples one, of a sequence with all its blocks."""
         return (
             self.num_samples == 1
             and self.num_tokens == 1
@@ -91,7 +91,7 @@ class ScheduledRow(NamedTuple):
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the argmax of its logits, and of those of later tokens, is all that is sampled of them."""
+        """True if the argmax of its logits, and of those of later tokens, is all that is sampled of them."""
         params, num_output = self.params, self.end - self.num_prompt_tokens
         suppresses = params.stop_token_ids or not params.ignore_eos
         return (
@@ -102,7 +102,7 @@ class ScheduledRow(NamedTuple):
         )
 
     def needs_image(self, content_hash: bytes) -> bool:
-        """Whether some of its tokens are of that image."""
+        """True if some of its tokens are of that image."""
         return any(
             image.content_hash == content_hash and image.overlaps(self.start, self.end)
             for image in self.images
@@ -140,7 +140,7 @@ def scheduled_row(request: Request, num_new: int, num_draft_tokens: int) -> Sche
 
 
 def is_plain_decode(row: ScheduledRow) -> bool:
-    """Whether a row is one token of text, which samples one, of a sequence that has all its blocks."""
+    """True if a row is one token of text, which samples one, of a sequence that has all its blocks."""
     return (
         row.num_samples == 1
         and row.end - row.start == 1
@@ -186,12 +186,12 @@ class DecodeBatch:
 
     @cached_property
     def takes_largest(self) -> bool:
-        """Whether the argmax of each row's logits is all that is sampled of them."""
+        """True if the argmax of each row's logits is all that is sampled of them."""
         return all(row.takes_largest for row in self.rows)
 
     @cached_property
     def reads_tokens(self) -> bool:
-        """Whether the sampling of some row reads its previous tokens."""
+        """True if the sampling of some row reads its previous tokens."""
         return any(row.params.reads_tokens for row in self.rows)
 
     def beginning(self, step: int) -> Sequence[int]:
@@ -323,14 +323,14 @@ class StepPlan:
 
     @property
     def blocks_next_step(self) -> bool:
-        """Whether the next step's positions or slots depend on this one: it is not scheduled before."""
+        """True if the next step's positions or slots depend on this one: it is not scheduled before."""
         if isinstance(self.rows, DecodeRows):
             return False
         return any(row.compacts or (row.num_samples and not row.samples_one) for row in self.rows)
 
     @property
     def has_placeholders(self) -> bool:
-        """Whether it needs tokens that the previous step samples."""
+        """True if it needs tokens that the previous step samples."""
         if isinstance(self.rows, DecodeRows):
             return self.rows.has_placeholders
         return any(row.tokens.has_placeholder for row in self.rows)

@@ -83,7 +83,7 @@ def cuda_problem(index: int = 0) -> str | None:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether Linux, or else torch, sees a GPU of NVIDIA's, whatever of driver and libraries is missing."""
+    """True if Linux, or else torch, sees a GPU of NVIDIA's, whatever of driver and libraries is missing."""
     for vendor in PCI_DEVICES.glob("*/vendor"):
         with contextlib.suppress(OSError):
             kind = vendor.with_name("class").read_text()

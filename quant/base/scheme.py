@@ -104,7 +104,7 @@ class Scheme(ABC):
 
     @property
     def asymmetric(self) -> bool:
-        """Whether groups have integer zero codes of their own."""
+        """True if groups have integer zero codes of their own."""
         return False
 
     @property
@@ -123,7 +123,7 @@ class Scheme(ABC):
 
     @property
     def has_float8(self) -> bool:
-        """Whether codes or scales are 8-bit floats, which not every device has."""
+        """True if codes or scales are 8-bit floats, which not every device has."""
         return False
 
     @property

@@ -37,7 +37,7 @@ def is_worker() -> bool:
 
 
 def together() -> bool:
-    """Whether this process works with others, of which there may be none."""
+    """True if this process works with others, of which there may be none."""
     return dist.is_initialized() and not _ALONE.get()
 
 
@@ -51,7 +51,7 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks, decides and keeps the journal."""
+    """True if this process is the one that speaks, decides and keeps the journal."""
     return not is_worker() or os.environ.get("RANK", "0") == "0"
 
 
@@ -99,7 +99,7 @@ def one_of_many() -> Iterator[None]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether this worker waited in vain for another, which has ended."""
+    """True if this worker waited in vain for another, which has ended."""
     is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
     return isinstance(error, dist.DistError) or is_gloo
 

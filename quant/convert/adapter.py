@@ -95,7 +95,7 @@ class LoraSettings:
         return settings
 
     def targets_module(self, module: str) -> bool:
-        """Whether `target_modules` matches a module, named without PEFT's prefix."""
+        """True if `target_modules` matches a module, named without PEFT's prefix."""
         if self.targets == "all-linear":
             return True
         if isinstance(self.targets, str):

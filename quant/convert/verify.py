@@ -328,7 +328,7 @@ def model_failures(
 
 
 def _lists_what_is_plain(config: Mapping[str, Any]) -> bool:
-    """Whether loaders take every linear that the config does not exclude as quantized."""
+    """True if loaders take every linear that the config does not exclude as quantized."""
     method = config.get("quant_method")
     if method == "gptq":  # else loaders look which linears have codes
         return bool(config.get("dynamic"))
@@ -377,7 +377,7 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
 
 
 def _lists(entry: str, name: str) -> bool:
-    """Whether an entry is for a module: `should_convert_module` of transformers 5.23, or a part of its name.
+    """True if an entry is for a module: `should_convert_module` of transformers 5.23, or a part of its name.
 
     `mlp.gate` is for `layers.0.mlp.gate`, and not for `layers.0.mlp.gate_proj`.
     """

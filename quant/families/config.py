@@ -58,7 +58,7 @@ def current_names(raw: Config) -> Config:
 
 
 def has_table_rule(raw: Config) -> bool:
-    """Whether a family has this config's defaults: those of a text model alone."""
+    """True if a family has this config's defaults: those of a text model alone."""
     raw = current_names(raw)
     if not isinstance(raw.get("text_config"), Mapping):
         return _with_defaults(type_of(raw)) is not None
@@ -120,7 +120,7 @@ def complete(raw: Config) -> tuple[ModelFamily, dict[str, Any]]:
 
 
 def is_classifier(config: Config) -> bool:
-    """Whether a raw `config.json` names a sequence classifier: a head in place of the language head."""
+    """True if a raw `config.json` names a sequence classifier: a head in place of the language head."""
     return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())
 
 

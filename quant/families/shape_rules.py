@@ -83,12 +83,12 @@ class ShapeRules:
     learned_positions: bool = False
 
     def has_default(self, *keys: str) -> bool:
-        """Whether one of the keys has a default, and so a meaning, in this architecture."""
+        """True if one of the keys has a default, and so a meaning, in this architecture."""
         return any(key in (self.defaults or ()) for key in keys)
 
 
 def has_chunks(config: Config) -> bool:
-    """Whether windowed layers use chunked (non-overlapping) attention instead of sliding windows."""
+    """True if windowed layers use chunked (non-overlapping) attention instead of sliding windows."""
     kinds = config.get("layer_types") or ()
     return "chunked_attention" in kinds or (not kinds and "attention_chunk_size" in config)
 

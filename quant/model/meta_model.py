@@ -269,7 +269,7 @@ class MetaModel:
         return self._by_layer[index]
 
     def is_tied(self, index: int, name: str) -> bool:
-        """Whether a tensor of a layer, by its name in the module, is another module's too."""
+        """True if a tensor of a layer, by its name in the module, is another module's too."""
         return f"{self.paths[index]}.{name}" in self._tied
 
     def fill(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:

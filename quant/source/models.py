@@ -25,7 +25,7 @@ def short_name(path: Path) -> str:
 
 
 def is_local(name: str) -> bool:
-    """Whether a model of that name is on this machine, without asking the hub."""
+    """True if a model of that name is on this machine, without asking the hub."""
     path = expanded(name)
     if name in bundled_models() or (path / "config.json").is_file():
         return True

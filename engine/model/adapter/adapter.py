@@ -95,7 +95,7 @@ class TransformersModel:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether decode steps are captured: on a GPU, of a model that decodes all sequences at once.
+        """True if decode steps are captured: on a GPU, of a model that decodes all sequences at once.
 
         The capture itself tells if something in the modules waits for the device.
         """
@@ -235,7 +235,7 @@ class TransformersModel:
         tokens: torch.Tensor,
         expected: torch.Tensor,
     ) -> bool:
-        """Whether two paged steps, the second with another sequence batched, give the `expected` logits."""
+        """True if two paged steps, the second with another sequence batched, give the `expected` logits."""
         caches, state_batch = self._empty(layouts, states)
         split = 4
         first = self._step(tokens, [(0, split, [2])], state_batch)

@@ -88,7 +88,7 @@ def path(steps: Place) -> str:
 
 
 def _is_holder(value: Any) -> bool:
-    """Whether it is a cache or a layer of one: a plain object, and no module, class, function or config."""
+    """True if it is a cache or a layer of one: a plain object, and no module, class, function or config."""
     is_torchs = type(value).__module__.partition(".")[0] == "torch"
     if callable(value) or isinstance(value, torch.Tensor) or is_torchs:
         return False

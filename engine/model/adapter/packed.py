@@ -279,7 +279,7 @@ class PackedForward:
 
 
 def has_attention_alone(cache: Any) -> bool:
-    """Whether a model's own cache holds the keys and values of attention, and nothing else.
+    """True if a model's own cache holds the keys and values of attention, and nothing else.
 
     Layers that read another layer's keys and values have no tensors there.
     """

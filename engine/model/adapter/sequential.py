@@ -195,7 +195,7 @@ def _recording(longer: Any) -> Any:
 
 
 def _is_window(layer: Any) -> bool:
-    """Whether it is a sliding window and nothing else: convolution states record by the same flag."""
+    """True if it is a sliding window and nothing else: convolution states record by the same flag."""
     has_window = isinstance(getattr(layer, "sliding_window", None), int)
     return has_window and not hasattr(layer, "conv_states")
 

@@ -283,7 +283,7 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether steps can be captured into a graph: static shapes, no data-dependent control flow.
+        """True if steps can be captured into a graph: static shapes, no data-dependent control flow.
 
         Requires no MoE kernel that counts tokens per expert on the host, and paged attention that reads the
         blocks in place.
@@ -293,7 +293,7 @@ class Decoder:
 
     @property
     def captures_any_step(self) -> bool:
-        """Whether a captured step serves others of as many tokens, however they are spread over sequences;
+        """True if a captured step serves others of as many tokens, however they are spread over sequences;
         a recurrence runs over those of each."""
         kernels = (kernels.attend.causal for kernels in self._kernels.values())
         static = self.is_capturable and all(map(takes_static_metadata, kernels))

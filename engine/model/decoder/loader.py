@@ -114,7 +114,7 @@ class LayerLoader:
         return DecoderWeights(*parts, self.base, per_layer, streams)
 
     def _has_other_head(self, name: str) -> bool:
-        """Whether the file's head is not the embedding, even if the config ties them: a quantized one, or one
+        """True if the file's head is not the embedding, even if the config ties them: a quantized one, or one
         of other values, which transformers does not tie either."""
         if self.reader.is_quantized(name):
             return True
@@ -133,7 +133,7 @@ class LayerLoader:
         }
 
     def _may_remain(self, name: str, second_head: str) -> bool:
-        """Whether a tensor may stay unread: a tied head's duplicate, saved buffers, multi-token-prediction
+        """True if a tensor may stay unread: a tied head's duplicate, saved buffers, multi-token-prediction
         layers (DeepSeek-V3), the other parts of a multimodal model, other ranks' experts."""
         if name == second_head or name.endswith(self.spec.names.buffers):
             return True
@@ -157,7 +157,7 @@ class LayerLoader:
         )
 
     def _is_unused_by_sharing(self, name: str) -> bool:
-        """Whether it belongs to keys or values that a layer with KV sharing does not compute."""
+        """True if it belongs to keys or values that a layer with KV sharing does not compute."""
         module = name.rpartition(".self_attn.")[2].partition(".")[0]
         return module in ("k_proj", "v_proj", "k_norm", "v_norm") and any(
             name.startswith(self.base + self.spec.names.layer.format(index))

@@ -28,7 +28,7 @@ class _Part:
 
     @property
     def is_finite(self) -> bool:
-        """Whether 0 times these weights, the part of other rows in a captured step, is 0."""
+        """True if 0 times these weights, the part of other rows in a captured step, is 0."""
         return all(bool(weights.isfinite().all()) for weights in (self.down, self.up))
 
 
@@ -126,7 +126,7 @@ class AdapterBank:
 
     @property
     def has_slots(self) -> bool:
-        """Whether captured steps may have adapters."""
+        """True if captured steps may have adapters."""
         return self._slot_of_column is not None
 
     def prepare(self) -> None:

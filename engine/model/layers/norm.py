@@ -65,7 +65,7 @@ class Norm(Weights):
         return total, self(total)
 
     def _takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernel selected for the weight supports these rows: 2-D, of its dtype or narrower."""
+        """True if the kernel selected for the weight supports these rows: 2-D, of its dtype or narrower."""
         if self.weight is None or x.dim() != 2:
             return False
         wide = self.weight.dtype is torch.float32 and isinstance(self._kernel, TakesWideWeights)

@@ -72,7 +72,7 @@ class Weights:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether it can be captured into a graph: no data-dependent control flow."""
+        """True if it can be captured into a graph: no data-dependent control flow."""
         return all(getattr(part, "is_capturable", True) for part in self._parts())
 
     @property
@@ -142,7 +142,7 @@ class Projection:
 
     @property
     def holds_a_copy(self) -> bool:
-        """Whether the kernels hold repacked weights instead of the tensors passed in."""
+        """True if the kernels hold repacked weights instead of the tensors passed in."""
         return len(self._kernels) > 1 or not isinstance(self._kernels[0], TorchLinear)
 
     @property
@@ -268,7 +268,7 @@ def _kind(weight: torch.Tensor | QuantizedTensor) -> object:
 
 
 def _stacks(weight: QuantizedTensor) -> bool:
-    """Whether a quantized weight can be concatenated: its parts are per output row, or of equal wholes."""
+    """True if a quantized weight can be concatenated: its parts are per output row, or of equal wholes."""
     parts = weight.parts()
     if isinstance(weight, IntTensor):
         return "group_index" not in parts and "input_scale" not in parts

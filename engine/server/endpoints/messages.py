@@ -63,7 +63,7 @@ class ToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether reasoning is asked for; its budget has no effect here."""
+    """True if reasoning is asked for; its budget has no effect here."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None

@@ -41,7 +41,7 @@ class CompressedLayouts(Container):
 
     @abstractmethod
     def describes(self, weights: Config) -> bool:
-        """Whether the `weights` of an entry of `config_groups` are of this kind."""
+        """True if the `weights` of an entry of `config_groups` are of this kind."""
 
     @abstractmethod
     def layout_of(self, scheme: Any) -> str | None:

@@ -307,7 +307,7 @@ class Stored:
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression of a config matches a module's name (`re.match`)."""
+    """True if a regular expression of a config matches a module's name (`re.match`)."""
     try:
         return re.match(pattern, module) is not None
     except re.error as error:

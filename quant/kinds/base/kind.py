@@ -63,19 +63,19 @@ class LoaderRules:
     """True if transformers keeps weights without codes that it merges with others."""
 
     def vllm_kernel(self, scheme: Any, matrix: RankMatrix, format_name: str) -> tuple[bool, str]:
-        """Whether vLLM has a kernel for a matrix, and its name or the violated rule."""
+        """Answer if vLLM has a kernel for a matrix, with its name or the violated rule."""
         return False, f"no kernel for such codes in the format {format_name}"
 
     def vllm_tried(self, scheme: Any, format_name: str) -> bool:
-        """Whether vLLM for CPU loaded a language model of such weights."""
+        """True if vLLM for CPU loaded a language model of such weights."""
         return False
 
     def vllm_tried_with_images(self, scheme: Any) -> bool:
-        """Whether it loaded an image-text model of such weights in compressed-tensors."""
+        """True if it loaded an image-text model of such weights in compressed-tensors."""
         return False
 
     def merged_right(self, scheme: Any) -> bool:
-        """Whether transformers dequantizes such a weight before it merges it with others."""
+        """True if transformers dequantizes such a weight before it merges it with others."""
         return False
 
     def transformers_needs(self, scheme: Any) -> str:
