@@ -202,6 +202,13 @@ def _prices(ask: PlanRequest) -> Prices | None:
 
 
 _SPELLED = re.compile(r"([a-z][a-z0-9_-]*?)(?:[:@-](\d+)(?:\.0)?(?:bits?|bpw)?)?")
+_PLAIN_NAMES = {
+    "bfloat16": "bf16",
+    "fp16": "f16",
+    "float16": "f16",
+    "f32": "float32",
+    "fp32": "float32",
+}
 _INT4 = {"awq": "awq", "rtn": "compressed-tensors", "autoround": "compressed-tensors"}
 """Methods whose int4 weights the planner knows to the byte, and the layouts that they are written in."""
 
@@ -218,8 +225,8 @@ def named_recipe(
     """The recipe of one of the planner's formats, or of a type or a method of `llmopt quantize`. Raises
     BadInput: no such name, or an option that it does not have."""
     options: dict[str, Any] = {"symmetric": symmetric, "plain_bytes": plain_bytes}
-    if name.lower() in RECIPES:
-        return recipe_for(name.lower(), shape, group_size, file_format=file_format, **options)
+    if (plain := _PLAIN_NAMES.get(name.lower(), name.lower())) in RECIPES:
+        return recipe_for(plain, shape, group_size, file_format=file_format, **options)
     # What follows takes a while to import.
     from ...quant.gguf.mix import ALIASES, DEFAULT_GGUF_TYPE, GGUF_TYPES
     from ...quant.methods.options import SchemeOptions
@@ -238,9 +245,9 @@ def named_recipe(
         writers = (m.name for m in METHODS.values() if m.default_format == method)
         method = next(writers, None)
     if spelled is None or method is None:
-        names = [*RECIPES, *METHODS, "exl3", *map(str.lower, GGUF_TYPES)]
+        names = {known.lower(): known for known in (*RECIPES, *METHODS, "exl3", *GGUF_TYPES)}
         close = get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-        offered = f"; close: {', '.join(close)}" if close else ""
+        offered = f"; close: {', '.join(names[key] for key in close)}" if close else ""
         known = ", ".join(RECIPES)
         raise BadInput(
             f"no weight format {name!r}{offered}; choose {known}, a GGUF type such as Q4_K_M, or a method of "
@@ -278,7 +285,9 @@ def _mixed(mix: str, shape: ModelShape) -> WeightRecipe:
     from ...quant.kinds.ggml.scheme import GGUF_BLOCKS
 
     experts = shape.experts.count if shape.experts else 0
-    rules = MixShape(shape.num_layers, shape.num_heads, shape.num_kv_heads, experts)
+    # llama-quantize refuses IQ3_XXS without an importance matrix, so every file of it was made with one.
+    heads = shape.num_heads, shape.num_kv_heads
+    rules = MixShape(shape.num_layers, *heads, experts, has_importance=mix == "IQ3_XXS")
     modules = {name: size for name, size, _ in _modules(shape)}
     chosen = schemes_of(mix, modules, rules)
     elements = bits = Fraction(0)

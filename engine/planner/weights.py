@@ -125,6 +125,7 @@ RECIPES = {
     recipe.name: recipe
     for recipe in (
         BF16,
+        WeightRecipe("f16", 16),
         WeightRecipe("float32", 32, plain_bytes=4),
         WeightRecipe("fp8", 8),
         WeightRecipe("fp8-block", 8, group_size=128, rows_per_scale=128, scale_bits=32),
@@ -135,8 +136,6 @@ RECIPES = {
         WeightRecipe("nf4", 4, group_size=64, scale_bits=_NF4_SCALE_BITS),
         WeightRecipe("mxfp4", 4, group_size=32, scale_bits=8),
         WeightRecipe("nvfp4", 4, group_size=16, scale_bits=8, bytes_per_tensor=4),
-        WeightRecipe("q8_0", 8, group_size=32),
-        WeightRecipe("q4_0", 4, group_size=32),
     )
 }
 _FREE_GROUPS = ("int4", "int8", "gptq")

@@ -178,8 +178,6 @@ def test_headers_are_summed_without_loading(tmp_path: Path) -> None:
         ("mxfp8", 8.25),
         ("mxfp4", 4.25),
         ("nf4", 4.126953125),
-        ("q8_0", 8.5),
-        ("q4_0", 4.5),
         ("nvfp4", 4.5 + 32 / (4096 * 4096)),
         ("gptq", 4.15625 + 32 / 4096),
     ],
