@@ -17,7 +17,7 @@ Layers of a probed model differ in width and hold state; the same rules for them
     llmopt        a state once
     vllm          one page size for all: the attention block grows until its page holds a layer's state, and
                   the state is padded to that page; indexer keys in fp8 with a float32 scale per 128
-    llama.cpp     the state in float32
+    llama.cpp     the state in float32; of a convolution the columns before the present token, as in vLLM
     transformers  as measured, cached positions included
 
 vLLM's rule for states is that of `HybridAttentionMambaModelConfig` (vllm/model_executor/models/config.py)
@@ -78,7 +78,9 @@ def _llama_cpp_probed(shape: ProbedShape, tokens: int, element: Element, knobs: 
         kept = min(tokens, t.window + 1 + knobs.ubatch_tokens) if t.window else tokens
         return ceil(round_up(kept, LLAMA_CPP_STEP) / t.stride)
 
-    state = sum(4 * shape.state_elements(t) for t in shape.layer_tensors if t.law != "growing")
+    state = sum(
+        4 * shape.served_state_elements(t) for t in shape.layer_tensors if t.law != "growing"
+    )
     return _sum(shape.growing, element, num_entries) + state
 
 
@@ -101,7 +103,7 @@ def _vllm_probed(shape: ProbedShape, tokens: int, element: Element, knobs: Cache
     apart = []
     for t in shape.layer_tensors:
         if t.law != "growing":
-            states[t.layer] += t.element_bytes * shape.state_elements(t)
+            states[t.layer] += t.element_bytes * shape.served_state_elements(t)
     for t in shape.growing:
         if t.stride > 1 or is_indexer(t):
             apart.append(t)

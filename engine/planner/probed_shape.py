@@ -44,7 +44,8 @@ class ProbedShape(ModelShape):
 
     `ranks` is the number of ranks that the cache is split over, `stage` the layers whose cache it is (None:
     all), and `frees_windows` is False where a window keeps every token. State and positions have dtypes of
-    their own; a KV dtype narrows the growing tensors alone.
+    their own; a KV dtype narrows the growing tensors alone. `conv_kernel` is the width of its causal
+    convolutions (0: none).
 
     Attributes:
         layer_tensors: cached tensors of this stage on one rank: heads are split, at least one on each. A
@@ -56,6 +57,7 @@ class ProbedShape(ModelShape):
     ranks: int = 1
     stage: range | None = None
     frees_windows: bool = True
+    conv_kernel: int = 0
     layer_tensors: tuple[CachedTensor, ...] = field(init=False, compare=False, repr=False)
     growing: tuple[CachedTensor, ...] = field(init=False, compare=False, repr=False)
 
@@ -99,6 +101,7 @@ class ProbedShape(ModelShape):
             experts=experts,
             latent=_latent(facts, text),
             facts=facts,
+            conv_kernel=next((text[name] for name in _CONV_KERNELS if text.get(name)), 0),
         )
 
     @property
@@ -147,6 +150,13 @@ class ProbedShape(ModelShape):
         """Elements of a state, or of the buffer of a compressed cache, before its entry is complete."""
         entries = tensor.stride - 1 if tensor.law == "remainder" else 1
         return entries * tensor.heads * tensor.width
+
+    def served_state_elements(self, tensor: CachedTensor) -> int:
+        """Elements of a state in vLLM (`MambaStateShapeCalculator`, mamba_utils.py) and llama.cpp
+        (`llama_hparams::n_embd_r`): a convolution keeps the inputs before the present token, transformers
+        that token's as well."""
+        elements, kernel = self.state_elements(tensor), self.conv_kernel
+        return elements // kernel * (kernel - 1) if kernel and "conv" in tensor.name else elements
 
     @property
     def cached_elements(self) -> int:
@@ -223,6 +233,7 @@ def cache_line(shape: ProbedShape) -> str:
     return " + ".join(parts) or "nothing"
 
 
+_CONV_KERNELS = ("linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv", "conv_L_cache")
 _UNLIMITED = 1_048_576  # the longest context of a model without positions, which names none
 
 

@@ -242,6 +242,20 @@ def test_a_page_of_vllm_grows_to_hold_a_state() -> None:
     assert size == 2 * (3 + 3) * 48 * 512
 
 
+def test_a_page_of_vllm_holds_the_columns_before_the_present_token() -> None:
+    shape = shape_of(table_configs()["qwen3.5-27b"])
+    assert isinstance(shape, ProbedShape)
+    # vLLM's log: "Setting attention block size to 784 tokens ... Padding mamba page size by 0.13%".
+    # 48 layers of state take a page each, 16 of attention one block, in groups of 16 layers.
+    assert RULES["vllm"].kv_bytes(shape, 1, 2, CacheKnobs()) == (48 + 16) * 784 * 4 * 2 * 256 * 2
+    conv, recurrent = (t for t in shape.layer_tensors if t.layer == 0)
+    page = 2 * shape.served_state_elements(conv) + 4 * shape.served_state_elements(recurrent)
+    assert 784 * 4 * 2 * 256 * 2 / page == pytest.approx(1.0013, abs=5e-5)
+    # llama.cpp's `n_embd_r` is (kernel - 1) x channels, in float32.
+    state = 48 * 4 * (3 * 10_240 + 786_432)
+    assert RULES["llama.cpp"].kv_bytes(shape, 1, 2, CacheKnobs()) == state + 16 * 256 * 4096
+
+
 def test_ranks_share_heads_and_state() -> None:
     rank = _hybrid().cache_on_rank(4)
     assert rank.state_bytes == 6 * 125 * 2
