@@ -14,7 +14,9 @@ of them does not.
 
 With `--attacks` attackers with a key of their own do all that once silenced a server (attacks.py). Then 99 of
 100 probes of `/health` must be answered within 250 ms, the ordinary clients lose nothing, and when it is over
-the memory is back within 50 MiB of what it was before."""
+the memory is back within 50 MiB of what it was before.
+
+With `--rows` each attack of rows.py is sent to a server of its own instead, and a line says what it did."""
 
 from __future__ import annotations
 
@@ -46,6 +48,7 @@ from safetensors.torch import save_file
 from .attacks import GOOD, HOSTILE, MAX_PROBE_SECONDS, Attacks, Health, by_schema, headers
 from .clients import ADAPTERS, MODEL, SHARED, Soak, judge_stream, judge_whole
 from .faults import Recovery
+from .rows import run_rows
 
 GREEDY = {"prompt": SHARED, "max_tokens": 40, "temperature": 0}
 VICTIM = """
@@ -407,11 +410,24 @@ def write_adapter(folder: Path, seed: int) -> Path:
     return folder
 
 
+def write(path: Path | None, record: dict[str, Any]) -> None:
+    if path is not None:
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--minutes", type=float, help="In place of --seconds.")
     parser.add_argument("--attacks", action="store_true", help="Attack the server, all at once.")
+    parser.add_argument(
+        "--rows",
+        nargs="*",
+        metavar="NAME",
+        help="Attack one server for each row instead; all rows.",
+    )
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server-options", default="", help="More words for serve-local.")
@@ -422,6 +438,12 @@ def main() -> int:
     parser.add_argument("--fault-every", type=float, default=20.0, help="Seconds; 0 for no faults.")
     parser.add_argument("--return-within", type=float, default=5.0, help="Seconds after a fault.")
     chosen = parser.parse_args()
+    if chosen.rows is not None:
+        rows = asyncio.run(run_rows(chosen.rows))
+        write(
+            chosen.output, {"machine": machine_name("cpu"), "rows": [asdict(row) for row in rows]}
+        )
+        return int(any(row.failures() for row in rows))
     options = SoakOptions(
         chosen.seconds if chosen.minutes is None else 60 * chosen.minutes,
         chosen.clients, chosen.pause, chosen.fault_every,
@@ -429,11 +451,7 @@ def main() -> int:
     )  # fmt: skip
     found = asyncio.run(run(options))
     found = {"machine": machine_name("cpu"), **found}
-    text = json.dumps(found, indent=1) + "\n"
-    if chosen.output is not None:
-        partial = chosen.output.with_suffix(".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(chosen.output)
+    write(chosen.output, found)
     print(json.dumps({key: value for key, value in found.items() if key != "samples"}, indent=1))
     return 0 if all(found["checks"].values()) else 1
 
