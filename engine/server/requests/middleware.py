@@ -4,8 +4,6 @@ and routes that read large bodies off the event loop."""
 from __future__ import annotations
 
 import asyncio
-import gc
-import json
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -19,6 +17,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..protocol.body import parsed
 from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .observe import LogEvent, body_text
@@ -172,12 +171,12 @@ class RequestMiddleware:
         raise ApiError(413, f"the body {problem}", code="body_too_large", headers=closing)
 
 
-MAX_ON_LOOP = 256 * 1024
+MAX_ON_LOOP = 32 * 1024
 """Bytes of a body that is read on the event loop: it takes a few milliseconds at most."""
 
 
 class BodyRoute(APIRoute):
-    """A route that parses and validates a large body on a worker thread, so that other clients do not wait.
+    """A route that parses and validates a body, on a worker thread if it is large.
 
     FastAPI finds the validated model in place of the JSON.
 
@@ -197,12 +196,15 @@ class BodyRoute(APIRoute):
                 headers = [pair for pair in headers if pair[0] != b"content-type"]
                 headers.append((b"content-type", b"application/json"))
                 request = Request({**request.scope, "headers": headers}, request.receive)
-            is_json = request.headers.get("content-type", "").startswith("application/json")
-            is_large = is_json and len(await request.body()) > MAX_ON_LOOP
-            if is_large and isinstance(model, type) and issubclass(model, BaseModel):
-                workers = request.app.state.service.workers
-                read_body = partial(parsed, model, await request.body())
-                request._json = await workers.run(record_of(request).tenant, read_body)
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            is_json = kind.startswith("application/") and kind.endswith(("/json", "+json"))
+            if is_json and isinstance(model, type) and issubclass(model, BaseModel):
+                read_body = partial(parsed, model, body := await request.body())
+                if len(body) <= MAX_ON_LOOP:
+                    request._json = read_body()
+                else:
+                    workers = request.app.state.service.workers
+                    request._json = await workers.run(record_of(request).tenant, read_body)
             return await handle(request)
 
         return read
@@ -212,21 +214,6 @@ class JsonRoute(BodyRoute):
     """A route of Ollama's API, many of whose clients name no Content-Type."""
 
     takes_any_type = True
-
-
-def parsed(model: type[BaseModel], body: bytes) -> BaseModel:
-    """The model of a body. Raises `ApiError` or `ValidationError`: it is not JSON, or not of that form."""
-    was_enabled = gc.isenabled()
-    gc.disable()  # it would look through the new lists again and again
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    else:
-        return model.model_validate(value)
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
