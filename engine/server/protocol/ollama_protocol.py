@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -76,40 +75,60 @@ class Options(BaseModel):
         yield from (f"options.{name}" for name in self.model_extra or ())
 
 
-_ACTION = re.compile(r"\{\{(-?)\s*(.*?)\s*(-?)\}\}", re.DOTALL)
+MAX_TEMPLATE_CHARACTERS, MAX_FILLED_CHARACTERS, MAX_IFS = 32 << 10, 16 << 20, 32
+"""Limits, because a template is filled on the event loop, and may name a long prompt often."""
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
     """Fill a template of Ollama up to the response: variables, and `if` with `else` around them. Raises
-    `ApiError`: it has more of Go's language in it, or an `if` without its end."""
+    `ApiError`: it has more of Go's language in it, an `if` without its end, or is too long."""
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise bad_field(
+            "template", f"{len(template)} characters: at most {MAX_TEMPLATE_CHARACTERS}"
+        )
     parts: list[str] = []
     conditions: list[bool] = []
-    at, is_trimmed = 0, ""
-    for match in _ACTION.finditer(template):
-        trims, action, trims_after = match.groups()
-        text = template[at : match.start()]
-        text = text.lstrip() if is_trimmed else text
-        at, is_trimmed = match.end(), trims_after
-        if all(conditions):
-            parts.append(text.rstrip() if trims else text)
-        action_parts = action.split()
-        match action_parts:
+    num_characters = 0
+    for text, action in _actions(template):
+        parts += [text] if all(conditions) else []
+        if action is None:
+            break
+        match action.split():
             case [".Response"]:
                 if all(conditions):
                     return "".join(parts)
             case [str(name)] if name[1:] in fields and name[0] == ".":
-                parts += [fields[name[1:]]] if all(conditions) else []
+                value = fields[name[1:]] if all(conditions) else ""
+                parts.append(value)
+                num_characters += len(value)
+                if num_characters > MAX_FILLED_CHARACTERS:
+                    raise bad_field("template", f"more than {MAX_FILLED_CHARACTERS} characters")
             case ["if", str(name)] if name[1:] in (*fields, "Response"):
                 conditions.append(bool(fields.get(name[1:])))
+                if len(conditions) > MAX_IFS:
+                    raise bad_field("template", f"more than {MAX_IFS} ifs in each other")
             case ["else"] if conditions:
                 conditions[-1] = not conditions[-1]
             case ["end"] if conditions:
                 conditions.pop()
             case _:
-                raise bad_field("template", f"{{{{ {action} }}}} is not supported here")
+                raise bad_field("template", f"{{{{ {action.strip()} }}}} is not supported here")
     if conditions:
         raise bad_field("template", "an if has no end")
-    return "".join([*parts, template[at:].lstrip() if is_trimmed else template[at:]])
+    return "".join(parts)
+
+
+def _actions(template: str) -> Iterator[tuple[str, str | None]]:
+    """Actions of a template, each after the text before it, which is trimmed where a `-` says so. The text at
+    the end has none."""
+    at, is_trimmed = 0, False
+    while (begin := template.find("{{", at)) >= 0 and (end := template.find("}}", begin)) >= 0:
+        text, action = template[at:begin], template[begin + 2 : end]
+        text = text.lstrip() if is_trimmed else text
+        text = text.rstrip() if action[:1] == "-" else text
+        yield text, action.removeprefix("-").removesuffix("-")
+        at, is_trimmed = end + 2, action[-1:] == "-"
+    yield template[at:].lstrip() if is_trimmed else template[at:], None
 
 
 class OllamaRequest(BaseModel):

@@ -230,6 +230,27 @@ def test_log_probabilities(served: RunningServer) -> None:
     assert len(raw) == 12 and len(raw[0]["top_logprobs"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{" + " " * 40_000, "at most 32768"),
+        ("{{ }}", "not supported"),
+        ("{{.Prompt}}" * 2000, "more than 16777216 characters"),
+        ("{{if .Prompt}}" * 2000, "more than 32 ifs"),
+        ("{{if .Prompt}}", "no end"),
+        ("{{ {{ .Prompt }}", "not supported"),
+    ],
+)
+def test_templates_that_are_refused(template: str, problem: str) -> None:
+    with pytest.raises(ApiError, match=problem):
+        filled(template, {"System": "be", "Prompt": "Lily" * 3000})
+
+
+def test_braces_without_an_end_are_text() -> None:
+    blanks = "{{" + " " * 1200
+    assert filled(f"{{{{- .Prompt -}}}}  {blanks}", {"Prompt": "Lily"}) == f"Lily{blanks}"
+
+
 def test_a_template_of_the_request(served: RunningServer) -> None:
     template = (
         "{{ if .System }}<{{ .System }}>\n{{ else }}none {{- end }}\n"
