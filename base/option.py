@@ -242,7 +242,8 @@ KINDS = ("cpu", "cuda")
 
 def offer(name: str, known: Collection[str]) -> str:
     """The second half of a refusal: the known names most like `name`, if any is, and all of them."""
-    near = get_close_matches(name, known, n=2, cutoff=0.6)
+    lower = {other.lower(): other for other in known}
+    near = [lower[other] for other in get_close_matches(name.lower(), lower, n=2, cutoff=0.6)]
     start = f"the nearest is {' or '.join(near)}; " if near else ""
     return f"{start}choose one of {', '.join(known)}"
 

@@ -61,11 +61,16 @@ def bench(
 
 
 def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
-    """Raises BadInput for a model or a file that is not there, before torch is imported."""
+    """Raises BadInput for a model, file or server that is not there, before torch is imported."""
+    from ..bench.load.address import Address
     from ..quant.source.models import resolve_model
 
     against = None if wanted is None else wanted.against
-    if options.base_url is None and options.serve is None:
+    if options.base_url is not None:
+        address = Address.of(options)
+        if options.model is None:
+            address.model_card()
+    elif options.serve is None:
         resolve_model(options.model)
         for model in filter(None, (options.reference, against)):
             resolve_model(model)

@@ -114,10 +114,8 @@ def main(argv: list[str] | None = None) -> None:
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     is_completing = "_LLMOPT_COMPLETE" in os.environ
     first = [*line.split(), "", ""][1] if is_completing else arguments[0]
-    if first.startswith("-") or (is_completing and first not in COMMANDS):
-        app = summaries()  # of llmopt itself: no command is imported
-    else:
-        app = application(first) if first in COMMANDS else application()
+    # Of llmopt itself, or of no command: none is imported.
+    app = application(first) if first in COMMANDS else summaries()
     # The context's object: the words for a process that does the same.
     how = {"prog_name": "llmopt", "standalone_mode": False, "obj": given}
     sys.exit(check_shown(run_guarded(lambda: app(arguments, **how), debug=debug)))
@@ -152,7 +150,9 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
             raise
         context = getattr(error, "ctx", None)
         command = "llmopt" if context is None else context.command_path
-        print(f"error: {format_message().rstrip('.')}: see {command} --help", file=sys.stderr)
+        message = format_message().rstrip(".")
+        divider = "" if message.endswith("?") else ":"  # after a near name
+        print(f"error: {message}{divider} see {command} --help", file=sys.stderr)
         return 2
     return code if isinstance(code, int) else 0
 

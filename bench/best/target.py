@@ -22,7 +22,7 @@ from ...quant.model.checkpoint import read_json
 from ...quant.plan.request import QuantizeRequest
 from ..gate.limits import SCORED, Limit, Scored, parse_promises
 from ..options.definitions import QualityOptions
-from ..options.values import parse_duration
+from ..options.values import parse_duration, parse_nats
 
 DEFAULT_MAX_KL = 0.05
 """Nats per token that are promised without a size and any promise."""
@@ -66,7 +66,12 @@ class BestRequest:
         PlanRequest, "output_tokens", flag="--output-len", panel=_LOAD, common=False
     )
     loads_in: str = option(
-        "llmopt", f"What must load it: {', '.join(LOADERS)}.", panel=_LOAD, common=True
+        "llmopt",
+        f"What must load it: {', '.join(LOADERS)}.",
+        word=str,
+        parse=str.lower,
+        panel=_LOAD,
+        common=True,
     )
     size: int | None = option(
         None,
@@ -92,6 +97,9 @@ class BestRequest:
         None,
         "Maximum mean KL divergence from the original, in nats a token. Default: "
         f"{DEFAULT_MAX_KL:g} where neither a size nor another promise is given.",
+        metavar="FLOAT",
+        word=str,
+        parse=parse_nats,
         limit=within(ge=0, finite=True),
         common=True,
     )

@@ -7,6 +7,7 @@ prefix. prometheus-client parses Prometheus' text format.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,24 @@ class Address:
             tuple(fields.items()),
             verify_tls,
             BACKENDS[backend],
+        )
+
+    @classmethod
+    def of(cls, options: BenchOptions) -> Address:
+        """The address of the server of `options`. Raises BadInput: an address option is invalid, or an option
+        applies only to in-process engines."""
+        assert options.base_url is not None
+        if options.plan is not None or options.slowdown != 1.0:
+            raise BadInput(
+                "--plan and --slowdown work on the engine of this process, not on a server"
+            )
+        return cls.parse(
+            options.base_url,
+            backend=options.backend,
+            endpoint=options.endpoint,
+            api_key=options.api_key or os.environ.get("OPENAI_API_KEY", "").strip(),
+            headers=options.header,
+            verify_tls=not options.insecure,
         )
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from ...base.option import option, within
 from ..quality.passage import ProtocolName
-from .values import each, json_object, listed, pairs, parse_duration
+from .values import each, http_url, json_object, listed, pairs, parse_duration
 
 POSITIVE = within(ge=1)
 COUNT = within(ge=0)
@@ -259,7 +259,9 @@ class TargetOptions:
     serve_timeout: float = option(600.0, "Start-up timeout of the server in seconds.", limit=RATE)
     base_url: str | None = option(
         None,
-        "Measure the OpenAI-compatible server at this URL instead of a model here.",
+        "Measure the OpenAI-compatible server at this URL instead of a model here; http unless said.",
+        word=str,
+        parse=http_url,
         common=True,
     )
     backend: str = option(

@@ -51,8 +51,13 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def check_dataset(dataset: str) -> None:
-    if dataset not in DATASETS and not expanded(dataset).is_file():
-        raise BadInput(f"no dataset {dataset!r}: {offer(dataset, [*DATASETS])}, or give a file")
+    path = expanded(dataset)
+    if dataset in DATASETS or path.is_file():
+        return
+    if path.suffix or path.name != dataset:
+        hub = "" if path.suffix else f"; one of the hub is --dataset hf --dataset-path {dataset}"
+        raise BadInput(f"no dataset {dataset!r}: there is no such file here{hub}")
+    raise BadInput(f"no dataset {dataset!r}: {offer(dataset, [*DATASETS])}, or give a file")
 
 
 def parse_duration(text: str) -> float:
@@ -65,6 +70,20 @@ def parse_duration(text: str) -> float:
     if not 0 < seconds < math.inf:
         raise ValueError("write a duration such as 60s, 1.5m or 1h")
     return seconds
+
+
+def http_url(text: str) -> str:
+    """The URL of a server; `host:port` stands for `http://host:port`."""
+    return text if "://" in text else f"http://{text}"
+
+
+def parse_nats(text: str) -> float:
+    """Nats of `0.05`. Raises BadInput: no number, such as a share."""
+    try:
+        return float(text)
+    except ValueError:
+        share = ": a share is one of --min-top1, such as 95%" if text.endswith("%") else ""
+        raise BadInput(f"--max-kl {text}: give nats a token, such as 0.05{share}") from None
 
 
 def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -248,7 +247,7 @@ class HttpSession(BenchSession):
         paired_runs: str | None = None,
     ) -> None:
         tasks = prepare_tasks(options.tasks, options) if options.tasks else None
-        address = self._address = server_address(options)
+        address = self._address = Address.of(options)
         served = self._served = find_served(options, address)
         self._said = server_facts(address)
         if tasks is not None:
@@ -403,22 +402,6 @@ class HttpSession(BenchSession):
         if hit_rate is None and of_server is not None:
             hit_rate = of_server["prefix_cache_hit_rate"]
         return MeasuredPass(sent.load, hit_rate, usage, server_metrics=of_server)
-
-
-def server_address(options: BenchOptions) -> Address:
-    """The address of the server of `options`. Raises BadInput: an address option is invalid, or an option
-    applies only to in-process engines."""
-    assert options.base_url is not None
-    if options.plan is not None or options.slowdown != 1.0:
-        raise BadInput("--plan and --slowdown work on the engine of this process, not on a server")
-    return Address.parse(
-        options.base_url,
-        backend=options.backend,
-        endpoint=options.endpoint,
-        api_key=options.api_key or os.environ.get("OPENAI_API_KEY", "").strip(),
-        headers=options.header,
-        verify_tls=not options.insecure,
-    )
 
 
 def local_gpu() -> str:

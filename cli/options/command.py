@@ -119,7 +119,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
         given.pop("help_all", None)
         given = _by_shown_name(given, known)
         made = {
-            name: make(**{word: given.pop(word) for word in names})
+            name: make(**{word: _value_of(make, word, given.pop(word)) for word in names})
             for name, (make, names) in made_of.items()
         }
         command(**made, **given)
@@ -128,6 +128,12 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
     call.rare = frozenset(rare)  # type: ignore[attr-defined]
     return call
+
+
+def _value_of(group: Any, name: str, word: Any) -> Any:
+    """The value of a group's option; words of configs stay as they were written."""
+    option = options_of(group).get(name) if is_dataclass(group) else None
+    return word if option is None else option.value(word)
 
 
 def _show_all(context: typer.Context, is_given: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 from ...base.atomic_io import check_output
 from ...base.errors import BadInput
 from ...base.option import check_limits, option, option_like, within
+from ...bench.options.values import parse_nats
 from ...engine.config.plan_options import PlanRequest
 
 if TYPE_CHECKING:
@@ -220,7 +221,13 @@ class LimitOptions:
         'kl<=0.02 weight_bytes<=+0%". With % on the change, without on the value.',
     )
     max_ppl_increase: str | None = option(None, "How much perplexity may rise, such as 2%.")
-    max_kl: float | None = option(None, "Most KL divergence of the new run from its reference.")
+    max_kl: float | None = option(
+        None,
+        "Most KL divergence of the new run from its reference, in nats a token.",
+        metavar="FLOAT",
+        word=str,
+        parse=parse_nats,
+    )
     min_top1: str | None = option(None, "Least top-1 agreement with the reference, such as 95%.")
 
     def quality_gate(self) -> QualityGate:

@@ -6,6 +6,7 @@ those of the category, and the shape of the model; a width that a type does not 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from enum import Enum
 from typing import Any
 
 from ...base.errors import BadInput
+from ...base.option import offer
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from .architecture import to_gguf
 from .container import GgufFile
@@ -237,14 +239,16 @@ _FALLBACKS = {
 
 
 def names_mix(name: str) -> bool:
-    return ALIASES.get(name.upper(), name.upper()) in GGUF_TYPES
+    """True if the name is one of a GGUF type, or near one: `Q4_KM` is, for `mix_name` to refuse."""
+    is_like_one = re.match(r"i?q\d", name, re.IGNORECASE) is not None
+    return is_like_one or ALIASES.get(name.upper(), name.upper()) in GGUF_TYPES
 
 
 def mix_name(type_name: str) -> str:
     """The mix that a name means, in any case: `Q4_K_M` for `q4_k`, as in llama.cpp; else BadInput."""
     name = ALIASES.get(type_name.upper(), type_name.upper())
     if name not in GGUF_TYPES:
-        raise BadInput(f"no GGUF type {type_name!r}: choose one of {', '.join(GGUF_TYPES)}")
+        raise BadInput(f"no GGUF type {type_name!r}: {offer(type_name, GGUF_TYPES)}")
     return name
 
 

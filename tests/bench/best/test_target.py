@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
+from llmopt.base.option import keywords_of_words
 from llmopt.base.progress import Silent
 from llmopt.bench.best import search
 from llmopt.bench.best.decision import mean_speed
@@ -165,6 +166,11 @@ def test_mixtures_of_other_bytes_are_not_simulated_anew(monkeypatch: pytest.Monk
     first, other, third = (target.planned(kind, "bf16") for kind in kinds)
     assert first == other != third
     assert asked == ["fp8", "int8"]
+
+
+def test_a_command_line_writes_the_loader_in_any_case() -> None:
+    given = keywords_of_words(BestRequest, {"loads_in": "vLLM", "max_kl": "0.02"})
+    assert (given["loads_in"], given["max_kl"]) == ("vllm", 0.02)
 
 
 def test_a_budget_makes_the_finalists_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:

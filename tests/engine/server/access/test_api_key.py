@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from llmopt.bench.load.address import Address
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.session.target_sessions import server_address
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests.request_record import KeyRing
 
@@ -40,9 +40,9 @@ def test_a_last_line_feed_is_no_part_of_a_key(monkeypatch: pytest.MonkeyPatch) -
     assert clients(options, b"k1", b"root") == [(0, "api-key-1", False), (1, "admin", True)]
     there = {"base_url": "http://127.0.0.1:9"}
     header = ("Authorization", "Bearer k1")
-    assert header in server_address(BenchOptions(**there, api_key="k1\n")).headers
+    assert header in Address.of(BenchOptions(**there, api_key="k1\n")).headers
     monkeypatch.setenv("OPENAI_API_KEY", "k1\r\n")
-    assert header in server_address(BenchOptions(**there)).headers
+    assert header in Address.of(BenchOptions(**there)).headers
 
 
 def test_only_an_admin_sees_metrics_and_the_engine() -> None:
