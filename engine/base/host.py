@@ -87,13 +87,19 @@ def read_topology(root: Path = SYSFS, allowed: Collection[int] | None = None) ->
         root: mount point of sysfs.
         allowed: CPUs that the process may run on; by default its affinity.
     """
-    numbers = _online(root)
+    listed = parse_cpus(_text(root / "devices/system/cpu/online"))
+    numbers = frozenset(listed) or affinity() or frozenset(range(os.cpu_count() or 1))
     may = affinity() if allowed is None else frozenset(allowed)
     effective = _text(root / "fs/cgroup/cpuset.cpus.effective")
     for limit in (may, frozenset(parse_cpus(effective)) if effective else None):
         if limit and limit & numbers:
             numbers &= limit
-    nodes = _nodes(root)
+    folders = (root / "devices/system/node").glob("node[0-9]*")
+    nodes = {
+        cpu: int(folder.name.removeprefix("node"))
+        for folder in folders
+        for cpu in parse_cpus(_text(folder / "cpulist"))
+    }
     cpus = (_cpu(root, number, nodes.get(number, 0)) for number in sorted(numbers))
     return Topology(tuple(cpus), cgroup_quota(root))
 
@@ -165,21 +171,6 @@ def parse_cpus(text: str) -> list[int]:
         if first.strip().isdigit():
             numbers += range(int(first), int(last or first) + 1)
     return numbers
-
-
-def _online(root: Path) -> frozenset[int]:
-    listed = parse_cpus(_text(root / "devices/system/cpu/online"))
-    return frozenset(listed) or affinity() or frozenset(range(os.cpu_count() or 1))
-
-
-def _nodes(root: Path) -> dict[int, int]:
-    """The NUMA node of each CPU."""
-    folders = (root / "devices/system/node").glob("node[0-9]*")
-    return {
-        cpu: int(folder.name.removeprefix("node"))
-        for folder in folders
-        for cpu in parse_cpus(_text(folder / "cpulist"))
-    }
 
 
 def _cpu(root: Path, number: int, node: int) -> Cpu:

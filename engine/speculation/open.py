@@ -102,7 +102,10 @@ class DraftModel(CachedProposer):
         def follow(
             rows: Sequence[ScheduledRow], chains: Sequence[list[int]], tokens: torch.Tensor, _: Any
         ) -> torch.Tensor:
-            runs = [_last_run(row, chain) for row, chain in zip(rows, chains, strict=True)]
+            runs = [
+                Run(row.end + len(chain) - 1, chain[-1:], row.block_ids)
+                for row, chain in zip(rows, chains, strict=True)
+            ]
             return self.model.logits(self.forward(runs, tokens, None))
 
         drafts = draft_chains(going, self.model.logits(last), choose, follow)
@@ -114,11 +117,6 @@ class DraftModel(CachedProposer):
             )
             for name, tokens in drafts.items()
         }
-
-
-def _last_run(row: ScheduledRow, chain: Sequence[int]) -> Run:
-    """The last draft token of a row."""
-    return Run(row.end + len(chain) - 1, chain[-1:], row.block_ids)
 
 
 def _uncomputed_run(row: ScheduledRow) -> Run:

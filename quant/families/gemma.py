@@ -72,16 +72,6 @@ def _gemma2(shape: ModelShape, config: Config) -> Choices:
 def _gemma3(shape: ModelShape, config: Config) -> Choices:
     if config.get("use_bidirectional_attention"):
         raise NotCovered("config.json: use_bidirectional_attention is not supported")
-    return {
-        **_sandwiched(shape, config),
-        "ropes": _gemma3_ropes(shape, config),
-        "bidirectional": (True,) * shape.num_layers,
-        "attention_softcap": config.get("attn_logit_softcapping"),
-        "logit_softcap": config.get("final_logit_softcapping"),
-    }
-
-
-def _gemma3_ropes(shape: ModelShape, config: Config) -> tuple[RopeSpec, ...]:
     both = config.get("rope_parameters") or {}
     if "full_attention" in both or "sliding_attention" in both:
         full = {**config, "rope_parameters": both.get("full_attention")}
@@ -90,7 +80,13 @@ def _gemma3_ropes(shape: ModelShape, config: Config) -> tuple[RopeSpec, ...]:
         full = config
         sliding = {"rope_theta": config.get("rope_local_base_freq")}
     kinds = (RopeSpec.from_config(full, 1e6), RopeSpec.from_config(sliding, 1e4))
-    return tuple(kinds[window is not None] for window in shape.windows)
+    return {
+        **_sandwiched(shape, config),
+        "ropes": tuple(kinds[window is not None] for window in shape.windows),
+        "bidirectional": (True,) * shape.num_layers,
+        "attention_softcap": config.get("attn_logit_softcapping"),
+        "logit_softcap": config.get("final_logit_softcapping"),
+    }
 
 
 def _pooled(settings: ImageSettings, width: int, height: int) -> ImageTokens:

@@ -49,15 +49,6 @@ _LookupCall = struct("LookupCall", "weight ids y", "rows is_bf16 threads")  # of
 native_lookup = beside(__file__, "lookup.c")
 
 
-def lookup_rows(weight: PackedWeight, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of a packed weight (integer codes, or of a table), dequantized to bfloat16 or float32."""
-    y = torch.empty(len(ids), weight.struct.in_features, dtype=dtype)
-    pointers = ctypes.addressof(weight.struct), *addresses(ids, y)
-    numbers = len(ids), dtype is torch.bfloat16, torch.get_num_threads()
-    launch(native_lookup().function("llmopt_lookup"), _LookupCall(*pointers, *numbers))
-    return y
-
-
 InputDtype = Literal["int8", "bfloat16", "float32"]
 _INPUT_DTYPES: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
 _MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 128}
@@ -187,7 +178,11 @@ class PackedLinear:
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantized rows, [ids, in]; not of fp8 codes, tables per channel or permuted inputs."""
-        return lookup_rows(self.weight, ids, dtype)
+        y = torch.empty(len(ids), self.weight.struct.in_features, dtype=dtype)
+        pointers = ctypes.addressof(self.weight.struct), *addresses(ids, y)
+        numbers = len(ids), dtype is torch.bfloat16, torch.get_num_threads()
+        launch(native_lookup().function("llmopt_lookup"), _LookupCall(*pointers, *numbers))
+        return y
 
 
 OPTIONAL_LEVELS = 127.0
