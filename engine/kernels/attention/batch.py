@@ -30,10 +30,7 @@ Planned = TypeVar("Planned", bound=KernelPlan)
 
 
 class StepPlans:
-    """Plans of one graph, which outlive the captured call.
-
-    `num_held` has the tokens in the blocks of each of its sequences.
-    """
+    """Plans of one graph, which outlive the captured call; `num_held`: tokens in its sequences' blocks."""
 
     def __init__(self, num_held: Sequence[int]) -> None:
         self.num_held = num_held
@@ -61,7 +58,6 @@ class AttentionRule:
     """Attention mask and score transform of a layer.
 
     Attributes:
-        scale: factor on the scores.
         window: sliding window, in tokens, the query's included; None: full causal attention.
         num_sink_tokens: first tokens of a sequence that stay visible outside the window (StreamingLLM).
         chunk: chunked attention: a token sees back to the last multiple of `chunk` (Llama 4); None: off.
@@ -81,11 +77,9 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMask:
-    """Tree mask of the draft tokens at the end of a sequence, in the order of their slots.
+    """Tree mask of the draft tokens at the end of a sequence, in the order of their slots; depths start at 1.
 
-    Attributes:
-        depths: int64 [draft], position relative to the last known token, from 1 on.
-        ancestors: bool [draft, draft], ancestors of each draft token, itself included.
+    `ancestors` [draft, draft] includes each token itself; `depths` are relative to the last known token.
     """
 
     depths: torch.Tensor
@@ -118,7 +112,6 @@ class SequenceSpan:
 
     @property
     def num_held(self) -> int:
-        """Tokens in the blocks: all but the evicted ones."""
         return self.num_cached - self.evicted_span
 
 
@@ -136,7 +129,6 @@ class DecodeGroup:
     Attributes:
         rows: int64 [sequences], rows of their tokens in the batch.
         block_ids: int64 [sequences * width], padded with the null block.
-        lengths: int64 [sequences], tokens so far.
         evicted_spans: int64 [sequences], evicted tokens after the first `sink_length`.
         counts: host copy; None in a captured step.
     """
@@ -150,10 +142,8 @@ class DecodeGroup:
 
 
 class AttentionBatch:
-    """Attention metadata of a step: spans, block tables and masks; built once, shared by all layers.
-
-    `plans` belong to a captured step whose kernels are planned on the host; None: an eager step.
-    """
+    """Attention metadata of a step, built once for all layers; `plans`: of a captured step, by a kernel's
+    host."""
 
     def __init__(
         self,

@@ -60,10 +60,7 @@ _NativeCall = struct(
 
 
 class _Spans:
-    """Kernel metadata of a batch: C structs of its sequences, which keep their block tables alive.
-
-    Every call reads the decode group from its tensors, so that a captured call can be replayed.
-    """
+    """C structs of a batch's sequences. A call reads the decode group from its tensors, as a replay needs."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self.attend = native_attention().function("llmopt_attend")
@@ -132,13 +129,8 @@ MASKS: tuple[Mask, ...] = get_args(Mask)
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernelQuery:
-    """Kernel query of paged attention: device, dtype, head sizes, masks.
-
-    Attributes:
-        mask: "causal"; "tree": draft tokens form token trees; "image": images see all of themselves, and the
-            batch may have trees too.
-        stored: dtype of stored keys and values; None: that of the queries.
-    """
+    """Kernel query of paged attention; `stored` None: the queries' dtype. A batch with images may have trees
+    too."""
 
     device: str
     dtype: torch.dtype
@@ -335,8 +327,7 @@ class AttentionKernels(NamedTuple):
         return self.trees if batch.has_trees else self.causal
 
     def _attend_images(self, call: AttentionCall) -> torch.Tensor:
-        """Bidirectional attention of the sequences with images; the results of others do not depend on an
-        image in the batch."""
+        """Bidirectional attention of the sequences with images; the others' results do not depend on them."""
         plain = self.trees if call.batch.has_trees else self.causal
         if not call.rule.bidirectional:
             return plain(*call)

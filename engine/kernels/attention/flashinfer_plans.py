@@ -1,8 +1,7 @@
 """Plans of FlashInfer's attention (Ye et al., 2025): page tables in its terms, and its wrappers.
 
-`plan` runs on the host: it reads the lengths of the sequences, splits their keys over programs, and copies
-the plan to the device. Its numbers are in pinned memory, which it neither waits for nor stages. Its own
-staging memory is pinned too: the next plan waits until the device has read it.
+`plan` runs on the host and copies to the device, from pinned memory: neither our numbers nor its own staging
+memory may change before the device has read them.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def pages_of(
     places: Sequence[int],
     block_size: int,
 ) -> Pages:
-    """Page tables of sequences with so many queries and tokens; their blocks start at `places` of
+    """Page tables of sequences, each with so many queries and tokens and its blocks at a place of
     `tables`."""
     lengths = np.asarray(num_held, np.int32)
     pages = -(-lengths // block_size)
@@ -276,8 +275,7 @@ class Workspace:
         self._indices = torch.zeros(0, dtype=torch.int32, device=device)
 
     def partial_for(self, shape: Shape, sequences: int, *, is_decode: bool) -> torch.Tensor:
-        """Memory of partial results, grown to `partial_bytes`; earlier users keep the memory that they
-        have."""
+        """Memory of partial results, grown to `partial_bytes`; earlier users keep what they have."""
         count = gpu_limits(self._device).multiprocessors
         need = partial_bytes(shape, sequences=sequences, multiprocessors=count, is_decode=is_decode)
         if len(self.partial) < need:
@@ -314,7 +312,6 @@ def _kind(shape: Shape, is_decode: bool) -> type[_Decode | _Mixed | _Latent]:
 
 @cache
 def workspace_on(device: torch.device) -> Workspace:
-    """Workspace of a device, which stays until the process ends."""
     return Workspace(device)
 
 

@@ -24,12 +24,9 @@ from .paged_tensor import PagedTensor
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of paged attention.
+    """The arguments of paged attention: queries are [tokens, heads, head_dim].
 
-    Attributes:
-        queries: [tokens, heads, head_dim].
-        sink_queries: queries against the `num_sink_tokens` sink keys, where those need another rotation; only
-            with a rule that has sink tokens.
+    `sink_queries` meet the `num_sink_tokens` sink keys, where those need another rotation; else None.
     """
 
     queries: torch.Tensor
@@ -40,7 +37,6 @@ class AttentionCall(NamedTuple):
     sink_queries: torch.Tensor | None = None
 
     def empty_result(self) -> torch.Tensor:
-        """Allocate the result, [tokens, heads, value head_dim]."""
         return self.queries.new_empty(*self.queries.shape[:2], self.values.dim)
 
 
@@ -115,10 +111,8 @@ def _mix(
     sinks: torch.Tensor | None,
     sink_queries: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1].
-
-    The first `rule.num_sink_tokens` keys are scored against `sink_queries` instead of `queries`.
-    """
+    """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1]; `sink_queries` or
+    None."""
     if rule.softcap is None and rule.sinks is None and sink_queries is None:
         return functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=rule.scale
@@ -162,10 +156,8 @@ class ScoredSpan:
 def add_key_scores(
     queries: torch.Tensor, keys: PagedTensor, rule: AttentionRule, span: ScoredSpan, layer: int
 ) -> None:
-    """Add the weights of a span's `queries` [tokens, heads, head_dim] to its sums of `layer`.
-
-    The weights of the query heads of a KV head are added up.
-    """
+    """Add the weights of `queries` [tokens, heads, head_dim], summed by KV head, to a span's sums of
+    `layer`."""
     k = keys.read(span.block_ids, torch.float32).flatten(0, 1)[: span.num_slots]
     slots = torch.arange(span.num_slots, device=k.device)
     for begin in range(span.begin, span.end, _QUERIES_PER_SLICE):

@@ -52,11 +52,8 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class PagedTensor:
-    """Keys or values of a layer, in blocks of slots.
-
-    `codes` are [blocks, block_size, kv_heads, head_dim]; 8-bit codes have `scales` without the last
-    dimension.
-    """
+    """Keys or values of a layer: `codes` [blocks, block_size, kv_heads, head_dim], `scales` without
+    head_dim."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None
@@ -105,7 +102,6 @@ class PagedTensor:
         return self.codes.shape[3]
 
     def first_elements(self, dim: int) -> PagedTensor:
-        """The first `dim` elements of each vector, as a view."""
         return PagedTensor(self.codes[..., :dim], self.scales)
 
     def takes(self, static: torch.Tensor | None) -> bool:
@@ -113,8 +109,7 @@ class PagedTensor:
         return static is not None and self.codes.dtype is torch.float8_e4m3fn
 
     def rescaled(self, x: torch.Tensor, static: torch.Tensor | None) -> torch.Tensor:
-        """`x` [tokens, heads, head_dim], queries or outputs of attention, times the calibrated scale of each
-        KV head where the elements were written without."""
+        """Queries or outputs [tokens, heads, head_dim] times the calibrated scale that the elements lack."""
         if static is None or self.stored != E4M3_ALONE:
             return x
         factor = static.expand(self.num_heads).repeat_interleave(x.shape[1] // self.num_heads)
@@ -174,7 +169,6 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def vector_bytes(dim: int, dtype: CacheDtype) -> int:
-    """Bytes of a vector of `dim` elements, its scale included."""
     return dim * dtype.itemsize + (SCALE_BYTES if dtype in LARGEST_CODE else 0)
 
 

@@ -26,9 +26,7 @@ class HeadShape:
     """Shape of a layer's heads and cache, which determines the tiles.
 
     Attributes:
-        group: query heads of a KV head.
         in_keys: True if the values are the first elements of the keys (MLA).
-        query_bytes, cache_bytes: bytes of an element.
         num_queries: 2 if the sink tokens meet queries of their own.
     """
 
@@ -61,7 +59,6 @@ class HeadShape:
 
     @property
     def precision(self) -> str:
-        """Precision of products of float32."""
         return "ieee" if self.query_bytes == 4 else "tf32"
 
     @property
@@ -103,11 +100,8 @@ WGMMA_ROWS = 64
 
 
 def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
-    """Tiles that fit the GPU.
-
-    `is_short`: for sequences with few query tokens (decode), which are memory-bound; the others are compute-
-    bound and take larger tiles.
-    """
+    """Tiles that fit the GPU; `is_short`: few query tokens (decode), memory-bound; the others take larger
+    ones."""
     is_float32 = heads.query_bytes == 4
     has_wgmma = limits.capability // 10 == 9 and not is_float32
     group_tile = min(power_of_two(heads.group), 64 if has_wgmma or not heads.is_wide else 16)

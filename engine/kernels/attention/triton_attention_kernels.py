@@ -41,10 +41,7 @@ def _with_sink(top, total, acc, sink):
 def _visible_tiles(
     first, num_cached, count, sink_length, evicted_span, TOKENS: tl.constexpr, SEES: tl.constexpr
 ):
-    """Key tiles that `TOKENS` query tokens from `first` on see: sink tokens, then from the window's edge on.
-
-    Returns the end of the held slots, the sink tiles, the first tile after them, and the number of all.
-    """
+    """End of held slots, sink tiles, first tile after them, and number of the tiles that query tokens see."""
     lowest = num_cached - count + first
     highest = tl.minimum(lowest + TOKENS, num_cached) - 1
     end = _held_slot(highest, sink_length, evicted_span) + 1
@@ -110,10 +107,8 @@ def list_parts(
     SEES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The work list of the split keys: `[0]` the number of parts, then query tile * `max_parts` + part each.
-
-    Grid: blocks of query tiles; a program counts the parts before its own.
-    """
+    """List the split keys: `[0]` the number of parts, then query tile * `max_parts` + part. Grid: blocks of
+    tiles."""
     own = tl.program_id(0) * BLOCK
     before = 0
     for begin in range(0, own + 1, BLOCK):
@@ -145,7 +140,6 @@ def list_parts(
 
 @triton.jit
 def _blocks(table, slot, end, BLOCK_SIZE: tl.constexpr):
-    """The blocks of slots, 0 beyond the end."""
     return tl.load(table + slot // BLOCK_SIZE, mask=slot < end, other=0)
 
 

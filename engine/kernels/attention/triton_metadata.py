@@ -94,11 +94,8 @@ class AttentionMetadata:
         return self._made[key]
 
     def work_list(self, tokens: int, visibility: Visibility, num_parts: int) -> torch.Tensor:
-        """The work list of the short sequences' tiles: made on the device once for the layers of a rule.
-
-        int32 [1 + tiles * num_parts]: the number of parts, then each part's tile and number
-        (`triton_attention_kernels.list_parts`).
-        """
+        """Work list of the short sequences' tiles (`list_parts`), int32 [1 + tiles * num_parts]; once for a
+        rule."""
         if (key := (tokens, visibility)) not in self._work_lists:
             tiles = self.tiles(tokens, True)
             assert tiles is not None
@@ -140,8 +137,7 @@ class AttentionMetadata:
 
 
 def _sort_longest_first(index: list[list[int]], known: Sequence[int]) -> None:
-    """Sort tiles (segment, first token, row) by the keys that they see, given the tokens known before each
-    segment's: programs start in this order, and the last to end should be the shortest."""
+    """Sort tiles (segment, first token, row) by the keys that they see: the last to end is the shortest."""
     index.sort(key=lambda tile: -known[tile[0]] - tile[1])
 
 
@@ -189,7 +185,6 @@ class StaticBuffer:
 
     @staticmethod
     def capacity(size: int, max_blocks: int) -> int:
-        """Numbers that a buffer of `size` tokens takes."""
         return StaticBuffer._table_begin(size) + 1 + size * max_blocks
 
     @staticmethod
@@ -202,7 +197,6 @@ class StaticBuffer:
         return StaticBuffer._tile_begin(size) + TILE_KINDS * 4 * (size + 1)
 
     def column(self, index: int) -> torch.Tensor:
-        """Column of numbers, int64 [size]."""
         return self.on_device[index * self.size : (index + 1) * self.size]
 
     @property
@@ -258,7 +252,6 @@ class StaticBuffer:
         return (self.num_filled,)
 
     def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
-        """Broadcast so many numbers from rank 0 to all ranks."""
         broadcast(self.on_device[: unshared[0]])
 
     def _numbers(self, kind: _TileKind, segments: Sequence[Segment]) -> np.ndarray:

@@ -66,10 +66,7 @@ CLEARLY_FASTER = 1.1
 
 @dataclass(frozen=True, slots=True)
 class ThreadChoice:
-    """Number of threads, and the measurement.
-
-    `seconds` has the median time of a synthetic step by number of threads; `reason` says why there is none.
-    """
+    """Number of threads, by the median seconds of a synthetic step; `reason` says why there is none."""
 
     num_threads: int
     seconds: tuple[tuple[int, float], ...] = ()
@@ -78,8 +75,7 @@ class ThreadChoice:
 
 @lru_cache
 def choose_threads(most: int) -> ThreadChoice:
-    """Fastest of `most` threads, three quarters, half and a quarter of them; `most` unless another is clearly
-    faster."""
+    """Fastest of `most` threads and three, two and one quarters of them; `most` unless clearly slower."""
     if most == 1:
         return ThreadChoice(1, reason="one core")
     library = native(Path(__file__).with_name("roofs.c")).library

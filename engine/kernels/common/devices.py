@@ -97,12 +97,7 @@ COMPILE_SECONDS = 180.0
 
 
 def within(seconds: float, what: str, call: Callable[[], Result]) -> Result:
-    """Result of a call on a thread of its own, which is abandoned after the time limit.
-
-    Raises:
-        TimeoutError: it took longer.
-        BaseException: the error of the call.
-    """
+    """Result of a call on a thread of its own, or its error; TimeoutError, and the thread is abandoned."""
     ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -139,10 +134,7 @@ def limit_compilation() -> None:
 
 @cache
 def _launch_problem() -> str | None:
-    """Reason why Triton cannot launch on this machine's GPU, logged once; None if it can.
-
-    Its driver is C code that it compiles at first use.
-    """
+    """Reason why Triton, which compiles its driver at first use, cannot launch on this GPU; logged once."""
     try:
         from triton.runtime import driver
 
@@ -200,10 +192,8 @@ def _loaded(name: str, load: Callable[[], Any]) -> Backend:
 def refuses_device(
     device: str, majors: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> str | None:
-    """Reason why a library for GPUs of these compute capabilities does not support a device.
-
-    `dtype` is the activations' dtype, if the library takes 16 bits only.
-    """
+    """Reason why a library for these compute capabilities (of 16-bit activations, if `dtype`) cannot
+    serve."""
     if device != "cuda" or not torch.cuda.is_available():
         return "it is a CUDA library"
     major, minor = torch.cuda.get_device_capability()
@@ -221,9 +211,7 @@ class GpuLimits:
 
     Attributes:
         capability: compute capability, 90 for 9.0.
-        shared_bytes: the most shared memory that a program may take.
-        has_dependent_launch: True if kernels may start before their predecessor has ended, in a captured
-            graph too.
+        has_dependent_launch: kernels may start before their predecessor has ended, in a captured graph too.
     """
 
     capability: int
@@ -270,10 +258,7 @@ def _cuda_of_driver() -> int:
 
 
 def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
-    """Arguments of a kernel of the 16-bit decode step: programmatic dependent launch, if the GPU has it.
-
-    Its start then overlaps with the end of the kernel before, for which `await_predecessor` waits.
-    """
+    """Arguments for programmatic dependent launch of a 16-bit decode kernel, where the GPU has it."""
     if x.element_size() == 2 and gpu_limits(x.device).has_dependent_launch:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -317,5 +302,4 @@ def split_runs(num_tiles: int, num_runs: int, slots: int) -> int:
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`: the sizes that `tl.arange` takes."""
     return 1 << (count - 1).bit_length()

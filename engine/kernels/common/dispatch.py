@@ -1,9 +1,7 @@
 """Kernel dispatch: per operation, the first candidate that supports a kernel query.
 
-Each operation has candidates in order of preference. A candidate either supports a kernel query (device,
-dtype, shape, scheme) or gives the reason why not; the first that does is selected, and if none does, the
-error lists every reason. On a CUDA device a candidate must also have earned its place there (`verdicts.py`).
-`llmopt doctor --all` prints the same table for this machine.
+A candidate supports a query (device, dtype, shape, scheme) or gives the reason why not. On a CUDA device it
+must also have earned its place (`verdicts.py`). `llmopt doctor --all` prints the same table for this machine.
 """
 
 from __future__ import annotations
@@ -32,11 +30,7 @@ class KernelChoice:
 
 
 class Operation(Generic[KernelQuery, Implementation]):
-    """Operation and its candidates, in order of preference.
-
-    `trial` makes the inputs to compare and time the candidates for a query on a CUDA device; None: no trial,
-    the order decides.
-    """
+    """Operation and its candidates, in order of preference; `trial` makes inputs to compare them on CUDA."""
 
     def __init__(
         self,
@@ -53,9 +47,8 @@ class Operation(Generic[KernelQuery, Implementation]):
         kernel_query: KernelQuery,
         trial: Callable[[], Trial[Implementation] | None] | None = None,
     ) -> Candidate[KernelQuery, Implementation]:
-        """First candidate that supports `kernel_query`, and on a CUDA device has earned its place there.
-
-        A caller that has the weight passes its own `trial`.
+        """First candidate that supports a query, and on CUDA has earned its place; callers may pass a
+        `trial`.
 
         Raises:
             NoKernel: none does.
@@ -84,8 +77,8 @@ class Operation(Generic[KernelQuery, Implementation]):
 
 
 def lazily(module: str, name: str) -> Any:
-    """Function of a module of kernels, such as "moe.triton_routing", imported by its first call: Triton is
-    imported only where its kernels run."""
+    """Function of a module of kernels, imported by its first call: Triton loads only where its kernels
+    run."""
 
     @cache
     def function() -> Any:

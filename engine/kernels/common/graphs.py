@@ -41,10 +41,7 @@ _capture = _LaunchCapture()
 
 
 def launch(function: Any, call: ctypes.Structure) -> int:
-    """Call a C function, or under `capturing_launches` only report it; 0 is success.
-
-    The memory that `call` points at must outlive a capture of it.
-    """
+    """Call a C function (0: success), or only report it to a capture, which `call`'s memory must outlive."""
     if _capture.on_launch is not None:
         _capture.on_launch((function, call))
         return 0
@@ -60,13 +57,11 @@ def struct(
 
 
 def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
-    """Addresses of tensors for a C struct; NULL for None."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def call_or_capture(call: Callable[[], object]) -> None:
-    """Make a call that is neither a launch nor an operation of torch's, such as a collective; under
-    `capturing_launches` only report it."""
+    """Make a call that is neither a launch nor an operation of torch's; under a capture only report it."""
     if _capture.on_call is not None:
         _capture.on_call(call)
     else:
@@ -77,8 +72,7 @@ def call_or_capture(call: Callable[[], object]) -> None:
 def capturing_launches(
     on_launch: Callable[[Launch], None], on_call: Callable[[Callable[[], object]], None]
 ) -> Iterator[None]:
-    """Within the block, report every launch of this thread to `on_launch` instead of running it, and other
-    calls to `on_call`."""
+    """Report this thread's launches and other calls within the block instead of running them."""
     before = _capture.on_launch, _capture.on_call
     _capture.on_launch, _capture.on_call = on_launch, on_call
     try:
@@ -120,10 +114,8 @@ class NotCapturable(RuntimeError):
 
 
 class GraphMemoryPool:
-    """Memory pool of captured intermediates; a dropped tensor's memory is reused by later ones.
-
-    Graphs that share a pool overwrite each other's intermediates: only one may run at a time.
-    """
+    """Memory pool of captured intermediates; its graphs overwrite each other's: only one may run at a
+    time."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray[Any, Any]] = []  # sorted by size, smallest first
@@ -156,15 +148,9 @@ class GraphMemoryPool:
 
 
 class CpuGraph:
-    """Captured `call`; `replay` runs it.
+    """Captured `call`, if not data-dependent (NotCapturable); a replay overwrites `result`.
 
-    Attributes:
-        result: result of `call`, which every replay overwrites.
-        launches: kernel launches, in order.
-        is_native: True if these are all of it, so that a replay calls nothing of torch.
-
-    Raises:
-        NotCapturable: `call` is data-dependent.
+    `is_native`: the `launches` are all of it, so that a replay calls nothing of torch.
     """
 
     def __init__(self, call: Callable[[], torch.Tensor], pool: GraphMemoryPool) -> None:

@@ -15,21 +15,15 @@ from triton.runtime import interpreter
 
 @triton.jit
 def await_predecessor(PDL: tl.constexpr):
-    """Wait for the kernel before, and let the next one start, which waits in turn (PTX `griddepcontrol`).
-
-    It is a kernel's first statement, as neither may read or write earlier.
-    """
+    """Wait for the kernel before, and start the next (PTX `griddepcontrol`): a kernel's first statement."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def patch_interpreter() -> bool:
-    """Patch ranges with loaded bounds, broadcast conditions, `tl.dot` and subtraction of bfloat16, casts to
-    bfloat16 and 8 bits.
-
-    Returns whether Triton interprets at all, which is fixed when it is first imported.
-    """
+    """Patch ranges, conditions, `tl.dot`, bfloat16 subtraction and casts; False if Triton does not
+    interpret."""
     if not isinstance(tl.sum, interpreter.InterpretedFunction):
         return False
     patch: Any = interpreter._patch_lang_tensor

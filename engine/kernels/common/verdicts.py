@@ -90,11 +90,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 
 class VerdictTable:
-    """Verdicts of one device by `case_name` and candidate, and crossovers of quantized linears by shape and
-    scheme.
-
-    A missing or damaged file is written anew.
-    """
+    """Verdicts of one device by `case_name` and candidate, and crossovers; a damaged file is written anew."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self.path, self._clock = path, clock
@@ -116,11 +112,8 @@ class VerdictTable:
         contenders: Sequence[Candidate[Any, Implementation]],
         make: Callable[[], Trial[Implementation] | None],
     ) -> dict[str, str]:
-        """`dropped`, after every contender has been tried; the last one is the reference, and stays.
-
-        Raises:
-            Failure: a candidate left the device unusable.
-        """
+        """`dropped`, after every contender is tried; the last is the reference. Failure: the device is
+        unusable."""
         name = case_name(operation, query)
         known = set(self.verdicts.get(name, {}))
         if name not in self._untried and known != {contender.name for contender in contenders}:
@@ -285,7 +278,6 @@ def tolerance(dtype: torch.dtype, *, quantizes_inputs: bool = False) -> float:
 
 
 def case_name(operation: str, query: str) -> str:
-    """Key of a table for the verdicts on a kernel query."""
     return f"{operation}: {query}"
 
 
@@ -378,11 +370,8 @@ def driver_version() -> str:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Median time of a call on the current device, from a cold L2 cache.
-
-    It is replayed from a graph, as decode steps are, so that its launches are not counted; what cannot be
-    captured is timed with them.
-    """
+    """Median seconds of a call from a cold L2 cache: replayed from a graph, if it can be, as decode steps
+    are."""
     run = _captured(call)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     times = []

@@ -196,10 +196,7 @@ ROPE_AND_CACHE: Operation[RowKernelQuery, Callable[[], RopeAndCacheKernel]] = Op
 
 
 def latent_trial(query: RowKernelQuery) -> Trial[Any]:
-    """Norms, rotation and cache write of a latent of `size` with its key, and the queries that read it.
-
-    Nothing is timed: their composition is no kernel.
-    """
+    """Norms, rotation and cache write of a latent, and the queries that read it. Nothing is timed."""
     random, rank, rope = RandomInputs(query.device, query.dtype), query.size, LATENT_ROPE
     both = random(COMPARED_ROWS, 2 * rank + rope)
     queries, latent = both.split([rank, rank + rope], dim=1)
@@ -284,10 +281,7 @@ def delta_rule_fla(
     rate: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`delta_rule` by fla-core's chunked kernels, which take 16 bits and give back a new state.
-
-    Queries are scaled and of unit length already.
-    """
+    """`delta_rule` by fla-core's chunked kernels: 16 bits, unit queries already scaled, a new state."""
     rows = (x[None].to(torch.bfloat16) for x in (query, key, value))
     out, after = import_module(f"{FLA}.ops.gated_delta_rule").chunk_gated_delta_rule(
         *rows,

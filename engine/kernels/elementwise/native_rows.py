@@ -231,11 +231,8 @@ native_argmax = beside(__file__, "argmax.c")
 
 
 def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The index of the largest of each row, the first among equals: int64 [rows] of float32 [rows, vocab].
-
-    It can be captured in a CPU graph, which then has the greedy tokens when its replay returns; in `out` they
-    outlive the graph's other replays.
-    """
+    """Greedy tokens of float32 [rows, vocab], int64, first among equals; `out` outlives the replays of a
+    graph."""
     library = native_argmax().library
     if library is None or logits.dtype is not torch.float32 or not logits.is_contiguous():
         return torch.argmax(logits, dim=-1, out=out)

@@ -164,10 +164,8 @@ def delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [tokens, heads, value_dim] for consecutive tokens of one sequence, and the state after them.
 
-    Args:
-        query, key: [tokens, heads, key_dim]; `value` [tokens, heads, value_dim].
-        log_decay, rate: [tokens, heads]; g, at most 0, and b.
-        state: [heads, key_dim, value_dim].
+    Query and key are [tokens, heads, key_dim], `log_decay` (at most 0) and `rate` [tokens, heads], `state`
+    [heads, key_dim, value_dim].
     """
     num_tokens = len(query)
     rows = [in_chunks(x) for x in (query, key, value, log_decay[..., None], rate[..., None])]
@@ -279,8 +277,8 @@ def norm_then_gate(
 def gate_then_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`rms_norm(x * silu(gate))` of each group, in the gate's dtype: [tokens, width], weight [groups, width /
-    groups]."""
+    """`rms_norm(x * silu(gate))` [tokens, width] of each group, in the gate's dtype; weight [groups,
+    size]."""
     gated = (x.float() * functional.silu(gate.float())).unflatten(-1, weight.shape)
     normed = functional.rms_norm(gated, weight.shape[-1:], None, eps) * weight.float()
     return normed.flatten(-2).to(gate.dtype)
@@ -350,10 +348,7 @@ class StateSpaceCall(NamedTuple):
 
 
 class RecurrentKernel(Protocol):
-    """Recurrent mixers between their GEMMs, for one token of each of several sequences.
-
-    `states` [slots, ...] are changed in the slots of `rows`.
-    """
+    """Recurrent mixers between their GEMMs, for one token of several sequences; changes `states[rows]`."""
 
     def conv(self, call: ConvCall) -> torch.Tensor: ...
 

@@ -59,8 +59,7 @@ def expand_cos_sin(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadNorms:
-    """QK-norm weights [head_dim] of queries and keys, in the dtype of the heads, or in float32 for a kernel
-    that takes wide weights."""
+    """QK-norm weights [head_dim], in the heads' dtype, or in float32 for kernels with wide weights."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -224,10 +223,8 @@ RUN = 128
 def fake_quantize_inputs(
     x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Fake-quantize (quantize–dequantize) `x [tokens, in]` by `scheme`; the result is in `x`'s dtype.
-
-    `input_scale`, float32 `[1]`, is for static activations; NVFP4 inputs have a global scale.
-    """
+    """Fake-quantize `x [tokens, in]` by `scheme`; `input_scale` float32 `[1]` is static, or NVFP4's global
+    scale."""
     if (threshold := scheme.outlier_threshold) is not None:
         codes, scale, outliers = split_outliers(x, threshold)
         return (codes * scale + outliers).to(x.dtype)
@@ -239,10 +236,7 @@ def fake_quantize_inputs(
 def fake_quantize_activations(
     x: torch.Tensor, activations: Activations, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Fake-quantize `x` as `activations` say, with compressed-tensors' scales.
-
-    They are `max|x| / 127.5` for int8, whose codes go from -128 to 127, and `max|x| / 448` for e4m3.
-    """
+    """Fake-quantize with compressed-tensors' scales: `max|x| / 127.5` for int8 -128..127, / 448 for e4m3."""
     values = x.to(torch.float32)
     if activations.kind == "nvfp4" or activations.kind == "mxfp4":
         # As weights are quantized, with dynamic scales of blocks.
@@ -295,7 +289,6 @@ def split_outliers(
 
 
 def _int8_codes(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Codes in -128..127, as floats."""
     return torch.round(values / scale).clamp_(-128, 127)
 
 

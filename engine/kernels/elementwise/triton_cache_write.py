@@ -282,10 +282,8 @@ class TritonLatent:
         keys: PagedTensor,
         slots: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Norm and rotate `latent` [tokens, rank + rope] and write it to its slots, in one launch.
-
-        Returns the normed `queries` [tokens, query_rank], if any. A norm is its weight and epsilon.
-        """
+        """Norm and rotate `latent` [tokens, rank + rope] into its slots; returns the normed `queries`, if
+        any."""
         tokens, rank, rope = len(latent), len(latent_norm[0]), cos_sin[0].shape[-1]
         cos, sin = cos_sin
         out = latent if queries is None else queries.new_empty(queries.shape)
@@ -312,10 +310,7 @@ class TritonLatent:
         cos_sin: tuple[torch.Tensor, torch.Tensor],
         interleaved: bool,
     ) -> torch.Tensor:
-        """Join `absorbed` [heads, tokens, rank] and the rotated `rope_queries` [tokens, heads, rope].
-
-        Returns [tokens, heads, rank + rope].
-        """
+        """Join `absorbed` [heads, tokens, rank] and rotated `rope_queries`: [tokens, heads, rank + rope]."""
         tokens, heads, rope = rope_queries.shape
         rank = absorbed.shape[2]
         cos, sin = cos_sin

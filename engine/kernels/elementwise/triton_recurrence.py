@@ -174,10 +174,7 @@ def _state_space(
     DIMS: tl.constexpr,
     SIZES: tl.constexpr,
 ):
-    """State space step of a head with its skip, times SiLU of its gate, float32. Grid: rows, heads.
-
-    `mixed_ptr`: inputs, B and C after the convolution. `least`, `most`: of the step length.
-    """
+    """State space step of a head with skip, times SiLU of its gate, float32; `mixed_ptr`: inputs, B, C."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims, sizes = tl.arange(0, DIMS), tl.arange(0, SIZES)
     is_dim, is_size = dims < DIM, sizes < SIZE

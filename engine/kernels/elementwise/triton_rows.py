@@ -49,10 +49,8 @@ def quantize_block(x, mask, fixed_ptr, TO: tl.constexpr):
 
 @triton.jit
 def store_quantized(x, mask, out, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, TO: tl.constexpr):
-    """Quantize and store a whole row `x [BLOCK]`; `mask` is its first SIZE elements.
-
-    `out`: pointers to codes, scales and a fixed scale, and the scales of a row.
-    """
+    """Quantize and store a row `x [BLOCK]`; `out`: pointers to codes, scales, a fixed scale, and their
+    number."""
     code_ptr, scale_ptr, fixed_ptr, num_runs = out
     RUN: tl.constexpr = TO.run
     RUNS: tl.constexpr = BLOCK // RUN
@@ -140,7 +138,6 @@ def store_arguments(
 
 
 def block_of(size: int) -> int:
-    """Block size of a program that holds a row of `size` elements."""
     return max(RUN, power_of_two(size))
 
 

@@ -365,7 +365,6 @@ KIND_GRIDS: dict[str, KindGrids] = {
 
 
 def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
-    """Reason why weights of a scheme have no grid, or None."""
     return KIND_GRIDS.get(scheme.kind_name, NO_GRID).refuses(scheme, in_features)
 
 
@@ -383,10 +382,7 @@ def has_whole_codes(scheme: Scheme) -> bool:
 
 
 def grid_of(weight: QuantizedTensor) -> CodeGrid | None:
-    """Grid of a weight whose scheme `refuses_grid` supports.
-
-    None for a rare weight that violates its scheme: unequal groups of a permuted one.
-    """
+    """Grid of a weight whose scheme `refuses_grid` supports; None for unequal groups of a permuted weight."""
     make = KIND_GRIDS[weight.scheme.kind_name].grid
     assert make is not None
     return make(weight)

@@ -123,10 +123,7 @@ class TransformedLinear:
 def refuses_native_trellis(
     input_bits: int, dtype: torch.dtype, scheme: TrellisScheme, wants_8: bool
 ) -> str | None:
-    """Reason why the C kernel with inputs of so many bits does not serve a scheme, or None.
-
-    With `wants_8` activations may be quantized to 8 bits.
-    """
+    """Reason why the C kernel with inputs of so many bits (8 only if asked for) does not serve a scheme."""
     if dtype not in CPU_DTYPES:
         return f"it takes bfloat16 and float32, not {dtype}"
     if input_bits == FLOAT_BITS:

@@ -36,10 +36,8 @@ from ..elementwise.reference import (
 
 
 class TiledDequantLinear:
-    """The reference: dequantize `TILE_ROWS` output channels at a time, then `functional.linear`.
-
-    It supports every scheme on every device, in the activations' dtype; codes are stored without gaps.
-    """
+    """The reference for all schemes and devices: dequantize `TILE_ROWS` output channels,
+    `functional.linear`."""
 
     TILE_ROWS = 1024
 
@@ -85,10 +83,7 @@ class _DenseCodes:
 
 
 class Int4PackLinear:
-    """W4A16 GEMM of torch on CPU, for bf16 activations.
-
-    It computes `(code - 8) * scale + offset`, so a zero point z becomes the offset (8 - z) * scale.
-    """
+    """W4A16 GEMM of torch on CPU, bf16: `(code - 8) * scale + offset`, so zero z becomes (8 - z) * scale."""
 
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         assert isinstance(weight, IntTensor)
@@ -246,10 +241,7 @@ def refuses_deep_gemm(scheme: FloatScheme, out_features: int, in_features: int) 
 
 
 class DeepGemmLinear:
-    """`fp8_gemm_nt`: codes and scales of inputs and weight in, bfloat16 out.
-
-    `weight` is e4m3 [out, in], and float32 scales [out / 128, in / 128].
-    """
+    """`fp8_gemm_nt` in bfloat16: `weight` is e4m3 [out, in], and float32 scales [out / 128, in / 128]."""
 
     def __init__(self, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         assert isinstance(weight, Fp8Tensor) and weight.scheme.activations is not None

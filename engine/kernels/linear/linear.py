@@ -32,9 +32,7 @@ class LinearKernel(Protocol):
     """A GEMM with a weight prepacked for its kernel; it adds no bias."""
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight that one call reads."""
-        ...
+    def weight_bytes(self) -> int: ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -51,9 +49,7 @@ class FusesBias(Protocol):
 class GivesFloat32(Protocol):
     """A GEMM kernel that can leave its float32 accumulators unrounded, as logits want them."""
 
-    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        """The result for `x [rows, in]` in float32."""
-        ...
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +112,7 @@ _CallStruct = struct(  # `Call` of `few_rows.c`
 
 
 class OneDnnLinear:
-    """oneDNN GEMM with a prepacked weight; `functional.linear` reorders the weight in every call.
-
-    `words` are its memory, int32 [blocks, pairs, block], two input channels each; None: an unknown layout.
-    """
+    """oneDNN GEMM with a prepacked weight; `words`, if its layout is known, int32 [blocks, pairs, block]."""
 
     EXPECTED_TOKENS = 8
     """Batch size for which oneDNN selects the blocked layout; other sizes work with it too."""

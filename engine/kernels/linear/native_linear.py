@@ -34,9 +34,7 @@ class LooksUpRows(Protocol):
     """A GEMM kernel whose packed weight is an embedding too: a tied LM head is in memory once."""
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weight."""
-        ...
+    def weight_bytes(self) -> int: ...
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the dequantized weight, [ids, in], for ids int64 [ids]."""
@@ -164,10 +162,7 @@ class PackedLinear:
         self.weight_bytes += self.bias.nbytes
 
     def fuse_e4m3(self, activations: Activations, input_scale: torch.Tensor | None) -> bool:
-        """Round float inputs to e4m3 as they are prepared, bit-equal to `fake_quantize_activations`.
-
-        False for other `activations`, or if their groups are not neighbours in the packed weight.
-        """
+        """Round float inputs to e4m3 as they are prepared; False where that is not possible."""
         in_groups = activations.granularity == "group128"
         if activations.kind != "fp8" or (in_groups and self.is_permuted):
             return False
@@ -186,10 +181,7 @@ class PackedLinear:
 
 
 OPTIONAL_LEVELS = 127.0
-"""int8 code of a token's largest input where 8-bit inputs are an option of the user, not of the scheme.
-
-The largest input is then exact; compressed-tensors' 127.5 is half a step off.
-"""
+"""int8 code of a token's largest input where 8-bit inputs are the user's option: it is then exact."""
 GGUF_BLOCK = 32
 """Input channels that share an activation scale with GGUF weights, as in ggml's Q8_0 and Q8_1."""
 OPTIONAL_BLOCK = 128
@@ -252,10 +244,7 @@ class Packed16Linear(_Packed):
 
 
 class Packed8Linear(_Packed):
-    """Integer GEMM with int8 inputs: static scales, or dynamic ones per token or per block.
-
-    A scheme that asks for int8 inputs has them per token; blocks are for inputs that it leaves open.
-    """
+    """Integer GEMM with int8 inputs: scales static, or per token as the scheme says, else per block."""
 
     def __init__(
         self, weight: QuantizedTensor, grid: CodeGrid | LatticeGrid, dtype: torch.dtype

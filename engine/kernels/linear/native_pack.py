@@ -51,8 +51,8 @@ class PackedScales:
 
 
 def packed_scales(grid: CodeGrid) -> PackedScales:
-    """The scales of a grid: floats of at most 256 values as bytes into a table (e4m3, exponents of two), and
-    4-bit pairs of scale and offset in one byte (Q2_K)."""
+    """Scales of a grid: of at most 256 values as bytes into a table; 4-bit pairs with offsets in a byte
+    (Q2_K)."""
     scales, offsets = grid.scales, grid.offsets
     kind = None if offsets is None else offsets.dtype
     offset_kind = _OFFSET_KINDS.index(kind)
@@ -194,8 +194,8 @@ _PackCall = struct(  # of `pack.c`
 
 
 def pack_codes(codes: torch.Tensor | GgufTensor, bits: int) -> torch.Tensor:
-    """Pack codes uint8 `[out, in]`, or those of blocks, into bit planes, or floats of 16 bits: uint8
-    `[panels, chunks, bits, 4 * PANEL]`."""
+    """Pack codes uint8 `[out, in]`, of blocks or 16 bits, into planes: `[panels, chunks, bits, 4 *
+    PANEL]`."""
     is_blocks = isinstance(codes, GgufTensor)
     library = native_pack().library
     if library is None:

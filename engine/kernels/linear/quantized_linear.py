@@ -102,10 +102,7 @@ def _for_kinds(
     rest: Refusal = serves_all,
     first: Refusal = serves_all,
 ) -> LinearCandidate:
-    """Candidate of a kernel for some kinds (`Scheme.kind_name`); `weights` describes them for people.
-
-    `first` refuses a query before its kind is checked, `rest` after.
-    """
+    """Candidate for kinds that `weights` describes; `first` refuses before the kind's check, `rest` after."""
 
     def refuses(query: QuantizedLinearKernelQuery) -> str | None:
         if (reason := first(query)) is not None:
@@ -316,10 +313,7 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
         Candidate("tiled-dequant", _refuses_tiled, TiledDequantLinear),
     ],
 )
-"""The kernels, each with the kinds that it is registered for; those that name none read `KIND_GRIDS`.
-
-A kind that none of them knows is served by the last, the reference.
-"""
+"""The kernels, each with its kinds, or those of `KIND_GRIDS`; the last, the reference, serves all."""
 
 
 COMPARED_TOKENS = (1, 20, 100)
@@ -349,13 +343,8 @@ def linear_trial(weight: QuantizedTensor, dtype: torch.dtype, input_bits: int) -
 def prepare_quantized_linear(
     weight: QuantizedTensor, dtype: torch.dtype, input_bits: int = 16
 ) -> LinearKernel:
-    """Repack `weight` for the best kernel that supports activations of `dtype`.
-
-    With `input_bits` 8 the kernel may quantize them to 8 bits where the scheme keeps 16.
-
-    Raises:
-        BadInput: the device has no kernel for the scheme.
-    """
+    """Repack `weight` for the best kernel; `input_bits` 8 allows int8 inputs. BadInput: the device has
+    none."""
     device = next(iter(weight.parts().values())).device.type
     shape = weight.out_features, weight.in_features
     query = QuantizedLinearKernelQuery(device, dtype, *shape, weight.scheme, input_bits)

@@ -58,8 +58,8 @@ OUTPUTS, RUN = 2 * ROWS, LANES * LANES
 
 @dataclass(frozen=True, slots=True)
 class CodeTiles:
-    """Codes of a weight `[out, in]`, repacked: words int32 `[tiles, runs, bits, ROWS, LANES]`, of 32 weights
-    of a lane each, and the places of transformed inputs, int32 `[in]`."""
+    """Codes of a weight: words int32 `[tiles, runs, bits, ROWS, LANES]`, and places of inputs, int32
+    `[in]`."""
 
     words: torch.Tensor
     out_features: int
@@ -77,7 +77,6 @@ class CodeTiles:
 
     @property
     def padded(self) -> int:
-        """Outputs of all tiles."""
         return self.words.shape[0] * OUTPUTS
 
 
@@ -209,10 +208,7 @@ IS_COMPILED = isinstance(_code_gemm, triton.JITFunction)
 
 
 def code_gemm(x: torch.Tensor, weight: CodeTiles) -> torch.Tensor:
-    """Partial sums float32 `[splits, tokens, padded]`.
-
-    `x` are transformed inputs `[tokens, runs * RUN]` in the order of pieces.
-    """
+    """Partial sums float32 `[splits, tokens, padded]` of transformed inputs in the order of pieces."""
     tokens = len(x)
     # On compute capability 10.0 a tile of 64 tokens compiles to a program without a matrix instruction.
     most = FEW_ROWS if gpu_limits(x.device).capability // 10 == 10 else FEW_TOKENS

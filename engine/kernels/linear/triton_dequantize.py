@@ -116,8 +116,7 @@ def unpack(packed, piece):
 def unpack_short(halves, piece: tl.constexpr, MAGIC: tl.constexpr, PTX: tl.constexpr):
     """The code of a piece that each half of a word (int16) has, or'ed into MAGIC: uint16.
 
-    It becomes the low mantissa bits of 128 (bfloat16) or 1024 (float16), so that no cast from integers is
-    needed. Of two halves in a register at once: a shift, and a logical operation of three inputs.
+    It becomes the low mantissa bits of 128 (bfloat16) or 1024 (float16): no cast from integers is needed.
     """
     if PTX:
         codes = tl.inline_asm_elementwise(
@@ -202,10 +201,7 @@ def decode(
 
 @triton.jit
 def zeros_of(ptr, run, output, columns, GRID: tl.constexpr):
-    """The zero points of a run of 4-bit codes: int32 `[OUTPUTS]`, a byte for each piece.
-
-    Whole words, because asynchronous copies take no fewer than four bytes.
-    """
+    """Zero points of a run of 4-bit codes: int32 `[OUTPUTS]`, as asynchronous copies take four bytes."""
     if GRID.bits == 4 and GRID.zero < 0:
         zeros = tl.load(ptr + run * columns + output)
     else:

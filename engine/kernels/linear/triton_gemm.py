@@ -262,11 +262,9 @@ def gemm(
     x_scales: torch.Tensor | None = None,
     parts: TokenPermutation | None = None,
 ) -> torch.Tensor:
-    """`x [tokens, in] @ weight.T` in `dtype`, `[tokens, out]`, or with `parts` `[rows, out]` (grouped GEMM).
+    """`x [tokens, in] @ weight.T` in `dtype`; with `parts` a grouped GEMM to [rows, out].
 
-    Args:
-        x: floats; or int8 or e4m3 codes, with `x_scales`.
-        x_scales: float32 `[tokens, 1]`, or `[tokens, groups]` for groups of 128.
+    `x` are floats, or codes with `x_scales`: float32 `[tokens, 1]`, or `[tokens, groups]` for groups of 128.
     """
     if weight.order is not None:
         x = x.index_select(1, weight.order)

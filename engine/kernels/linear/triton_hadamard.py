@@ -99,7 +99,6 @@ class BlockTransform:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scales, bias and places."""
         parts = self.before, self.after, self.bias, self.places
         return sum(part.nbytes for part in parts if part is not None)
 

@@ -33,10 +33,8 @@ Gemm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def crossover_tokens(name: str, inputs: torch.Tensor, fused: Gemm, dequantized: Gemm) -> int:
-    """Largest of `TOKENS` up to which `fused` is no slower than `dequantized`; 1 if it never is.
-
-    `name`, the weight's shape and kind, is the cache key; `inputs` have at least `max(TOKENS)` tokens.
-    """
+    """Most of `TOKENS` for which `fused` is no slower than `dequantized`, else 1; `name` is the cache's
+    key."""
     verdicts = current_verdicts() if inputs.device.type == "cuda" else None
     if verdicts is None:
         return DEFAULT_CROSSOVER
@@ -93,10 +91,7 @@ class FloatInputLinear:
 
 
 class QuantizedInputLinear:
-    """W8A8 linear: quantized activations, int8 by integer codes or e4m3 by e4m3.
-
-    Above the crossover, e4m3 with per-channel and per-token scales and bfloat16 output uses `_scaled_mm`.
-    """
+    """W8A8 by int8 or e4m3 codes; above the crossover, e4m3 per channel and token uses `_scaled_mm`."""
 
     def __init__(
         self, weight: QuantizedTensor, tiles: TritonPackedWeight, dtype: torch.dtype

@@ -33,8 +33,7 @@ Kind = Literal["element", "code", "e4m3", "table"]
 
 
 class PackedGrid(NamedTuple):
-    """Compile-time part of a packed weight, with the fields of `TritonPackedWeight`; a stored code has 4 or 8
-    bits."""
+    """Compile-time part of a packed weight, with the weight's fields; a stored code has 4 or 8 bits."""
 
     kind: Kind
     bits: int
@@ -50,7 +49,6 @@ class PackedGrid(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Words, or bytes, of a run of an output channel."""
         return self.piece // 2 if self.bits == 4 else self.piece
 
     @property
@@ -99,7 +97,6 @@ class TritonPackedWeight:
 
     @property
     def is_packed(self) -> bool:
-        """True if codes are packed eight per word."""
         return self.codes.dim() == 4
 
     @property
@@ -113,7 +110,6 @@ class TritonPackedWeight:
 
     @property
     def padded(self) -> int:
-        """Output channels of all parts, padding included."""
         return self.scales.shape[1]
 
     @property
@@ -122,13 +118,11 @@ class TritonPackedWeight:
 
     @property
     def grid(self) -> PackedGrid:
-        """Compile-time part of the weight."""
         scaled = self.group, self.zero, self.is_affine, self.nested
         return PackedGrid(self.kind, 4 if self.is_packed else 8, self.piece, *scaled)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight that one GEMM reads."""
         parts = (self.codes, self.scales, self.lows, self.outer_scales, self.outer_lows, self.table)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -152,11 +146,7 @@ def has_halves(piece: int) -> bool:
 
 
 def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | None:
-    """Largest piece (inputs of one group read at a time) for a shape; None if the shape has none.
-
-    `group` 0 is per channel. `most` limits pieces of codes that are not 8 bits wide: lookup tables take more
-    registers.
-    """
+    """Largest piece (inputs of one group read at a time) for a shape; `group` 0 is per channel; or None."""
     run, most = PIECES if bits <= 4 else 1, 128 if bits == 8 else most
     sizes = (size for size in (128, 64, 32, 16) if size <= most)
     return next((n for n in sizes if not group % n and not in_features % (run * n)), None)
@@ -178,11 +168,7 @@ def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
 def pack_weight(
     weight: QuantizedTensor, elements: Collection[torch.dtype]
 ) -> TritonPackedWeight | None:
-    """Pack a weight whose scheme `refuses_packing` supports.
-
-    `elements`: those of int8 and e4m3 that the GPU's matmul takes directly, without dequantization. None for
-    the rare weight that violates its scheme: an act-order weight with unequal groups.
-    """
+    """Pack a weight; None for unequal groups. `elements`: int8, e4m3 that the GPU multiplies undecoded."""
     grid = grid_of(weight)
     if grid is None:
         return None

@@ -55,9 +55,8 @@ Route = Callable[
     [torch.Tensor, RoutingRule, torch.Tensor | None, torch.Tensor | None],
     tuple[torch.Tensor, torch.Tensor],
 ]
-"""Float32 logits [tokens, experts], a rule, a correction of the scores for selection, float32 [experts],
-and a factor on each expert's weight, float32 [experts] → weights, float32, and expert ids, int64,
-[tokens, top_k + num_shared] each."""
+"""Logits float32 [tokens, experts], rule, score correction and expert scale, float32 [experts], → weights and
+int64 ids, [tokens, top_k + num_shared]."""
 
 
 RouterLogits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -168,17 +167,13 @@ class ExpertsKernel(Protocol):
         experts: torch.Tensor,
         added: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`x` [tokens, hidden]; top-k `weights` and `experts` (ids, int64) [tokens, top_k]; `added` [tokens,
-        hidden] is added to the result."""
+        """`x` and `added` [tokens, hidden]; top-k `weights` and `experts` (ids, int64) [tokens, top_k]."""
         ...
 
 
 class LoopedExperts:
-    """Reference: a loop over experts, each on the tokens routed to it.
-
-    `numbers` are the ids of these experts, of `count` in the model. With `on_inputs` the routing weights
-    multiply the inputs instead of the outputs.
-    """
+    """Reference: a loop over experts `numbers` of `count`; `on_inputs`: the routing weights multiply
+    inputs."""
 
     is_capturable = False
 
@@ -253,10 +248,7 @@ def experts_trial(
     *,
     on_inputs: bool,
 ) -> Trial[Any]:
-    """All experts of a layer in this process.
-
-    Nothing is timed: what runs one expert after the other waits for the device in every layer.
-    """
+    """All experts of a layer in this process; untimed, as one expert after another waits for the device."""
     random = RandomInputs(device, dtype)
     x = random(TOKENS, inputs)
     scores = torch.rand(TOKENS, len(experts), generator=random.generator)
@@ -299,10 +291,7 @@ class _Stack:
 
 
 class NativeExperts:
-    """Experts in one C call: tokens sorted by expert, two grouped GEMMs and the gate between them.
-
-    The results are those of the loop over experts, bit for bit, and batch-invariant as they are.
-    """
+    """Experts in one C call, by two grouped GEMMs: bit-equal to the loop over experts, batch-invariant."""
 
     is_capturable = True
 
@@ -366,8 +355,7 @@ LOOP = "loop"
 
 @dataclass(frozen=True, slots=True)
 class ExpertsKernelQuery:
-    """Kernel query of the experts: device and dtype; `is_gated`: they are gated MLPs; `is_block_fp8`: their
-    linears are DeepGEMM's."""
+    """Kernel query of the experts; `is_gated`: gated MLPs; `is_block_fp8`: their linears are DeepGEMM's."""
 
     device: str
     dtype: torch.dtype

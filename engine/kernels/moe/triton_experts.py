@@ -72,10 +72,7 @@ class DeepGemmGroupedLinear:
 
 
 def padded_rows(parts: TokenPermutation) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routed row, int64, and expert, int32, of each row of the contiguous layout [tiles * 128].
-
-    The row of padding is the number of routed rows, its expert `NO_EXPERT`.
-    """
+    """Routed row, int64, and expert of each row [tiles * 128]; padding: number of rows, `NO_EXPERT`."""
     total = len(parts.order)
     expert, first, end = (column[:, None] for column in parts.tiles.unbind(1))
     rank = first + torch.arange(BLOCK, dtype=torch.int32, device=first.device)
@@ -119,11 +116,7 @@ class GroupedLinear:
 
 
 class GroupedExperts:
-    """Experts as grouped GEMMs: rows are sorted by expert, each tile of rows uses one expert's weight.
-
-    `between` maps rows [gate, up] to the inputs of `down`, gate and up apart if `is_gated`. `ids` are these
-    experts, of `count` in the model.
-    """
+    """Experts as grouped GEMMs of sorted rows; `between` maps [gate, up] to the inputs of `down`."""
 
     is_capturable = True
 
