@@ -17,11 +17,7 @@ from ..base.image_input import ImageInput
 
 
 class EncodingError(BadInput):
-    """The vision tower failed on one image; the other images of a step may be encoded.
-
-    Attributes:
-        content_hash: hash of the image.
-    """
+    """The vision tower failed on the image of this `content_hash`; others may be encoded."""
 
     def __init__(self, image: ImageInput, cause: Exception) -> None:
         super().__init__(
@@ -32,12 +28,8 @@ class EncodingError(BadInput):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedImage:
-    """Embeddings of one image, a row for each token that takes one.
-
-    Attributes:
-        embeddings: [num_embeddings, hidden], which replace those of the placeholder tokens.
-        deepstack: [num_embeddings, hidden] each, added to the output of the first layers (Qwen3-VL).
-    """
+    """A row for each embedded token of an image, [num_embeddings, hidden]; `deepstack` for layers
+    (Qwen3-VL)."""
 
     embeddings: torch.Tensor
     deepstack: tuple[torch.Tensor, ...] = ()
@@ -48,12 +40,8 @@ class EncodedImage:
 
 
 class VisionEncoder:
-    """Computes embeddings by the model's `get_image_features`, images of the same shapes together.
-
-    Args:
-        model: the wrapped model of transformers, with its tower and projector; its language model is unused.
-        hidden_size: width of the language model's embeddings.
-    """
+    """Embeddings `hidden_size` wide by `get_image_features` of transformers' `model`, equal shapes
+    together."""
 
     max_images_per_pass = 8
     """Bounds the memory of the tower's activations."""
@@ -76,8 +64,7 @@ class VisionEncoder:
 
     @torch.inference_mode()
     def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
-        """The embeddings of each image. Raises EncodingError: the tower fails on an image, or gives another
-        number of embeddings than the image has tokens."""
+        """Embeddings of images. EncodingError: the tower fails, or gives another number."""
         by_shape = sorted(range(len(images)), key=lambda index: _shapes(images[index]))
         encoded: dict[int, EncodedImage] = {}
         for _, same in groupby(by_shape, key=lambda index: _shapes(images[index])):
@@ -147,14 +134,7 @@ class EncoderStats:
 
 
 class EncoderCache:
-    """Embeddings of images, computed on a miss.
-
-    An image whose prompt is computed in several steps is looked up in each of them, and after a preemption
-    again: what was dropped meanwhile is encoded anew. What alone exceeds the budget is not kept.
-
-    Args:
-        max_bytes: budget of the embeddings that are kept.
-    """
+    """Embeddings of images, up to `max_bytes`; what was dropped, or alone exceeds that, is encoded anew."""
 
     def __init__(self, encoder: VisionEncoder, max_bytes: int) -> None:
         self.encoder, self.max_bytes = encoder, max_bytes

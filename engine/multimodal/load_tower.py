@@ -39,10 +39,7 @@ def takes_images(checkpoint: Checkpoint) -> bool:
 
 
 def asks_for_token_types(checkpoint: Checkpoint) -> bool:
-    """True if a model's pass is told which tokens are of images, for masks that are not causal.
-
-    Those with M-RoPE are told too, for their positions alone, and have a function that computes them.
-    """
+    """True if a pass is told image tokens for its masks, not for M-RoPE, which has its own function."""
     config = checked_config(checkpoint)
     takes = inspect.signature(model_class(config, checkpoint.trust_remote_code).forward).parameters
     has_positions = hasattr(MODEL_MAPPING.get(type(config), None), "get_rope_index")
@@ -52,8 +49,7 @@ def asks_for_token_types(checkpoint: Checkpoint) -> bool:
 def load_encoder(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, input_bits: int = 16
 ) -> VisionEncoder:
-    """The vision encoder of a checkpoint; quantized linears stay quantized.
-    Raises BadInput: weights that are broken, or do not match the config."""
+    """Vision encoder; quantized linears stay so. BadInput: weights are broken or do not match the config."""
     config = checked_config(checkpoint)
     kind = _tower_class(model_class(config, checkpoint.trust_remote_code))
     if checkpoint.quantization_config is None:

@@ -28,8 +28,7 @@ ImageSource = Image.Image | Path | str | bytes
 
 
 def load_image(source: ImageSource, limits: MediaLimits | None = None) -> Image.Image:
-    """An image of a Python caller, as RGB: a PIL image, encoded bytes, a path, a data URL, or an http(s) URL
-    of an allowed host. Raises BadInput: what is wrong with it."""
+    """RGB of a PIL image, bytes, path, data URL, or URL of an allowed host; BadInput: what is wrong."""
     limits = limits or MediaLimits()
     if isinstance(source, Image.Image):
         limits.check_pixels(*source.size)
@@ -42,8 +41,7 @@ def load_image(source: ImageSource, limits: MediaLimits | None = None) -> Image.
 
 
 def load_images(sources: Sequence[ImageSource], limits: MediaLimits) -> list[Image.Image]:
-    """The images of a prompt, each as `load_image` takes it.
-    Raises BadInput: what is wrong with one, or too many images or pixels together."""
+    """The images of a prompt, as `load_image`. BadInput: one is wrong, or too many images or pixels."""
     limits.check_count(len(sources))
     images: list[Image.Image] = []
     num_pixels = 0
@@ -55,8 +53,7 @@ def load_images(sources: Sequence[ImageSource], limits: MediaLimits) -> list[Ima
 
 
 def load_sent_image(url: str, limits: MediaLimits) -> Image.Image:
-    """An image of a server's client: by a data URL, or by an http(s) URL of an allowed host; never a path.
-    Raises BadInput: what is wrong with it."""
+    """A client's image: by data URL or allowed http(s) URL, never a path; BadInput: what is wrong."""
     return decode_image(sent_bytes(url, limits), limits)
 
 
@@ -85,8 +82,7 @@ def sent_bytes(url: str, limits: MediaLimits) -> bytes:
 
 
 def decode_image(data: bytes, limits: MediaLimits, name: str = "the image") -> Image.Image:
-    """Decode an image to RGB, transparency on white, turned as its EXIF orientation says.
-    Raises BadInput: another format, more pixels than allowed, or broken."""
+    """RGB, transparency on white, turned by EXIF. BadInput: another format, too many pixels, broken."""
     if len(data) > limits.max_image_bytes:
         raise _too_long(limits)
     check_parts(data)
@@ -137,10 +133,7 @@ def _read(path: Path, limits: MediaLimits) -> bytes:
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
-    """Width and height in the header of a WebP; None for other formats.
-
-    Source: RFC 9649, sections 2.5 to 2.7.
-    """
+    """Width and height in a WebP's header (RFC 9649, sections 2.5 to 2.7); None for other formats."""
     if data[:4] != b"RIFF" or data[8:12] != b"WEBP" or len(data) < 30:
         return None
 

@@ -31,19 +31,13 @@ if TYPE_CHECKING:
 
 
 class ImageRules:
-    """M-RoPE positions of a prompt by transformers' own function, and the images that see all of themselves.
-
-    Args:
-        raw: the checkpoint's `config.json`.
-        streams: True if the engine has attention sinks (StreamingLLM).
-    """
+    """M-RoPE positions by transformers' function, and images that see all of themselves; `streams`: sinks."""
 
     def __init__(self, spec: ImageSpec, raw: Mapping[str, Any], *, streams: bool) -> None:
         self._spec, self._raw, self._streams = spec, raw, streams
 
     def rope_positions(self, token_ids: Sequence[int], images: Images) -> RopePositions | None:
-        """Positions of a prompt with `images`; None: they are its indices. Raises BadInput: positions cannot
-        be computed, as where nothing is between two images, or the model cannot take them."""
+        """Positions with `images`; None: indices. BadInput: they cannot be computed."""
         if not images or not hasattr(self._model, "get_rope_index"):
             return None
         if not self._spec.has_mrope:
@@ -88,8 +82,7 @@ class ImageRules:
 
     @cached_property
     def _model(self) -> Any:
-        """The model's class as an instance without weights, which `get_rope_index` does not read; None: the
-        model is unknown to transformers."""
+        """A weightless instance of the model's class, for `get_rope_index`; None: transformers has none."""
         from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
         from ...quant.model.auto import read_config
@@ -116,8 +109,7 @@ class ImagePrompt(TypedDict):
 
 
 def prepare_prompt(prompt: Mapping[str, Any], support: ImageSupport) -> PreparedPrompt:
-    """Load the images of a prompt and put their placeholder tokens into it. Raises BadInput: a key that is
-    not one of `ImagePrompt`, an image that cannot be read, or a model that does not take it."""
+    """Load a prompt's images and put placeholders into it; BadInput: an unknown key, or unfit images."""
     unknown = sorted(set(prompt) - set(_KEYS))
     if unknown:
         raise BadInput(f"a prompt has no key {unknown[0]!r}: it takes {', '.join(_KEYS)}")
@@ -140,12 +132,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ImageSupport:
-    """An engine's processor and encoder of images.
-
-    Attributes:
-        processor, encoders: None where images are not taken.
-        reason: reason for which they are not.
-    """
+    """An engine's processor and encoder of images; None, with a `reason`, where images are not taken."""
 
     processor: ImageProcessor | None = None
     encoders: EncoderCache | None = None
@@ -202,12 +189,9 @@ def open_images(
     through_transformers: bool = False,
     input_bits: int = 16,
 ) -> ImageSupport:
-    """Load the processor and the vision tower of a checkpoint that takes images.
+    """Processor and vision tower of a checkpoint that takes images; BadInput: the tower's weights are broken.
 
-    `through_transformers`: the language model is not the engine's own decoder, and masks are causal there.
-
-    Raises:
-        BadInput: weights of the tower that are broken.
+    `through_transformers`: not by the engine's own decoder, so masks are causal.
     """
     folder = checkpoint.folder
     text_alone = ImageSupport(reason=f"{checkpoint.path} is a model of text alone")

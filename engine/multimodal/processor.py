@@ -42,16 +42,9 @@ class _Pixels:
 
 
 class ImageProcessor:
-    """Expands the placeholders of prompts by the checkpoint's processor.
+    """Expands placeholders by the checkpoint's processor, on any thread. BadInput: none can be built.
 
-    Thread-safe: it keeps nothing between calls, so a server may prepare prompts beside the engine.
-
-    Attributes:
-        image_token: the text of one placeholder, as chat templates write it.
-        embedded_id: token id of the positions that take embeddings, `image_token_id` of the config.
-
-    Raises:
-        BadInput: the checkpoint has no processor, or transformers cannot build it.
+    `image_token` is the placeholder of chat templates, `embedded_id` the id of embedded positions.
     """
 
     def __init__(
@@ -74,14 +67,10 @@ class ImageProcessor:
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
     ) -> PreparedPrompt:
-        """Put the images' placeholder tokens into a prompt that has one `image_token` for each of them.
+        """Put placeholder tokens into a prompt, one `image_token` for each image; or BadInput.
 
-        `add_special_tokens` is for text: false where it is a chat template's. Beyond `max_tokens` no more
-        images are processed: their pixels take more memory than the files do.
-
-        Raises:
-            BadInput: other than one placeholder per image, an image that the processor refuses, or images of
-                more than `max_tokens` tokens.
+        `add_special_tokens` is false for a chat template's text. Past `max_tokens` no image is processed: its
+        pixels take more memory than files do.
         """
         processed: list[_Pixels] = []
         num_tokens = 0
@@ -171,8 +160,7 @@ class ImageProcessor:
 
 
 def embedded_token_id(config: Mapping[str, Any]) -> int:
-    """The token id of positions that take embeddings, from a model's `config.json`.
-    Raises BadInput: the config names none."""
+    """Token id of positions that take embeddings, from `config.json`; BadInput: it names none."""
     for name in ("image_token_id", "image_token_index"):
         if isinstance(config.get(name), int):
             return config[name]

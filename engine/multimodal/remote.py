@@ -23,8 +23,7 @@ _GLOBAL_UNICAST = IPv6Network("2000::/3")
 _ELSEWHERE = tuple(
     ip_network(name) for name in ("192.0.0.0/24", "192.88.99.0/24", "2002::/16", "2001::/32")
 )
-"""Addresses of protocols and of relays, which Python counts as global; those of IPv6 carry an IPv4 address,
-which may be private."""
+"""Addresses of protocols and relays that Python counts as global; IPv6's may carry private IPv4 ones."""
 _HEADERS = [("Accept", "image/*"), ("Accept-Encoding", "identity"), ("User-Agent", "llmopt")]
 
 Address = IPv4Address | IPv6Address
@@ -44,8 +43,7 @@ class RemoteMedia:
     timeout_seconds: float
 
     def fetch(self, url: str) -> bytes:
-        """The bytes behind `url`. Raises BadInput: a host that is not allowed, a private address, an error of
-        the host, too many bytes, or too much time."""
+        """The bytes at `url`. BadInput: a forbidden host, its error, too many bytes or seconds."""
         deadline = time.monotonic() + self.timeout_seconds
         for _ in range(MAX_REDIRECTS + 1):
             target = self._checked(url)
@@ -147,8 +145,7 @@ class _DeadlineStream(httpcore.NetworkStream):
 
 
 def checked_address(host: str, port: int, domains: frozenset[str]) -> Address:
-    """An address of `host` to connect to.
-    Raises BadInput: the host is unknown, or one of its addresses is not public."""
+    """An address to connect to. BadInput: the host is unknown, or one of its addresses is not public."""
     name = host.strip("[]")
     try:
         return _public(ip_address(name), name) if name not in domains else ip_address(name)

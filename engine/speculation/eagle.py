@@ -55,10 +55,8 @@ class FusedInput(Weights):
 
 @dataclass(frozen=True, slots=True)
 class ConcatenatedInput(Weights):
-    """EAGLE-3's input: the attention reads token embedding and hidden state, each normed, concatenated.
-
-    With `norms_residual` (`norm_before_residual`) the residual is the normed hidden state.
-    """
+    """EAGLE-3's input: attention reads token embedding and hidden state, each normed; so does the residual,
+    if `norms_residual`."""
 
     token_norm: Norm
     hidden_norm: Norm
@@ -75,11 +73,7 @@ class ConcatenatedInput(Weights):
 
 @dataclass(frozen=True, slots=True)
 class DraftVocabularyHead:
-    """EAGLE-3's LM head over a draft vocabulary; tokens outside it get -inf.
-
-    Attributes:
-        token_ids: int64, the draft vocabulary's token ids (from `d2t`); None: the whole vocabulary.
-    """
+    """EAGLE-3's LM head over `token_ids` (from `d2t`; None: all), int64; other tokens get -inf."""
 
     norm: Norm
     head: Projection
@@ -122,11 +116,7 @@ class EagleWeights(Weights):
 
 
 class EagleHead:
-    """The EAGLE draft head of a target.
-
-    Keys and values of the pair (hidden state at t, token t + 1) are in slot t of the head's KV cache,
-    which is addressed by the target's block ids.
-    """
+    """EAGLE draft head: (hidden state at t, token t + 1) has slot t of its cache, in the target's blocks."""
 
     def __init__(
         self,
@@ -160,7 +150,6 @@ class EagleHead:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of weights."""
         shared = self._weights.embedding is self._target.weights.embedding
         return self._weights.weight_bytes + (0 if shared else self._weights.embedding.nbytes)
 
@@ -174,10 +163,8 @@ class EagleHead:
 
     @torch.inference_mode()
     def known(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, hidden] that the head starts from, of the target's output for those tokens.
-
-        EAGLE-3 fuses the auxiliary hidden states; EAGLE takes the final ones.
-        """
+        """The head's first hidden states [tokens, hidden]: of fused auxiliary states (EAGLE-3), or final
+        ones."""
         aux_fusion = self._weights.aux_fusion
         return (
             hidden
@@ -207,23 +194,15 @@ class EagleHead:
 
 @dataclass(slots=True)
 class _HeadTree:
-    """The draft tree of a row, as the EAGLE head computes it.
-
-    Attributes:
-        hidden: the head's hidden state at each draft token, by its index in the tree; -1: at the last
-            known token.
-        order: indices of the computed draft tokens, in the order of their slots.
-    """
+    """Draft tree of a row: `hidden` at each draft token, -1: at the last known one; `order` of the slots."""
 
     expansion: TreeExpansion
     hidden: dict[int, torch.Tensor]
     order: list[int] = field(default_factory=list)
 
     def run(self) -> Run:
-        """The run that computes the frontier.
-
-        It starts after the last known token, whose (hidden state, next token) pair is in the last known slot.
-        """
+        """Run of the frontier, after the last known token, whose (state, next token) has the last known
+        slot."""
         row, parents = self.expansion.row, self.expansion.parents
         start = row.end - 1 + len(self.order)
         self.order += self.expansion.frontier

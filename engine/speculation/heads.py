@@ -44,11 +44,7 @@ FILES = (SINGLE_NAME, "medusa_lm_head.safetensors", "medusa_lm_head.pt", "pytorc
 
 
 class HeadsCheckpoint(Checkpoint):
-    """A `Checkpoint` of draft heads. They are small: all tensors are read at once.
-
-    Raises:
-        BadInput: a file is missing, cut off, or holds something other than named tensors.
-    """
+    """A `Checkpoint` of small draft heads, read at once. BadInput: missing, cut off, or no named tensors."""
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = self.path = Path(folder)
@@ -66,7 +62,6 @@ class HeadsCheckpoint(Checkpoint):
         return self._tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
         return tuple(self.tensor(name).shape)
 
 
@@ -97,11 +92,7 @@ def load_eagle(
     target: Decoder,
     loading: LoadingOptions,
 ) -> EagleHead:
-    """Load the EAGLE head of a checkpoint for `target`.
-
-    Raises:
-        BadInput: a tensor is missing, a size differs from the target's, or the config is no EAGLE head's.
-    """
+    """Load `target`'s EAGLE head. BadInput: a missing tensor, a size or config that is not its head's."""
     folder, config = checkpoint.folder, checkpoint.config
     spec = model_spec(config)
     shape, rope = spec.shape, spec.ropes[0]
@@ -151,7 +142,6 @@ class _HeadSource:
         return EmbeddingTable(table, self.loader.dtype)
 
     def fc(self, in_features: int) -> Projection:
-        """The linear `fc` [hidden, in_features]."""
         bias, out = "fc.bias" in self.checkpoint, self.spec.shape.hidden_size
         return self.reader.projection(["fc"], in_features, [out], bias=bias)
 
@@ -272,25 +262,17 @@ class MedusaHeads:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of weights."""
         return sum(head.weight_bytes for head in self.heads)
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes of weights read per draft position."""
         return self.heads[0].weight_bytes
 
 
 def load_medusa(
     checkpoint: HeadsCheckpoint, hidden_size: int, vocab_size: int, loading: LoadingOptions
 ) -> MedusaHeads:
-    """Load Medusa heads for a model of this hidden size and vocabulary.
-
-    The numbers of heads and blocks are taken from the file's tensors: published configs may lack them.
-
-    Raises:
-        BadInput: no heads, heads of another size, or tensors that belong to no head.
-    """
+    """Medusa heads, as many as the file's tensors say: configs may lack it. BadInput: none, or misfits."""
     names = next((n for n in _LAYOUTS if _module(n.block, 0, 0) in checkpoint), None)
     if names is None:
         raise BadInput(

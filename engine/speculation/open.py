@@ -120,9 +120,8 @@ class DraftModel(CachedProposer):
 
 
 def _uncomputed_run(row: ScheduledRow) -> Run:
-    """The tokens of a row that the draft model computes: those of the target's step, and before draft tokens
-    also the token before them, which the draft model has not computed if the last step accepted all of its
-    draft tokens."""
+    """Tokens of the target's step; before draft tokens also one before, unseen if all drafts were
+    accepted."""
     start = max(0, row.start - 1) if row.num_draft_tokens else row.start
     return Run(start, row.tokens[start : row.end], row.block_ids)
 
@@ -139,11 +138,7 @@ def open_draft(
     target: CausalModel,
     loading: LoadingOptions,
 ) -> Draft | None:
-    """Load the draft model or heads that `options` name; None where they name none.
-
-    Raises:
-        BadInput: they do not load, or their vocabulary, context or sizes are not the target's.
-    """
+    """Draft model or heads of `options`, or None. BadInput: they do not load or fit the target."""
     if options is None or options.draft_model is None:
         return None
     folder = resolve_model(str(options.draft_model))
@@ -208,10 +203,7 @@ def open_proposer(
 def draft_length(
     options: SpeculationConfig | None, draft: Draft | None, target: CausalModel
 ) -> DraftLength | None:
-    """The draft-length controller; a draft step costs its bytes read relative to the target's.
-
-    If every target layer has a sliding window, the draft length is at most the widest.
-    """
+    """Draft-length controller, by bytes read; at most the widest window, if every target layer has one."""
     if options is None:
         return None
     longest, read = options.num_tokens, 0

@@ -26,8 +26,6 @@ class DraftTokens:
     """Draft tokens of one row.
 
     Attributes:
-        token_ids: tokens in tree order, each after its parent.
-        tree: the parent of each draft token.
         probabilities: the draft distributions q that they were sampled from, float32 [tokens, vocab]; None
             where the proposal is deterministic.
     """
@@ -39,13 +37,9 @@ class DraftTokens:
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """Target hidden states of a row after a step, and the next token ids.
+    """A row's hidden states after a step, accepted draft tokens included, and the token after each.
 
-    Attributes:
-        hidden: [tokens, hidden], final hidden states of the row's tokens and of the accepted draft tokens,
-            as the LM head reads them; concatenated to them those of the proposer's
-            `aux_hidden_state_layers`.
-        next_ids: the token after each of them.
+    `hidden` [tokens, hidden] is what the LM head reads, then that of `aux_hidden_state_layers`.
     """
 
     row: ScheduledRow
@@ -66,9 +60,7 @@ class Proposer(Protocol):
     """Proposes draft tokens for the rows of a step that have slots for some."""
 
     @property
-    def bytes_held(self) -> int:
-        """Bytes of the proposer's weights and KV cache."""
-        ...
+    def bytes_held(self) -> int: ...
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -76,9 +68,7 @@ class Proposer(Protocol):
         ...
 
     @property
-    def caches(self) -> tuple[KvCache, ...]:
-        """The proposer's KV caches, addressed by the target's block ids."""
-        ...
+    def caches(self) -> tuple[KvCache, ...]: ...
 
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
@@ -97,11 +87,7 @@ int64 [tokens] or None; the third, for a head, the hidden states before the toke
 
 
 class CachedProposer:
-    """A draft model or head with its own KV cache, addressed by the target's block ids.
-
-    Attributes:
-        forward: may replay graphs instead of the model's own pass, which `capture_all` captures.
-    """
+    """A draft model or head with its own KV cache, by the target's block ids; `forward` may replay graphs."""
 
     aux_hidden_state_layers: tuple[int, ...] = ()
 
@@ -170,17 +156,15 @@ Choose = Callable[[Sequence[ScheduledRow], Sequence[list[int]], torch.Tensor], t
 Follow = Callable[
     [Sequence[ScheduledRow], Sequence[list[int]], torch.Tensor, torch.Tensor | None], torch.Tensor
 ]
-"""Rows, their draft tokens, the last ones on the device, and the rows of the previous level that go on,
-int64 [rows] (None: all) → the logits after them."""
+"""Rows, draft tokens, last ones on the device, rows that go on (None: all) → logits after them."""
 
 
 def draft_chains(
     rows: Sequence[ScheduledRow], logits: torch.Tensor, choose: Choose, follow: Follow
 ) -> dict[str, list[int]]:
-    """`num_draft_tokens` draft tokens of each row, by sequence id; `logits` are those of the first.
+    """`num_draft_tokens` draft tokens of each row, by sequence; the first of `logits`.
 
-    The host waits once, after the last of them, unless a row's sampling depends on their values (penalties,
-    token masks); until then 0 stands for a token on the host.
+    The host, with 0 for a token, waits once after all, unless sampling depends on their values.
     """
     chains: dict[str, list[int]] = {row.sequence_id: [] for row in rows}
     going, waits = list(rows), list[Callable[[], None]]()
@@ -303,10 +287,9 @@ def expand_trees(
     draw: SamplingRowOf,
     logits: Callable[[Sequence[TreeExpansion]], torch.Tensor],
 ) -> dict[str, DraftTokens]:
-    """Expand the trees level by level, to the depth of each; draft tokens by sequence id.
+    """Expand trees level by level, one wait for the device each; draft tokens by sequence id.
 
-    `logits` gives float32 [nodes, vocab] for the frontiers of the trees passed to it, concatenated. The host
-    waits for the device once a level, whatever the number of trees.
+    `logits` gives float32 [nodes, vocab] for the frontiers of the trees passed to it, concatenated.
     """
     active = list(expansions)
     while active:

@@ -73,8 +73,7 @@ def pages_of(
     places: Sequence[int],
     block_size: int,
 ) -> Pages:
-    """Page tables of sequences, each with so many queries and tokens and its blocks at a place of
-    `tables`."""
+    """Page tables of sequences with so many queries and tokens, their blocks at `places` of `tables`."""
     lengths = np.asarray(num_held, np.int32)
     pages = -(-lengths // block_size)
     query_begins, page_begins = (

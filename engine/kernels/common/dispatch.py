@@ -77,8 +77,7 @@ class Operation(Generic[KernelQuery, Implementation]):
 
 
 def lazily(module: str, name: str) -> Any:
-    """Function of a module of kernels, imported by its first call: Triton loads only where its kernels
-    run."""
+    """Function of a module of kernels, imported by its first call, as Triton loads slowly."""
 
     @cache
     def function() -> Any:

@@ -277,8 +277,7 @@ def norm_then_gate(
 def gate_then_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """`rms_norm(x * silu(gate))` [tokens, width] of each group, in the gate's dtype; weight [groups,
-    size]."""
+    """`rms_norm(x * silu(gate))` of each group, in the gate's dtype: [tokens, width]."""
     gated = (x.float() * functional.silu(gate.float())).unflatten(-1, weight.shape)
     normed = functional.rms_norm(gated, weight.shape[-1:], None, eps) * weight.float()
     return normed.flatten(-2).to(gate.dtype)

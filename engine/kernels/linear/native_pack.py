@@ -51,8 +51,7 @@ class PackedScales:
 
 
 def packed_scales(grid: CodeGrid) -> PackedScales:
-    """Scales of a grid: of at most 256 values as bytes into a table; 4-bit pairs with offsets in a byte
-    (Q2_K)."""
+    """Scales of a grid: of at most 256 values by a table; Q2_K's 4-bit pairs with offsets in a byte."""
     scales, offsets = grid.scales, grid.offsets
     kind = None if offsets is None else offsets.dtype
     offset_kind = _OFFSET_KINDS.index(kind)
@@ -194,8 +193,7 @@ _PackCall = struct(  # of `pack.c`
 
 
 def pack_codes(codes: torch.Tensor | GgufTensor, bits: int) -> torch.Tensor:
-    """Pack codes uint8 `[out, in]`, of blocks or 16 bits, into planes: `[panels, chunks, bits, 4 *
-    PANEL]`."""
+    """Pack codes `[out, in]`, blocks or 16-bit floats to `[panels, chunks, bits, 4 * PANEL]`, uint8."""
     is_blocks = isinstance(codes, GgufTensor)
     library = native_pack().library
     if library is None:

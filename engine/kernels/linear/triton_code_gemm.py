@@ -58,8 +58,7 @@ OUTPUTS, RUN = 2 * ROWS, LANES * LANES
 
 @dataclass(frozen=True, slots=True)
 class CodeTiles:
-    """Codes of a weight: words int32 `[tiles, runs, bits, ROWS, LANES]`, and places of inputs, int32
-    `[in]`."""
+    """Codes of a weight: words int32 `[tiles, runs, bits, ROWS, LANES]`, and int32 places of inputs."""
 
     words: torch.Tensor
     out_features: int

@@ -47,9 +47,8 @@ _CHECKED_TOKENS = 7
 class TransformersModel:
     """A causal LM of transformers, with the interface of `Decoder`.
 
-    Raises:
-        BadInput: transformers does not support the model, its cache is of no kind that can be paged, its
-            weights do not match its config, or an adapter does not fit.
+    BadInput: transformers does not support the model, its cache cannot be paged, or weights or adapters do
+    not fit.
     """
 
     window = None
@@ -95,10 +94,7 @@ class TransformersModel:
 
     @property
     def is_capturable(self) -> bool:
-        """True if decode steps are captured: on a GPU, of a model that decodes all sequences at once.
-
-        The capture itself tells if something in the modules waits for the device.
-        """
+        """True if decode steps are captured: on a GPU, where all sequences decode at once."""
         forward = self._forward
         if isinstance(forward, SequentialForward):
             at_once = forward.batched is not None
@@ -115,10 +111,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Run a step and fill the KV caches; returns logits [tokens, vocab].
-
-        Models differ in what follows the last norm, so logits are computed for every token.
-        """
+        """Run a step and fill the KV caches; logits [tokens, vocab] of all, as what follows the last norm
+        differs."""
         if self.broadcast is not None:
             self.broadcast("forward", inputs)
         self._adapters.rows = inputs.adapters
@@ -129,8 +123,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def check_shards(self) -> None:
-        """Compute over all ranks from now on, which have joined their group; compare with the whole model.
-        Raises BadInput: the logits differ."""
+        """Compute over all connected ranks from now on. BadInput: the logits are not the whole model's."""
         assert self._shard is not None
         self._shard.connect()
         tokens, expected = self._checked
@@ -139,8 +132,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _divide(self, shard: Shard, options: LoadingOptions) -> ModelShard:
-        """Exchange the model for this rank's shard, on its device, and measure what that caches.
-        Raises BadInput: it cannot be divided."""
+        """Exchange the model for this rank's shard on its device, and measure its cache; or BadInput."""
         if self.state_layouts:
             refuse({"tensor-parallel", "states"}, self._name)
         if type(self._forward) is not PackedForward:

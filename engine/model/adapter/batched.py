@@ -22,8 +22,7 @@ Pass = Callable[[Mapping[str, torch.Tensor], torch.Tensor, int, Any], tuple[torc
 
 
 class BatchedDecode:
-    """One forward pass for a token of each sequence.
-    Raises ValueError: its cache holds something whose rows are no sequences."""
+    """One forward pass for a token of each sequence. ValueError: rows of its cache are no sequences."""
 
     def __init__(self, model: Any, run: Pass, tensors: CachedTensors) -> None:
         self._run, self._tensors, self._template = run, tensors, copy_structure(tensors.template)

@@ -100,7 +100,6 @@ class TokenTensor:
     """A tensor with an entry per `stride` tokens along `axis`, at all of `places`.
 
     Attributes:
-        shape: shape for one sequence, without the axis of entries.
         window: entries that a later token reads; 0: all.
     """
 
@@ -157,10 +156,10 @@ class TokenTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor of constant size, at all of `places`.
+    """A tensor of constant size, at all of `places`, from `since` tokens on.
 
-    With an `axis` it holds entries of the last tokens, at most `shape[axis]`: a window that the cache cuts
-    itself, or with a `stride` the tokens since the last full stride. It is there from `since` tokens on.
+    With an `axis` it holds the last tokens' entries, at most `shape[axis]`: a window that the cache cuts
+    itself, or with a `stride` the tokens since the last full stride.
     """
 
     places: tuple[Place, ...]
@@ -184,11 +183,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class PositionTensor:
-    """A tensor along `axis` that holds each token's position, or nothing: made anew, and not kept.
-
-    Attributes:
-        shape: shape for one sequence, without the axis of tokens.
-    """
+    """A tensor along `axis` with each token's position, or nothing; its `shape` is without that axis."""
 
     places: tuple[Place, ...]
     axis: int
@@ -208,7 +203,6 @@ class CachedTensors:
     """The tensors of a model's cache, and an object of it to fill for a sequence.
 
     Attributes:
-        paged, states, positions: tensors of the cache.
         counters: integers that count strides of so many tokens.
         template: the cache without tensors.
         fresh: an empty cache for a new sequence; None: the model makes its own.
@@ -237,10 +231,8 @@ class CachedTensors:
         block_size: int,
         length: int,
     ) -> Any:
-        """The cache of a sequence of `length` tokens, from its blocks and its slot's `states`.
-
-        None: a new sequence, for which the model makes its own cache.
-        """
+        """Cache of a sequence of `length` tokens, from its blocks and its slot's `states`; None: a new
+        sequence."""
         if not length:
             return None if self.fresh is None else copy_structure(self.fresh, copy_leaf)
         cache = copy_structure(self.template)

@@ -42,7 +42,6 @@ class ProjectedLinear(nn.Module):
     """A projection in the place of an `nn.Linear`.
 
     Args:
-        site: the projection, and which part of the linear it is.
         inputs: channels of its input that the projection takes; None: all.
         read, bias: reader of the whole weight as the checkpoint has it, and the bias.
     """
@@ -127,8 +126,7 @@ class QuantizedWeights:
         return self._checkpoint.tensor(f"{module}.weight").to(self._dtype)
 
     def _experts_apart(self) -> dict[str, tuple[Any, str]]:
-        """Fused modules of transformers whose experts the checkpoint has by themselves, though transformers
-        does not merge them: module and the experts' name on disk, by path."""
+        """Fused modules whose experts the checkpoint has apart: module and name on disk, by path."""
         names = [*self._plain, *(f"{module}.weight" for module in self._placeholders)]
         if not experts_of(names):
             return {}
@@ -182,10 +180,8 @@ def projections(model: nn.Module) -> Iterator[Projection]:
 def adapter_sites(
     decoder: nn.Module, model: Any, dtype: torch.dtype, adapters: CurrentAdapters
 ) -> Mapping[str, LinearSite]:
-    """Exchange the decoder's plain linears for projections; returns all of them, by their names in `model`.
-
-    The language head, embedding and the projections that latent attention absorbs take no adapter.
-    """
+    """Projections by name in `model`, in place of plain linears; head, embedding, absorbed ones take no
+    LoRA."""
     within = set(decoder.modules()) - {model.get_output_embeddings(), *latent_projections(model)}
     for name, linear in list(_linears(model)):
         if linear in within:
@@ -210,8 +206,7 @@ _GROWING_ROTATIONS = ("dynamic", "longrope")
 
 
 def checked_config(checkpoint: Checkpoint) -> Any:
-    """The transformers config of a checkpoint that can be served.
-    Raises BadInput: an unknown type, no decoder-only language model, or one whose RoPE cannot be cached."""
+    """The config of a checkpoint; BadInput for unknown types, no decoders, and RoPE that cannot be cached."""
     name, trusted = described(checkpoint), checkpoint.trust_remote_code
     raw = {k: part for k, part in checkpoint.config.items() if k != "quantization_config"}
     try:
@@ -234,8 +229,7 @@ def checked_config(checkpoint: Checkpoint) -> Any:
 def load_model(
     checkpoint: Checkpoint, config: Any, options: LoadingOptions, adapters: CurrentAdapters
 ) -> Any:
-    """The model with its weights. Quantized linears stay quantized; what transformers merges is dequantized.
-    Raises BadInput: weights that are broken, or do not match the config."""
+    """The model; quantized linears stay so, merged ones do not. BadInput: broken or mismatched weights."""
     kind = model_class(config, checkpoint.trust_remote_code)
     device, dtype = options.device, options.dtype
     if checkpoint.quantization_config is None:
@@ -272,8 +266,7 @@ def from_pretrained(
     folder: Any,
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
-    """A model of a class with its weights: from `folder`, or else of the `state_dict`.
-    Raises BadInput: weights that are broken, or do not match the config."""
+    """A model of a class with weights from `folder` or `state_dict`. BadInput: broken or mismatched."""
     name = described(checkpoint)
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -30,12 +30,8 @@ CausalModel: TypeAlias = "Decoder | TransformersModel"
 def open_model(
     checkpoint: Checkpoint, options: LoadingOptions, shard: Shard | None = None
 ) -> tuple[CausalModel, int]:
-    """Load a model, or with `shard` that tensor-parallel shard of it; returns it and its `max_model_len`.
-
-    Raises:
-        BadInput: a broken checkpoint, a model that cannot be served, or a `max_model_len` beyond the
-            model's context.
-    """
+    """A model, or a tensor-parallel shard of it, and its `max_model_len`; BadInput, if that is too long
+    too."""
     try:
         spec = model_spec(checkpoint.config)
         decoder_base(checkpoint, spec)
@@ -68,10 +64,8 @@ def open_model(
 
 
 def _warn_of_long_factors(spec: ModelSpec, num_positions: int) -> None:
-    """Warn where LongRoPE's factors are others than transformers has for short sequences.
-
-    Cached keys are rotated, so the factors cannot change within a sequence as they do there.
-    """
+    """Warn where LongRoPE's factors differ from transformers' for short sequences: cached keys are
+    rotated."""
     originals = {
         int(rope.parameters["original_max_position_embeddings"])
         for rope in spec.ropes

@@ -60,8 +60,7 @@ def recorded_mask(
 
 
 def layer_mask(mask: torch.Tensor | None, sliding_window: int | None) -> LayerMask:
-    """The rule of a layer that is given `mask`; without one it is causal, with the layer's own window.
-    Raises ValueError: the model made the mask itself, or it is of another kind."""
+    """Rule of a layer; causal without a mask. ValueError: the mask is the model's own or of another kind."""
     if mask is None:
         return LayerMask(window=sliding_window)
     function, size = getattr(mask, _MASK_ATTRIBUTE, (None, None))
@@ -103,10 +102,7 @@ PagedAttention = Callable[[LayerCall], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CacheOfLayer:
-    """Index of the cache that a layer reads, and whether the layer fills it.
-
-    A layer that shares keys and values (Gemma 3n) reads the cache of the layer that computed them.
-    """
+    """Cache that a layer reads, and whether it fills it; False if it shares another's (Gemma 3n)."""
 
     index: int
     is_filled: bool
@@ -206,12 +202,9 @@ def paged_attention(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers: [rows, heads, tokens, head_dim] in, [rows, tokens, heads, ..] out.
+    """Attention function: [rows, heads, tokens, head_dim] → [rows, tokens, heads, ..]; a row is a sequence.
 
-    Of several rows each is a token of another sequence.
-
-    Raises:
-        ValueError: the module gives a mask or a bias that paged attention does not have.
+    ValueError: the module gives a mask or a bias that paged attention does not have.
     """
     attention: ModuleAttention | None = getattr(module, _ATTRIBUTE, None)
     rows, tokens = query.shape[0], query.shape[2]
@@ -235,8 +228,7 @@ AttentionMaskInterface.register(PAGED, recorded_mask)
 
 
 class PackedForward:
-    """One forward pass per step over the tokens of all sequences, concatenated (variable-length batch).
-    Raises ValueError: the model does not support transformers' `AttentionInterface`."""
+    """One pass over the concatenated tokens of a step; ValueError: no support of `AttentionInterface`."""
 
     def __init__(self, model: Any, _: str) -> None:
         decoder = text_decoder(model)
@@ -248,8 +240,7 @@ class PackedForward:
         decoder.set_attn_implementation(PAGED)
 
     def layouts(self, tokens: torch.Tensor) -> tuple[tuple[KvLayout, ...], tuple[()]]:
-        """The KV layout of each layer with a cache of its own, from a dry run over `tokens`; no state.
-        Raises ValueError: a mask other than causal, sliding-window or chunked."""
+        """KV layouts of layers with a cache, by a dry run. ValueError: a mask of another kind."""
         dry = _DryRun()
         self._run(tokens, torch.arange(len(tokens), device=tokens.device), dry)
         if not dry.caches:
@@ -279,10 +270,7 @@ class PackedForward:
 
 
 def has_attention_alone(cache: Any) -> bool:
-    """True if a model's own cache holds the keys and values of attention, and nothing else.
-
-    Layers that read another layer's keys and values have no tensors there.
-    """
+    """True if a cache holds keys and values alone; layers that share another's have no tensors there."""
     layers = getattr(cache, "layers", None) or ()
     holders = {type(layer) for layer in layers if any(torch.is_tensor(x) for _, x in walk(layer))}
     return bool(holders) and holders <= {DynamicLayer, DynamicSlidingWindowLayer}
@@ -334,8 +322,8 @@ class _AbsorbedAttention:
     latents: Mapping[int, Any]
 
     def __call__(self, call: LayerCall) -> torch.Tensor:
-        """Attend with `queries` [tokens, heads, nope + rope]; in a latent layer `keys` are the latents
-        [tokens, 1, rank] and `values` the shared keys [tokens, 1, rope]. Returns [tokens, heads, v_dim]."""
+        """Attend with `queries` [tokens, heads, nope + rope] to [tokens, heads, v_dim]; in a latent layer
+        `keys` are latents [tokens, 1, rank], `values` shared keys [tokens, 1, rope]."""
         layer, queries, keys, values, rule = call
         module = self.latents.get(layer)
         if module is None:

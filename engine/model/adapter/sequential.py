@@ -50,12 +50,7 @@ _LENGTHS = (3, 7)
 
 
 def measured_cache(cache_of: CacheOf, config: Any) -> CachedTensors:
-    """Measure what a model's caches hold.
-
-    Raises:
-        ValueError: something whose law is not known.
-        BadInput: the probe cannot tell the strides of the model of `config`.
-    """
+    """Measure a model's caches. ValueError: an unknown law; BadInput: the probe finds no strides."""
     longer = cache_of(_LENGTHS[1], None)
     empty = _recording(longer)
     strides: dict[tuple[Any, ...], int] = {}
@@ -157,8 +152,7 @@ def _tensor(
 
 @cache
 def _strides(config: str) -> dict[tuple[Any, ...], int]:
-    """Tokens per entry of the cache's tensors that do not hold one for each, by layer and name, of a model
-    of that `config.json`."""
+    """Tokens per entry of the cache's tensors with strides, by layer and name, of a `config.json`."""
     tensors = measure_cache(build_on_meta(read_config(json.loads(config))))
     return {
         (tensor.layer, *tensor.name.split(".")): tensor.stride
@@ -173,10 +167,7 @@ def _name(steps: Place) -> tuple[Any, ...]:
 
 
 def _recording(longer: Any) -> Any:
-    """An empty copy of a cache whose sliding windows keep what leaves them; None if it has no such window.
-
-    Windows then are views of paged entries, so that another sequence can go on from any block of them.
-    """
+    """Empty copy whose sliding windows are views of paged entries, so that any block can be gone on from."""
     windows = map(_is_window, getattr(longer, "layers", ()))
     if not hasattr(longer, "reset") or not any(windows):
         return None
@@ -219,8 +210,7 @@ _CACHES = ("past_key_values", "cache_params", "state")
 
 
 class SequentialForward:
-    """One forward pass per sequence.
-    Raises ValueError: the model returns no cache, or one whose tensors are neither per token nor constant."""
+    """One forward pass per sequence. ValueError: a cache is missing, or neither per token nor constant."""
 
     one_by_one = False
     """True if tokens after a sequence's first step are computed one at a time."""
@@ -240,8 +230,7 @@ class SequentialForward:
         return self._tensors.kv_layouts, self._tensors.state_layouts
 
     def batch_decode(self) -> None:
-        """Have steps of one token a sequence computed in one pass from now on.
-        Raises ValueError: as `BatchedDecode`."""
+        """Compute steps of one token a sequence in one pass from now on. ValueError: as `BatchedDecode`."""
         assert self._tensors is not None
         self.batched = BatchedDecode(self._model, self._pass, self._tensors)
 

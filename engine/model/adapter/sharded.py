@@ -30,16 +30,9 @@ _EXPERTS = "moe_tp_experts"
 
 
 class ModelShard:
-    """Exchanges the modules of a whole model for this rank's.
+    """Exchanges the modules of `whole`, on the CPU, for this rank's; its sums are partial until `connect`.
 
-    Until `connect`, a rank computes alone: its sums are partial, and what it would gather is padded.
-
-    Args:
-        whole: model on the CPU; its exchanged weights go to the device of `options`.
-
-    Raises:
-        BadInput: there is no plan, one of another kind than tensors split in columns and rows, or a width or
-            number of heads that the ranks do not divide.
+    BadInput: no plan, or one of another kind, or a width or number of heads that the ranks do not divide.
     """
 
     def __init__(
@@ -80,7 +73,6 @@ class ModelShard:
         self._split_parameters(decoder, whole, styles)
 
     def connect(self) -> None:
-        """Sum and gather over the ranks, which have joined their group, from now on."""
         self._ranks.are_connected = True
 
     def _split_parameters(

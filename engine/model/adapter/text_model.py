@@ -53,10 +53,9 @@ def own_pass(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, Any]:
 def run_and_drop_uncalled(
     model: nn.Module, decoder: nn.Module, run: Callable[[], Result]
 ) -> Result:
-    """Run a forward pass of text; free the weights of modules outside `decoder` that it does not call.
+    """Run a pass of text; free the weights of modules outside `decoder` that it does not call.
 
-    Vision and audio towers stay as modules whose weights are empty: a model's device is that of its first
-    weight. Within the decoder nothing is freed: another text may be routed to other experts.
+    The modules stay, with empty weights. In the decoder nothing is freed: other texts reach other experts.
     """
     needed = set(decoder.modules())
     if model in needed:

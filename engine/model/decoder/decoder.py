@@ -56,7 +56,6 @@ class DecoderLayer(Weights):
         input_norm: None in a post-norm layer (OLMo 2).
         mlp_norm: None in a post-norm layer, and where attention and MLP share the input norm.
         post_attention_norm, post_mlp_norm: norms of the outputs, before the residual add (Gemma).
-        parallel: parallel residual: attention and MLP read the same residual (Falcon).
         residual_scale: factor on both outputs (Granite).
         per_layer_input: adds the layer's own input of the token (Gemma 3n and 4).
         output_scale: [1], factor on the layer's output (Gemma 4).
@@ -131,8 +130,8 @@ class SingleLayer(Weights):
 class AltUpLayer(Weights):
     """A layer over residual streams [streams, tokens, hidden], of which it computes one.
 
-    Attention and LAuReL read the same norm, and their sum is divided by the root of 2; the per-layer input is
-    added to all streams but the first.
+    Attention and LAuReL read one norm; their sum is divided by √2. The per-layer input goes to all but the
+    first.
     """
 
     altup: AltUp
@@ -213,11 +212,7 @@ class DecoderWeights:
 
 
 class Decoder:
-    """A decoder-only transformer of any family.
-
-    `broadcast`, if set, is called with each call's name and argument first, so that the tensor-parallel
-    workers make the same calls.
-    """
+    """A decoder-only transformer; `broadcast`, if set, gets each call's name and argument for the workers."""
 
     def __init__(
         self,
@@ -283,26 +278,21 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """True if steps can be captured into a graph: static shapes, no data-dependent control flow.
-
-        Requires no MoE kernel that counts tokens per expert on the host, and paged attention that reads the
-        blocks in place.
-        """
+        """True if steps can be captured: attention reads blocks in place, no MoE kernel counts on the
+        host."""
         in_place = all(reads_in_place(kernels.attend.causal) for kernels in self._kernels.values())
         return in_place and all(layer.is_capturable for layer in self.weights.layers)
 
     @property
     def captures_any_step(self) -> bool:
-        """True if a captured step serves others of as many tokens, however they are spread over sequences;
-        a recurrence runs over those of each."""
+        """True if a captured step serves any spread of its tokens over sequences, unlike a recurrence."""
         kernels = (kernels.attend.causal for kernels in self._kernels.values())
         static = self.is_capturable and all(map(takes_static_metadata, kernels))
         return static and not self.state_layouts
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Run a step and fill the KV caches; returns the normed hidden states [tokens, hidden], concatenated
-        with the inputs of the step's `aux_hidden_state_layers`."""
+        """Fill the KV caches; normed hidden states [tokens, hidden], then `aux_hidden_state_layers`."""
         if self.broadcast is not None:
             self.broadcast("forward", inputs)
         positions = inputs.positions
@@ -369,8 +359,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [rows, vocab], of rows that `forward` returned, or of normed hidden states
-        [rows, hidden]."""
+        """Logits, float32 [rows, vocab], of rows from `forward`, or of normed states [rows, hidden]."""
         hidden = hidden[:, : self.spec.shape.hidden_size].contiguous()
         if self.broadcast is not None:
             self.broadcast("logits", hidden)

@@ -113,8 +113,7 @@ def _joined(
     routed: Sequence[GatedMlp | PlainMlp],
     shared: GatedMlp,
 ) -> ExpertsKernel | None:
-    """A kernel of the routed experts and the shared one, which so takes no launches of its own; None: they
-    differ, LoRA may change the shared one, or no kernel here stacks experts."""
+    """One kernel of routed and shared experts, to save launches; None: they differ, LoRA or no kernel."""
     experts, kind = spec.shape.experts, spec.router
     assert experts is not None
     differ = experts.shared_width != experts.width or spec.expert_latent or kind.on_inputs

@@ -49,8 +49,7 @@ from .reader import CheckpointReader, decoder_base, load_layers
 def load_weights(
     checkpoint: Checkpoint, spec: ModelSpec, options: LoadingOptions, shard: Shard | None = None
 ) -> DecoderWeights:
-    """Load the weights of a decoder; with `shard` only that tensor-parallel shard.
-    Raises BadInput: a tensor is missing, of a wrong shape, or unexpected."""
+    """Load a decoder's weights, or a shard's. BadInput: a tensor is missing, misshapen or unexpected."""
     reader = CheckpointReader(checkpoint, options, shard)
     return LayerLoader(reader, spec, decoder_base(checkpoint, spec), options.dtype, shard).load()
 
@@ -114,8 +113,7 @@ class LayerLoader:
         return DecoderWeights(*parts, self.base, per_layer, streams)
 
     def _has_other_head(self, name: str) -> bool:
-        """True if the file's head is not the embedding, even if the config ties them: a quantized one, or one
-        of other values, which transformers does not tie either."""
+        """True if the file's head is not its tied embedding: quantized, or of other values."""
         if self.reader.is_quantized(name):
             return True
         table = f"{self.base}{self.spec.names.embedding}.weight"
@@ -133,8 +131,7 @@ class LayerLoader:
         }
 
     def _may_remain(self, name: str, second_head: str) -> bool:
-        """True if a tensor may stay unread: a tied head's duplicate, saved buffers, multi-token-prediction
-        layers (DeepSeek-V3), the other parts of a multimodal model, other ranks' experts."""
+        """True for tensors that may stay unread: buffers, MTP layers, other modalities or ranks."""
         if name == second_head or name.endswith(self.spec.names.buffers):
             return True
         if self.spec.is_classifier and name in ("score.weight", "score.bias"):
@@ -387,10 +384,7 @@ class LayerLoader:
         whole: bool = False,
         hidden: int | None = None,
     ) -> GatedMlp | PlainMlp:
-        """Load the MLP of width `inner` below `prefix`: this rank's shard, or unsharded if `whole`.
-
-        `hidden` defaults to the model's.
-        """
+        """Load the MLP of width `inner`: this rank's shard, or all if `whole`; `hidden`: the model's."""
         shape, activation = self.spec.shape, self.spec.activation
         hidden, stacked = hidden or shape.hidden_size, 2 if shape.gated_mlp else 1
         outs = [inner] * stacked if len(gate_up) == stacked else [stacked * inner]

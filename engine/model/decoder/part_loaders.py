@@ -43,10 +43,9 @@ def load_embedding(
     *,
     tied: bool,
 ) -> TokenEmbedding:
-    """Load the embedding [vocab, hidden]: as the file packs it where a kernel looks up rows, else floats.
+    """Load the embedding [vocab, hidden]: packed, if a kernel looks up its rows, else floats.
 
-    Floats that the LM head shares (`tied`) are prepacked for its GEMM alone where rows can be looked up
-    there. A tensor-parallel rank has a table: its head is a part of it.
+    A tied head's floats are only prepacked for its GEMM if rows can be looked up there; ranks have a table.
     """
     packed = reader.packed_table(name, vocab, hidden) if shard is None else None
     if packed is not None and isinstance(packed.kernel, LooksUpRows):

@@ -37,10 +37,9 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointReader:
-    """Reads weights by module name, and tracks which tensors are unread.
+    """Reads weights by module name onto the device in the engine's dtype, and tracks which are unread.
 
-    Each tensor is moved from its file to the device in the engine's dtype; quantized ones stay quantized,
-    and with `input_bits` 8 their kernels may quantize activations.
+    Quantized ones stay so; with `input_bits` 8 their kernels may quantize activations.
     """
 
     def __init__(
@@ -66,7 +65,6 @@ class CheckpointReader:
         return name in self._checkpoint
 
     def weight(self, name: str, *shape: int) -> torch.Tensor:
-        """The weight of a linear or an embedding, as `tensor`; of 16 bits where its kernels widen it."""
         return self._float(name, shape, None)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -92,10 +90,7 @@ class CheckpointReader:
         return moved.clone() if is_mapped else moved
 
     def packed_table(self, name: str, rows: int, width: int) -> Projection | None:
-        """An embedding [rows, width] in ggml's blocks, packed for a kernel that looks up its rows.
-
-        None: the file has it in floats, or no kernel here takes its blocks.
-        """
+        """An embedding [rows, width] in ggml's blocks, packed for row lookup; None: floats, or no kernel."""
         if self._device.type != "cpu" or not isinstance(self._checkpoint, GgufCheckpoint):
             return None
         weight = self._checkpoint.blocks(name)
@@ -126,7 +121,6 @@ class CheckpointReader:
         self._checkpoint.release()
 
     def rows(self, size: int) -> RowKernelQuery:
-        """Kernel query for elementwise operations on rows of `size`."""
         return RowKernelQuery(self._device.type, self._dtype, size)
 
     def drop_linears(self, prefix: str) -> None:
@@ -161,10 +155,7 @@ class CheckpointReader:
         transposed: bool = False,
         weight_slice: WeightSlice | None = None,
     ) -> Projection:
-        """Linears that share their input, stacked in order; `transposed` ones are stored [in, out].
-
-        With `weight_slice`, this rank's slice of them.
-        """
+        """Stacked linears of one input, or this rank's `weight_slice`; `transposed` ones are [in, out]."""
         part = weight_slice or WeightSlice()
         rows, columns = part.rows or ((),) * len(modules), part.columns
         weights: list[torch.Tensor | QuantizedTensor] = []
@@ -203,10 +194,8 @@ class CheckpointReader:
         in_features: int,
         transposed: bool = False,
     ) -> Sequence[torch.Tensor | QuantizedTensor]:
-        """Each expert's weight [out, in], from a fused tensor [experts, in, out] or MXFP4 blocks.
-
-        `transposed` fused tensors are [experts, out, in].
-        """
+        """Expert weights [out, in], of a tensor [experts, in, out] ([experts, out, in]: `transposed`) or
+        MXFP4."""
         if not self._has_mxfp4:
             if transposed:
                 return self.weight(projection, num_experts, out_features, in_features).unbind()
@@ -222,10 +211,9 @@ class CheckpointReader:
         return weight.to(self._dtype) if is_plain else weight.dequantize(self._dtype)
 
     def kv_scales(self, layer: str, num_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Calibrated scales of a layer's fp8 KV cache, float32 [num_heads] or [1]; None where it has none.
+        """Calibrated scales of a layer's fp8 KV cache, float32 [num_heads] or [1], or None.
 
-        They are `k_scale` and `v_scale` of the attention (compressed-tensors) or of its projections
-        (ModelOpt).
+        `k_scale` and `v_scale` are the attention's (compressed-tensors) or its projections' (ModelOpt).
         """
         scales: list[torch.Tensor] = []
         for letter in "kv":
@@ -245,8 +233,7 @@ class CheckpointReader:
         return scales[0], scales[1]
 
     def finish(self, may_remain: Callable[[str], bool]) -> None:
-        """Raise `BadInput` for unexpected tensors: those still unread, except KV-cache scales and names that
-        `may_remain` accepts."""
+        """Raise `BadInput` for tensors still unread, unless they are cache scales or `may_remain`."""
         scales = tuple(name for name in self._unread if name.endswith(CACHE_SCALES))
         if scales:
             _log.warning(
@@ -281,11 +268,9 @@ class CheckpointReader:
 
 
 def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """Prefix of the decoder's tensors, discovered from their names: where an embedding lies beside layers.
+    """Prefix of the decoder's tensors, where an embedding lies next to layers.
 
-    Raises:
-        NotCovered: a multimodal checkpoint whose text model has other names.
-        BadInput: there is no embedding, or there are several decoders.
+    NotCovered: other names; BadInput: no embedding, or several decoders.
     """
     table, first = f"{spec.names.embedding}.weight", spec.names.layer.format(0)
     tables = (name for name in checkpoint.names if name == table or name.endswith(f".{table}"))
@@ -319,11 +304,7 @@ MOST_LOADERS = 8
 
 
 def load_layers(load: Callable[[int], T], count: int, device: torch.device) -> list[T]:
-    """`load` of every index below `count`, in order; on a CPU by as many threads as torch has.
-
-    Raises:
-        The first exception, in the order of the layers; layers that were not begun are not loaded.
-    """
+    """`load` of every index below `count`, on a CPU by torch's threads; the first exception is raised."""
     threads = torch.get_num_threads()
     loaders = min(threads, MOST_LOADERS, count)
     if device.type != "cpu" or loaders < 2:
@@ -347,12 +328,7 @@ def supported_model_types() -> tuple[str, ...]:
 
 
 def model_spec(raw: Config) -> ModelSpec:
-    """Parse a raw `config.json`; of a multimodal one its text model.
-
-    Raises:
-        NotCovered: an unsupported model type or feature.
-        BadInput: an invalid value, or a missing key.
-    """
+    """Parse a raw `config.json`, or its text model's. NotCovered: unsupported; BadInput: invalid values."""
     raw = current_names(raw)
     multimodal = isinstance(raw.get("text_config"), Mapping)
     config = text_config(raw) if multimodal else raw
@@ -397,14 +373,10 @@ def model_spec(raw: Config) -> ModelSpec:
 
 
 def text_config(raw: Config) -> dict[str, Any]:
-    """The config of a checkpoint's text model, with every default of its class and the usual field names.
+    """Config of a text model with every default. NotCovered: an unknown type; BadInput: its class refuses.
 
-    A multimodal checkpoint's `tie_word_embeddings` is the outer one: transformers reads no other. Its
-    placeholder tokens are `placeholder_token_ids`; a text model has none.
-
-    Raises:
-        NotCovered: the installed transformers does not know the type.
-        BadInput: its class refuses the config.
+    Of a multimodal checkpoint, as in transformers, the outer `tie_word_embeddings` counts. Its placeholder
+    tokens are `placeholder_token_ids`; a text model has none.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

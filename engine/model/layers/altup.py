@@ -31,7 +31,6 @@ class PerLayerEmbedding:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: all but the table, of which it reads rows."""
         return self.projection.weight_bytes + self.norm.weight_bytes
 
     def __call__(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -132,10 +131,7 @@ class AltUp(Weights):
 
 @dataclass(frozen=True, slots=True)
 class Laurel(Weights):
-    """Learned augmented residual: `x + norm(right(left(x)))`, of low rank.
-
-    Source: Menghani et al., "LAuReL: Learned Augmented Residual Layer" (arXiv:2411.07501).
-    """
+    """Low-rank residual: `x + norm(right(left(x)))` (Menghani et al., "LAuReL", arXiv:2411.07501)."""
 
     left: Projection
     right: Projection

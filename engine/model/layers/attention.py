@@ -39,11 +39,8 @@ KvScales = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Paged KV cache of one layer.
-
-    `values` may be a view of the first elements of `keys` (MLA): writing keys then writes both.
-    `index` is the layer's, among those with a cache.
-    """
+    """Paged KV cache of a layer, by `index` among those that have one; `values` may be a view of `keys`
+    (MLA)."""
 
     keys: PagedTensor
     values: PagedTensor
@@ -82,7 +79,6 @@ class StepInputs:
     """Input tensors of a step.
 
     Attributes:
-        token_ids: int64 [tokens].
         positions: int64 [tokens]; [3, tokens], temporal, height and width, with M-RoPE where they differ.
         slots: int64 [tokens], slot mapping: where each token's keys and values are written.
         batch: attention metadata: block tables, lengths, tree masks.
@@ -420,12 +416,9 @@ def _normed(x: torch.Tensor, norm: Norm | ShardedNorm | None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SharedAttention(Weights):
-    """Grouped-query attention with queries of its own; the cache is that of the layer it shares with.
+    """Grouped-query attention on the cache of an earlier layer, which has written this step's keys.
 
-    That layer has written this step's keys and values before.
-
-    Source: Brandon et al., "Reducing Transformer Key-Value Cache Size with Cross-Layer Attention"
-    (arXiv:2405.12981).
+    Source: Brandon et al., "Cross-Layer Attention" (arXiv:2405.12981).
     """
 
     num_heads: int

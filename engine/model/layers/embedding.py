@@ -27,8 +27,7 @@ def rope_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """Inverse frequencies of the rotated pairs, float32 [width / 2], and the factor on cos and sin.
 
-    LongRoPE's list is chosen once, by the maximum sequence length (`num_positions`), as vLLM does: a choice
-    by the current length would make cached keys depend on later tokens.
+    As in vLLM `num_positions` chooses LongRoPE's list: by current length, keys would depend on later tokens.
     """
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     frequencies = 1.0 / rope.theta**exponents
@@ -53,8 +52,7 @@ def rope_frequencies(
 
 
 def rope_axes(rope: RopeSpec, width: int) -> torch.Tensor:
-    """The axis of each rotated pair's position, int64 [width / 2]: 0 temporal, 1 height, 2 width (M-RoPE).
-    Raises BadInput: there are more or fewer pairs than the sections have."""
+    """Axis of each pair's position, int64 [width / 2]: time, height, width; BadInput: not all pairs."""
     if rope.sections_interleave:
         axes = torch.zeros(width // 2, dtype=torch.int64)
         for axis in (1, 2):
@@ -149,12 +147,9 @@ TokenEmbedding = EmbeddingTable | PackedEmbedding
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddedRows:
-    """Embeddings of a vision tower for some tokens of a step.
+    """Embeddings of a vision tower, [rows, hidden], in place of the step's tokens `rows`, int64 [rows].
 
-    Attributes:
-        rows: int64 [rows], indices of the step's tokens.
-        embeddings: [rows, hidden], which replace theirs.
-        deepstack: [rows, hidden] each, added to the hidden states after the layer of that index (Qwen3-VL).
+    `deepstack`: [rows, hidden] each, added to the output of the layer of that index (Qwen3-VL).
     """
 
     rows: torch.Tensor

@@ -34,11 +34,7 @@ class _Part:
 
 @dataclass(slots=True)
 class _Delta:
-    """LoRA delta of one projection: a pair of GEMMs for each adapter that rows of the step use, or in a
-    captured step one pair for all slots.
-
-    Each row is computed with its request's adapter only.
-    """
+    """LoRA delta of one projection, by rows: a pair of GEMMs per adapter, or one for all captured slots."""
 
     parts: dict[str, list[_Part]] = field(default_factory=dict)
     slots: SlottedWeights | None = None
@@ -82,15 +78,10 @@ AdapterParts = list[tuple[LinearSite, _Part]]
 
 
 class AdapterBank:
-    """The loaded LoRA adapters; each step maps adapter names to its rows.
+    """The loaded adapters; steps map names to rows. BadInput: a folder is unreadable or does not fit.
 
-    Args:
-        folders: PEFT folders by adapter name.
-        linears: the linears that support LoRA, by their names below the decoder.
-        bases: prefixes that a checkpoint may put before those names.
-
-    Raises:
-        BadInput: a folder is unreadable, does not match the model, or needs an unsupported feature.
+    `folders` has PEFT folders by adapter name, `linears` those that support LoRA by their names below the
+    decoder, `bases` prefixes that a checkpoint may put before them.
     """
 
     def __init__(
@@ -135,8 +126,7 @@ class AdapterBank:
             self._delta(site)
 
     def make_slots(self, num_slots: int, least_rank: int = 1) -> None:
-        """Give the linears that take adapters now so many slots, of the rank that their adapters need or of
-        `least_rank`, and move the adapters to them."""
+        """Slots for the linears that take adapters, of their rank or `least_rank`; moves adapters to them."""
         parts = [p for d in self._deltas.values() for ps in d.parts.values() for p in ps]
         rank = max([least_rank, *(len(part.down) for part in parts)])
         like = torch.empty(0, **self._like)
@@ -167,8 +157,7 @@ class AdapterBank:
         return SlotMask.of(slots, self._slot_of_column, self._like["dtype"])
 
     def read(self, folder: Path) -> AdapterParts:
-        """Read an adapter onto the device; changes nothing, so any thread may. Raises BadInput: naming the
-        file, and the field or tensor that is missing, misshapen or not supported."""
+        """Read an adapter onto the device, on any thread. BadInput: a tensor or field is missing or wrong."""
         weights = AdapterWeights(Path(folder), servable_settings(Path(folder)))
         parts: AdapterParts = []
         for module in weights.modules:

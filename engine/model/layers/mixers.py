@@ -127,7 +127,6 @@ class GatedDeltaNet(_Mixer):
         input: hidden → queries, keys, values, gate, rate and decay of a token.
         conv: [channels, kernel], of queries, keys and values.
         log_rate, step_bias: float32 [value heads]; the decay is `-exp(log_rate) * softplus(x + step_bias)`.
-        norm: [value_dim], the weight of the norm of each head.
         state: index of its first state: the window of the convolution, then the rule's state.
     """
 

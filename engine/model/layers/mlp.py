@@ -53,10 +53,8 @@ def gating(
 def sparse_gating(
     activation: str, sparsity: float
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Gating that cuts about a share of `sparsity` of the gate to 0 (Gemma 3n).
-
-    What is at most the mean and so many deviations of a token's gate is cut, and that taken from the rest.
-    """
+    """Gating that cuts a share of `sparsity` to 0: up to mean plus deviations, taken from the rest (Gemma
+    3n)."""
     function, deviations = ACTIVATIONS[activation], NormalDist().inv_cdf(sparsity)
 
     def combine(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -21,10 +21,9 @@ from .projection import Weights
 
 @dataclass(frozen=True, slots=True)
 class Norm(Weights):
-    """RMS norm (Zhang and Sennrich, 2019), or with `centered` layer norm (Ba et al., 2016).
+    """RMS norm (Zhang and Sennrich, 2019), or with `centered` layer norm; weight, bias [size] or None.
 
-    `weight` and `bias` are [size] or None. With a weight of a wider dtype than the input the
-    whole norm is computed in it, as Gemma's is.
+    With a weight of a wider dtype than the input the whole norm is computed in it, as Gemma's is.
     """
 
     size: int
@@ -74,12 +73,9 @@ class Norm(Weights):
 
 @dataclass(frozen=True, slots=True)
 class ShardedNorm(Weights):
-    """RMS norm over the outputs of a column-parallel linear: the sum of squares is that of all ranks.
+    """RMS norm of a column-parallel linear's outputs: `total` sums the squares of all ranks.
 
-    Attributes:
-        weight: weight of this rank's outputs.
-        width: outputs of all ranks, of which each is held by `copies` of them.
-        total: all-reduce over the ranks.
+    All ranks have `width` outputs, each on `copies` of them; `weight` is of this rank's.
     """
 
     weight: torch.Tensor

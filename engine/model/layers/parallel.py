@@ -85,8 +85,7 @@ class Group:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Within the block, collectives do nothing: for the call that warms a capture up, whose values mean
-        nothing, and which must not wait for a rank on which it fails."""
+        """Leave collectives out within the block: a warm-up must not wait for a rank on which it fails."""
         before, self._silent = self._silent, True
         try:
             yield
@@ -144,18 +143,14 @@ Weight = torch.Tensor | QuantizedTensor
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """Row ranges of each of several stacked linears, or a column range of one.
-
-    With `columns` (row-parallel) the outputs need an all-reduce.
-    """
+    """Row ranges of stacked linears, or a column range of one, whose outputs need an all-reduce."""
 
     rows: tuple[tuple[slice, ...], ...] = ()
     columns: slice | None = None
 
 
 def take(module: str, weight: Weight, rows: Sequence[slice], columns: slice | None) -> Weight:
-    """Slice a weight to some outputs (all, where `rows` is empty) and some inputs, as a copy.
-    Raises BadInput: the quantized weight of `module` cannot be split there."""
+    """A copy of some outputs (none given: all) and inputs of a weight. BadInput: it cannot be split there."""
     if rows:
         weight = _take_rows(module, weight, rows)
     if columns is not None:
@@ -340,7 +335,6 @@ class Shard:
         return self._run(shape.num_heads)
 
     def experts(self, count: int) -> range:
-        """Expert ids of this rank, of `count` experts; ranks differ by one at most."""
         run = self._run(count)
         return range(run.start, run.stop)
 
@@ -355,7 +349,6 @@ class Shard:
         return WeightSlice(columns=self._run(inner))
 
     def vocabulary(self, vocab_size: int) -> slice:
-        """Vocabulary range of this rank's LM head; ranks differ by one token at most."""
         return self._run(vocab_size)
 
     def _run(self, count: int) -> slice:

@@ -72,7 +72,6 @@ class Weights:
 
     @property
     def is_capturable(self) -> bool:
-        """True if it can be captured into a graph: no data-dependent control flow."""
         return all(getattr(part, "is_capturable", True) for part in self._parts())
 
     @property
@@ -142,7 +141,6 @@ class Projection:
 
     @property
     def holds_a_copy(self) -> bool:
-        """True if the kernels hold repacked weights instead of the tensors passed in."""
         return len(self._kernels) > 1 or not isinstance(self._kernels[0], TorchLinear)
 
     @property
@@ -153,7 +151,6 @@ class Projection:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Bias added to the kernel's output, [out]; None where fused or absent."""
         return self._bias
 
     @property
@@ -193,12 +190,7 @@ class Projection:
 
 
 class SlottedWeights:
-    """LoRA A and B of one projection in slots.
-
-    Args:
-        outputs: slices of the projection's outputs that adapters may change, one for each stacked linear.
-        like: tensor of the dtype and on the device of the weights.
-    """
+    """LoRA A and B in slots, for slices `outputs` of a projection, one a linear; `like`: dtype and device."""
 
     def __init__(
         self,
@@ -244,10 +236,8 @@ class SlottedWeights:
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """Location of a checkpoint's linear [out_features, in_features]: a slice of a projection's outputs.
-
-    `rows` and `columns` are this rank's slice of the linear in a tensor-parallel model; empty and None: all.
-    """
+    """Slice of a projection's outputs: a linear [out_features, in_features]; rows and columns: this
+    rank's."""
 
     projection: Projection
     outputs: slice

@@ -32,7 +32,6 @@ class LoadingOptions:
     """How weights are loaded.
 
     Attributes:
-        max_model_len: most tokens of a sequence; None: the model's context.
         input_bits: 8 lets the kernels of quantized weights quantize activations (W8A8, W4A8).
         loras: PEFT folders by adapter name; with `max_loras` others may be loaded later.
         stream: StreamingLLM, with which sequences may exceed the model's context.
@@ -84,12 +83,8 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpec:
-    """How a language model treats the tokens of images.
-
-    Attributes:
-        has_mrope: image tokens have positions in time, height and width.
-        is_bidirectional: tokens of one image attend to each other, in some layers.
-    """
+    """How a language model treats image tokens: M-RoPE positions, and attention to each other in some
+    layers."""
 
     has_mrope: bool = False
     is_bidirectional: bool = False
@@ -101,10 +96,7 @@ class ModelSpec:
 
     Attributes:
         ropes: each layer's RoPE; None: the layer has none (NoPE).
-        rotary_width: rotated elements at the front of a head (rotary dim).
         rotary_interleaved: pairs are (2i, 2i + 1) (GPT-J), not (i, i + width / 2) (NeoX).
-        activation: a name of `mlp.ACTIVATIONS`.
-        attention_scale: factor on the scores.
         bidirectional: layers in which the tokens of an image attend to all of it (Gemma 3 and 4); (): none.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and logits.
         norm_offset: added to the weight of every norm; 1 in Gemma.
@@ -112,13 +104,9 @@ class ModelSpec:
         qk_norm_whole: QK-norm is over all heads of a projection, not over each head (OLMo 2, MiniMax-M2).
         qk_norm_after_rotation: QK-norm follows RoPE (Hunyuan); it has no weights where `shape.qk_norm` is
             False (Llama 4).
-        embedding_scale: factor on the embeddings, rounded to the model's dtype.
         logit_scale: factor on the logits (Granite, Cohere).
         residual_scale: factor on what attention and MLP add to the residual (Granite).
         grouped_qkv: the stacked QKV projection is grouped by KV head: its queries, its key, its value.
-        attention_gate: the query projection has a gate for each head (Qwen3-Next).
-        layers: sizes of each layer; (): all are as in `shape`.
-        parts: composition of each layer; (): attention and a feed-forward block.
         value_norm: values get a norm without weights (Gemma 4).
         per_layer_width, per_layer_vocab: per-layer embeddings: elements of a layer's input, and rows of their
             table; 0: none (Gemma 3n and 4).
@@ -132,7 +120,6 @@ class ModelSpec:
         mtp_layers: checkpoints may hold layers for multi-token prediction after the decoder's (DeepSeek-V3).
         is_classifier: the checkpoint is a sequence classifier, without a language head.
         multimodal: True for the text model of a multimodal checkpoint, whose other tensors are not read.
-        stream: attention sinks and window of StreamingLLM; None: off.
     """
 
     shape: ModelShape
@@ -213,8 +200,7 @@ class ModelSpec:
 
     @property
     def cache_indices(self) -> tuple[int | None, ...]:
-        """Index into `kv_layouts` of each layer's cache; layers that share one have the same, and those
-        without attention None."""
+        """Index into `kv_layouts` of each layer's cache, shared or not; None without attention."""
         if not self.layers:
             has_cache = [self.parts_of(i).has_cache for i in range(self.shape.num_layers)]
             return tuple(sum(has_cache[:i]) if has else None for i, has in enumerate(has_cache))
@@ -232,7 +218,6 @@ class ModelSpec:
 
     @property
     def num_states(self) -> int:
-        """Tensors of a sequence's constant state, over all layers."""
         return self.first_state(len(self.parts))
 
     def of_layer(self, index: int) -> ModelSpec:
@@ -253,8 +238,7 @@ ENDLESS = 2**31 - 1
 
 
 def streaming_spec(spec: ModelSpec, stream: Window) -> ModelSpec:
-    """`spec` with the sinks and window of `stream` in every layer. Raises BadInput: positions are not rotary,
-    layers already have sliding windows, or sinks and window exceed the model's context."""
+    """`spec` with sinks and window of `stream`. BadInput: no RoPE, own windows, or beyond the context."""
     options = f"window = {stream.length} with attention_sinks = {stream.sinks}"
     if spec.names.positions:
         raise BadInput(

@@ -33,12 +33,9 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The states of a step's sequences.
+    """The states of a step's sequences: `tensors` [slots, *shape], `slots` int64 [sequences].
 
-    Attributes:
-        tensors: one for each `StateLayout` of the model, [slots, *shape].
-        slots: int64 [sequences], in the order of their tokens; the state of a sequence at position 0 is
-            whatever its slot's last owner left, and counts as nothing.
+    At position 0 a state is whatever its slot's last owner left, and counts as nothing.
     """
 
     tensors: tuple[torch.Tensor, ...] = ()
@@ -51,10 +48,7 @@ NO_STATES = StateBatch()
 
 @dataclass(frozen=True, slots=True)
 class RunOfTokens:
-    """Rows `begin` to `end` of a step: several tokens of one sequence.
-
-    `slot` is its state slot, int64 [1]; `has_state`: tokens of the sequence came before these.
-    """
+    """Rows of several tokens of a sequence; `slot`, int64 [1]; `has_state`: tokens came before these."""
 
     begin: int
     end: int
@@ -67,7 +61,6 @@ class StepStates:
     """The states of a step's sequences, and which rows are of which sequence.
 
     Attributes:
-        runs: sequences with several tokens.
         rows: int64 [decodes], the rows of the sequences with one token; None: there are none.
         slots: int64 [decodes], their state slots.
         fresh: bool [decodes]: no tokens of the sequence came before this one.
