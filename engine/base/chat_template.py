@@ -11,8 +11,7 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\n"
     "{% endfor %}Assistant:"
 )
-"""Fallback chat template for a model without one: a Jinja template with one line per message,
-`User: Hello`, and `Assistant:` as the generation prompt."""
+"""Chat template for models without one: a line a message, `User: Hello`, then `Assistant:`."""
 
 Message = Mapping[str, Any]
 
@@ -24,14 +23,7 @@ def render_chat(
     *,
     template: str | None = None,
 ) -> str:
-    """Render a conversation, with the generation prompt unless the template's `options` say otherwise.
-
-    Args:
-        template: replaces the model's.
-
-    Raises:
-        BadInput: the template refuses the conversation.
-    """
+    """Render a conversation by `template` or the model's, with a generation prompt; BadInput: it refuses."""
     if template is None and not tokenizer.chat_template:
         template = PLAIN_TEMPLATE
     fixed = {"chat_template": template, "tokenize": False}
@@ -55,11 +47,7 @@ def renders_text(tokenizer: Any) -> bool:
 
 
 def images_of(message: Message) -> list[Any]:
-    """The images among the parts of a message, in their order: URLs, paths or pictures.
-
-    Raises:
-        BadInput: no message, or a part that is no text and no image.
-    """
+    """URLs, paths or pictures among a message's parts. BadInput: no message, or another kind of part."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise BadInput(f"messages: {message!r} has no role: give role and content")
     content = message.get("content")

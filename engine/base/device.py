@@ -20,11 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto" is CUDA where a GPU computes, and says why where one does not.
-
-    Raises:
-        BadInput: a CUDA device that cannot be used, or an Apple GPU without MPS.
-    """
+    """Device of a name; "auto" is CUDA where a GPU computes, else says why not. BadInput: it is unusable."""
     if name == "auto":
         problem = cuda_problem() if has_nvidia_gpu() else ""
         if problem:
@@ -46,10 +42,7 @@ def say_on_cpu(reason: str) -> None:
 
 
 def enter_device(device: torch.device) -> None:
-    """Make a CUDA device this thread's current one: Triton's kernels go there, wherever their tensors are.
-
-    Every thread begins with the first device.
-    """
+    """Make a CUDA device this thread's current one, to which Triton's kernels go."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -75,10 +68,7 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def packed(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
-    """Each list as int64 on the device, all in one copy.
-
-    Each is aligned to 16 bytes, for which Triton specializes: so a kernel is compiled once.
-    """
+    """Each list as int64 on the device, in one copy, aligned to 16 bytes: Triton specializes for that."""
     values: list[int] = []
     bounds: list[tuple[int, int]] = []
     for items in lists:
@@ -91,10 +81,7 @@ def packed(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.T
 
 
 class PinnedStaging:
-    """Copies of host memory to a GPU through two pinned buffers: one is filled while the other is sent.
-
-    A copy from pageable memory is staged by the driver, a part at a time, with the host waiting for each.
-    """
+    """Copies to a GPU through two pinned buffers, of which one is filled while the other is sent."""
 
     BUFFER_BYTES = 32 << 20
 

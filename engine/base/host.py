@@ -30,12 +30,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The hardware threads that this process may use.
-
-    Attributes:
-        cpus: hardware threads, sorted by number.
-        quota: whole CPUs of time that the cgroup allows; None: no limit.
-    """
+    """Hardware threads of this process, by number; `quota`: whole CPUs of the cgroup, None: no limit."""
 
     cpus: tuple[Cpu, ...]
     quota: int | None = None
@@ -61,7 +56,6 @@ class Topology:
         return max(1, min(len(self.cores), self.quota or len(self.cores)))
 
     def on_node(self, node: int) -> Topology:
-        """The part of it on a NUMA node."""
         return Topology(tuple(cpu for cpu in self.cpus if cpu.node == node), self.quota)
 
 
@@ -70,7 +64,6 @@ class Placement:
     """Where a process computes.
 
     Attributes:
-        num_threads: threads of a step.
         cpus: hardware threads to bind the process to; empty: it may run where it may now.
         node: the NUMA node that they are of; None: all nodes, or there is one.
     """
@@ -81,12 +74,7 @@ class Placement:
 
 
 def read_topology(root: Path = SYSFS, allowed: Collection[int] | None = None) -> Topology:
-    """The topology of the CPUs that are online and allowed.
-
-    Args:
-        root: mount point of sysfs.
-        allowed: CPUs that the process may run on; by default its affinity.
-    """
+    """Topology of the CPUs online and `allowed` (default: the affinity); `root`: where sysfs is mounted."""
     listed = parse_cpus(_text(root / "devices/system/cpu/online"))
     numbers = frozenset(listed) or affinity() or frozenset(range(os.cpu_count() or 1))
     may = affinity() if allowed is None else frozenset(allowed)
@@ -137,8 +125,7 @@ def cgroup_quota(root: Path = SYSFS) -> int | None:
 
 
 def cgroup_memory_bytes(root: Path = SYSFS) -> int | None:
-    """Memory left within the cgroup's limit (version 2 or 1), file pages that it can drop included; None
-    without one."""
+    """Memory left in the cgroup's limit (version 2 or 1), droppable pages included; None without one."""
     folder = root / "fs/cgroup"
     limit, used = (_text(folder / f"memory.{name}") for name in ("max", "current"))
     if not limit:
@@ -153,8 +140,7 @@ def cgroup_memory_bytes(root: Path = SYSFS) -> int | None:
 
 
 def cache_bytes(root: Path = SYSFS) -> dict[str, int]:
-    """The data caches that one of the CPUs reads through, by level: `L1` to `L3`; empty where the system
-    does not say."""
+    """Data caches that one of the CPUs reads through, by level, `L1` to `L3`, as the system says."""
     sizes: dict[str, int] = {}
     for folder in sorted(root.glob("devices/system/cpu/cpu0/cache/index[0-9]")):
         size = _text(folder / "size")
@@ -191,8 +177,7 @@ def _text(path: Path) -> str:
 
 
 def usable_cores(root: Path = SYSFS) -> int:
-    """Physical cores that this process may use: its affinity, limited by the cgroup's cpuset and CPU quota
-    and by OMP_NUM_THREADS, if set. `root`: where sysfs is mounted."""
+    """Physical cores for this process, by affinity, cpuset, CPU quota and OMP_NUM_THREADS. `root`: sysfs."""
     cores = read_topology(root).num_usable
     return min(cores, thread_limit() or cores)
 
@@ -218,10 +203,9 @@ _M_ARENA_MAX = -8  # mallopt(3)
 
 
 def use_one_arena() -> None:
-    """Let all threads take memory from one heap of glibc, unless `MALLOC_ARENA_MAX` says how many there are.
+    """Let threads allocate from one heap of glibc, unless `MALLOC_ARENA_MAX` is set; before they start.
 
-    What is free at the end of another arena's heap, up to 64 MiB, `malloc_trim` does not return. Call it
-    before there are threads.
+    `malloc_trim` does not return what is free at the end of another arena's heap, up to 64 MiB.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None and "MALLOC_ARENA_MAX" not in os.environ:
@@ -249,14 +233,7 @@ class _Memory(ctypes.Structure):
 
 
 class Nvml:
-    """One GPU of this machine, by its index.
-
-    Args:
-        library: replaces libnvidia-ml in tests.
-
-    Raises:
-        OSError: there is no such library or no such card; the message says which.
-    """
+    """One GPU of this machine, by its index; OSError names the missing `library`, or card."""
 
     def __init__(self, index: int = 0, library: Any = None) -> None:
         self._library = library or ctypes.CDLL(LIBRARY)

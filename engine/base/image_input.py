@@ -24,8 +24,6 @@ class ImageInput:
 
     Attributes:
         content_hash: hash of the pixels and the processor; equal hashes mean equal embeddings.
-        offset: position of the span's first token in the prompt.
-        num_tokens: length of the span.
         tensors: arguments of `get_image_features` by name, on the CPU.
         grid: patches of the image in time, height and width, before patches are merged; None: no such grid.
         is_embedded: flag of each token of the span; (): all take an embedding.
@@ -44,16 +42,13 @@ class ImageInput:
 
     @property
     def end(self) -> int:
-        """Position behind the span's last token."""
         return self.offset + self.num_tokens
 
     @property
     def num_embeddings(self) -> int:
-        """Tokens of the span that take an embedding."""
         return sum(self.is_embedded) if self.is_embedded else self.num_tokens
 
     def overlaps(self, start: int, end: int) -> bool:
-        """True if its span has tokens of the range."""
         return self.offset < end and start < self.end
 
     def embedded_positions(self, start: int, end: int) -> tuple[list[int], int]:
@@ -75,10 +70,7 @@ NO_IMAGES: Images = ()
 def content_key(
     images: Sequence[ImageInput], start: int, end: int, bidirectional: Sequence[range] = ()
 ) -> bytes:
-    """Key of what the tokens from `start` to `end` hold besides their ids: images, and the part of each.
-
-    Tokens of a span of `bidirectional` attention depend on all of its images, those behind `end` too.
-    """
+    """Key of images in the tokens from `start` to `end`; a `bidirectional` span depends on all of them."""
     seen = [span for span in bidirectional if span.start < end and start < span.stop]
     first = min([start, *(span.start for span in seen)])
     last = max([end, *(span.stop for span in seen)])
@@ -96,12 +88,7 @@ MAX_IMAGES = 16
 
 
 def parse_max_images(text: str) -> int:
-    """The count of images in vLLM's `{"image": 4}` or `{"image": {"count": 4}}`, or the number alone as
-    its `--limit-mm-per-prompt.image 4` gives it.
-
-    Raises:
-        BadInput: another form, or a count of another kind of media.
-    """
+    """Images in `{"image": 4}`, `{"image": {"count": 4}}` or `4` (vLLM); BadInput: another form or kind."""
     try:
         limits: Any = json.loads(text)
     except ValueError:
@@ -139,11 +126,7 @@ def size_option(default: str, help: str, flag: str = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """Limits of the images of a prompt, and the hosts that http(s) URLs may name.
-
-    Raises:
-        BadInput: a limit out of range, or something else than a host's name.
-    """
+    """Limits of a prompt's images, and hosts of http(s) URLs. BadInput: out of range, or no host's name."""
 
     PANEL: ClassVar = "Images"
 

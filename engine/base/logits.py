@@ -18,14 +18,10 @@ from ...base.errors import BadInput
 from .device import to_device
 
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
-"""(tokens so far, prompt first; float32 logits [vocab]) → logits [vocab].
-
-The logits may be changed in place. It must be a pure function of the two.
-"""
+"""(tokens so far, prompt first; float32 logits [vocab], to change in place or not) → logits; pure."""
 
 REMEMBERED_STATES = 256
-"""Sequences whose automaton state is cached (LRU): more than the completions of one request, and few enough
-that their tokens take little memory."""
+"""Sequences whose automaton state is cached (LRU): more than a request's completions."""
 
 
 class TokenMask(Protocol):
@@ -61,11 +57,7 @@ class TokenAutomaton(Protocol[State]):
 
 
 class AutomatonMask(Generic[State]):
-    """Token mask of an automaton over the output tokens.
-
-    The state of an output is computed from the cached state of the output without its last token, else from
-    the start. So a step reads one token, and a rollback is free.
-    """
+    """Token mask of an automaton over the output; a state is cached, so a step reads one token."""
 
     def __init__(self, automaton: TokenAutomaton[State]) -> None:
         self._automaton = automaton
@@ -92,11 +84,7 @@ class AutomatonMask(Generic[State]):
 
 
 def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """A token mask, packed or boolean, as booleans [vocab].
-
-    Raises:
-        BadInput: it is neither, or longer than the vocabulary.
-    """
+    """A token mask, packed or boolean, as booleans [vocab]. BadInput: it is neither, or too long."""
     _check_mask(mask, vocab_size)
     if mask.dtype is torch.int32:
         # Several times faster than shifting words in torch.

@@ -101,7 +101,6 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Completions that are sampled."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -137,14 +136,9 @@ POOLING_MODES = ("last", "mean", "cls", "max")
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """How the final hidden states of a prompt become one vector.
+    """How the final hidden states of a prompt become one vector; BadInput: a mode unknown, or with ids.
 
-    Attributes:
-        mode: the last token's states, their mean, the first token's (cls), or their maximum.
-        token_ids: instead of the states, the logits of these tokens after the prompt; for mode last.
-
-    Raises:
-        BadInput: an unknown mode, or token ids with another mode than last.
+    `mode`: last token, mean, first (cls) or max; with last, `token_ids` for their logits instead.
     """
 
     mode: str
@@ -158,5 +152,4 @@ class PoolingParams:
 
     @property
     def reads_all(self) -> bool:
-        """True if states before the last token are needed, so that a cached prefix is of no use."""
         return self.mode != "last"

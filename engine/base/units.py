@@ -25,11 +25,7 @@ _BYTES = {
 
 
 def parse_tokens(text: str) -> int:
-    """`4096`, `128k` (k = 1024) or `1M` (M = 1024 x 1024) as a number of tokens.
-
-    Raises:
-        BadInput: it is none of these.
-    """
+    """`4096`, `128k` (k = 1024) or `1M` (M = 1024 x 1024) as a number of tokens; else BadInput."""
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip().replace(",", "").replace("_", "")
     )
@@ -40,11 +36,7 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB` (2^30) or `80GB` (10^9) in bytes; the unit is needed, because the two differ by 7 %.
-
-    Raises:
-        BadInput: it has no unit, or is no size.
-    """
+    """`80GiB` (2^30) or `80GB` (10^9) in bytes; BadInput without a unit, as the two differ by 7 %."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)", text.strip().lower())
     if not match or float(match[1]) == 0:
         raise BadInput(f"{text!r} is no size: write it with its unit, as in 80GiB or 80GB")
@@ -52,11 +44,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes, plain or with a unit as `parse_bytes` takes it.
-
-    Raises:
-        BadInput: it is neither.
-    """
+    """A number of bytes, plain or with a unit as `parse_bytes` takes it; else BadInput."""
     return int(text) if text.strip().isdecimal() else parse_bytes(text)
 
 
@@ -89,12 +77,9 @@ _MILLISECONDS = {"": 1.0, "us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e
 
 
 def parse_slo(entries: Iterable[str], option: str = "--goodput") -> dict[str, float]:
-    """`["ttft:200", "tpot:20ms"]`, or one text with both, as {metric: milliseconds}.
+    """`["ttft:200", "tpot:20ms"]`, or one text with both, as {metric: milliseconds}; else BadInput.
 
     A number may have a unit (us, ms, s, min); without one it is in milliseconds. `e2e` is `e2el`.
-
-    Raises:
-        BadInput: a word that is not `metric:time` with a metric of `SLO_METRICS`.
     """
     limits: dict[str, float] = {}
     for word in " ".join(entries).replace(",", " ").split():
@@ -115,11 +100,7 @@ def parse_slo(entries: Iterable[str], option: str = "--goodput") -> dict[str, fl
 
 
 def required_slo(text: str) -> dict[str, float]:
-    """The limits of an `--slo`, which names at least one.
-
-    Raises:
-        BadInput: it names none, or is malformed.
-    """
+    """The limits of an `--slo`; BadInput if it names none, or is malformed."""
     if limits := parse_slo((text,), "--slo"):
         return limits
     raise BadInput('--slo names no limit: write such as "ttft:200 tpot:50" or "ttft:1s tpot:20ms"')
@@ -127,12 +108,7 @@ def required_slo(text: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class SloResult:
-    """Result of a search.
-
-    Attributes:
-        best: the highest load that met the limits; None when the lowest did not.
-        failed: the lowest load above it that was measured and failed; None when none failed.
-    """
+    """Highest load that met the limits, None if none did, and lowest that failed above it, if any."""
 
     best: float | None
     failed: float | None
@@ -141,10 +117,9 @@ class SloResult:
 def highest_near(
     keeps: Callable[[float], bool], guess: float, least: float, most: float, *, whole: bool
 ) -> SloResult:
-    """The highest load from `least` to `most` that keeps the limits.
+    """Highest load from `least` to `most` that keeps the limits.
 
-    Steps away from `guess`, ever further, until one load keeps them and another fails, then bisects to 5 %,
-    or to adjacent `whole` ones.
+    Steps away from `guess` until one load keeps them and one fails, then bisects to 5 %, or adjacent ones.
     """
     number = round if whole else float
     load, factor = number(min(max(guess, least), most)), 1.25

@@ -23,11 +23,7 @@ POOLING_KERNEL = 7
 
 
 def check_eviction(config: EngineConfig, model: CausalModel) -> None:
-    """Check the KV-cache budget of `config` against the model's layers.
-
-    Raises:
-        BadInput: they are incompatible.
-    """
+    """Check the KV-cache budget of `config` against the model's layers, or raise BadInput."""
     because = f"kv_budget = {config.kv_budget}"
     if not isinstance(model, Decoder):
         refuse({"kv-budget", "transformers"}, because)
@@ -79,7 +75,6 @@ class Evictor:
         self.scores: dict[str, SequenceScores] = {}
 
     def compact(self, compactions: Sequence[Compaction]) -> None:
-        """Carry out compactions in order: a later one may write to blocks that an earlier one reads."""
         for compaction in compactions:
             self._compact(compaction, self.scores[compaction.sequence_id])
 

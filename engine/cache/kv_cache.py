@@ -45,10 +45,9 @@ _MOST_EMPTY_BLOCKS = 2**16
 
 
 def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> CacheDtype:
-    """How keys and values are stored; "auto" is the compute dtype `computed`.
+    """How keys and values are stored; "auto": as computed, but bfloat16 on CPUs that compute in float32.
 
-    A CPU that computes in float32 by default, for want of bfloat16 instructions, stores bfloat16 by default:
-    it takes half the memory, and what it rounds is a hundredth of what 8-bit activations do.
+    It takes half the memory, and what it rounds is a hundredth of what 8-bit activations do.
     """
     if device.type == "cpu" and config.dtype == "auto":
         computed = torch.bfloat16
@@ -56,12 +55,7 @@ def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dty
 
 
 def check_stored_dtype(dtype: CacheDtype, device: torch.device) -> None:
-    """Raise where a device cannot hold keys and values in a dtype.
-
-    Raises:
-        BadInput: e4m3 on a GPU without FP8 instructions; 8 bits without scales where no kernel of Triton's
-            reads them.
-    """
+    """Raise BadInput for e4m3 without FP8 instructions, or 8 bits that no Triton kernel reads unscaled."""
     name, is_e4m3 = stored_name(dtype), dtype in (torch.float8_e4m3fn, E4M3_ALONE)
     if dtype in ONLY_LIBRARIES and (reason := refuses_triton(device.type)) is not None:
         raise BadInput(f"kv_cache_dtype {name} is for GPUs: {reason}; take fp8 or int8")
@@ -133,11 +127,7 @@ def choose_num_blocks(
 
 
 def check_fits_memory(num_bytes: int, device: torch.device) -> None:
-    """Check a KV cache against a CPU's free memory: its pages take memory only once they are written.
-
-    Raises:
-        BadInput: it is larger.
-    """
+    """Check a KV cache against a CPU's free memory, which is committed only as written; or BadInput."""
     if device.type == "cpu" and num_bytes > (free := available_memory_bytes()):
         raise BadInput(
             f"a KV cache of {format_gib(num_bytes)}: {format_gib(free)} of memory is free; lower "
@@ -148,11 +138,7 @@ def check_fits_memory(num_bytes: int, device: torch.device) -> None:
 def choose_num_host_blocks(
     config: EngineConfig, layouts: Sequence[KvLayout], block_size: int, dtype: CacheDtype
 ) -> int:
-    """Number of blocks of the swap space; `layouts` as for `choose_num_blocks`.
-
-    Raises:
-        BadInput: it does not hold one block, or exceeds the host's free memory.
-    """
+    """Blocks of the swap space, for `layouts` of this rank. BadInput: below one block, or no memory."""
     swap_bytes = config.swap_space_bytes
     if not swap_bytes:
         return 0
@@ -239,8 +225,7 @@ class KvCache:
             self._copies.from_host(((0, NULL_BLOCK),))
 
     def zero_null_block(self) -> None:
-        """Clear the null block, which steps without requests wrote: padding in a table is read, with weight
-        0."""
+        """Clear the null block after steps without requests: table padding reads it, with weight 0."""
         self._zero(NULL_BLOCK + 1)
 
     def _zero(self, num_blocks: int) -> None:

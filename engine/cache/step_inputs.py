@@ -74,10 +74,7 @@ def step_inputs(
     dtype: torch.dtype,
     states: Sequence[torch.Tensor] = (),
 ) -> StepInputs:
-    """Inputs of the model for a step; all but tree masks go in one host-to-device copy.
-
-    `states` are the tensors of the state cache.
-    """
+    """Inputs for a step, in one copy but for tree masks; `states`: tensors of the state cache."""
     token_ids: list[int] = []
     slots: list[int] = []
     multi_token: list[tuple[Run, int, Sequence[int], range, TreeMask | None]] = []
@@ -184,10 +181,7 @@ def _tree_mask(tree: Tree, device: torch.device) -> TreeMask:
 def embedded_rows(
     runs: Sequence[Run], encoders: EncoderCache, device: torch.device
 ) -> EmbeddedRows | None:
-    """Embeddings of the placeholder tokens that `runs` compute; None if there are none.
-
-    A run may begin or end within an image (chunked prefill, prefix hits) and takes its part of it.
-    """
+    """Embeddings of placeholder tokens, or None; a run within an image takes its part of them."""
     rows: list[int] = []
     taken: list[tuple[ImageInput, slice]] = []
     begin = 0

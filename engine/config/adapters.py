@@ -12,11 +12,8 @@ from ...quant.convert.adapter import LoraSettings
 
 
 def servable_settings(folder: Path) -> LoraSettings:
-    """The settings of an adapter that is applied beside its base.
-
-    Raises:
-        BadInput: see `LoraSettings.read`; or a DoRA adapter, which rescales the base's own weights.
-    """
+    """Settings of an adapter next to its base. BadInput: as `LoraSettings.read`, or DoRA, which rescales
+    it."""
     settings = LoraSettings.read(folder)
     if settings.is_dora:
         raise BadInput(
@@ -27,11 +24,7 @@ def servable_settings(folder: Path) -> LoraSettings:
 
 
 def parse_adapters(entries: Sequence[str]) -> dict[str, Path]:
-    """Adapters by name, from words of the form NAME=FOLDER, or FOLDER, whose name it then is.
-
-    Raises:
-        BadInput: another form, or a duplicate name.
-    """
+    """Adapters by name, from words NAME=FOLDER, or FOLDER for both; BadInput: duplicates, or another form."""
     adapters: dict[str, Path] = {}
     for word in entries:
         name, equals, folder = word.partition("=")
@@ -54,11 +47,7 @@ def adapter_name(key: str) -> str:
 
 
 class LoadedAdapters:
-    """The adapters of an engine by name, and those that were unloaded while requests use them.
-
-    An adapter has a key, which its weights, its requests and its cached prefixes have in common: another
-    adapter that is loaded under the same name later has another key.
-    """
+    """Adapters by name and unloaded ones in use; weights, requests and prefixes of one share its key."""
 
     def __init__(self, folders: Mapping[str, Path], max_loras: int | None = None) -> None:
         self.max_loras = len(folders) if max_loras is None else max_loras
@@ -84,11 +73,8 @@ class LoadedAdapters:
         return self._keys[name]
 
     def add(self, name: str, *, load_inplace: bool = False) -> str:
-        """A new key for an adapter; with `load_inplace` it takes the place of one of that name.
-
-        Raises:
-            BadInput: the name is taken, or there are `max_loras` already.
-        """
+        """A new key for an adapter; BadInput: its name is taken without `load_inplace`, or `max_loras`
+        reached."""
         if name in self._keys and not load_inplace:
             raise BadInput(f"adapter {name!r} is loaded already: unload it, or say load_inplace")
         others = len(self._keys.keys() - {name})
@@ -105,12 +91,10 @@ class LoadedAdapters:
         return key
 
     def remove(self, name: str) -> None:
-        """Unload an adapter; it is retired until `forget`. Raises as `key`."""
         self._retired.add(self.key(name))
         del self._keys[name]
 
     def forget(self, key: str) -> None:
-        """Note that the weights of a retired adapter are freed."""
         self._retired.discard(key)
 
 

@@ -18,7 +18,6 @@ class Feature:
     """A feature that can be enabled.
 
     Attributes:
-        name: the name in a sentence.
         source: the option that enables it (`EngineConfig.features` says when), or its other origin.
     """
 
@@ -115,11 +114,7 @@ ALTERNATIVES = frozenset(
 
 
 def refuse(features: Collection[str], because: str = "") -> None:
-    """Check features that are enabled together; `because` is the origin of one of them.
-
-    Raises:
-        BadInput: two of them are incompatible.
-    """
+    """Raise BadInput for incompatible features, one of which `because` brings."""
     for pair, reason in REFUSALS.items():
         if pair <= set(features):
             line = refusal_line(pair)
@@ -137,11 +132,7 @@ NOT_ON_MPS: Mapping[str, str] = {
 
 
 def refuse_on_mps(features: Collection[str]) -> None:
-    """Check features for an Apple GPU.
-
-    Raises:
-        BadInput: it does not have one of them.
-    """
+    """Raise BadInput for features that an Apple GPU does not have."""
     for name in sorted(set(features) & NOT_ON_MPS.keys()):
         feature = FEATURES[name]
         raise BadInput(

@@ -363,11 +363,7 @@ class EngineConfig:
         return self.cpu_activations or (8 if quant_method == "gguf" else 16)
 
     def eviction(self, block_size: int) -> KvEviction | None:
-        """The rule of the KV-cache budget, for blocks of that size; None: there is none.
-
-        Raises:
-            BadInput: the budget is below a block.
-        """
+        """Rule of the KV-cache budget for such blocks, or None. BadInput: the budget is below a block."""
         if self.kv_budget is None:
             return None
         return KvEviction(self.kv_eviction or DEFAULT_METHOD, self.kv_budget, block_size)

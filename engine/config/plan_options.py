@@ -17,11 +17,7 @@ _LOAD = "Load, which is simulated"
 
 
 def _names(texts: list[str]) -> tuple[str, ...]:
-    """The names in words that may have commas between names.
-
-    Raises:
-        BadInput: the words hold commas alone.
-    """
+    """The names in words, between commas; BadInput: there are only commas."""
     names = tuple(name for word in texts for part in word.split(",") if (name := part.strip()))
     if texts and not names:
         raise BadInput(

@@ -68,10 +68,8 @@ from ..speculation.proposer import CachedProposer, Proposer
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Memory held by the engine, and weights read per step, in bytes, summed over tensor-parallel shards.
-
-    `draft_bytes` are of the draft model or draft heads, with their KV cache; `state_bytes` of state slots.
-    """
+    """Bytes held by the engine and read per step, over all shards; `draft_bytes`, `state_bytes` with
+    caches."""
 
     weight_bytes: int
     kv_cache_bytes: int
@@ -86,12 +84,8 @@ class LoadedModel:
     """The loaded weights, and what follows from the checkpoint and the device alone.
 
     Attributes:
-        folder: the checkpoint's folder or GGUF file.
-        config: the checkpoint's `config.json`, or what a GGUF file has for it.
-        model: the target model, or the first of its tensor-parallel shards.
         workers: hold the other shards, if there are any.
         draft: the weights of the draft-token proposer, if it has any.
-        images: processor and vision encoder, if it takes images.
         image_rules: rules of the target model.
         activation_bits: bits of the inputs of quantized linears on a CPU; 16 for a plain checkpoint.
     """
@@ -113,12 +107,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How the KV cache is stored.
-
-    Attributes:
-        layouts: KV layouts of the target's layers and the draft's; their caches share block ids.
-        num_host_blocks: blocks of the swap space.
-    """
+    """KV layouts of the target's layers and the draft's, which share block ids; `num_host_blocks` to swap."""
 
     layouts: Sequence[KvLayout]
     block_size: int
@@ -138,9 +127,7 @@ class EngineParts:
 
 
 def build_engine(config: EngineConfig) -> EngineParts:
-    """Load the model, size and allocate the KV cache, and capture the decode steps.
-
-    On the CPU where a GPU that nobody asked for by name is too small for the model, or full.
+    """Load the model, size the cache, and capture steps; on the CPU, if a GPU not asked for is too small.
 
     Raises:
         BadInput: as `Engine`.
@@ -253,8 +240,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def _make_lora_slots(config: EngineConfig, model: CausalModel) -> None:
-    """Slots for the adapters of captured steps; one more than `max_loras`, as an adapter may replace one
-    that requests still use."""
+    """Slots of captured adapters: one above `max_loras`, as a replaced adapter may be in use."""
     if model.lora_bank is None or config.tensor_parallel_size > 1:
         return
     if config.max_loras is None:
@@ -392,8 +378,7 @@ def engine_memory(
 def _sizes(
     config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
 ) -> tuple[StateSlots, int]:
-    """State slots, and blocks of the KV cache with the null block; unless the config fixes them, by a
-    profile run."""
+    """State slots, and KV blocks with the null block, by the config or a profile run."""
     longest = limits.max_blocks(loaded.max_model_len) * layout.block_size
     budget = cache(partial(_kv_cache_budget, config, loaded, limits, layout))
     is_fixed = config.num_blocks is not None or config.kv_cache_memory_bytes is not None

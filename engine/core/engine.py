@@ -164,11 +164,7 @@ class Engine:
         self.loras.load(name, folder, weights, load_inplace=load_inplace)
 
     def unload_lora(self, name: str) -> None:
-        """Unload an adapter; requests that use it go on with it.
-
-        Raises:
-            BadInput: it is not loaded.
-        """
+        """Unload an adapter; requests that use it go on with it. BadInput: it is not loaded."""
         self._wait_for_thread()
         self.loras.unload(name)
 
@@ -322,17 +318,12 @@ class Engine:
             self._loop = before
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the tokenizer's special tokens."""
         return list(self.tokenizer.encode(text))
 
     def prompt_logits(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
-        """Logits after each token, float32 [tokens, vocab], through paged attention.
+        """Logits after each token, float32 [tokens, vocab]; for many tokens take slices of `hidden_states`.
 
-        They grow with tokens × vocabulary: for more than a few tokens take slices of `hidden_states`.
-
-        Raises:
-            BadInput: no tokens, tokens outside the vocabulary, more than fit in the free cache, or an
-                unknown adapter.
+        BadInput: no or unknown tokens, more than fit in the free cache, or an unknown adapter.
         """
         return self.runner.decoder.logits(self.hidden_states(token_ids, lora))
 
@@ -345,11 +336,7 @@ class Engine:
             return torch.cat([prompts.hidden(step, [token_ids]) for step in steps])
 
     def prompt_pass(self, lora: str | None = None) -> PromptPass:
-        """Prefill of prompts outside the scheduler, in the free blocks; no step may run beside it.
-
-        Raises:
-            BadInput: an unknown adapter.
-        """
+        """Prefill of prompts outside the scheduler, while no step runs. BadInput: an unknown adapter."""
         adapter = None if lora is None else self.loras.loaded.key(lora)
         self._wait_for_thread()
         scheduler = self.scheduler

@@ -41,10 +41,7 @@ class StepKind(NamedTuple):
 
 
 class StepGraphs:
-    """Decode steps of a model, of one token per sequence, captured as graphs; other steps are eager.
-
-    `sizes` are the batch sizes to capture, ascending; with none every step is eager.
-    """
+    """Decode steps of a model captured as graphs of the batch `sizes`, ascending; other steps are eager."""
 
     def __init__(self, setting: GraphSetting, sizes: Sequence[int]) -> None:
         self._setting, self._model = setting, setting.model
@@ -63,11 +60,8 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
-        """Capture the sizes now, the largest first, so that the others reuse its memory.
-
-        On a CPU the largest and the smallest; others at their first use, which takes a step's time or two:
-        all of them would take a second of every start.
-        """
+        """Capture the sizes now, the largest first, whose memory the others reuse; on a CPU only the
+        extremes."""
 
         def capture() -> None:
             early = self._sizes if self._all_early else {*self._sizes[:1], *self._sizes[-1:]}
@@ -92,11 +86,10 @@ class StepGraphs:
         sampled: torch.Tensor | None = None,
         adapter_slots: Sequence[int] = (),
     ) -> Forward | None:
-        """Fill a captured step with the values of decode rows, or of input tensors; None if it is not
-        captured.
+        """Fill a captured step with decode rows, for logits, or input tensors, for hidden states; or None.
 
-        Decode rows give the logits, input tensors the hidden states. `sampled` are the tokens [rows] of rows
-        with placeholders, on the device; `adapter_slots` has a slot for each row, or is empty.
+        `sampled` are tokens [rows] on the device for placeholders; `adapter_slots` has a slot a row, or is
+        empty.
         """
         if isinstance(step, StepInputs):
             return self._prepare_inputs(step, adapter_slots)

@@ -29,10 +29,8 @@ from ..scheduling.step_plan import DecodeBatch, DecodeRows
 
 
 class DecodeInputs:
-    """Token ids, positions, slots, lengths, state slots, adapters and block tables of up to `rows` sequences.
-
-    Rows of padding see one token, of the null block. On a CPU NumPy arrays share the tensors' memory.
-    """
+    """Static inputs of up to `rows` sequences; padding sees one token of the null block. NumPy shares a
+    CPU's."""
 
     def __init__(
         self, rows: int, max_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype
@@ -64,7 +62,6 @@ class DecodeInputs:
             self._mirror.tables = self._arrays[-1]
 
     def num_held(self, size: int) -> list[int]:
-        """Tokens in the blocks of each of `size` rows, padding included, as the host knows them."""
         counts = [count + self._since for count in self._known]
         return counts + [1] * (size - len(counts))
 
@@ -292,5 +289,4 @@ class BlockTables:
         self._written[row] = column + 1
 
     def forget(self) -> None:
-        """Drop what is known: something else wrote to the tables."""
         self._lists, self._written = [], []

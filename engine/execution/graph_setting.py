@@ -32,17 +32,14 @@ _log = logging.getLogger(__name__)
 class Graph(Protocol):
     """Captured call."""
 
-    def replay(self) -> torch.Tensor:
-        """The result, which the next replay overwrites."""
-        ...
+    def replay(self) -> torch.Tensor: ...
 
 
 class StaticInputs(Protocol):
     """Input tensors of captured steps; rank 0 fills them."""
 
     def take_unshared(self) -> tuple[int, ...]:
-        """Describe the values that the other ranks lack; a message sends it to them, who then have the
-        values."""
+        """Describe the values that the other ranks lack; who sends the message sends those too."""
         ...
 
     def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
@@ -57,8 +54,7 @@ class GraphName(NamedTuple):
 
 
 class GraphReplay(NamedTuple):
-    """Message of a replayed step: the part of the static inputs that is new, and the number of first rows
-    that need logits at once."""
+    """Message of a replayed step: the part of its inputs that is new, and first rows that need logits."""
 
     name: GraphName
     unshared: tuple[int, ...]
@@ -82,12 +78,8 @@ class CaptureFailed(RuntimeError):
 
 
 class SharedGraph:
-    """Rank 0's part of a graph that all ranks have.
-
-    Raises:
-        CaptureFailed: another rank has no such graph; an error of this rank's own capture is raised as it is.
-        PeerLost: another rank has ended.
-    """
+    """Rank 0's part of a graph of all ranks. CaptureFailed: another rank has none; PeerLost: one has
+    ended."""
 
     def __init__(
         self,
@@ -149,13 +141,9 @@ class SteppedModel(Protocol):
 
 
 class Forward(NamedTuple):
-    """Captured step whose inputs are in place.
+    """Captured step with inputs in place: `run` gives hidden states [tokens, hidden] or logits [rows, vocab].
 
-    Attributes:
-        run: final hidden states [tokens, hidden], or logits [rows, vocab] of a decode batch; valid until the
-            next step of any size.
-        sample: argmax of each row of a greedy decode batch, to be called after `run`; None: the sampler takes
-            the logits.
+    They are valid until the next step. `sample`: argmax of rows, after `run`; None: the sampler does it.
     """
 
     run: Callable[[], torch.Tensor]
@@ -167,11 +155,8 @@ class GraphSetting:
     """Model on its KV cache, and how its steps are captured.
 
     Attributes:
-        caches: KV caches of the model's layers.
         ranks: other tensor-parallel ranks, which capture and replay the same steps; None on such a rank, or
             without tensor parallelism.
-        follows: True on such a rank.
-        states: tensors of the state cache.
     """
 
     model: SteppedModel
@@ -224,7 +209,6 @@ class GraphSetting:
 
     @property
     def with_and_without_adapters(self) -> tuple[bool, ...]:
-        """Variants to capture: without adapters, which then cost nothing, and with them."""
         bank = self.model.lora_bank
         return (False, True) if bank is not None and bank.has_slots else (False,)
 
@@ -247,10 +231,7 @@ class EagerGraph:
 def capture_on(
     device: torch.device, warming_up: Callable[[], AbstractContextManager[object]] | None = None
 ) -> Capture:
-    """Capture function of a device; its graphs share a memory pool.
-
-    `warming_up`, of a tensor-parallel rank, is entered for the call before a CUDA capture.
-    """
+    """Capture function of a device, whose graphs share memory; `warming_up` guards a rank's first call."""
     if device.type == "cuda":
         memory = torch.cuda.graph_pool_handle()
         return lambda call: CudaGraph(call, memory, warming_up or nullcontext)
@@ -269,11 +250,7 @@ def capture_on(
 
 
 def succeeds(capture: Callable[[], object], steps: str) -> bool:
-    """Run `capture`; log one warning about the `steps` and return False if it fails unexpectedly.
-
-    Raises:
-        PeerLost: a tensor-parallel worker has ended.
-    """
+    """Run `capture`; if it fails, except by PeerLost, log one warning about `steps` and return False."""
     try:
         capture()
     except NotCapturable:

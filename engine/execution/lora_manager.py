@@ -34,12 +34,8 @@ class LoraManager:
         return retired - {request.lora for request in self._scheduler.requests()}
 
     def read(self, folder: Path) -> AdapterParts:
-        """Read an adapter's weights onto the device; any thread may.
-
-        Raises:
-            BadInput: the engine takes no adapters, the folder does not fit the model, or its weights do not
-                fit on the device.
-        """
+        """Read an adapter's weights onto the device, on any thread. BadInput: it is not taken or does not
+        fit."""
         try:
             return self._bank.read(folder)
         except torch.OutOfMemoryError as error:
@@ -48,11 +44,8 @@ class LoraManager:
     def load(
         self, name: str, folder: Path, parts: AdapterParts, *, load_inplace: bool = False
     ) -> None:
-        """Serve an adapter that has been read; no step may be in flight.
-
-        Raises:
-            BadInput: the name is taken, or there are `max_loras` already.
-        """
+        """Serve an adapter that has been read, between steps. BadInput: name taken, or `max_loras`
+        reached."""
         key = self.loaded.add(name, load_inplace=load_inplace)
         self._bank.attach(key, parts)
         if self._model.broadcast is not None:
@@ -60,11 +53,7 @@ class LoraManager:
         self.release()
 
     def unload(self, name: str) -> None:
-        """Serve an adapter to no new request; no step may be in flight.
-
-        Raises:
-            BadInput: it is not loaded.
-        """
+        """Serve an adapter to no new request, between steps. BadInput: it is not loaded."""
         self.loaded.remove(name)
         self.release()
 

@@ -93,7 +93,6 @@ class ModelRunner:
 
     @property
     def caches(self) -> tuple[KvCache, ...]:
-        """KV caches of the model and of the proposer."""
         return (self.cache, *(() if self._proposer is None else self._proposer.caches))
 
     def capture_graphs(self) -> None:
@@ -121,10 +120,8 @@ class ModelRunner:
     def launch(
         self, plan: StepPlan, sampled: SampledTokens | None = None, timer: StepTimer = UNTIMED
     ) -> LaunchedStep:
-        """Launch a step. If the plan has output placeholders, `sampled` are the tokens of the previous step.
-
-        A plan with `reads_placeholders` must be resolved first.
-        """
+        """Launch a step, after `resolved` if it `reads_placeholders`; `sampled`: the previous step's
+        tokens."""
         speculation = self._speculation
         if plan.compactions or plan.copies or speculation is not None:
             with timer("prepare_inputs"), torch.inference_mode():

@@ -45,10 +45,8 @@ class OutputProcessor:
                 self._pooled.forget(request.sequence_id)
 
     def keep(self, plan: StepPlan, result: StepResult) -> None:
-        """Collect prompt logprobs and shares of pooled prompts, before the scheduler ends their requests.
-
-        A prompt may take several steps.
-        """
+        """Collect prompt logprobs and pooled shares, step by step, before the scheduler ends their
+        requests."""
         if self._pooled is not None:
             self._pooled.keep(plan, result)
         if not result.prompt_logprobs:

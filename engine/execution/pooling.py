@@ -44,19 +44,17 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Pooling, normalization, and the lengths (`dimensions`) that a Matryoshka model was trained for, if the
-    config names them."""
+    """Pooling, normalization, and the `dimensions` that a Matryoshka model was trained for, if named."""
 
     params: PoolingParams
     normalize: bool
     dimensions: tuple[int, ...] = ()
 
     def embedding(self, pooled: Sequence[float], dimensions: int | None = None) -> Vector:
-        """The embedding, float32, of a pooled vector; cut to its first `dimensions`, it is normalized again
-        (Matryoshka representations, arXiv:2205.13147).
+        """Embedding, float32, of a pooled vector; cut to `dimensions`, it is normalized again
+        (arXiv:2205.13147).
 
-        Raises:
-            BadInput: more dimensions than the vector has, or a number that the model was not trained for.
+        BadInput: more dimensions than the vector has, or a number that the model was not trained for.
         """
         vector = np.asarray(pooled, dtype=np.float32)
         if dimensions is not None:
@@ -75,11 +73,8 @@ def normalized(vector: Vector) -> Vector:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """The pooling of a checkpoint; None if it is not an embedding model.
-
-    Raises:
-        BadInput: an unsupported pooling mode or module.
-    """
+    """The pooling of a checkpoint, None if it is no embedding model. BadInput: an unsupported mode or
+    module."""
     modules = read_modules(folder)
     default = folder / "1_Pooling"
     if not modules:
@@ -93,11 +88,7 @@ def read_pooling(folder: Path) -> Pooling | None:
 
 
 def read_modules(folder: Path) -> dict[str, Path]:
-    """The folders of a sentence-transformers checkpoint's modules by their class; empty without modules.json.
-
-    Raises:
-        BadInput: modules.json is not a list of modules.
-    """
+    """Folders of a sentence-transformers checkpoint's modules by class, if it has any. BadInput: no list."""
     listing = folder / "modules.json"
     if not listing.is_file():
         return {}
@@ -137,7 +128,6 @@ class Scorer:
     """Relevance of a document to a query, from one prompt with both.
 
     Attributes:
-        pooling: share of the prompt: its last state, or logits of one token or two.
         head: weights of a sequence classifier, float32 [hidden]; None: the score is the first logit, less the
             second.
         is_probability: True if scores go through a sigmoid by default.
@@ -160,11 +150,7 @@ class Scorer:
 
 
 def read_scorer(folder: Path, config: dict[str, Any], tokenizer: Any) -> Scorer | None:
-    """The scorer of a reranker's checkpoint with this config; None if it is none.
-
-    Raises:
-        BadInput: a classifier of several labels, or a config that contradicts itself.
-    """
+    """The scorer of a reranker's checkpoint, or None. BadInput: several labels, or a contradictory config."""
     if is_classifier(config):
         return _classifier(folder, config)
     modules = read_modules(folder)

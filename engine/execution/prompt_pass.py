@@ -23,10 +23,7 @@ from .model_runner import ModelRunner
 
 
 class Span(NamedTuple):
-    """Tokens `begin` to `end` of a prompt, given by its index.
-
-    With `is_kept` its blocks stay after its last token: the next step begins with a prompt that shares them.
-    """
+    """Tokens of a prompt, by its index; `is_kept`: its blocks stay for the next, which shares them."""
 
     prompt: int
     begin: int
@@ -35,8 +32,7 @@ class Span(NamedTuple):
 
 
 class PromptPass:
-    """Prefill of prompts on one engine, in order, with one adapter; a context manager that frees the KV
-    blocks."""
+    """Prefill of prompts on one engine, in order, with one adapter; a context manager of KV blocks."""
 
     def __init__(
         self,
@@ -65,12 +61,10 @@ class PromptPass:
 
     @property
     def max_prompts(self) -> int:
-        """Prompts that can have begun and not ended at once."""
         return self._states.num_free if self._states.num_slots else self.max_tokens
 
     @property
     def shared_block(self) -> int:
-        """Tokens of a block that prompts can share; 0 where a state or a window follows the tokens."""
         alone = self._states.num_slots or self._config.window is not None
         return 0 if alone else self._config.block_size
 
@@ -83,15 +77,10 @@ class PromptPass:
         return self._pool.num_free * self._config.block_size
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Most KV blocks that a prompt of that length holds at once."""
         return self._config.max_blocks(num_tokens)
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raise where a prompt of that length does not fit.
-
-        Raises:
-            BadInput: more tokens than fit in the context or in the free blocks.
-        """
+        """Raise BadInput where so many tokens do not fit in the context or in the free blocks."""
         if num_tokens > self.max_model_len or self.num_blocks(num_tokens) > self.num_free_blocks:
             raise BadInput(
                 f"{num_tokens} tokens to score exceed the context of {self.max_model_len} tokens "

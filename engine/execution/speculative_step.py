@@ -21,11 +21,7 @@ Compute = Callable[[StepLayout, StepTimer], tuple[torch.Tensor, torch.Tensor | N
 
 
 class SpeculativeDecoding:
-    """Speculative steps: a proposer of draft tokens, and the rule by which they are accepted.
-
-    The rule samples from the logits [ends, vocab] of a layout's `ends` into the result; accepted draft tokens
-    are recorded in the speculative rows.
-    """
+    """Speculative steps: a proposer, and the rule that accepts its tokens, by logits [ends, vocab]."""
 
     def __init__(
         self,
@@ -151,12 +147,9 @@ class SpeculativeDecoding:
 
 @dataclass(frozen=True, slots=True)
 class DraftChain:
-    """A chain of draft tokens to verify.
+    """Draft tokens to verify, with distributions q (None: no drafts), and the target's p [drafts + 1, vocab].
 
-    Attributes:
-        target: target distributions p, float32 [draft tokens + 1, vocab].
-        draft: the draft tokens and their distributions q; None: no draft tokens, one token is sampled.
-        seed, position: the completion's seed, and the position of the first draft token in it.
+    `seed` is the completion's, `position` that of the first draft token in it.
     """
 
     target: torch.Tensor

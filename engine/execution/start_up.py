@@ -37,13 +37,9 @@ PROFILE_BLOCKS = 2
 class DeviceMemory(Protocol):
     """Memory statistics of a device, in bytes."""
 
-    def free_and_total(self) -> tuple[int, int]:
-        """Free and total memory, of all processes."""
-        ...
+    def free_and_total(self) -> tuple[int, int]: ...
 
-    def peak_of(self, work: Callable[[], object]) -> int:
-        """Peak memory of `work`, beyond what was allocated before."""
-        ...
+    def peak_of(self, work: Callable[[], object]) -> int: ...
 
 
 class CudaMemory:
@@ -73,10 +69,7 @@ class CudaMemory:
 
 
 class MpsMemory:
-    """Memory of an Apple GPU: the share of the machine's that Metal recommends.
-
-    torch counts no peak there. Its allocator keeps freed memory, so the driver's bytes do not fall.
-    """
+    """Memory of an Apple GPU, as Metal recommends; torch counts no peak, nor does freed memory return."""
 
     def free_and_total(self) -> tuple[int, int]:
         total = torch.mps.recommended_max_memory()
@@ -107,11 +100,8 @@ def profile_kv_cache_budget(
     profile_step: Callable[[], object],
     num_processes: int,
 ) -> KvCacheBudget:
-    """The KV-cache budget of one of `num_processes`, which share a host, or have a device each.
-
-    Raises:
-        BadInput: a utilization for a device other than a GPU.
-    """
+    """KV-cache budget of one of `num_processes` on a host, or a device each. BadInput: utilization of a
+    CPU."""
     if memory is None:
         if utilization is not None:
             raise BadInput(
@@ -158,11 +148,7 @@ def _largest_step(
 
 @contextmanager
 def explaining_out_of_memory(what: str, device: torch.device) -> Iterator[None]:
-    """Converts an out-of-memory error into a message with the sizes.
-
-    Raises:
-        DoesNotFit: `what` does not fit.
-    """
+    """Convert an out-of-memory error into DoesNotFit of `what`, with the sizes."""
     try:
         yield
     except torch.OutOfMemoryError as error:

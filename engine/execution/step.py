@@ -36,10 +36,7 @@ StepHook = Callable[[Phase | Literal["step"], float], None]
 
 
 class PhaseTimer:
-    """Measures phases in wall-clock time, and calls `hook` at the end of each.
-
-    With a `gpu` it synchronizes the device at both ends of a phase.
-    """
+    """Measures phases in wall-clock time, with a `gpu` synchronized, and calls `hook` after each."""
 
     __slots__ = ("_begun", "_gpu", "_hook", "_phase", "seconds")
 
@@ -91,8 +88,7 @@ UNTIMED: StepTimer = _Untimed()
 
 @dataclass(slots=True)
 class SpeculativeRow:
-    """Row, its draft tokens from index `first` of the step on, and the accepted ones, from the root of the
-    tree."""
+    """Row, its draft tokens from index `first` on, and the accepted ones, from the tree's root."""
 
     row: ScheduledRow
     draft: DraftTokens
@@ -131,13 +127,7 @@ class SpeculativeRow:
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Offsets of the rows in the flattened tokens of a step.
-
-    Attributes:
-        begins: index of each row's first token.
-        runs: tokens of each row, with its draft tokens.
-        speculative: rows with draft tokens, by sequence.
-    """
+    """Rows in the flattened tokens of a step: first `begins`, `runs` with draft tokens, speculative rows."""
 
     rows: Sequence[ScheduledRow]
     begins: Sequence[int]
@@ -174,7 +164,6 @@ class StepLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step, draft tokens included."""
         return self.begins[-1] + len(self.runs[-1].token_ids) if self.runs else 0
 
     @property
@@ -227,8 +216,6 @@ class StepResult:
         logprobs: an entry per token; None where the request needs no logprobs.
         prompt_logprobs: (position, logprobs) of prompt tokens that this step scored.
         pooled: shares of the vectors of pooled prompts.
-        num_draft_tokens: number of draft tokens verified.
-        draft_depths: depths of the draft trees.
         replayed: True if the forward pass replayed a captured graph.
     """
 
@@ -243,10 +230,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """Sampled tokens on the device, int64 [tokens], which the next step reads before the host knows them.
-
-    `indices` has the index of each sequence's first token.
-    """
+    """Sampled tokens on the device, int64, which the next step reads; `indices`: of each sequence's first."""
 
     token_ids: torch.Tensor
     indices: Mapping[str, int]
@@ -266,11 +250,7 @@ class SampledTokens:
 
 
 class LaunchedStep(NamedTuple):
-    """Step whose kernels are launched.
-
-    `wait` returns the result once the tokens are on the host. `sampled` are the tokens on the device; None if
-    there are none, or if the host knows them.
-    """
+    """Step whose kernels are launched; `wait` for its result. `sampled`: tokens that only the device has."""
 
     wait: Callable[[], StepResult]
     sampled: SampledTokens | None = None

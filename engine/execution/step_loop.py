@@ -30,8 +30,6 @@ class InFlightStep(NamedTuple):
 
     Attributes:
         start, scheduled: begin and end of its scheduling, on the clock of `time.perf_counter`.
-        kv_blocks_used: KV blocks in use while it runs.
-        timer: timer of its phases.
         wait: function that computes it, or waits for its result; a serial loop calls it once.
     """
 
@@ -83,10 +81,9 @@ class ThreadedLoop:
 
 
 class DeviceAsyncLoop:
-    """Async scheduling on a GPU: the kernels of a step are launched at once, in stream order.
+    """Async scheduling on a GPU: a step's kernels are launched at once, in stream order, on device tokens.
 
-    Tokens of the step before stay on the device, so that the device computes while the host waits for tokens,
-    detokenizes, and schedules. A step that needs such a token on the host waits.
+    The host meanwhile detokenizes and schedules; it waits for tokens only if a step needs them there.
     """
 
     is_overlapped = True
@@ -190,8 +187,7 @@ class StepTrace:
         step_seconds: time from the start of its scheduling until its outputs are complete.
         prefill_tokens: positions computed of prompts, and recomputed after a preemption.
         decode_tokens: positions computed to sample the next output token, draft tokens included.
-        kv_blocks_used: KV blocks in use during the step.
-        kv_slots_unfilled: slots in the blocks of the step's sequences without a token after it.
+        kv_slots_unfilled: slots in the step's blocks without a token after it.
         replayed: True if the forward pass replayed a captured graph, False if it was eager.
         phases: seconds of each phase; empty without `phases` in the recorder.
     """
@@ -216,10 +212,7 @@ class StepTrace:
 
 
 class StepRecorder:
-    """Keeps a trace of each step of an engine: `engine.recorder = StepRecorder(...)`.
-
-    With `phases` the engine also measures each phase; on a GPU it then synchronizes at both ends of each.
-    """
+    """Trace of an engine's steps, by `engine.recorder`; `phases` are timed too, by synchronizing a GPU."""
 
     def __init__(self, scheduler: Scheduler, *, phases: bool = False) -> None:
         self.records_phases = phases

@@ -176,10 +176,7 @@ def capture_all(
 
 
 class DraftGraphs:
-    """`DraftForward` of captured steps; `eager` serves the others.
-
-    A head starts from the static hidden states `before`.
-    """
+    """`DraftForward` of captured steps, of heads from static `before`; `eager` serves the others."""
 
     def __init__(
         self,

@@ -39,20 +39,14 @@ from .token_graphs import TokenGraphs
 
 
 class PackedMessage(NamedTuple):
-    """Serialized value.
-
-    `on_device` are its tensors on a GPU, contiguous, which follow by broadcasts: the host does not wait.
-    """
+    """Serialized value; its contiguous tensors of a GPU, `on_device`, follow by broadcasts."""
 
     content: bytes
     on_device: list[torch.Tensor]
 
 
 class Channel:
-    """One end of a pipe for picklable values; received tensors are moved to `device`.
-
-    `broadcast`: takes rank 0's values of a tensor, in place.
-    """
+    """One end of a pipe for values; tensors go to `device`, `broadcast` by rank 0, in place."""
 
     def __init__(
         self,
@@ -65,7 +59,6 @@ class Channel:
         self.broadcast = broadcast
 
     def send(self, message: PackedMessage) -> None:
-        """Send the content of a message; raise `OSError` where the other end is closed."""
         self._connection.send_bytes(message.content)
 
     def receive(self) -> Any:
@@ -132,11 +125,8 @@ def machine() -> Topology:
 
 
 def bind_shard(topology: Topology, rank: int, size: int, num_threads: int | None) -> int:
-    """Bind the calling thread, and those that it starts, to the shard's NUMA node; the threads of a step.
-
-    They are `num_threads` where the user chose; else the physical cores of the node, or fewer where a process
-    alone measures that these are clearly faster.
-    """
+    """Bind this thread to its shard's NUMA node; threads: `num_threads`, or its cores, if not measured
+    slower."""
     placement = place(topology, rank, size)
     if placement.cpus and (num_threads or 1) <= len(placement.cpus):
         os.sched_setaffinity(0, placement.cpus)
@@ -163,8 +153,7 @@ class GraphSizes(NamedTuple):
 
 
 def warm_up(group: Group, sizes: GraphSizes, width: int | None, dtype: torch.dtype) -> None:
-    """All-reduce as many numbers as captured steps will: NCCL connects an algorithm when it is first used,
-    which no capture may do. Every rank calls it."""
+    """All-reduce as many numbers as captures will, on all ranks: NCCL connects at first use."""
     rows = sorted({*sizes.sizes, *sizes.token_sizes})
     for count in rows:  # the sums of squares of a `ShardedNorm`
         group.all_reduce(torch.zeros(count, 1, dtype=torch.float32, device=group.device))

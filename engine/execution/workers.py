@@ -31,10 +31,8 @@ GRACE_SECONDS = 5.0
 
 
 class Workers:
-    """Worker processes of ranks 1, 2, …; this process is rank 0.
-
-    Each has a pipe, and ends when the pipe is closed: by `close`, with this object, or with this process.
-    """
+    """Workers of ranks 1, 2, …; this process is rank 0. Each ends when its pipe is closed, by `close` or
+    exit."""
 
     def __init__(self, setup: ShardSetup) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="llmopt-", ignore_cleanup_errors=True)
@@ -68,12 +66,8 @@ class Workers:
             self._send(self._channels[-1:], replace(setup, rank=rank, options=options))
 
     def wait_until_loaded(self) -> None:
-        """Wait until every worker has loaded its shard, then join the process group.
-
-        Raises:
-            BadInput: a worker cannot load its shard.
-            PeerLost: a worker has ended.
-        """
+        """Wait for every worker's shard, then join the group. BadInput: one cannot load; PeerLost: one
+        ended."""
         for channel in self._channels:
             loaded: LoadedShard = self._receive(channel)
             if loaded.refusal is not None:
@@ -95,7 +89,6 @@ class Workers:
         warm_up(self.group, sizes, self._model.hidden_size, dtype)
 
     def replies(self) -> list[str | None]:
-        """Wait for each worker's reply to a capture: why it failed, or None."""
         return [self._receive(channel) for channel in self._channels]
 
     @contextmanager
@@ -146,13 +139,9 @@ class Workers:
 def open_shards(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> tuple[CausalModel, int, Workers | None]:
-    """Load the model, or rank 0's shard and the workers of the others.
+    """Rank 0's model (shard), its `max_model_len`, and the workers, None for one rank.
 
-    Returns the model (shard), its `max_model_len` and the workers, None without tensor parallelism.
-
-    Raises:
-        BadInput: as `open_model`, or the model cannot be sharded to `tensor_parallel_size`.
-        PeerLost: a worker ended while loading.
+    BadInput: as `open_model`, or not divisible by `tensor_parallel_size`; PeerLost: a worker ended.
     """
     size, folder = config.tensor_parallel_size, checkpoint.path
     stored = stored_dtype(config, device, dtype)

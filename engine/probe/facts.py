@@ -39,16 +39,12 @@ class CachedTensor:
         return min(entries, self.window) if self.window else entries
 
     def num_bytes(self, num_tokens: int) -> int:
-        """Bytes held after `num_tokens` tokens, in the model's own dtype."""
         return self.entries(num_tokens) * self.heads * self.width * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of one shape: `count` of them, `used` per token (experts that are routed to).
-
-    `role` and `shard` are those of a planned tensor; `layer` is the decoder layer, -1 outside of all.
-    """
+    """`count` parameters of one shape, `used` per token; `layer` -1: outside of the decoder's layers."""
 
     part: Part
     role: str
@@ -111,11 +107,7 @@ class ProbedModel:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Read what `as_dict` wrote.
-
-        Raises:
-            KeyError, TypeError, ValueError: another version wrote it.
-        """
+        """Read what `as_dict` wrote; KeyError, TypeError or ValueError: another version wrote it."""
         kinds = {"parameters": Parameters, "cache": CachedTensor}
         split = {key: tuple(_split(kind, values[key])) for key, kind in kinds.items()}
         return cls(**{**values, **split})

@@ -187,8 +187,7 @@ def cache_bytes(cache: Any) -> int:
 
 
 def measure_cache(model: Any) -> tuple[CachedTensor, ...]:
-    """The law of every tensor in the model's cache, by layer.
-    Raises BadInput: no cache, or a tensor whose growth follows none of the laws."""
+    """Law of every tensor in the model's cache, by layer. BadInput: no cache, or no law fits."""
     shortest = cache_after(model, SHORT_LENGTHS[0])
     shapes = {SHORT_LENGTHS[0]: cache_shapes(shortest)}
     windows = _declared_windows(shortest)

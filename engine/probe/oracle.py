@@ -21,8 +21,7 @@ from .measure import measure_cache, measure_parameters
 
 
 def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.Module:
-    """The model of a config with its language head, on the meta device.
-    Raises BadInput: no decoder-only language model, or one that cannot be built."""
+    """A config's model with its head on the meta device. BadInput: no decoder, or it cannot be built."""
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(f"{type_of(config)} is an encoder-decoder: only decoders are planned")
     model = auto.build_on_meta(
@@ -71,11 +70,9 @@ _PER_TOKEN = (
 def probe(
     raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
 ) -> ProbedModel:
-    """Build the model of a raw config on the meta device, run it at a few lengths, and read its sizes.
+    """Sizes of a raw config's model, run on the meta device at a few lengths.
 
-    Raises:
-        BadInput: transformers does not know the type, its class refuses the config, or its cache follows
-            no law that the planner knows.
+    BadInput: unknown to transformers, refused by it, or its cache follows no law of the planner's.
     """
     with _quiet():
         config = auto.read_config(raw, folder, trust_remote_code=trust_remote_code)

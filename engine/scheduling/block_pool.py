@@ -43,7 +43,6 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that requests can hold: all but the null block."""
         return len(self._blocks) - 1
 
     @property
@@ -81,10 +80,7 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Decrement the reference counts of a sequence's blocks, given in sequence order.
-
-        The tail is freed first, so that it is evicted first: it is the least likely to be a shared prefix.
-        """
+        """Release a sequence's blocks, tail first: it is evicted first, as the least likely shared prefix."""
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             assert block.ref_count > 0, f"block {block_id} is freed twice"
@@ -95,7 +91,6 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def set_cached(self, block_id: int, is_cached: bool) -> None:
-        """Mark whether a block is in the prefix cache."""
         self._blocks[block_id].is_cached = is_cached
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
@@ -127,7 +122,6 @@ class Window:
 
     @property
     def num_visible(self) -> int:
-        """Maximum number of tokens that a token attends to."""
         return self.sinks + self.length
 
     def evicted(self, num_computed: int, block_size: int) -> range:
@@ -178,10 +172,9 @@ class CachedBlock:
 def hash_block(
     parent_hash: bytes, token_ids: Sequence[int], salt: bytes, image_key: bytes = b""
 ) -> bytes:
-    """The hash of a full block: of its tokens, the hash of its predecessor, and the salt (BLAKE2b, 128 bits).
+    """Hash of a full block (BLAKE2b, 128 bits): predecessor, tokens, `image_key` and the tenant's salt.
 
-    The salt separates what must not be shared: adapters, tenants. `image_key` says which images its
-    placeholder tokens are, which all have the same id.
+    Adapters and tenants have other salts; `image_key` tells placeholder tokens apart, which have one id.
     """
     digest = blake2b(parent_hash, digest_size=16, key=salt[:64])
     digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))

@@ -57,11 +57,7 @@ class DecodeSchedule:
         return DecodeRows(batch, index, has_placeholders=has_placeholders)
 
     def jump(self, goes_on: Callable[[], bool], token_id: int) -> DecodeRows:
-        """Schedule and process steps of tokens `token_id` while it `goes_on`; returns the rows of the last.
-
-        For a simulation: the same as `next_rows` and `append` in turns, while blocks are free and up to the
-        step before one that ends a sequence.
-        """
+        """Process steps of `token_id`, for a simulation, while it `goes_on` and none ends; the last rows."""
         before, batch, pool = self._index, self._batch, self._pool
         while self._index + 1 < self._last:
             beginning = batch.beginning(self._index + 1)

@@ -8,11 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A tree of draft tokens rooted at the last known token; several may be at the same depth.
-
-    Attributes:
-        parents: the parent of each draft token, of a smaller index; -1: the last known token.
-    """
+    """Draft tokens rooted at the last known token (-1); a parent's index is smaller than its children's."""
 
     parents: tuple[int, ...]
 
@@ -35,7 +31,6 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Number of speculative positions."""
         return max(self.depths, default=0)
 
     def path(self, index: int) -> list[int]:

@@ -13,10 +13,7 @@ from .step_plan import Copies, ScheduledRow, StepPlan
 
 
 class SchedulerExtension:
-    """Hooks at the events of a sequence's way through the scheduler, which by default change nothing.
-
-    The scheduler calls those of its extensions in their order: each takes what the one before it left.
-    """
+    """Hooks at the events of a sequence, in the extensions' order; by default they change nothing."""
 
     @property
     def has_free(self) -> bool:
@@ -74,10 +71,7 @@ class SchedulerExtension:
 
 @dataclass(frozen=True, slots=True)
 class SwappedSequence:
-    """The swapped-out KV of a sequence: its first `num_tokens` tokens, less those behind a window.
-
-    `blocks` are host blocks by their index in the sequence's block table.
-    """
+    """Swapped-out KV of `num_tokens` tokens, without a window's; host `blocks` by block-table index."""
 
     num_tokens: int
     blocks: Mapping[int, int]

@@ -81,10 +81,8 @@ class KvEviction:
         return max(0, end - max(start, self._first_scored(point)))
 
     def num_reusable(self, request: Request, num_blocks: int) -> int:
-        """Blocks, of `num_blocks` that the prefix cache has, that a sequence may share.
-
-        The queries that vote have to be computed, and what follows a compaction reads what is left.
-        """
+        """Blocks, of `num_blocks` cached, that may be shared: voting queries need computing, and no
+        compaction."""
         if (point := self.compaction_point(request)) is None:
             return num_blocks
         return min(num_blocks, self._first_scored(point) // self.block_size)
@@ -137,11 +135,8 @@ class Compactor(SchedulerExtension):
         )
 
     def compact(self, request: Request) -> bool:
-        """Have the next step compact a running sequence first; False: no blocks are free for it.
-
-        What it shares with others stays as it is, and what is in the prefix cache as long as other blocks
-        are free: the kept tokens are copied.
-        """
+        """Have the next step compact a sequence; False: no blocks are free. Shared blocks stay as they
+        are."""
         before, num_slots = request.block_ids, request.num_slots
         kept = self._blocks_for(before, -(-self._rule.budget // self._rule.block_size))
         if kept is None:
@@ -159,10 +154,7 @@ class Compactor(SchedulerExtension):
         return True
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        """The plan with its compactions, which come before all else, in this order.
-
-        Those of sequences that ended since do no harm: the next owner of a block writes each slot first.
-        """
+        """The plan with its compactions first, in order; those of ended sequences do no harm."""
         taken, self._pending = tuple(self._pending), []
         return replace(plan, compactions=taken)
 
@@ -170,8 +162,7 @@ class Compactor(SchedulerExtension):
         self._pending = []
 
     def _blocks_for(self, table: Sequence[int], count: int) -> list[int] | None:
-        """Blocks to copy `count` blocks of tokens to: of the sequence's own those that nothing else needs,
-        from the tail, then free ones, then those that only the prefix cache shares."""
+        """Destination blocks: the sequence's own unshared ones, last first; free ones; those only cached."""
         own = [block_id for block_id in reversed(table) if self._pool.ref_count(block_id) == 1]
         blocks = [block_id for block_id in own if not self._pool.is_cached(block_id)][:count]
         num_free = min(count - len(blocks), self._pool.num_free)

@@ -24,10 +24,7 @@ class TokenDecoder(Protocol):
 
 
 def text_decoder(tokenizer: Any) -> TokenDecoder:
-    """The fastest decoder of a few tokens with the result of a transformers `tokenizer`.
-
-    The tokenizer's own `decode` checks the type of every id first, which takes longer than decoding.
-    """
+    """Fastest decoder with the results of a `tokenizer`, whose own `decode` checks the type of each id."""
     if isinstance(tokenizer, PlainTokenizer):
         return tokenizer.backend_tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -84,11 +81,7 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Incremental search for stop strings in text deltas.
-
-    A suffix that may be the beginning of a stop string is held back until that is decided, so that a stream
-    never emits a part of one.
-    """
+    """Incremental search for stop strings, which holds back text that may begin one."""
 
     def __init__(self, stop: Sequence[str], *, include: bool) -> None:
         self._stop = tuple(stop)
@@ -130,11 +123,7 @@ def overlap(text: str, marker: str) -> int:
 
 
 class CompletionText:
-    """Detokenizes one completion, up to a stop string.
-
-    Its tokens are fed one by one; or, where no stop string can end it, added by the engine's thread and
-    detokenized in the thread that reads the text.
-    """
+    """Detokenizes a completion, up to a stop string; without one, on the thread that reads its text."""
 
     def __init__(
         self, decoder: TokenDecoder, prompt: Sequence[int], params: SamplingParams
@@ -183,10 +172,8 @@ class CompletionText:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probability of a token, its rank (1 is the likeliest), and the top-k tokens.
-
-    They come from the model's own distribution, before penalties, bias and temperature.
-    """
+    """Natural-log probability, rank (1 is the likeliest) and top-k of a token, before penalties and
+    temperature."""
 
     token_id: int
     logprob: float
@@ -233,8 +220,7 @@ class RequestOutput:
 
     @property
     def new_text(self) -> str:
-        """Text that can be emitted; shorter than the tokens' text while a character or a possible stop string
-        is unfinished. Any thread may read it."""
+        """Text that can be emitted, on any thread: no unfinished character or possible stop string."""
         if not isinstance(self.text, str):
             self.text = self.text.delta(self.num_output_tokens)
         return self.text
@@ -310,7 +296,6 @@ class EngineStats:
             tokens, and the accepted ones.
         num_kept_tokens, num_evicted_tokens: tokens kept and evicted by compactions to a KV-cache budget,
             summed over all of them, also of sequences that were recomputed.
-        kv_dtype, kv_bytes: data type and size of the KV cache.
         kv_tokens_total: capacity of the KV cache in tokens.
         kv_slots_used, kv_slots_unfilled: slots in the blocks in use, a shared block counted once, and those
             of them that hold no token's keys and values yet.

@@ -209,7 +209,6 @@ class Request:
 
     @property
     def num_slots(self) -> int:
-        """Slots of its block table that its computed tokens take, or took before they left a window."""
         return self.num_computed_tokens - self.num_evicted_tokens
 
     @property
@@ -218,7 +217,6 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Known output tokens; placeholders do not count."""
         return self.num_known_tokens - self.num_prompt_tokens
 
     @property
@@ -230,7 +228,6 @@ class Request:
 
     @property
     def held_block_ids(self) -> list[int]:
-        """The blocks of this sequence that are not evicted."""
         return [*self.block_ids[: self.evicted.start], *self.block_ids[self.evicted.stop :]]
 
     def end_tokens(self, eos: frozenset[int]) -> frozenset[int]:

@@ -90,16 +90,10 @@ class Scheduler:
         return bool(self._requests)
 
     def requests(self) -> Collection[Request]:
-        """Every unfinished sequence."""
         return self._requests.values()
 
     def add(self, request: Request) -> None:
-        """Queue a sequence.
-
-        Raises:
-            BadInput: it is longer than the model's context, or than the whole KV cache, or it has a
-                priority, which the policy ignores, or an image that no step can hold.
-        """
+        """Queue a sequence; BadInput if it can never fit, or the policy ignores its priority."""
         request.rank = rank_of(request, self.config.policy)
         check_length(request, self.config, self.pool.num_usable)
         self._requests[request.sequence_id] = request
@@ -287,10 +281,7 @@ class Scheduler:
             extension.reset_in_flight()
 
     def stop_at(self, request: Request, num_tokens: int, stop_string: str) -> None:
-        """End a sequence where its text meets a stop string: after `num_tokens` tokens.
-
-        It takes precedence over a token limit that the same token reached.
-        """
+        """End a sequence after `num_tokens`, at a stop string, even if a token limit was reached there."""
         self.finish(request, "stop")
         request.finish_reason, request.stop_reason = "stop", stop_string
         request.token_ids = request.token_ids[:num_tokens]
@@ -323,10 +314,6 @@ class Scheduler:
         return True
 
     def _num_draft_tokens(self, request: Request, num_new: int, budget: int) -> int:
-        """Number of draft tokens to reserve slots for; no sequence is preempted for them.
-
-        The last token of a sequence is never computed, so the last draft token is for the one before it.
-        """
         known = request.num_computed_tokens + num_new == request.num_tokens
         decoding = request.num_tokens > request.num_prompt_tokens
         drafting = self.config.drafting

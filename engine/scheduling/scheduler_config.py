@@ -25,17 +25,12 @@ class SchedulerConfig:
     """Limits of the scheduler.
 
     Attributes:
-        max_num_batched_tokens: tokens per step.
-        max_num_seqs: sequences per step.
-        block_size: tokens per KV block.
-        max_model_len: tokens per sequence.
         prefill_chunk_size: tokens of one sequence per step; None: as many as the token budget allows.
-        watermark: fraction of the blocks that admission leaves free, so that running sequences can grow for
-            a while before one of them is preempted.
+        watermark: fraction of the blocks that admission leaves free, so that running sequences can grow for a
+            while before one of them is preempted.
         window: the largest attention window of any layer; None: some layer has full attention. Blocks behind
             it are freed.
         drafting: the rule for the number of draft tokens of a sequence; None: no speculative decoding.
-        policy: name of the scheduling policy.
         eviction: the rule of a KV-cache budget; None: every token stays.
     """
 
@@ -68,10 +63,7 @@ class SchedulerConfig:
         return min(chunk, self.max_num_batched_tokens)
 
     def budget(self, pace: StepPace | None, running: Sequence[Request]) -> int:
-        """Tokens of the next step, at the pace of those that decode.
-
-        All of a step where nothing decodes, or where an image is computed, which no step cuts.
-        """
+        """Tokens of the next step, at the decoders' pace; all, if there are none, or for an uncut image."""
         decoding = 0
         if pace is not None:
             decoding = sum(
@@ -83,24 +75,18 @@ class SchedulerConfig:
         return min(self.max_num_batched_tokens, decoding * (1 + drafts) + pace.num_tokens)
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Maximum number of blocks that a sequence holds at once, until `num_tokens` of it are computed.
-
-        All of them may be prompt, so that a KV-cache budget does not change it.
-        """
+        """Most blocks that a sequence holds until `num_tokens` are computed, if it is all prompt."""
         whole = self.num_blocks(num_tokens)
         if self.window is None:
             return whole
         return min(whole, self.window.max_blocks(self.chunk, self.block_size))
 
     def longest(self, num_usable: int, num_prompt_tokens: int | None = None) -> int:
-        """Tokens of the longest sequence that fits into the context and, alone, into `num_usable` blocks.
-
-        Of a sequence with so many tokens of prompt, those that a KV-cache budget evicts need no slots.
-        """
+        """Tokens of the longest sequence for the context and `num_usable` blocks, by eviction of its
+        prompt."""
         # The last token of a sequence is never computed, so it needs no slot.
         longest, capacity = self.max_model_len, num_usable * self.block_size
         if self.max_blocks(longest - 1) > num_usable:
@@ -123,12 +109,8 @@ class SchedulerConfig:
 
 
 def check_length(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
-    """Refuse what can never fit into `num_blocks` blocks.
-
-    Raises:
-        BadInput: it is longer than the model's context, or than the whole KV cache, or it has an image that
-            no step can hold.
-    """
+    """Refuse a sequence longer than the context or `num_blocks`, or an image that no step holds
+    (BadInput)."""
     if request.bidirectional_images:
         check_images(request, config)
     count, capacity = request.num_prompt_tokens, num_blocks * config.block_size
@@ -163,10 +145,7 @@ def first_come(request: Request) -> Rank:
 
 
 def by_priority(request: Request) -> Rank:
-    """A smaller `priority` first, in the order of arrival among equals.
-
-    A request of a large value starves while others arrive, as the caller asked for.
-    """
+    """A smaller `priority` first, among equals in order of arrival; a large one starves, as asked for."""
     return (request.priority, request.order)
 
 
@@ -187,11 +166,7 @@ POLICIES: Mapping[str, Callable[[Request], Rank]] = {
 
 
 def rank_of(request: Request, policy: str) -> Rank:
-    """The rank of a sequence under the policy of that name.
-
-    Raises:
-        BadInput: it has a priority, which the policy ignores.
-    """
+    """The rank of a sequence under a policy; BadInput if that ignores its priority."""
     if request.priority and policy != "priority":
         raise BadInput(
             f"priority = {request.priority}: the scheduling policy is {policy}, which does not look at "
@@ -201,10 +176,7 @@ def rank_of(request: Request, policy: str) -> Rank:
 
 
 class WaitingQueue:
-    """Waiting sequences in the order of their ranks, and beside them those of held requests.
-
-    A held request is one whose outputs nobody reads: it has no blocks and no place in a step until `resume`.
-    """
+    """Sequences by rank, and those of held requests, which nobody reads, apart until `resume`."""
 
     def __init__(self) -> None:
         self._ranked: list[tuple[Rank, Request]] = []
@@ -221,7 +193,6 @@ class WaitingQueue:
 
     @property
     def held_ids(self) -> Collection[str]:
-        """The requests that are held, of which some may have ended."""
         return self._held.keys()
 
     @property
@@ -230,7 +201,6 @@ class WaitingQueue:
 
     @property
     def head(self) -> Request | None:
-        """The first of those that are not held."""
         return self._ranked[0][1] if self._ranked else None
 
     def push(self, request: Request) -> None:
@@ -241,7 +211,6 @@ class WaitingQueue:
             siblings.append(request)
 
     def pop(self) -> Request:
-        """Take out the first."""
         return heapq.heappop(self._ranked)[1]
 
     def remove(self, request: Request) -> None:

@@ -84,11 +84,7 @@ class StatePool(SchedulerExtension):
         return self._free.pop() if self.num_slots else NULL_SLOT
 
     def free(self, slot: int) -> None:
-        """Give a slot back.
-
-        A pending copy may write to it. It does no harm: the next owner starts from nothing, or its own copy
-        replaces that one.
-        """
+        """Give a slot back; its next owner starts from nothing or replaces a pending copy to it."""
         if slot != NULL_SLOT:
             self._free.append(slot)
 
@@ -161,11 +157,8 @@ class StatePool(SchedulerExtension):
         )
 
     def _drop_superseded(self, request: Request, num_blocks: int) -> None:
-        """Drop the checkpoint behind that many blocks if it is in a sequence's output.
-
-        Of an output the newest is kept, for the next turn of a conversation; a long one would otherwise
-        overwrite the checkpoints of every prompt.
-        """
+        """Drop a checkpoint in a sequence's output: only the newest serves the next turn of a
+        conversation."""
         if num_blocks * self._block_size <= request.num_prompt_tokens:
             return
         if len(request.block_hashes) >= num_blocks and self._checkpoint(request, num_blocks):

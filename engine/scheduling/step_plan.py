@@ -76,7 +76,6 @@ class ScheduledRow(NamedTuple):
 
     @property
     def samples_one(self) -> bool:
-        """True if it yields exactly one token, so that the next step can be scheduled asynchronously."""
         return self.num_samples == 1 and not self.num_draft_tokens
 
     @property
@@ -153,13 +152,7 @@ def is_plain_decode(row: ScheduledRow) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DecodeBatch:
-    """The constant part of consecutive decode steps of the same sequences.
-
-    Attributes:
-        rows: rows of the first step.
-        tables: the sequences' block tables themselves, which only grow while the batch lasts.
-        block_size: tokens per KV block.
-    """
+    """The constant part of consecutive decode steps: first `rows`, and the block tables, which only grow."""
 
     rows: tuple[ScheduledRow, ...]
     tables: tuple[Sequence[int], ...]
@@ -167,17 +160,14 @@ class DecodeBatch:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Ids of the sequences."""
         return tuple(row.sequence_id for row in self.rows)
 
     @cached_property
     def places(self) -> Mapping[str, int]:
-        """The row of each sequence."""
         return {name: row for row, name in enumerate(self.names)}
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Positions of the first step's tokens."""
         return tuple(row.start for row in self.rows)
 
     @cached_property
@@ -207,11 +197,7 @@ class DecodeBatch:
 
 
 class DecodeRows(Sequence[ScheduledRow]):
-    """The rows of the decode step that comes `step` steps after the first of its batch.
-
-    Each is the batch's row with that many more tokens. They are made when they are read: a step that goes
-    on from the one before needs none of them.
-    """
+    """The rows of the step `step` after the first of a batch, made when read: a step in place needs none."""
 
     __slots__ = ("_made", "_sampled", "batch", "has_placeholders", "step")
 
@@ -280,14 +266,7 @@ Copies = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Block copies before a step's forward pass, in this order.
-
-    Attributes:
-        within: copies on the device, for sequences that forked (copy-on-write).
-        to_host: swapped out, of preempted sequences.
-        from_host: swapped in, of sequences admitted again.
-        states: copies of state slots, for sequences that forked or restore a checkpoint.
-    """
+    """Block copies before a forward pass: within (forks), to the host, from it, and of state slots."""
 
     within: Copies = ()
     to_host: Copies = ()
@@ -302,7 +281,6 @@ class Compaction(NamedTuple):
     """Compaction of a sequence: in every layer each KV head keeps `num_kept` of its tokens.
 
     Attributes:
-        source, num_slots: the block table before, and its number of tokens.
         destination: the block table after; some of its blocks may be in `source`.
     """
 
