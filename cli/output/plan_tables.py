@@ -122,7 +122,9 @@ def _facts(plan: DeploymentPlan) -> Table:
     row("parameters", parameters, *_parts(shape))
     total_bytes, run = plan.weight_bytes, first.deployment.recipe
     row("weights", f"{format_gib(total_bytes)}  ({plan.recipe.label})")
-    if run is not plan.recipe:
+    if run.padding is not None:
+        row("", f"{format_gib(first.weight_bytes)} on a GPU  ({first.engine} pads the experts)")
+    elif run is not plan.recipe:
         total_bytes = weight_bytes(shape, run)
         row("", f"{format_gib(total_bytes)} in memory  ({run.label})")
     row(

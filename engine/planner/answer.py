@@ -22,7 +22,7 @@ from .expected import Expectation
 from .load import SteadyState
 from .load_plan import LoadPlanner
 from .memory import Deployment
-from .plan import DeploymentPlan, DevicePlan
+from .plan import DeploymentPlan, DevicePlan, solvers_on
 from .plan_json import rounded
 from .setup import PlannedWorkload, Setup
 from .solver import Solver
@@ -93,7 +93,7 @@ def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:
         deployment = device.deployment
         if deployment.attention_dp > 1 or (device.fits and deployment.gpus == 1):
             continue
-        recipe = setup.run_recipe(plan.recipe, model.shape, device.device.kind)
+        recipe = setup.run_recipe(plan.recipe, model.shape, device.device)
         search = FitSearch(model, recipe, plan.workload, setup, device.device)
         sizes = [(1, 1)] if setup.has_free_sizes else []
         if not device.fits:
@@ -106,17 +106,20 @@ def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
     """Other GPUs with these weights, and this one with lighter ones, that cost less by 5 % or more."""
     if not first.fits or first.price is None or first.device.kind == "cpu":
         return []
-    solver = _solver(plan, plan.recipe)
+    priced = [d for d in devices() if d.name != first.gpu and plan.setup.price_of(d) is not None]
+    planned = plan.model, plan.recipe, plan.workload, plan.setup
+    solver, *other_solvers = solvers_on([first.device, *priced], *planned)
     now = _least_cost(plan, solver, first.device)
     if now is None:
         return []
     savings = []
-    others = []
-    for device in devices():
-        if device.name != first.gpu and plan.setup.price_of(device) is not None:
-            others.append((f"--gpu {device.name.lower().replace(' ', '-')}", solver, device))
+    others = [
+        (f"--gpu {device.name.lower().replace(' ', '-')}", other, device)
+        for other, device in zip(other_solvers, priced, strict=True)
+    ]
     for recipe in lighter_recipes(plan.recipe, plan.model.shape, plan.model.plain_bytes):
-        others.append((f"--weights {recipe.name}", _solver(plan, recipe), first.device))
+        (lighter,) = solvers_on([first.device], plan.model, recipe, *planned[2:])
+        others.append((f"--weights {recipe.name}", lighter, first.device))
     for options, other, device in others:
         cost = None
         with suppress(BadInput):
@@ -127,10 +130,6 @@ def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
             near = expected.band(plan.workload.sequences) is not None
             savings.append(Saving(options, deployment.gpus, device.name, saved, near))
     return sorted(savings, key=lambda saving: -saving.saved)
-
-
-def _solver(plan: DeploymentPlan, recipe: WeightRecipe) -> Solver:
-    return Solver(plan.model.shape, recipe, plan.workload, plan.setup)
 
 
 def _least_cost(

@@ -91,7 +91,8 @@ class Deployment:
         cache, stages = self.shape.cache_on_rank(self.tp), []
         for layers in self.shape.stages(self.pp):
             part, ranks = layers if self.pp > 1 else None, self.tp * self.attention_dp
-            weights = weight_bytes_per_rank(self.shape, self.recipe, self.tp, part, ranks)
+            sizes = self.tp, part, ranks, self.ep
+            weights = weight_bytes_per_rank(self.shape, self.recipe, *sizes)
             stages.append(PipelineStage(weights, cache.cache_of_stage(layers)))
         object.__setattr__(self, "stages", tuple(stages))
 

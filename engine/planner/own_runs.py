@@ -60,7 +60,7 @@ class OwnRow:
 
     def predicted(self, model: PlannedModel, device: Device, setup: Setup) -> SteadyState:
         """Expected means of its loop on a device."""
-        recipe = setup.run_recipe(model.as_stored(), model.shape, device.kind)
+        recipe = setup.run_recipe(model.as_stored(), model.shape, device)
         deployment = Deployment(model.shape, recipe, self.kv_bytes_per_element, self.block_size)
         expected = Expectation.of(deployment, device, model.name, setup)
         return expected.loaded(*self.loop, self.resident)

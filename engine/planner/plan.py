@@ -184,17 +184,17 @@ def make_plan(
             raise BadInput(f"kv_budget is an option of llmopt's engine, not of {chosen.engine}")
         if chosen.speculation is not None:
             raise BadInput("--draft-tokens: draft tokens and a kv_budget do not go together")
-    solvers = {
-        kind: Solver(model.shape, chosen.run_recipe(recipe, model.shape, kind), workload, chosen)
-        for kind in {device.kind for device in devices}
-    }
-    plans = [_on_device(solvers[device.kind], model, device, chosen) for device in devices]
+    solvers = solvers_on(devices, model, recipe, workload, chosen)
+    plans = [
+        _on_device(solver, model, device, chosen)
+        for solver, device in zip(solvers, devices, strict=True)
+    ]
     setups = [chosen]
     if beside is not None:
         second = replace(chosen, engine=beside)
         setups.append(second)
-        solver = Solver(model.shape, recipe, replace(workload, load=None), second)
-        for index, plan in enumerate(plans):
+        solvers = solvers_on(devices, model, recipe, replace(workload, load=None), second)
+        for index, (plan, solver) in enumerate(zip(plans, solvers, strict=True)):
             if plan.device.kind == "cpu":
                 continue
             other = _on_device(solver, model, plan.device, second)
@@ -205,6 +205,19 @@ def make_plan(
         plans.sort(key=_rank)
     warnings = tuple(_warnings(model, workload, setups, plans))
     return DeploymentPlan(model, recipe, workload, chosen, tuple(plans), warnings)
+
+
+def solvers_on(
+    devices: Sequence[Device],
+    model: PlannedModel,
+    recipe: WeightRecipe,
+    workload: PlannedWorkload,
+    setup: Setup,
+) -> list[Solver]:
+    """A solver for each device; devices on which the engine holds the weights alike share one."""
+    runs = [setup.run_recipe(recipe, model.shape, device) for device in devices]
+    shared = {run: Solver(model.shape, run, workload, setup) for run in runs}
+    return [shared[run] for run in runs]
 
 
 def _rank(plan: DevicePlan) -> tuple[bool, bool, bool, float, float]:

@@ -6,7 +6,7 @@ Speculation follows Leviathan et al. (2023).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from ...base.errors import BadInput
@@ -24,14 +24,29 @@ from .engine_rules import engine_rule
 from .load import ImageLoad, PlannedLoad
 from .memory import GIB, Reserve
 from .speed import Efficiency
+from .step_model import generation
 from .step_parameters import OwnRows
-from .weights import UNQUANTIZED_BYTES, WeightRecipe
+from .weights import UNQUANTIZED_BYTES, ExpertPadding, WeightRecipe
 
 # Default fraction of the context that is output, the rest is prompt.
 OUTPUT_FRACTION = 0.25
 SECONDS_PER_HOUR = 3600
 HOURS_PER_DAY = 24
 MILLION = 1e6
+
+
+# vLLM pads MXFP4 experts for the kernel that it chooses by the GPU: Marlin, TRT-LLM on Blackwell, ROCm's
+# (`mxfp4_round_up_hidden_size_and_intermediate_size` in fused_moe/oracle/mxfp4.py @ 001eda3). On Hopper it is
+# Triton's, whose layout pads inputs: inferred from two loads, 64.38 GiB of gpt-oss-120b (vllm#33155, v0.14.1)
+# and 13.47 GiB of gpt-oss-20b (llm-d's memory document).
+_MARLIN = ExpertPadding(256, 128)
+MXFP4_PADDING = {
+    "ampere": _MARLIN,
+    "hopper": ExpertPadding(256, 256, inputs_only=True),
+    "blackwell": ExpertPadding(256, 256),
+    "amd": ExpertPadding(256, 256),
+    "other": _MARLIN,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,10 +262,15 @@ class Setup:
     def has_free_sizes(self) -> bool:
         return self.tp is None and self.pp is None and self.ep == self.attention_dp == 1
 
-    def run_recipe(self, recipe: WeightRecipe, shape: ModelShape, kind: str) -> WeightRecipe:
-        """The weights as the engine runs them on a kind of device."""
-        plain_bytes = self.run_bytes(recipe, kind)
-        return recipe if plain_bytes is None else recipe.as_run(shape, plain_bytes)
+    def run_recipe(self, recipe: WeightRecipe, shape: ModelShape, device: Device) -> WeightRecipe:
+        """The weights as the engine runs them on a device."""
+        plain_bytes = self.run_bytes(recipe, device.kind)
+        run = recipe if plain_bytes is None else recipe.as_run(shape, plain_bytes)
+        if run.name != "mxfp4" or self.engine != "vllm":
+            return run
+        is_amd = device.name.startswith("MI")
+        padding = MXFP4_PADDING["amd" if is_amd else generation(device)]
+        return replace(run, padding=padding)
 
     def run_bytes(self, recipe: WeightRecipe, kind: str) -> int | None:
         """Bytes of the dtype that plain weights are held in; None: as they are stored. On GPUs the dtype

@@ -37,6 +37,25 @@ FORMATS = ("awq", "compressed-tensors")
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertPadding:
+    """Multiples that an engine pads a rank's experts to in memory: the hidden size and the expert's width.
+    With `inputs_only` each matrix is padded along its inputs, and its scales are not."""
+
+    hidden: int
+    width: int
+    inputs_only: bool = False
+
+    def factor(self, recipe: WeightRecipe, hidden: int, width: int) -> Fraction:
+        """Bytes of gate, up and down projections of this hidden size and width of a rank, by their own."""
+        wider = Fraction(ceil(hidden / self.hidden) * self.hidden, hidden)
+        deeper = Fraction(ceil(width / self.width) * self.width, width)
+        if not self.inputs_only:
+            return wider * deeper
+        values = recipe.bits / (recipe.bits + Fraction(recipe.scale_bits, recipe.group_size))
+        return 1 + values * ((2 * wider + deeper) / 3 - 1)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightRecipe:
     """A weight quantization format.
 
@@ -45,6 +64,7 @@ class WeightRecipe:
     `bytes_per_tensor`, and `bytes_per_input` for each input channel. Unquantized elements take
     `plain_bytes`, those of `WIDENED` roles `widened_bytes` where an engine widens them; output head and
     embedding may have bits of their own. `stored_bytes`, the size of a local checkpoint, overrides the sum.
+    `padding` is the engine's, of the experts in its memory.
     """
 
     name: str
@@ -61,6 +81,7 @@ class WeightRecipe:
     head_bits: int | Fraction = 16
     embedding_bits: int | Fraction = 16
     stored_bytes: int | None = None
+    padding: ExpertPadding | None = None
 
     @property
     def label(self) -> str:
@@ -366,20 +387,27 @@ def weight_bytes_per_rank(
     ranks: int,
     stage: range | None = None,
     expert_ranks: int | None = None,
+    ep: int = 1,
 ) -> int:
     """Weight bytes on each of `ranks` tensor-parallel ranks, of one pipeline stage. K and V projections are
     split over at most the number of KV heads; norms, router and biases are replicated on every rank.
-    `expert_ranks` is the number that the experts are split over, if it is larger."""
+    `expert_ranks` is the number that the experts are split over, if it is larger, `ep` ways by expert and the
+    rest by width."""
     parts = {"ranks": ranks, "kv_heads": min(ranks, shape.num_kv_heads), "whole": 1}
     experts = {**parts, "ranks": expert_ranks or ranks}
     divided: Counter[int] = Counter()
+    added = Fraction(0)
     for t in shape.tensors(stage):
         split = (experts if t.role.startswith("expert") else parts)[t.shard]
-        divided[split] += recipe.tensor_bytes(t) * t.count
+        size = recipe.tensor_bytes(t) * t.count
+        divided[split] += size
+        if t.role == "expert" and recipe.padding is not None and shape.experts is not None:
+            width = ceil(shape.experts.width * ep / split)
+            added += (recipe.padding.factor(recipe, shape.hidden_size, width) - 1) * size / split
     total = sum(Fraction(size, split) for split, size in divided.items())
     if recipe.stored_bytes:
         total *= Fraction(recipe.stored_bytes, recipe.bytes_of(shape.tensors()))
-    return ceil(total)
+    return ceil(total + added)
 
 
 _WRITTEN = ("llama", "mistral", "qwen2", "qwen3")

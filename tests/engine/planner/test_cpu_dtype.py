@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from llmopt.base.processor import PROFILE_VARIABLE, VARIABLE
+from llmopt.engine.planner.answer import answer_of
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.plan_json import plan_as_dict
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
@@ -101,3 +102,15 @@ def test_a_float32_checkpoint_takes_16_bits_on_a_gpu(
     assert per_rank == pytest.approx(bytes_held * plan["param_count"], rel=0.01)
     is_narrowed = bytes_held < stored_bytes
     assert any("hold in 16 bits" in warning for warning in made.warnings) == is_narrowed
+
+
+def test_the_engine_beside_and_cheaper_weights_are_held_in_16_bits_too(tmp_path: Path) -> None:
+    config = {**find_model("qwen2.5-7b").config, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_for(PlanRequest(str(tmp_path), gpus=("h100",), context="4k"))
+    (device,) = plan.devices
+    assert device.beside is not None
+    assert device.beside.weight_bytes == device.weight_bytes
+    # A change of the weights is compared with 16 bits, as the table's own model is.
+    table = plan_for(PlanRequest("qwen2.5-7b", gpus=("h100",), context="4k"))
+    assert answer_of(plan).savings == answer_of(table).savings

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.devices import find_device
+from llmopt.engine.planner.plan import make_plan
+from llmopt.engine.planner.setup import PlannedWorkload, Setup
 from llmopt.engine.planner.weights import (
     BF16,
     GROUP_SIZES,
@@ -42,6 +45,49 @@ def test_gpt_oss_is_what_its_checkpoint_holds() -> None:
     recipe = stored_recipe(model.config)
     assert recipe.label == "mxfp4 g32"
     assert weight_bytes(model.shape, recipe) == 65_248_815_744
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "gib"),
+    [
+        ("gpt-oss-120b", "h100", 64.38),  # vllm#33155, v0.14.1, "Using Triton backend"
+        ("gpt-oss-20b", "h100", 13.47),  # llm-d's memory document
+        ("gpt-oss-120b", "rtx-pro-6000", 65.97),  # vllm#23278: the same Marlin kernel on an H100
+        ("gpt-oss-20b", "a100", 13.72),  # myoceane.fr, "vLLM A100 Gemma 4" (2026-04-18), v0.19.0
+    ],
+)
+def test_vllm_pads_the_experts_of_gpt_oss(name: str, gpu: str, gib: float) -> None:
+    """Loads as vLLM logs them, "Model loading took ... GiB memory"."""
+    model = find_model(name)
+    run = Setup(engine="vllm").run_recipe(model.as_stored(), model.shape, find_device(gpu))
+    buffers = 0.06  # GiB that the log counts with the weights
+    loaded = weight_bytes_per_rank(model.shape, run, 1) / 2**30 + buffers
+    assert loaded == pytest.approx(gib, abs=0.025)
+    # The checkpoint is what it was.
+    assert weight_bytes(model.shape, run) == weight_bytes(model.shape, model.as_stored())
+
+
+def test_the_padding_is_that_of_a_rank() -> None:
+    """TRT-LLM's kernel on two B200: 2,880 / 2 = 1,440 columns of a rank are padded to 1,536."""
+    model, device = find_model("gpt-oss-120b"), find_device("b200")
+    plain = model.as_stored()
+    run = Setup(engine="vllm").run_recipe(plain, model.shape, device)
+    experts = 114_661_785_600 * 17 / 32
+    added = experts / 2 * (3072 * 1536 / (2880 * 1440) - 1)
+    sizes = [weight_bytes_per_rank(model.shape, recipe, 2) for recipe in (plain, run)]
+    assert sizes[1] - sizes[0] == pytest.approx(added, abs=2)
+    # With whole experts on each rank it is the whole width that is padded.
+    by_expert = weight_bytes_per_rank(model.shape, run, 2, None, 2, 2)
+    assert by_expert - sizes[0] == pytest.approx(experts / 2 * (3072**2 / 2880**2 - 1), abs=2)
+
+
+def test_the_kv_budget_of_gpt_oss_is_what_vllm_has_left() -> None:
+    """llm-d's memory document, an H100 at 0.95: 79.18 GiB x 0.95 - 64.38 - 7.38 - 0.13 = 3.33 GiB."""
+    model = find_model("gpt-oss-120b")
+    workload = PlannedWorkload(8192)
+    setup = Setup(tp=1, engine="vllm", utilization=0.95)
+    plan = make_plan(model, model.as_stored(), workload, [find_device("h100")], setup=setup)
+    assert plan.devices[0].kv_budget_bytes / 2**30 == pytest.approx(3.33, abs=0.07)
 
 
 def test_fp8_in_square_blocks() -> None:
