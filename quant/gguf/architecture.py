@@ -102,11 +102,7 @@ def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The GGUF metadata keys of a `config.json`.
-
-    Raises:
-        BadInput: see `gguf_rules`; a missing key, or RoPE scaling that GGUF cannot express.
-    """
+    """The GGUF keys of a `config.json`. BadInput: `gguf_rules`, a missing key, or inexpressible RoPE."""
     rules = gguf_rules(config)
     name = rules.architecture
     try:
@@ -177,10 +173,7 @@ _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def to_gguf(module: str, architecture: str = "llama") -> str | None:
-    """`blk.3.attn_q` for `model.layers.3.self_attn.q_proj`; None for a module without a GGUF name.
-
-    The linears of a layer's experts share a name; BadInput if the package `gguf` is not installed.
-    """
+    """`blk.3.attn_q` for `model.layers.3.self_attn.q_proj`; experts share one; None: it has no name."""
     known = _tensor_map(architecture)
     layer = _HF_LAYER.fullmatch(module)
     if layer is None:
@@ -199,10 +192,7 @@ def from_gguf(module: str, rules: GgufRules) -> str | None:
 
 
 def to_interleaved(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Permute rows `[heads * head_dim, ...]` from half-split (NeoX) to interleaved (GPT-J) RoPE.
-
-    GGUF's llama architecture rotates channels 2i and 2i + 1 of a head, Hugging Face's i and i + half.
-    """
+    """Permute rows `[heads * head_dim, ...]` from half-split (NeoX) to GGUF llama's interleaved RoPE."""
     return rows.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 

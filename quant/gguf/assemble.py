@@ -183,11 +183,7 @@ class _Writer:
         self._readers, self._schemes, self._head_types = readers, schemes, head_types
 
     def tensors(self, entries: Mapping[str, Entry]) -> list[TensorToWrite]:
-        """Every tensor of the file; the experts' linears of a layer are one, matrix after matrix.
-
-        Raises:
-            BadInput: experts of a layer that have not all the same type.
-        """
+        """Every tensor of the file, a layer's experts as one. BadInput: they have not all the same type."""
         tensors = {name: self.tensor(name, entry) for name, entry in entries.items()}
         groups: dict[str, list[TensorToWrite]] = {tensor.name: [] for tensor in tensors.values()}
         for name in sorted(entries, key=lambda name: expert_of(name) or 0):

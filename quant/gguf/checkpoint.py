@@ -90,10 +90,7 @@ class GgufCheckpoint(Checkpoint):
         return files
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor: blocks as bytes, all others as floats (an embedding in blocks as float32).
-
-        Blocks are those of the mapped file, not to be written: kernels pack them from there.
-        """
+        """One tensor as floats, or blocks as bytes of the mapped file, which kernels pack: read-only."""
         if name not in self._infos:
             raise BadInput(f"{self.path} has no tensor {name!r}")
         info = self._infos[name]
@@ -139,8 +136,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 class DequantizedGguf(GgufCheckpoint):
-    """A quantized `.gguf` file as a plain checkpoint: blocks are dequantized, to the config's dtype, as they
-    are read, and have the names of floats."""
+    """A quantized `.gguf` file as a plain checkpoint of floats, in the config's dtype, as they are read."""
 
     def __init__(self, path: Path | str):
         super().__init__(path)

@@ -61,17 +61,12 @@ _Header = tuple[dict[str, Any], dict[str, TensorInfo]]
 
 
 def data_bytes(type_name: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of this type; rows are whole blocks."""
     per_block, block_bytes = TYPE_SIZES[type_name]
     return prod(shape) // per_block * block_bytes
 
 
 class GgufFile:
-    """A GGUF file that was opened and checked: keys and values, arrays as lists, and tensors in file order.
-
-    Raises:
-        BadInput: not a GGUF file, another version, cut off, or a tensor type that cannot be read here.
-    """
+    """A checked GGUF file: keys and values, tensors in file order. BadInput: cut off, or unknown types."""
 
     # The last header, its bytes and its digest: a start opens its model three times, and a vocabulary has
     # hundreds of thousands of strings.
@@ -161,7 +156,6 @@ class GgufFile:
         return self.bytes_of(self.tensors[name])
 
     def bytes_of(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor, or of one matrix of it, `[nbytes]`, read-only and still in the file."""
         return np.frombuffer(self._bytes, np.uint8, count=info.nbytes, offset=info.start)
 
     def release(self) -> None:

@@ -36,7 +36,6 @@ class ImportanceMatrix:
         means: float32 `[matrices, in]` by tensor name, such as `blk.0.attn_q.weight`; from a file of the old
             format `[1, matrices * in]`.
         counts: tokens that each matrix saw, float32 `[matrices]`.
-        dataset: name of the text that was read, in `chunks` of `chunk_size` tokens.
     """
 
     means: dict[str, torch.Tensor]
@@ -48,10 +47,7 @@ class ImportanceMatrix:
     def of(
         self, module: str, architecture: str = "llama", matrices: int = 1
     ) -> torch.Tensor | None:
-        """Mean squares of a linear's inputs `[in]`, by its Hugging Face name; None: it has no entry.
-
-        BadInput for an entry of another number of experts than `matrices`.
-        """
+        """Mean squares of a linear's inputs `[in]`, or None. BadInput: another number of experts."""
         means = self.means.get(f"{to_gguf(module, architecture)}.weight")
         if means is None:
             return None
@@ -70,11 +66,7 @@ class ImportanceMatrix:
     def for_modules(
         self, modules: Mapping[str, tuple[int, int]], architecture: str
     ) -> dict[str, torch.Tensor]:
-        """The entries of these linears, by Hugging Face name; of experts all of a layer are needed.
-
-        Raises:
-            BadInput: an entry of another width or number of experts, or that is not finite.
-        """
+        """Entries of linears by Hugging Face name, all experts. BadInput: another width, or not finite."""
         matrices = Counter(to_gguf(module, architecture) for module in modules)
         entries = {}
         for module, (_, in_features) in modules.items():

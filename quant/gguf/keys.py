@@ -26,8 +26,7 @@ TOKENIZER = "tokenizer.ggml"
 
 @dataclass(frozen=True, slots=True)
 class KeyRule:
-    """Treatment of one key: "used", "ignored", or "refused" unless it has one of the `harmless` values, and
-    the meaning of a used key, or the reason why one is ignored."""
+    """Treatment of a key, "used", "ignored", or "refused" but for `harmless` values, and its meaning."""
 
     treatment: str
     note: str
@@ -166,11 +165,7 @@ _UNKNOWN = KeyRule("refused", "")
 
 @dataclass
 class HeaderKeys:
-    """Keys of one namespace of a file's header: `get` ticks them off, and `check` refuses the rest.
-
-    Names start with `namespace`, such as `llama`; `rules` are by the rest of the name, and `remedy` ends a
-    refusal: it tells the user what to do.
-    """
+    """Keys of one namespace: `get` ticks them off, `check` refuses the rest, by `rules` and a `remedy`."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -271,11 +266,7 @@ def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def end_keys(ids: Collection[int], eos: int | None, tokens: Sequence[str]) -> dict[str, int]:
-    """The keys of all end tokens `ids` of a vocabulary but EOS, which has its own.
-
-    Raises:
-        BadInput: more end tokens than keys, of texts that llama.cpp does not know.
-    """
+    """Keys of all end tokens but EOS. BadInput: more than keys, of texts that llama.cpp does not know."""
     further = [number for number in sorted(ids) if number != eos]
     unknown = [number for number in further if tokens[number] not in _ENDS]
     if len(unknown) > 2:

@@ -49,8 +49,7 @@ _BY_START = {f"ffn_{name}": Category[f"FFN_{name.upper()}"] for name in ("up", "
 
 @dataclass(frozen=True, slots=True)
 class MixShape:
-    """Shape of a model, as far as the rules ask for it: `experts` of a layer are 0 in a dense model, and
-    `has_importance` is True where importance weighs the errors."""
+    """Shape of a model for the rules: `experts` of a layer (0: dense), weighed errors: `has_importance`."""
 
     layers: int
     heads: int = 1
@@ -112,10 +111,9 @@ def wanted(
     values: int,
     shape: MixShape,
 ) -> str:
-    """The type of a tensor of the decoder layers, before the fallback for its width.
+    """Type of a layer's tensor, the `number`th of its category, before the fallback for its width.
 
-    `default` is the type of most weights, `number` counts the tensors of the category before this one, in
-    llama.cpp's order, and `values` those of `ATTENTION_V` in the whole model.
+    `default` is the type of most weights, `values` the number of `ATTENTION_V` tensors.
     """
     if mix == "MXFP4_MOE":
         return "MXFP4" if tensor.endswith("_exps") else "Q8_0"

@@ -24,11 +24,7 @@ _REQUIRED = ("logit_scale", "expert_count", "expert_used_count")
 
 
 def stored_config(file: GgufFile) -> dict[str, Any]:
-    """The `config.json` next to a file, or without one that of its keys; no `quantization_config`.
-
-    Raises:
-        BadInput: see `config_of`; a part of a split model, or a config of another model.
-    """
+    """The `config.json` next to a file, or that of its keys; BadInput: split, or another model's."""
     if file.metadata.get("split.count", 0) not in (0, 1):
         raise BadInput(f"{file.path} is one part of several: merge them with llama-gguf-split")
     path = file.path.parent / "config.json"
@@ -47,11 +43,7 @@ def stored_config(file: GgufFile) -> dict[str, Any]:
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
-    """The `config.json` derived from a file's keys and tensors.
-
-    Raises:
-        BadInput: another architecture, a missing key, or one that would be left out of the model.
-    """
+    """The `config.json` of a file's keys and tensors. BadInput: an architecture or key is not covered."""
     family, keys = _opened(file)
     rules = family.gguf
     assert rules is not None
@@ -87,11 +79,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _opened(file: GgufFile) -> tuple[ModelFamily, HeaderKeys]:
-    """The family of a file's architecture, and the keys of its namespace.
-
-    Raises:
-        BadInput: an architecture that is not read, or no language model.
-    """
+    """The family of a file's architecture, and its keys. BadInput: not read, or no language model."""
     metadata = file.metadata
     if "general.architecture" not in metadata:
         raise BadInput(f"{file.path} lacks the key general.architecture: it is no whole model")
@@ -167,11 +155,8 @@ def _rope_parameters(file: GgufFile, keys: HeaderKeys, config: dict[str, Any]) -
 
 
 def _yarn_parameters(keys: HeaderKeys, kind: str, factor: float) -> dict[str, Any]:
-    """YaRN's numbers; none of another kind of scaling.
-
-    llama.cpp's attention factor is the usual one times `attn_factor` (src/llama-context.cpp). The converter
-    writes transformers' `attention_factor` as `yarn_attn_factor`.
-    """
+    """YaRN's numbers, none for other scaling; llama.cpp's `attn_factor` multiplies
+    (src/llama-context.cpp)."""
     is_yarn = kind == "yarn"
     keys.get("rope.scaling.finetuned")
     original = keys.number("rope.scaling.original_context_length", 0.0)

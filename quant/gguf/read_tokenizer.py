@@ -41,11 +41,7 @@ _READ_ELSEWHERE = (
 
 
 def read_tokenizer(file: GgufFile) -> PlainTokenizer:
-    """The tokenizer that a file describes.
-
-    Raises:
-        BadInput: no tokenizer in the file, or a kind, a pre-tokenizer or a key that is not known.
-    """
+    """The tokenizer that a file describes; BadInput: there is none, or of an unknown kind or key."""
     keys = _Keys(file.path, file.metadata)
     if keys.model not in ("gpt2", "llama", "gemma4"):
         raise BadInput(
@@ -68,8 +64,7 @@ def read_tokenizer(file: GgufFile) -> PlainTokenizer:
 
 
 def _whole(tokenizer: Any, special: Mapping[str, str]) -> Any:
-    """transformers' tokenizer over the same backend, which it would deep-copy, through JSON: a second, at
-    150,000 entries."""
+    """transformers' tokenizer over the same backend, whose deep copy, through JSON, would take a second."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer.__deepcopy__ = lambda memo: tokenizer

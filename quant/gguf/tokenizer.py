@@ -33,7 +33,6 @@ def _words(
     symbols: str = r" ?[^\s\p{L}\p{N}]+[\r\n]*",
     spaces: str = _SPACES,
 ) -> str:
-    """Llama 3's expression and its relatives: contractions, words, digits, symbols, spaces."""
     return rf"{start}[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}|{symbols}|{spaces}"
 
 
@@ -211,13 +210,9 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 def tokenizer_keys(
     folder: Path, vocab_size: int, ends: Collection[int] = frozenset()
 ) -> dict[str, Any]:
-    """The `tokenizer.*` keys for the tokenizer.json of a checkpoint, and tokens that end an answer.
+    """`tokenizer.*` keys for tokenizer.json and end tokens, with unused tokens up to `vocab_size`.
 
-    Ids from those of the tokenizer to `vocab_size`, the rows of the embedding, become unused tokens.
-
-    Raises:
-        BadInput: no tokenizer.json, a kind that llama.cpp's two models do not cover, more tokens than
-            rows, or end tokens that GGUF has no keys for.
+    Raises BadInput: no tokenizer.json, more tokens than rows, or kinds and end tokens that GGUF lacks.
     """
     path = folder / "tokenizer.json"
     content = read_json(path)

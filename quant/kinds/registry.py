@@ -17,8 +17,7 @@ from ..base.scheme import Activations, Scheme
 
 
 class KindEntry(NamedTuple):
-    """A kind's line in the registry: module, relative to this package, and class of its scheme, formats that
-    hold this kind alone, and formats that hold other kinds too."""
+    """A kind's line: its scheme's module and class, formats of its own, and formats with other kinds."""
 
     module: str
     scheme: str

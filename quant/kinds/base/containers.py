@@ -76,8 +76,7 @@ class CompressedLayouts(Container):
 
 
 class ModelOptAlgorithms(Container):
-    """The algorithms of a kind in ModelOpt's checkpoints: schemes by `quant_algo`, and the dtype of `weight`,
-    as safetensors spells it."""
+    """The algorithms of a kind in ModelOpt: schemes by `quant_algo`, and safetensors' dtype of `weight`."""
 
     algorithms: Mapping[str, Scheme]
     raw_dtype: str
@@ -96,9 +95,6 @@ class ModelOptAlgorithms(Container):
 
 
 class BitsAndBytesCodes(Container):
-    """The codes of a kind in bitsandbytes' checkpoints: 4 or 8 bits, by which the config tells the kinds, the
-    ending of the tensor that marks a module, and the endings of all tensors that it may have."""
-
     bits: int
     marker: str
     suffixes: tuple[str, ...]
@@ -127,11 +123,7 @@ def unsupported(what: str) -> BadInput:
 def read_weights(
     layout: str, group: Config, type_name: str, widths: Collection[int]
 ) -> tuple[Config, str, Activations | None]:
-    """The weights, their strategy and the 8-bit inputs of an entry of compressed-tensors' `config_groups`.
-
-    Raises:
-        BadInput: weights of another type or width, or activations that are not supported.
-    """
+    """Weights, strategy and 8-bit inputs of an entry of `config_groups`. Raises BadInput: not supported."""
     weights = group.get("weights") or {}
     kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
     if kind != type_name or bits not in widths:

@@ -47,8 +47,7 @@ _PROVENANCE = (
 PROVENANCE = frozenset(_PROVENANCE.split())
 """Keys of a `quantization_config` that leave the meaning of the weights alone, whatever the format.
 
-Gathered from the writers: transformers 5.23, AutoGPTQ, AutoAWQ 0.2.9, GPTQModel 7.7, auto-round 0.16 and
-ModelOpt 0.47.
+Of transformers 5.23, AutoGPTQ, AutoAWQ 0.2.9, GPTQModel 7.7, auto-round 0.16 and ModelOpt 0.47.
 """
 _STREAM = 32  # codes after which a dense bit stream is word-aligned again, for every width
 
@@ -67,7 +66,6 @@ class WeightFormat(ABC):
     """One on-disk format: its tensors, its `quantization_config`, and its limits.
 
     Attributes:
-        name: name in `--format`.
         markers: suffixes of tensor names whose presence marks a quantized module.
         suffixes: suffixes of all tensors that a quantized module may have (without the bias).
         rounds_to: scheme of method rtn in a format that holds no integers.
@@ -97,7 +95,6 @@ class WeightFormat(ABC):
         """Raises BadInput where the format cannot store such a scheme."""
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Scheme) -> None:
-        """Raises BadInput naming the module whose shape the format cannot pack."""
         self.check_scheme(scheme)
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
@@ -118,11 +115,8 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config`, of schemes by full name and the unquantized linears.
-
-        Raises:
-            BadInput: the format cannot mix such schemes in one model.
-        """
+        """The `quantization_config` of schemes by full name, without `ignore`. BadInput: they cannot be
+        mixed."""
 
     def kv_fields(self, kv_cache: str, strategy: str, modules: Collection[str]) -> dict[str, Any]:
         """The fields of the `quantization_config` for scales of a KV cache; BadInput where it has none."""
@@ -192,10 +186,7 @@ def only_scheme(name: str, schemes: Mapping[str, Scheme]) -> Scheme:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack codes uint8 `[..., n]` into int32 words `[..., ceil(n * bits / 32)]`: one bit stream, LSB first.
-
-    Widths that do not divide 32 are packed densely: a code may straddle two words. The rest is zeros.
-    """
+    """Pack codes uint8 `[..., n]` into one bit stream, LSB first: int32 `[..., ceil(n * bits / 32)]`."""
     num_words = -(-codes.shape[-1] * bits // 32)
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % _STREAM))
     if 8 % bits == 0:  # whole codes per byte, and words are consecutive bytes
@@ -239,12 +230,10 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack 4-bit codes uint8 `[out, in]` two per byte, the even column in the low nibble."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of `pack_nibbles`: uint8 `[out, 2 * bytes]`."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 

@@ -56,12 +56,8 @@ class Grid(ABC):
 
     @abstractmethod
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:
-        """Parameters of groups `[out, groups, group]`, for least squared error.
-
-        Args:
-            importance: float32 `[groups, group]`, weight of each channel's squared error, not negative;
-                None: the plain range, minimum to maximum, or the rule of the format's owner.
-        """
+        """Parameters of groups `[out, groups, group]` of least error, weighted by `importance` >= 0 `[groups,
+        group]`; None: minimum to maximum, or the rule of the format's owner."""
 
     @abstractmethod
     def round(self, values: torch.Tensor, parameters: Parameters) -> torch.Tensor:
@@ -113,8 +109,7 @@ Edge = torch.Tensor | float | None
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """Steps (not 0) and offsets (None: 0) of runs of weights, float32, broadcast to the weights, and the
-    least and the largest level; None: those of the grid's table."""
+    """Steps (not 0) and offsets (None: 0) of runs, float32, and the extreme levels (None: a table's)."""
 
     step: torch.Tensor
     offset: torch.Tensor | None = None

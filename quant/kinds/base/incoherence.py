@@ -62,8 +62,7 @@ class HadamardBlocks:
 
 @dataclass(frozen=True, slots=True)
 class HadamardTransform:
-    """The transform of a whole width: of the odd factor in it, orthogonal float32 `[m, m]` or None for 1, and
-    of the power of two."""
+    """The transform of a whole width: an odd factor, float32 `[m, m]` or None, and the power of two."""
 
     block: int
     factor: torch.Tensor | None
@@ -125,8 +124,7 @@ _LEAST = 1e-6  # of the mean, for channels that are not zero
 
 @dataclass(frozen=True, slots=True)
 class Incoherence:
-    """The transforms of a weight: signs and scales `su` of inputs and `sv` of outputs, float32, 0 where a
-    channel is always zero, and the Hadamard transforms."""
+    """Transforms of a weight, with signs and scales `su` of inputs, `sv` of outputs; 0: always zero."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor

@@ -30,8 +30,7 @@ _ROW_PARALLEL = ("o_proj", "down_proj", "w2", "out_proj", "dense", "fc2")
 
 @dataclass(frozen=True, slots=True)
 class RankMatrix:
-    """A matrix as vLLM holds it on one rank: linears, the first of them `module`, fused along the outputs, of
-    which `parts` are on the rank, then split over `ranks`."""
+    """A matrix on one of vLLM's ranks: fused linears, of which `parts` are there, split over `ranks`."""
 
     module: str
     parts: tuple[int, ...]
@@ -92,7 +91,6 @@ class Rounding:
 
     Attributes:
         scale_dtype: the dtype that the format stores scales in, if the kind leaves it open.
-        name: the weight's name in error messages.
         input_scale: float32 `[1]`, for a scheme with static activations.
         largest: the largest magnitude that one scale of the whole weight must cover, where the scheme fuses
             scales; None: that of the weight, but a grid needs it.
@@ -140,11 +138,7 @@ class Kind(ABC, Generic[SchemeT]):
         raise BadInput(f"{self.scheme.label} weights have no grid apart from a weight")
 
     def round(self, weight: torch.Tensor, scale_dtype: torch.dtype, **how: Any) -> QuantizedTensor:
-        """Round a weight `[out, in]` to nearest (RTN); `how` are fields of `Rounding`.
-
-        Raises:
-            BadInput: the weight does not fit into the scheme, or holds NaN or infinity.
-        """
+        """Round a weight `[out, in]` to nearest (RTN), by fields of `Rounding`. BadInput: it does not fit."""
         return self.rounded(weight, Rounding(scale_dtype, **how))
 
     def grid(self, shape: tuple[int, ...], scale_dtype: torch.dtype, **how: Any) -> Grid:
@@ -163,8 +157,7 @@ class Kind(ABC, Generic[SchemeT]):
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How the weights of a kind are stored: formats that hold it alone, its parts of the shared formats, None
-    where one does not hold it, and the rules of the loaders."""
+    """How weights of a kind are stored: formats, parts of shared ones (None: not there), loaders' rules."""
 
     formats: Sequence[WeightFormat] = ()
     compressed_tensors: CompressedLayouts | None = None
@@ -184,5 +177,4 @@ def storage_of(scheme: Scheme | type[Scheme]) -> Storage:
 
 @cache
 def _module_of(scheme_class: type[Scheme], module: str) -> Any:
-    """A module from the folder of a scheme's class, imported at the first call."""
     return import_module(f".{module}", scheme_class.__module__.rpartition(".")[0])

@@ -54,10 +54,8 @@ class RangedGrid(ScalarGrid):
 
     @abstractmethod
     def refitted(self, line: Line, parameters: Parameters) -> Parameters:
-        """Parameters of least squared error for the codes that `parameters` give, where there are such.
-
-        `line` goes through the weights against their levels, with an offset if there are `two_ends`.
-        """
+        """Parameters of least squared error for their codes; `line` goes through the weights against
+        levels."""
 
     def searched(self, values: torch.Tensor, importance: torch.Tensor) -> Parameters:
         """Parameters of least weighted squared error of those that are tried; arguments as for `fit`."""

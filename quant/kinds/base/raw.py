@@ -53,7 +53,6 @@ class Raw(NamedTuple):
     Attributes:
         parts: the unpacked contents, under the names of `QuantizedTensor.parts`.
         numbers: the floating-point parts, as float32. `scales` must not be zero, the rest may.
-        shape: `(out_features, in_features)`.
         problems: defects of a readable module.
     """
 

@@ -47,7 +47,6 @@ class QuantizedTensor(ABC):
         return self.shape[1]
 
     def forms(self) -> Iterator[QuantizedTensor]:
-        """The weight and its exact equivalents on other grids, the simplest first."""
         yield self
 
     def without_activations(self) -> Self:
@@ -63,9 +62,7 @@ class QuantizedTensor(ABC):
     ) -> Self:
         """The weight with its scales as a format stores them; BadInput where that changes one.
 
-        Args:
-            dtype_of: the stored dtype of scales that have a dtype; None: any dtype is stored.
-            inverts: True if reciprocals of scales of whole weights are stored.
+        `dtype_of` is the stored dtype, None: any; `inverts`: reciprocals of whole weights' scales are stored.
         """
         if dtype_of is None or not self.has_open_dtype:
             return self
@@ -122,11 +119,7 @@ _SMALL = 2.0**-10
 
 
 def zeroed_rows(weight: torch.Tensor, tensor: QuantizedTensor, module: str) -> int:
-    """Count the rows of a weight `[out, in]` that become zeros, as their scales are too small for the dtype.
-
-    Raises:
-        BadInput: such a row is not negligible next to the largest weight of the module.
-    """
+    """Count rows that become zeros, as their scales are too small; BadInput: one is not negligible."""
     rows = weight.abs().amax(dim=1)
     whole = float(rows.max())
     small = (rows > 0) & (rows < max(_SMALL, _SMALL * whole))

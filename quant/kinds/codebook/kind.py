@@ -43,7 +43,6 @@ class CodebookTensor(QuantizedTensor):
     """`w = table[code] * absmax`, one absmax per `block_size` weights in row-major order.
 
     Attributes:
-        codes: uint8 `[out, in]`, 0..15.
         absmax: `[blocks]`: float32, or with double quantization uint8 codes into `nested_map`.
         nested_absmax, nested_map: float32 `[ceil(blocks / 256)]` and `[256]`, double quantization only.
         nested_offset: mean that is subtracted from the absmax values, float32 `[1]`, likewise.
@@ -88,10 +87,9 @@ _PIECE = 2**18
 
 
 class CodebookGrid(RangedGrid):
-    """A table of 16 values times the absmax of a block (nf4, fp4).
+    """A table of 16 values times the absmax of a block (nf4, fp4): float32 `[out, groups]`.
 
-    Its parameter is the absmax, float32 `[out, groups]`. Blocks that do not divide a row run over its end,
-    and doubly quantized absmax values depend on each other: then the weight is one group, and its parameters
+    If blocks run over a row's end, or absmax values are quantized, the weight is one group, whose parameters
     are the dequantized absmax of all blocks and the tensors they are stored in.
     """
 
@@ -141,13 +139,11 @@ class CodebookGrid(RangedGrid):
 
 
 def round_to_codebook(weight: torch.Tensor, scheme: CodebookScheme) -> CodebookTensor:
-    """Data-free quantization of a weight `[out, in]`.
+    """Data-free quantization of a weight `[out, in]`: blocks over their absmax, to the nearest table values.
 
-    Blocks of `block_size` weights in row-major order are divided by their absmax, and each weight takes
-    the code of the nearest table value. A block of zeros gets code 0 and absmax 0, as in bitsandbytes.
-    (Its fp4 on a CPU compares with a table of four digits, so a weight within 5e-5 of a midpoint may get
-    the neighbour there; here, as on a GPU, the table is that of the reader. The GPU writes small negative
-    weights as -0, here, as on a CPU, they are 0.)
+    A block of zeros gets code 0 and absmax 0, as in bitsandbytes. (Its fp4 on a CPU compares with a table of
+    four digits; here, as on a GPU, the table is the reader's. The GPU writes small negative weights as -0,
+    here they are 0.)
     """
     blocks, absmax = _normalized(weight.flatten(), scheme.block_size)
     codes = nearest(blocks, codebook(scheme.kind)).flatten()[: weight.numel()].view(weight.shape)
@@ -167,10 +163,7 @@ def _nested(absmax: torch.Tensor) -> Parameters:
 
 
 def _normalized(values: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks `[blocks, block_size]` within -1..1, the last one padded, and their absmax.
-
-    A block of zeros becomes NaN, 0 times an infinite reciprocal.
-    """
+    """Blocks `[blocks, block_size]` within -1..1, and absmax; zeros become NaN, 0 times infinity."""
     blocks = functional.pad(values, (0, -values.numel() % block_size)).view(-1, block_size)
     absmax = blocks.abs().amax(dim=1)
     return (blocks * (1 / absmax).unsqueeze(1)).clamp_(-1, 1), absmax

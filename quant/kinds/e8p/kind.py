@@ -53,10 +53,7 @@ _HALVES = (
 
 @lru_cache
 def patterns(device: torch.device = CPU) -> torch.Tensor:
-    """Magnitudes float32 `[256, 8]`: those of squared norm up to 10 in lexicographic order, then of 12.
-
-    This and the other tables are not to be written to.
-    """
+    """Magnitudes float32 `[256, 8]`, by squared norm up to 10 and lexicographic order, then 12; read-only."""
     every = product((0.5, 1.5, 2.5), repeat=DIM)
     inside = [
         magnitudes for magnitudes in every if sum(value * value for value in magnitudes) <= 10
@@ -172,10 +169,8 @@ _RESIDUAL_BYTES = {2: 0, 3: 1, 4: 2}
 
 
 def pack_codes(codes: torch.Tensor, residual: torch.Tensor | None, bits: int) -> torch.Tensor:
-    """`Qidxs`, int16 `[out, in / 8]` for 2 bits, else int32 `[out, in * bits / 32]`.
-
-    Codes are int16 `[out, in / 8]`, their residual is uint8 or int16 of the same shape.
-    """
+    """`Qidxs`, int16 `[out, in / 8]` for 2 bits, else int32 `[out, in * bits / 32]`, of codes and
+    residual."""
     if residual is None:
         return codes
     parts = (part.contiguous().view(torch.uint8) for part in (residual, codes))

@@ -47,7 +47,6 @@ class Fp4Tensor(QuantizedTensor):
     """`w = e2m1(code) * (scale / global_scale)` (NVFP4) or `e2m1(code) * 2 ** (scale - 127)` (MXFP4).
 
     Attributes:
-        codes: uint8 `[out, in]`, 0..15.
         scales: `[out, in / block]`, float8_e4m3fn (NVFP4), or uint8 exponents of two (MXFP4).
         global_scale: float32 `[1]`, a divisor of the scales; NVFP4 only.
         input_scale: float32 `[1]`, the global scale of quantized inputs, a divisor too; NVFP4 W4A4 only.
@@ -118,11 +117,7 @@ _AT_ONCE = 2**18  # weights of a search
 
 
 class Fp4Grid(ScalarGrid):
-    """e2m1 floats times the scale of a block.
-
-    Its parameter is the stored scale's byte, uint8 `[out, groups]`. NVFP4's global scale, which covers
-    `largest`, is fixed before anything is fitted.
-    """
+    """e2m1 floats times a block's scale: a stored byte, uint8 `[out, groups]`; the global scale is fixed."""
 
     def __init__(
         self,
@@ -188,11 +183,7 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale_of(largest: torch.Tensor) -> torch.Tensor:
-    """NVFP4's float32 `[1]` global scale, a divisor: 448 · 6 over the largest magnitude; 1 for zeros.
-
-    compressed-tensors stores this number, ModelOpt its reciprocal. It is rounded so that the reciprocal of
-    the reciprocal is the number itself, which moves it by at most two units in the last place.
-    """
+    """NVFP4's float32 `[1]` global scale: 448 · 6 over the largest magnitude (1 for zeros), invertible."""
     scale = E4M3_MAX * E2M1_MAX / largest.to(torch.float32).clamp(min=2.0**-100)
     return invertible(torch.where(largest > 0, scale, 1.0).view(1))
 
@@ -224,11 +215,7 @@ def round_to_fp4(
     input_scale: torch.Tensor | None = None,
     name: str = "weight",
 ) -> Fp4Tensor:
-    """Data-free quantization (RTN) of a weight `[out, in]`; see `Rounding` for the arguments.
-
-    Raises:
-        BadInput: the rows are no whole blocks.
-    """
+    """Data-free quantization (RTN) of a weight `[out, in]`, by `Rounding`. BadInput: no whole blocks."""
     out_features, in_features = weight.shape
     if in_features % scheme.block_size:
         raise BadInput(

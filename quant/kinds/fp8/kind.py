@@ -18,14 +18,6 @@ from .scheme import BLOCK, FloatScheme
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tensor(QuantizedTensor):
-    """`w = value * scale`, the values float8_e4m3fn `[out, in]`; ValueError if the parts disagree.
-
-    Attributes:
-        scales: `[1, 1]`, `[out, 1]` or one for each 128 × 128 block; float32, or the model's dtype,
-            depending on the format.
-        input_scale: float32 `[1]`, where the scheme has static activations.
-    """
-
     has_open_dtype: ClassVar[bool] = True
     by_row: ClassVar[tuple[str, ...]] = ("values",)
 
@@ -67,10 +59,9 @@ class Fp8Tensor(QuantizedTensor):
 
 
 class FloatGrid(ScalarGrid):
-    """e4m3, with a scale for each output channel, tensor or block; its parameters are the scales.
+    """e4m3, with a scale for each output channel, tensor or block of 128; its parameters are the scales.
 
-    Blocks of 128 channels are fitted together, of all rows; a row or a tensor is one group, and so is a row
-    that ends in a smaller block.
+    Blocks of all rows are fitted together; a row or tensor is one group, as is a row with a smaller block.
     """
 
     def __init__(self, scheme: FloatScheme, shape: tuple[int, ...], how: Rounding):

@@ -15,12 +15,7 @@ _FLOAT_GRANULARITIES = ("tensor", "channel", "block")
 
 @dataclass(frozen=True, slots=True)
 class FloatScheme(Scheme):
-    """8-bit floating-point weights (e4m3, largest value 448).
-
-    Attributes:
-        granularity: one scale for the weight, for an output channel, or for a 128 × 128 block.
-        activations: None: 16-bit activations (weight-only quantization).
-    """
+    """8-bit floating-point weights (e4m3), with a scale for the weight, an output channel or 128 × 128."""
 
     kind_name: ClassVar[str] = "float"
 

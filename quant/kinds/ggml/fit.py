@@ -42,10 +42,8 @@ def any_order(values: torch.Tensor) -> torch.Tensor:
 def fit_affine(
     x: torch.Tensor, weights: torch.Tensor, levels: int, add: Add = any_order
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and offset of each run `[..., runs]` for `x ≈ step * code - offset`, both positive or 0.
-
-    `levels` is the largest code; `x` and `weights` are float32 `[..., runs, width]`.
-    """
+    """Step and offset of runs `[..., runs]`, for `x ≈ step * code - offset`, positive or 0; `levels`:
+    largest."""
     low, high = x.aminmax(dim=-1, keepdim=True)
     low = low.clamp(max=0)
     span = high - low
@@ -78,8 +76,7 @@ def fit_signed(
     extremes: tuple[float, ...],
     add: Add = any_order,
 ) -> torch.Tensor:
-    """Step of each run `[..., runs]`, also negative, for `x ≈ step * value`. The largest
-    weight is tried as each of `extremes`."""
+    """Steps of runs, also negative, for `x ≈ step * value`; the largest weight is tried as `extremes`."""
     largest = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
     inverse = reciprocal(largest)
     best = torch.zeros_like(largest), largest / extremes[len(extremes) // 2]
@@ -144,10 +141,7 @@ def _affine_shifts(levels: int) -> tuple[float, ...]:
 
 
 def error_weights(x: torch.Tensor, importance: torch.Tensor | None) -> torch.Tensor:
-    """The weight of each squared error of blocks `[n, runs, width]`.
-
-    Importance is increased for large weights, as in ggml; without importance, large weights alone count more.
-    """
+    """Weights of squared errors `[n, runs, width]`: as in ggml large ones count more, with importance."""
     if importance is None:
         mean = folded(x.square()) / x.shape[-1]
         # A float's root by vector libraries may be off by a bit; a double's, rounded, is not.
@@ -215,11 +209,7 @@ def _search_in_c(
 ) -> tuple[torch.Tensor, ...]:
     """Scales, codes, minimums (none of signed codes) and heads.
 
-    Args:
-        blocks: the weights `[n, runs, width]`, and those of their errors; None derives them.
-        codes: least and largest code, then those of the scales.
-        factors: largest codes that are tried for the step of a run, then for the scales.
-        squares: True if derived weights are squares of the weights.
+    Ranges of codes and their scales; `factors` to try for steps, then scales; `squares`: weights squared.
     """
     x, weights = (None if part is None else part.contiguous() for part in blocks)
     assert x is not None
@@ -245,13 +235,9 @@ def _native(x: torch.Tensor) -> ctypes.CDLL | None:
 def search_affine(
     x: torch.Tensor, weights: torch.Tensor | None, levels: int, scale_levels: int, rounds: int
 ) -> AffineCodes:
-    """Search blocks with a scale and a minimum for each run.
+    """Search blocks, float32 `[n, runs, width]`, with a scale and a minimum for each run.
 
-    Args:
-        x: float32 `[n, runs, width]`.
-        weights: weight of each squared error, positive, of the same shape; None: `error_weights`.
-        levels, scale_levels: the largest code, and the largest code of a scale or minimum.
-        rounds: number of passes that try neighbouring scale codes and refit the heads.
+    `levels` and `scale_levels` are the largest codes; each of `rounds` passes tries neighbouring scale codes.
     """
     library = _native(x)
     if library is None:
@@ -307,10 +293,7 @@ def affine_in_torch(
 def search_whole(
     x: torch.Tensor, weights: torch.Tensor | None, middle: int, scale_middle: int
 ) -> SignedCodes:
-    """`search_signed` for whole numbers from `-middle` to `middle - 1`.
-
-    Without `weights` they are the squares of 6 bits' weights, and `error_weights` of fewer.
-    """
+    """`search_signed` for `-middle .. middle - 1`; weights: squares (6 bits), or `error_weights`."""
     library, squares = _native(x), middle == 32
     if library is None:
         if weights is None:
@@ -332,10 +315,8 @@ def search_signed(
     scale_middle: int,
     add: Add = any_order,
 ) -> SignedCodes:
-    """Search blocks with a signed scale, of codes `-scale_middle .. scale_middle - 1`, for each run.
-
-    `extremes` are values that the largest weight of a run is tried as, beyond the grid too.
-    """
+    """Search blocks with a signed scale a run; its largest weight is tried as `extremes`, off the grid
+    too."""
     steps = fit_signed(x, weights, nearest, extremes, add)
     # An error of the step is multiplied by the codes, which grow with the weights.
     cost = add(weights * x.square()).squeeze(-1) * reciprocal(steps).square()

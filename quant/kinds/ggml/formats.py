@@ -147,11 +147,8 @@ _INTERLEAVED = ("llama", "granite")
 
 
 def read_gguf_headers(path: Path) -> tuple[Entries, dict[str, Any]]:
-    """Quantized linears as `<module>.gguf_blocks`, and the head counts for reordering q and k rows.
-
-    llama.cpp's architectures `llama` and `granite` use interleaved RoPE, so rows of q and k are permuted
-    there; the others keep Hugging Face's order.
-    """
+    """Quantized linears as `<module>.gguf_blocks`, and the head counts of `llama` and `granite`, whose rows
+    of q and k are permuted for interleaved RoPE."""
     reader = import_extra("a GGUF file", "gguf", "gguf").GGUFReader(path)
     keys = {
         name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name

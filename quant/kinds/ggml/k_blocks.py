@@ -105,7 +105,6 @@ def q3_scales(data: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of 2 bits, uint8 `[n, 256]`, as bytes `[n, 64]`: four quarters of each half side by side."""
     quarters = codes.view(-1, 2, 4, 32) << shifts(2, codes.device).view(4, 1)
     return quarters.sum(dim=2, dtype=torch.uint8).flatten(1)
 

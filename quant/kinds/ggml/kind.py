@@ -31,10 +31,7 @@ _RUN = 32
 
 
 class SimpleBlockGrid(RangedGrid):
-    """Q8_0, Q4_0, Q5_0, Q4_1, Q5_1.
-
-    Its parameters are the scales and the offsets (zeros where the type has none), float16 `[out, groups]`.
-    """
+    """Q8_0, Q4_0, Q5_0, Q4_1, Q5_1: scales and offsets (or zeros), float16 `[out, groups]`."""
 
     group = WIDTH
 

@@ -28,8 +28,6 @@ class Lattice:
     """How a type's blocks of 256 weights are made of lattice points.
 
     Attributes:
-        dim: weights in a point.
-        runs: parts of a block with a scale each.
         scale_bits: width of a run's scale; its step is `d * unit * (2 * scale + 1)`.
         signs: `free`, `even` (an even number of minuses among eight), or `in the points`.
     """
@@ -54,11 +52,7 @@ LATTICES = {
 
 @cache
 def points(type_name: str, device: torch.device) -> torch.Tensor:
-    """The points of a type, float32 `[count, dim]`; IQ1's first with the delta added, then subtracted.
-
-    Raises:
-        BadInput: the package `gguf` is not installed.
-    """
+    """The points of a type, float32 `[count, dim]`, IQ1's with ± delta. BadInput: no package `gguf`."""
     quants = import_extra(f"the codebook of {type_name}", "gguf", "gguf.quants")
     reader = getattr(quants, type_name)
     reader.init_grid()
@@ -135,10 +129,7 @@ def _search(blocks: torch.Tensor, type_name: str, importance: torch.Tensor | Non
 def _signs(
     x: torch.Tensor, weights: torch.Tensor, lattice: Lattice
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Signs bool `[n, 256]`, and what the points are to meet.
-
-    Where the number of minuses must be even and is not, the weight that costs least takes the wrong sign.
-    """
+    """Signs bool `[n, 256]`, and what points meet; the cheapest weight turns for an even number."""
     if lattice.signs == "in the points":
         return x.new_zeros(len(x), 0, dtype=torch.bool), x
     minus = (x < 0).view(len(x), -1, 8)
@@ -337,7 +328,6 @@ def _pack_one_bit(
 
 
 def _bytes(words: torch.Tensor, size: int) -> torch.Tensor:
-    """Whole numbers int64 `[n, k]` as little-endian bytes `[n, size k]`."""
     places = torch.arange(0, 8 * size, 8, device=words.device)
     return ((words.unsqueeze(-1) >> places) & 255).to(torch.uint8).flatten(1)
 

@@ -24,11 +24,7 @@ BLOCK_NUMBERS = {name: number for name, _, _, number in _ROWS}
 
 @dataclass(frozen=True, slots=True)
 class GgufScheme(Scheme):
-    """One of ggml's block quantization types.
-
-    Attributes:
-        type: ggml's name in capitals, such as `Q4_K`.
-    """
+    """One of ggml's block quantization types, by its name in capitals, such as `Q4_K`."""
 
     kind_name: ClassVar[str] = "gguf"
     searches_ranges: ClassVar[bool] = True

@@ -30,10 +30,9 @@ WIDTH = 32
 def quantize_simple(
     blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
 ) -> torch.Tensor:
-    """Blocks of weights, float32 `[n, 32]`, as bytes, uint8 `[n, block bytes]`.
+    """Blocks float32 `[n, 32]` as bytes uint8 `[n, block bytes]`, to ggml's bytes without importance.
 
-    Without importance from the range alone, to ggml's bytes; with it, of least weighted error (not Q8_0),
-    after ggml's `quantize_row_q4_0_impl` and its like.
+    With it, of least weighted error (not Q8_0), after ggml's `quantize_row_q4_0_impl` and its like.
     """
     if type_name == "Q8_0":
         scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
@@ -101,7 +100,6 @@ def simple_codes(data: torch.Tensor, type_name: str) -> torch.Tensor:
 
 
 def shifts(bits: int, device: torch.device) -> torch.Tensor:
-    """The place of each field of so many bits in a byte, uint8."""
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 

@@ -54,14 +54,10 @@ def quantize_blocks(
     *,
     name: str = "weight",
 ) -> torch.Tensor:
-    """Quantize a weight `[out, in]` to blocks along its rows, uint8 `[out, row bytes]`.
+    """Quantize a weight `[out, in]` to blocks along its rows, uint8 `[out, row bytes]`, by `importance`
+    `[in]`.
 
-    Args:
-        importance: weight of each channel's squared error `[in]`, such as mean squares of the inputs.
-        name: the weight's name in error messages.
-
-    Raises:
-        BadInput: NaN, infinite or too large weights, or rows that are no whole blocks.
+    Raises BadInput: NaN, infinite or too large weights, or rows that are no whole blocks.
     """
     out_features, in_features = weight.shape
     width, block_bytes = GGUF_BLOCKS[type_name]
@@ -236,11 +232,7 @@ def as_blocks(module: str, tensor: QuantizedTensor) -> GgufTensor:
 
 
 def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
-    """The same weight as Q4_0 or Q8_0: scales of larger groups are repeated per block of 32.
-
-    Raises:
-        BadInput: another scheme, a width that 32 does not divide, or scales that float16 cannot hold.
-    """
+    """The same weight as Q4_0 or Q8_0, with repeated scales. BadInput: it does not fit them exactly."""
     type_name = tensor.scheme.ggml_type
     if type_name is None:
         raise BadInput(
@@ -265,11 +257,7 @@ def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
 
 
 def gguf_to_int(tensor: GgufTensor, *, name: str = "weight") -> IntTensor:
-    """A Q4_0 or Q8_0 weight as integer codes in groups of 32 with float16 scales; Q4_0's may be negative.
-
-    Raises:
-        BadInput: another block type; it has no integer zero points.
-    """
+    """A Q4_0 or Q8_0 weight as integers in groups of 32. BadInput: no other has integer zeros."""
     if tensor.scheme.type not in INTEGER_TYPES:
         raise BadInput(
             f"{name}: {tensor.scheme.type} blocks are no integer grid with one scale for a group; "

@@ -21,7 +21,6 @@ class IntTensor(QuantizedTensor):
     """The weight of one linear layer as integer codes: `w = (code - zero) * scale`.
 
     Attributes:
-        codes: uint8 `[out, in]`, unsigned, `0 .. 2**bits - 1`.
         scales: `[out, groups]` in the dtype that is stored (float16, bfloat16 or float32).
         zeros: uint8 `[out, groups]`; all `2**(bits-1)` in a symmetric scheme.
         group_index: int32 `[in]`, the group of each input channel, where the scheme is permuted.
@@ -92,11 +91,7 @@ _SEARCH_VALUES = 2**16  # weights per chunk of the search: small enough to stay 
 
 
 class IntGrid(RangedGrid):
-    """Uniform integers, with a scale and a zero code for each group.
-
-    Its parameters are scales in the dtype that is stored and zeros, uint8, both `[out, groups]`. `ranges` are
-    for groups whose channels have no importance.
-    """
+    """Uniform integers: stored scales and zero codes (uint8) `[out, groups]`; `ranges` without importance."""
 
     def __init__(
         self,
@@ -177,10 +172,7 @@ def range_grid(
 
 
 def search_ranges(grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype) -> Pair:
-    """`group_ranges`, clipped to where `sum |w - w'|**2.4` is least: the search of GPTQ's `mse` option.
-
-    Ranges from the full one down to a fifth of it are tried, in steps of 1/100.
-    """
+    """`group_ranges`, clipped to the least `sum |w - w'|**2.4`, down to a fifth in steps of 1/100 (GPTQ)."""
     shape, flat = grouped.shape[:-1], grouped.reshape(-1, grouped.shape[-1])
     at_once = rows_at_once(flat.device, _SEARCH_VALUES, flat.shape[1])
     parts = [_search(part, scheme, dtype) for part in flat.split(at_once)]

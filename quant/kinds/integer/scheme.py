@@ -16,14 +16,9 @@ _GGML_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class IntScheme(Scheme):
-    """Integer weights of one width with one scale per group of input channels.
+    """Integer weights of one width; a scale per group of input channels, -1: per output channel.
 
-    Attributes:
-        group_size: consecutive input channels that share a scale; -1 is one group per output channel.
-        symmetric: True if the zero code is fixed at the middle, `2**(bits-1)`.
-
-    Raises:
-        BadInput: a width or a group size that no method here can produce.
+    `symmetric`: the zero code is `2**(bits-1)`. Raises BadInput: no method here can produce it.
     """
 
     kind_name: ClassVar[str] = "int"

@@ -27,7 +27,6 @@ class LookupTensor(QuantizedTensor):
     """`w[o, i] = table[o, codes[o, i]] + sparse[o, i]`.
 
     Attributes:
-        codes: uint8 `[out, in]`.
         table: float16 `[out, 2**bits]`, ascending.
         sparse_rows, sparse_columns: CSR row pointers int32 `[out + 1]` and columns int32 `[nonzeros]`.
         sparse_values: difference of the weight from its table value, float16 `[nonzeros]`.
@@ -71,11 +70,8 @@ _PIECE = 2**18
 
 
 class LookupGrid(Grid):
-    """A table for each output channel, and sparse float weights.
-
-    A row is one group. Its parameters are the tables, float16 `[out, 1, 2**bits]`, and the mask of the sparse
-    weights `[out, 1, in]`, which are the largest.
-    """
+    """A float16 table `[out, 1, 2**bits]` for each row, a group, and the mask of its sparse weights, the
+    largest."""
 
     def __init__(self, scheme: LookupScheme, in_features: int):
         self.scheme, self.group = scheme, in_features
@@ -123,10 +119,7 @@ class LookupColumns:
 def round_to_uniform_tables(
     weight: torch.Tensor, scheme: LookupScheme, *, name: str = "weight"
 ) -> LookupTensor:
-    """Data-free quantization (RTN) of a weight `[out, in]` to tables, uniform over their rows' ranges.
-
-    The sparse weights are the largest of the matrix. BadInput if the weight does not fit into float16.
-    """
+    """Data-free quantization (RTN) to uniform tables and largest weights. BadInput: beyond float16."""
     kept = largest_weights(weight, scheme.sparse_fraction)
     return assign(weight, uniform_tables(weight, kept, scheme), kept, scheme, name=name)
 
@@ -169,10 +162,7 @@ def assign(
     *,
     name: str = "weight",
 ) -> LookupTensor:
-    """Codes of the nearest values of the stored (float16) tables, and the sparse `kept` weights.
-
-    Tables are float32 `[out, 2**bits]`, ascending; BadInput where one does not fit into float16.
-    """
+    """Codes of the nearest values of stored tables, ascending `[out, 2**bits]`, and the `kept` weights."""
     stored = table.to(torch.float16)
     if not bool(torch.isfinite(stored).all()):
         raise BadInput(f"{name} holds values too large for float16 tables")
@@ -222,11 +212,8 @@ def sort_rows(values: torch.Tensor, importance: torch.Tensor) -> SortedRows:
 
 
 def fit_tables(rows: SortedRows, start: torch.Tensor) -> torch.Tensor:
-    """Ascending tables float32 `[rows, k]` of (locally) least weighted squared error, by Lloyd's iterations.
-
-    They begin at the tables `start`, and at quantiles of the importance, the values at the middles of equal
-    shares of it; each row keeps the better result.
-    """
+    """Ascending tables `[rows, k]` of (locally) least weighted error, by Lloyd's iterations from `start` and
+    from quantiles of the importance."""
     first = _iterate(rows, start.to(torch.float64))
     shares = (torch.arange(start.shape[1], dtype=torch.float64) + 0.5) / start.shape[1]
     wanted = rows.mass[:, -1:] * shares

@@ -11,13 +11,9 @@ from ...base.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class LookupScheme(Scheme):
-    """Non-uniform quantization: a lookup table per output channel, and a sparse matrix of float weights.
+    """A lookup table per output channel, and a sparse float matrix (SqueezeLLM, arXiv:2306.07629).
 
-    Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", ICML 2024 (arXiv:2306.07629).
-
-    Attributes:
-        bits: width of a code; a table has `2**bits` values.
-        sparse_fraction: fraction of the weights that are kept in 16 bits in the sparse matrix.
+    Codes of `bits`; `sparse_fraction` of the weights are kept in 16 bits.
     """
 
     kind_name: ClassVar[str] = "lookup"

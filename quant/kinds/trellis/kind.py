@@ -47,9 +47,7 @@ from .viterbi import (
 class TrellisTensor(TransformedTensor):
     """`w = (diag(suh) H Q H diag(svh))ᵀ`, with `Q` `[in, out]` the values of the states.
 
-    Attributes:
-        trellis: packed states of tiles, int16 `[in / 16, out / 16, 16 * bits]`.
-        suh, svh: signs and scales of inputs and outputs, float16 `[in]` and `[out]`.
+    `trellis` has packed states of tiles, int16 `[in / 16, out / 16, 16 * bits]`; `suh`, `svh` are float16.
     """
 
     trellis: torch.Tensor

@@ -16,9 +16,7 @@ TRELLIS_CODEBOOKS = ("3inst", "mcg", "mul1")
 class TrellisScheme(Scheme):
     """Trellis codes of weights between Hadamard transforms (QTIP, arXiv:2406.11235, in EXL3's form).
 
-    Attributes:
-        bits: bits that a weight adds to the state of its tile's trellis.
-        codebook: computation of the value of a state: `3inst`, `mcg` or `mul1`.
+    Each weight adds `bits` to its tile's state, whose value `codebook` computes: 3inst, mcg or mul1.
     """
 
     kind_name: ClassVar[str] = "trellis"

@@ -142,14 +142,10 @@ def search_in_triton(
     rounding: tuple[float, float, float, int],
     programs: int,
 ) -> torch.Tensor:
-    """Launch both searches of `nearest_states` for all sequences.
+    """Both searches of `nearest_states` in one launch, `side` targets each side of the seam for the first.
 
-    Args:
-        values: the codebook `[65536]`, int16 or float32, as the search takes it.
-        side: targets on each side of the seam that the first search sees.
-        rounding: bound and factor of targets, if `values` are integers; the highest cost; the steps after
-            which the least cost is 0 again.
-        programs: number of programs that the GPU holds.
+    `values`: codebook `[65536]`; `rounding`: bound and factor of targets, if integers, highest cost, and
+    steps after which the least cost is 0 again.
     """
     count, length = targets.shape
     largest, factor, most, stretch = rounding

@@ -78,7 +78,6 @@ _PLACES = ORDER.argsort()
 
 
 def to_sequences(values: torch.Tensor) -> torch.Tensor:
-    """Values `[in, out]` as sequences `[in / 16, out / 16, 256]`."""
     tiles = values.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).transpose(1, 2)
     return tiles.flatten(2)[..., ORDER.to(values.device)]
 
@@ -122,10 +121,9 @@ _TRIED = 3, 40  # sequences and targets that Triton's search is held against tor
 
 
 def nearest_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
-    """States int32 `[sequences, length]` whose values are nearest to `targets`, of the same shape.
+    """States int32 `[sequences, length]` nearest to `targets`, with values of codebook `name`.
 
-    Each state shares its upper `16 - bits` bits with the lower ones of the state before, the first with the
-    last. Both searches are exact for the node that the seam is given; `name` is the codebook's.
+    Each shares its upper `16 - bits` bits with the one before, the first with the last.
     """
     if not _triton_problem(targets.device, bits, name):
         return _triton_states(targets, bits, name)

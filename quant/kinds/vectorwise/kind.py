@@ -51,11 +51,7 @@ class VectorwiseGrid(ScalarGrid):
 def round_to_rows(
     weight: torch.Tensor, scheme: VectorwiseScheme, *, name: str = "weight"
 ) -> VectorwiseTensor:
-    """Quantize a weight `[out, in]` in float16: `code = round(w * 127 / absmax)`, 0 in a row of zeros.
-
-    Raises:
-        BadInput: the weight does not fit into float16.
-    """
+    """Quantize float16 `[out, in]`: `round(w * 127 / absmax)`, 0 in zero rows. BadInput: beyond float16."""
     halves = weight.to(torch.float16).to(torch.float32)
     if not bool(torch.isfinite(halves).all()):
         why = "too large for float16, in which int8 rows are computed"

@@ -11,10 +11,7 @@ from ...base.scheme import Activations, Scheme
 
 @dataclass(frozen=True, slots=True)
 class VectorwiseScheme(Scheme):
-    """LLM.int8(): row-wise int8; input channels with an outlier beyond `threshold` are computed in 16 bits.
-
-    Dettmers et al., "LLM.int8()", NeurIPS 2022 (arXiv:2208.07339).
-    """
+    """LLM.int8() (arXiv:2208.07339): row-wise int8; outlier channels beyond `threshold` in 16 bits."""
 
     kind_name: ClassVar[str] = "vectorwise"
 
