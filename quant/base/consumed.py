@@ -13,13 +13,9 @@ from ...base.errors import BadInput
 
 
 class Consumed(Mapping[str, Any]):
-    """A JSON object that records which of its keys were read, and those of the objects in it.
+    """A JSON object at path `at` that records which keys were read, of inner objects too.
 
-    Reading a value ticks its key off. Asking whether a key is there, or iterating over the keys, does not.
-
-    Args:
-        raw: the object.
-        at: path of the object in the file with a dot at the end, for errors; empty for the outermost object.
+    Asking whether a key is there, or iterating over the keys, does not tick it off.
     """
 
     def __init__(self, raw: Mapping[str, Any], at: str = "") -> None:
@@ -43,11 +39,8 @@ class Consumed(Mapping[str, Any]):
         return len(self._raw)
 
     def unread(self, irrelevant: Container[str]) -> Iterator[str]:
-        """Paths of the keys that were not read, but for `irrelevant` names and values that turn nothing on.
-
-        None, False, zero and empty values count as left out: a tool that writes a key for a new feature
-        writes them where the feature is off.
-        """
+        """Paths of unread keys, but for `irrelevant` names, and values that turn nothing on (None, 0,
+        empty)."""
         for key, value in self._raw.items():
             if key in irrelevant or not value:
                 continue

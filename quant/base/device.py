@@ -42,8 +42,7 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 
 def device_of(name: str) -> torch.device:
-    """The device that `--device` names: `cpu`, `cuda` or `cuda:1`.
-    Raises BadInput: there is no such device here."""
+    """The device that `--device` names: `cpu`, `cuda` or `cuda:1`. BadInput: it is not here."""
     device_names(name)
     device = torch.device(name)
     if device.type == "cuda":
@@ -54,11 +53,7 @@ def device_of(name: str) -> torch.device:
 
 
 def cuda_problem(index: int = 0) -> str | None:
-    """Why this process cannot compute on a CUDA device, in one line; None: it can.
-
-    A missing or old driver, too old a GPU, one that another process has for itself, and one that this torch
-    has no kernels for are told before anything is loaded.
-    """
+    """Why this process cannot compute on a CUDA device (driver, age, in use, no kernels); None: it can."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -93,8 +88,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def devices_of(names: str) -> tuple[torch.device, ...]:
-    """The devices that `--device` names, with commas: the first runs the layers, and all of them solve.
-    Raises BadInput: one of them is not here, is named twice, or is of another kind than the first."""
+    """Devices of `--device`: the first runs layers. BadInput: missing, twice, or of another kind."""
     devices = tuple(device_of(name) for name in device_names(names))
     if len({device.type for device in devices}) > 1:
         raise BadInput(f"--device {names}: name devices of one kind")
@@ -114,12 +108,9 @@ def spread(
     devices: Sequence[torch.device],
     run: Callable[[Task, torch.device], Result],
 ) -> list[Result]:
-    """`run` of every task on one of the devices, without gradients; the results in the order of the tasks.
+    """`run` of every task on one of the devices, without gradients, in order, or the first exception.
 
     A device may be named twice, and has two threads then.
-
-    Raises:
-        Exception: the first one of a task; those that were not begun are left out.
     """
     left = iter(enumerate(tasks))
     lock = threading.Lock()
@@ -161,8 +152,7 @@ _VALUES_ON_DEVICE = 2**24
 
 
 def rows_at_once(device: torch.device, values: int, per_row: int) -> int:
-    """Rows of `per_row` values to compute at once: on the host `values` in all, which stay in a core's cache;
-    on a device, where every operation is a launch, as many as its memory holds with ease."""
+    """Rows of `per_row` values at once: on the host `values` in all, for the cache, on devices more."""
     return max(1, (values if device == HOST else max(values, _VALUES_ON_DEVICE)) // per_row)
 
 
@@ -185,11 +175,7 @@ class PeakMemory:
 
 
 def give_back() -> None:
-    """`malloc_trim`: return freed memory to the operating system, so that layers' peaks do not add up.
-
-    The C library keeps freed blocks in heaps whose holes fit no tensor of another size. From the first
-    call on, larger tensors are mmapped outside its heaps. Without glibc this does nothing.
-    """
+    """`malloc_trim`: return freed memory, so that layers' peaks do not add up; larger tensors are mmapped."""
     with contextlib.suppress(OSError, AttributeError):
         library = _allocate(_OUTSIDE_BYTES, _TRIMMED_BYTES)
         library.malloc_trim(0)
@@ -197,11 +183,7 @@ def give_back() -> None:
 
 @contextlib.contextmanager
 def temporaries_kept() -> Iterator[None]:
-    """Let the heap keep freed blocks while many short-lived tensors are allocated.
-
-    Page faults cost more time than the arithmetic on the tensors. Afterwards the heap is trimmed; a small
-    object that outlives the tensors would keep it from shrinking.
-    """
+    """Let the heap keep freed blocks while many short-lived tensors are allocated; trim it afterwards."""
     with contextlib.suppress(OSError, AttributeError):
         _allocate(_OUTSIDE_IN_PASSES, _KEPT_IN_PASSES)
     try:
@@ -211,8 +193,7 @@ def temporaries_kept() -> Iterator[None]:
 
 
 def lasting_zeros(*shape: int, device: torch.device | None = None) -> torch.Tensor:
-    """Float32 zeros that outlive the passes in which they are made: on the host in pages of their own, which
-    are taken as they are written. In the heap they would lie among the temporaries, and keep their holes."""
+    """Float32 zeros that outlive the passes, on the host in pages of their own, not in the heap's holes."""
     size = math.prod(shape) * torch.float32.itemsize
     if size < _OWN_PAGES_BYTES or (device or HOST) != HOST:
         return torch.zeros(shape, device=device)

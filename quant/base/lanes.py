@@ -22,10 +22,7 @@ Part = torch.Tensor | None
 
 
 class LaneSums:
-    """Sums of tensors over lanes, added in a fixed tree of pairs: lanes 0 and 1, 2 and 3, then both pairs.
-
-    A worker that has lanes next to each other keeps a sum for each whole branch.
-    """
+    """Sums over lanes, in a fixed tree of pairs (0 and 1, 2 and 3, then both), a sum for whole branches."""
 
     def __init__(self) -> None:
         self.branches: list[tuple[int, int, list[Part]]] = []
@@ -57,12 +54,7 @@ def _sum(left: Part, right: Part) -> Part:
 
 
 def totals(sums: Sequence[LaneSums], like: Sequence[Sequence[torch.Tensor]]) -> list[list[Part]]:
-    """The sums over the lanes of all workers, which meet; None for a part that no lane has.
-
-    Args:
-        sums: partial sums, in the same order in every worker; emptied.
-        like: tensors of the parts' shapes.
-    """
+    """Sums over all workers' lanes, which meet; None: of no lane. `sums` are emptied, shaped as `like`."""
     shapes = workers.gathered(
         [
             [(level, slot, [part is not None for part in parts]) for level, slot, parts in branches]
@@ -120,13 +112,7 @@ def largest(tensors: Sequence[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Samples of one worker: whole lanes.
-
-    Attributes:
-        samples: number of samples of all workers.
-        size: samples of a lane; the last may have fewer.
-        lanes: lanes of the worker.
-    """
+    """Samples of one worker, whole `lanes` of `size`, of `samples` in all; the last lane may be shorter."""
 
     samples: int
     size: int

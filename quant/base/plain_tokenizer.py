@@ -16,13 +16,7 @@ _UNUSED = 10**30
 
 
 class PlainTokenizer:
-    """Text to token ids and back, as transformers' `PreTrainedTokenizerFast` over `backend_tokenizer`.
-
-    Args:
-        backend: a `tokenizers.Tokenizer` that neither cuts off nor pads.
-        special: texts of the special tokens by their names (`bos_token`).
-        whole: makes transformers' tokenizer.
-    """
+    """Text to ids and back, as `PreTrainedTokenizerFast`; `special` texts by name, `whole` makes theirs."""
 
     clean_up_tokenization_spaces = False
 
@@ -106,8 +100,7 @@ tokenizer_class model_max_length clean_up_tokenization_spaces legacy name_or_pat
 local_files_only chat_template padding_side model_input_names use_default_system_prompt
 add_bos_token add_eos_token
 """
-"""Keys of a tokenizer_config.json that change neither ids nor texts: transformers puts around a text what
-tokenizer.json does, whatever `add_bos_token` says."""
+"""Keys of tokenizer_config.json without effect: tokenizer.json decides, whatever `add_bos_token` says."""
 
 
 def plain_tokenizer(

@@ -69,7 +69,6 @@ class Scheme(ABC):
 
     Attributes:
         kind_name: name of the kind, as manifests record it and as kernels register for it.
-        bits: width of a code.
         activations: quantization of inputs; None: 16-bit activations (weight-only quantization).
         permuted: True if group membership is stored per input channel (`g_idx` of dynamic act-order).
         searches_ranges: True if ranges of groups may be searched for; else the format's owner fixes them.
@@ -104,7 +103,6 @@ class Scheme(ABC):
 
     @property
     def asymmetric(self) -> bool:
-        """True if groups have integer zero codes of their own."""
         return False
 
     @property
@@ -123,7 +121,6 @@ class Scheme(ABC):
 
     @property
     def has_float8(self) -> bool:
-        """True if codes or scales are 8-bit floats, which not every device has."""
         return False
 
     @property
@@ -136,19 +133,12 @@ class Scheme(ABC):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Scheme | None:
-        """The scheme of most linears, from the `quantization_config` of a format of this kind alone.
-
-        The planner asks where it has no finer rules of the format; None: the config does not tell.
-        """
+        """Scheme of most linears by `quantization_config` for the planner; None: the config does not tell."""
         return None
 
     @classmethod
     def nearest_to(cls, other: Scheme) -> Iterator[tuple[int, Scheme]]:
-        """Schemes of this kind to which another weight is requantized, each with a rank, the least first.
-
-        Ranks: 0: errs least of all, 1: of about as many bits, 2: of other bits. Kinds of equal rank go in the
-        order of the registry.
-        """
+        """Schemes of this kind for requantizing, by rank: 0 errs least, 1 about as many bits, 2 others."""
         return iter(())
 
     def rank_near(self, other: Scheme) -> int:

@@ -46,7 +46,6 @@ def count() -> int:
 
 
 def rank() -> int:
-    """This worker's number; that of a process that is alone is 0."""
     return dist.get_rank() if together() else 0
 
 
@@ -56,8 +55,7 @@ def is_first() -> bool:
 
 
 def own_device(name: str) -> str:
-    """The device of this worker where `--device` says `cuda`: that of its number on its machine.
-    Raises BadInput: several devices, of which each worker would take all."""
+    """This worker's device where `--device` says `cuda`, by its number. BadInput: several devices."""
     if not is_worker() or name == "cpu":
         return name
     if name != "cuda":
@@ -66,10 +64,7 @@ def own_device(name: str) -> str:
 
 
 def join(device: str) -> None:
-    """Meet the other processes of torchrun, if it started this one.
-
-    Not before the model is planned: transformers leaves it to the first of several processes to save models.
-    """
+    """Meet torchrun's other processes, once the model is planned: transformers leaves saving to the first."""
     if not is_worker() or dist.is_initialized():
         return
     if device != "cpu":
@@ -221,8 +216,7 @@ def owners_of(costs: Sequence[float]) -> tuple[list[int], list[float]]:
 
 
 def owners_in_gaps(costs: Sequence[float], spare: Sequence[float]) -> list[int | None]:
-    """The worker that does each further task of such costs while the busiest is at its own tasks; None: no
-    worker has time for it."""
+    """The worker of each further task, while the busiest is at its own; None: none has time."""
     loads = owners_of(costs)[1]
     most = max(loads)
     owners: list[int | None] = [None] * len(spare)
@@ -237,8 +231,7 @@ def owners_in_gaps(costs: Sequence[float], spare: Sequence[float]) -> list[int |
 def shared_out(
     tasks: Sequence[Task], costs: Sequence[float], run: Callable[[Task], Answer]
 ) -> list[Answer]:
-    """The answers to independent tasks, each found by one worker, the dearest first by the least loaded; the
-    workers meet. Raises Exception: that of the first task that failed, in all workers."""
+    """Answers to independent tasks, the dearest first by the least loaded; the first exception in all."""
     if count() == 1:
         return [run(task) for task in tasks]
     owners, _ = owners_of(costs)
@@ -251,8 +244,7 @@ def shared_out(
 
 
 def launch(number: int, module: str, arguments: Sequence[str]) -> int:
-    """Run `python -m module` with these words in so many workers of this machine; returns the exit code.
-    Raises Failure: a worker was killed."""
+    """Run `python -m module` in so many workers here; its exit code. Failure: a worker was killed."""
     import logging
     import sys
 

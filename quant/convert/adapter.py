@@ -61,8 +61,7 @@ class LoraSettings:
 
     @classmethod
     def read(cls, folder: Path) -> LoraSettings:
-        """The settings of an adapter folder.
-        Raises BadInput: naming the file and the field that is missing, invalid, or not supported."""
+        """The settings of an adapter folder. BadInput: a field is missing, invalid, or not supported."""
         path = folder / CONFIG_NAME
         raw = Consumed(read_json(path))
         if (kind := raw.get("peft_type")) != "LORA":
@@ -143,12 +142,7 @@ class LoraPair(NamedTuple):
 
 
 class AdapterWeights:
-    """The tensors of an adapter folder, by the modules that they target.
-
-    Raises:
-        BadInput: a file that is missing or damaged, a tensor that is no LoRA weight of a linear, or a module
-            that the settings do not target.
-    """
+    """Tensors of an adapter, by targeted modules. BadInput: missing, damaged, no LoRA, or no target."""
 
     def __init__(self, folder: Path, settings: LoraSettings) -> None:
         self.path = folder / WEIGHTS_NAME

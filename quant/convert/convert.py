@@ -67,16 +67,9 @@ def convert(
     allow_loss: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Write `source` in the format `target`, one shard in memory at a time.
+    """Write `source` in the format `target` (`PLAIN`: dequantized), a shard in memory at a time, atomically.
 
-    Args:
-        target: one of the formats, or `PLAIN`: dequantized, in the dtype of the config.
-        output: folder to create; it appears atomically, once everything is written.
-        allow_loss: requantize weights that the format cannot represent exactly.
-
-    Raises:
-        BadInput: `output` exists, the source is damaged or not quantized, or without `allow_loss` a
-            weight would change. Partial output is removed.
+    BadInput: `output` exists, a damaged source, or a weight would change without `allow_loss`.
     """
     if target == PLAIN:
         return dequantize_checkpoint(source, output, progress or Silent())
@@ -241,13 +234,7 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class Requantized:
-    """A weight on the target format's grid.
-
-    Attributes:
-        tensor: weight on a grid that the format holds.
-        error: `|W - W'|² / |W|²`; 0 where the conversion is exact.
-        reason: reason for which it was requantized; empty if it was not.
-    """
+    """A weight on the target's grid, its `error` `|W - W'|² / |W|²`, and the reason; exact: 0 and empty."""
 
     tensor: QuantizedTensor
     error: float = 0.0
@@ -255,8 +242,7 @@ class Requantized:
 
 
 def requantize(module: str, tensor: QuantizedTensor, target: WeightFormat) -> Requantized:
-    """An equivalent of `tensor` that `target` can store, or its requantization.
-    Raises BadInput: the format has no grid for such a weight at all."""
+    """An equivalent that `target` can store, or a requantization. BadInput: it has no grid for it."""
     exact, reason = _exact(module, tensor, target)
     if exact is not None:
         return Requantized(exact)

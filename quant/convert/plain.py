@@ -49,11 +49,7 @@ SHARD_BYTES = 2**30
 def write_shards(
     folder: Path, parts: Iterable[Mapping[str, torch.Tensor]], release: Callable[[], None]
 ) -> None:
-    """Write tensors as they come in shards of 1 GiB, of which one is in memory, and their index.
-
-    Args:
-        release: function that is called after each shard, to let go of what was read for it.
-    """
+    """Write tensors as they come in shards of 1 GiB, one in memory, and an index; `release` after each."""
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     total = size = 0
@@ -91,12 +87,9 @@ def plain_tensors(
     progress: Progress,
     what: str,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Every tensor of a checkpoint, plain: linears that are quantized or edited, then the others.
+    """Every tensor plain: quantized linears and `edited` ones, by `edit`, then the others.
 
-    Args:
-        dtype: dtype of every float; None: as stored, and for dequantized ones that of the config.
-        edited: linears that go through `edit` as the quantized ones do.
-        what: the description of the progress.
+    `dtype` of floats, None: as stored, or the config's. `what` describes the progress.
     """
     quantized = quantized_modules(source)
     modules = sorted({*quantized, *edited})
@@ -163,8 +156,7 @@ def write_plain(
 
 
 def dequantize_checkpoint(source: Checkpoint, output: Path, progress: Progress) -> Conversion:
-    """Write `source` as a plain checkpoint in the dtype of its config.
-    Raises BadInput: `output` exists, or the source is plain safetensors already, or damaged."""
+    """Write `source` in its config's dtype. BadInput: `output` exists, or plain safetensors, or damaged."""
     quantized = source.quantization_config is not None
     if not quantized and source.path == source.folder:
         raise BadInput(f"{source.path} is a plain checkpoint already")
@@ -217,12 +209,7 @@ class WeightedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """A merged checkpoint.
-
-    Attributes:
-        modules: the linears that changed, each with the norm of its change over that of its weight.
-        kept: the least share of a change that rounding to the dtype of the file left, 1 in float32.
-    """
+    """Changed linears with the norm of change over weight, and the least share that rounding left."""
 
     output: Path
     dtype: str
@@ -292,8 +279,7 @@ class _Merge:
         self.kept = 1.0
 
     def check(self) -> None:
-        """Find every module of every adapter, and check its shapes, before anything is written.
-        Raises BadInput: see `merge`."""
+        """Find every adapter's modules, and check shapes, before anything is written; BadInput as `merge`."""
         for adapter in self._adapters:
             if adapter.settings.is_dora and (len(self._adapters) > 1 or adapter.weight != 1.0):
                 raise BadInput(

@@ -71,12 +71,9 @@ class VerifyReport:
 def verify(
     folder: Path | str, progress: Progress | None = None, *, trust_remote_code: bool = False
 ) -> VerifyReport:
-    """Read a quantized checkpoint with the second readers, numpy alone, and compare it with its manifest.
+    """Read a checkpoint with the second readers, numpy alone, and compare it with its manifest, if any.
 
-    A checkpoint without a manifest, written by another tool, gets only the consistency checks.
-
-    Raises:
-        BadInput: no quantized checkpoint, a kind that cannot be read, or a file that is cut off.
+    BadInput: no quantized checkpoint, a kind that cannot be read, or a file that is cut off.
     """
     progress = progress or Silent()
     folder = Path(folder)

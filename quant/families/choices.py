@@ -75,8 +75,7 @@ def is_sliding(config: Config) -> list[bool]:
 
 
 def kv_source(config: Config, index: int) -> int | None:
-    """The layer whose keys and values a layer attends to: the last of its kind before those that share; None:
-    its own (Gemma 3n and 4)."""
+    """Layer whose keys and values a layer attends to, the last of its kind that does not share; or None."""
     kinds = config["layer_types"]
     first_shared = len(kinds) - (config["num_kv_shared_layers"] or 0)
     if index < first_shared:
@@ -120,8 +119,7 @@ def first_dense(config: Config) -> range:
 
 
 def layer_parts(config: Config, kind: str, mixer: StateMixer) -> tuple[LayerParts, ...]:
-    """Parts of each layer, where those of a `kind` have a state and the others attention.
-    Raises NotCovered: a layer is neither."""
+    """Parts of each layer: a state in those of a `kind`, else attention. NotCovered: a layer is neither."""
     kinds = config["layer_types"]
     if unknown := sorted({*kinds} - {kind, "full_attention"}):
         raise NotCovered(f"config.json: layer_types holds {unknown[0]!r}, which is not supported")
@@ -129,6 +127,5 @@ def layer_parts(config: Config, kind: str, mixer: StateMixer) -> tuple[LayerPart
 
 
 def check_silu(config: Config, key: str) -> None:
-    """Raise `NotCovered` where another activation follows the convolution."""
     if config[key] != "silu":
         raise NotCovered(f"config.json: {key} {config[key]!r} after a convolution is not supported")

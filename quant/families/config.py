@@ -75,16 +75,14 @@ def _with_defaults(name: str) -> ModelFamily | None:
 
 
 def model_shape(raw: Config) -> ModelShape:
-    """The shape of a raw `config.json`; of a multimodal one, of its text model.
-    Raises BadInput: an unknown model type or attention type, or a missing or invalid field."""
+    """Shape of a raw `config.json`, or its text model. BadInput: an unknown type, or an invalid field."""
     family, config = complete(raw)
     assert family.rules is not None
     return ModelShape.from_completed(family.name, family.rules, config)
 
 
 def complete(raw: Config) -> tuple[ModelFamily, dict[str, Any]]:
-    """The family of the text model, and its config with defaults filled in.
-    Raises BadInput: no model type, or one without defaults here."""
+    """Family of the text model, and its config with defaults. BadInput: no type, or one without defaults."""
     raw = current_names(raw)
     check_kinds(raw)
     config: dict[str, Any] = dict(raw)

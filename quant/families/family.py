@@ -71,9 +71,7 @@ class ImageTokens:
 
     Attributes:
         num_tokens: tokens in the prompt, with the processor's separators between rows and tiles.
-        num_patches: patches that the vision tower reads.
         num_tiles: parts that attend only within themselves; 1 for a whole image.
-        formula: the count with its numbers.
     """
 
     num_tokens: int
@@ -84,10 +82,7 @@ class ImageTokens:
 
 @dataclass(frozen=True, slots=True)
 class ImageSettings:
-    """`config.json` and `preprocessor_config.json`, looked up in the processor's own order.
-
-    A setting that both leave out is the default of the family's released checkpoints.
-    """
+    """`config.json` and `preprocessor_config.json`, in the processor's order, then the family's defaults."""
 
     config: Mapping[str, Any]
     processor: Mapping[str, Any]

@@ -180,8 +180,7 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
 
 
 def _gemma4_layers(shape: ModelShape, config: Config) -> tuple[LayerSizes, ...]:
-    """Sizes by layer: full-attention layers have other heads; the last ones share the keys and values of the
-    last layer of their kind before them."""
+    """Sizes by layer: full-attention layers have other heads; last ones share the last of their kind."""
     kinds, changes = config["layer_types"], config.get("per_layer_config") or {}
     layers = []
     for index, kind in enumerate(kinds):

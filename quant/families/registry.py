@@ -61,8 +61,7 @@ def all_families() -> Iterator[ModelFamily]:
 
 
 def image_tokens(settings: ImageSettings, width: int, height: int) -> ImageTokens | None:
-    """The tokens of an image of `width` x `height` by its family's rule; None: it has none.
-    Raises BadInput: an aspect ratio that the family's processor refuses."""
+    """The tokens of an image by its family's rule, or None. BadInput: a refused aspect ratio."""
     family = model_family(type_of(settings.config))
     if family is None or family.image_tokens is None:
         return None

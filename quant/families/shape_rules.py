@@ -83,7 +83,6 @@ class ShapeRules:
     learned_positions: bool = False
 
     def has_default(self, *keys: str) -> bool:
-        """True if one of the keys has a default, and so a meaning, in this architecture."""
         return any(key in (self.defaults or ()) for key in keys)
 
 
@@ -94,8 +93,7 @@ def has_chunks(config: Config) -> bool:
 
 
 def layer_windows(config: Config, rules: ShapeRules) -> Windows:
-    """Attention window of each layer in tokens; None for full attention. Raises BadInput: `layer_types` has
-    an unsupported attention type, or lists more or fewer layers than the model has."""
+    """Attention window of each layer in tokens; None: full. BadInput: an unsupported type, or wrong count."""
     kinds = config.get("layer_types")
     if not kinds:
         return rules.windows(config)

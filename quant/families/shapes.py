@@ -34,11 +34,7 @@ Shard = Literal["ranks", "kv_heads", "whole"]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Tensors of one shape: `count` of them in the model, `used` of them per token (active experts).
-
-    `shard` is the tensor-parallel placement: split over the ranks, split over at most the number of KV
-    heads (and replicated beyond), or whole on every rank.
-    """
+    """`count` tensors of one shape, `used` per token; `shard`: over ranks, at most the KV heads, or whole."""
 
     role: Role
     out_features: int
@@ -54,8 +50,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts: `width` is the intermediate size of a routed expert, `shared_width` that of the
-    shared expert (0: none); `dense_layers` have a dense MLP instead."""
+    """Mixture of experts of `width`, shared ones of `shared_width` (0: none); `dense_layers` have an MLP."""
 
     count: int
     per_token: int
@@ -64,10 +59,8 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
 
     def expected_distinct(self, tokens: int) -> float:
-        """Expected number of distinct experts that `tokens` tokens activate per layer, under uniform routing.
-
-        E·(1 - (1 - t/E)^B). Real routing is skewed, so this is an upper bound of the mean.
-        """
+        """Expected distinct experts of `tokens` tokens, E·(1 - (1 - t/E)^B): an upper bound, as routing is
+        skewed."""
         return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
 
 
@@ -95,8 +88,7 @@ class Latent:
 class ModelShape:
     """Shape of a decoder-only language model, as far as memory and FLOP depend on it.
 
-    `windows[i]` is the attention window of layer i in tokens (None: full attention); `chunked` means
-    non-overlapping chunks. `max_context` is the config's max_position_embeddings.
+    `windows` are attention windows in tokens, None: full; `chunked`: they do not overlap.
     """
 
     family: str
@@ -143,8 +135,7 @@ class ModelShape:
 
     @classmethod
     def from_completed(cls, name: str, rules: ShapeRules, config: Config) -> ModelShape:
-        """The shape of a config with all defaults filled in, by the rules of the family `name`.
-        Raises BadInput: an unknown attention type, or a missing or invalid field."""
+        """Shape of a completed config, by the family's rules. BadInput: a missing or invalid field."""
         hidden = _number(config, "hidden_size", name)
         layers = _number(config, "num_hidden_layers", name)
         heads = _number(config, "num_attention_heads", name)
@@ -191,10 +182,9 @@ class ModelShape:
         )
 
     def tensors(self, stage: range | None = None) -> Iterator[Tensor]:
-        """All parameter tensors of the model, tied ones once; without buffers.
+        """All parameters, tied ones once, without buffers; of a pipeline `stage`, a range of layers, its own.
 
-        With `stage`, a range of layers, those of one pipeline stage: the first stage has the embeddings,
-        the last one the final norm and the head, as a copy of a tied embedding.
+        The first stage has the embeddings, the last the final norm and the head, a copy of a tied embedding.
         """
         hidden = self.hidden_size
         part = range(self.num_layers) if stage is None else stage
@@ -230,7 +220,6 @@ class ModelShape:
         return self.latent.cached_elements if self.latent else 2 * self.num_kv_heads * self.head_dim
 
     def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:
-        """KV-cache bytes per token in all layers, while the sequence is within every window."""
         return ceil(self.num_layers * self.cached_elements * bytes_per_element)
 
     def kv_bytes_per_extra_token(self, bytes_per_element: float | Fraction) -> int:
@@ -261,7 +250,6 @@ class ModelShape:
         return table + self.learned_positions * self.hidden_size
 
     def visible_elements(self, context: float) -> float:
-        """Cached elements that one token attends to, over all layers."""
         keys = sum(context if window is None else min(context, window) for window in self.windows)
         return keys * self.cached_elements
 
@@ -270,8 +258,7 @@ class ModelShape:
         return replace(self, windows=(None,) * self.num_layers)
 
     def kv_heads_per_rank(self, ranks: int) -> int:
-        """KV heads that each of `ranks` tensor-parallel ranks holds; beyond the number of KV heads they are
-        replicated. Raises BadInput: the heads do not divide over the ranks."""
+        """KV heads on each of `ranks`, replicated beyond their number. BadInput: they do not divide."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
         if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
             divide = [
@@ -292,8 +279,7 @@ class ModelShape:
         return replace(self, num_heads=self.num_heads // ranks, num_kv_heads=kv_heads)
 
     def stages(self, count: int) -> list[range]:
-        """Layers of each of `count` pipeline stages; the first ones take the remainder.
-        Raises BadInput: there are fewer layers than stages."""
+        """Layers of each of `count` pipeline stages, the first ones longer. BadInput: fewer than stages."""
         if not 1 <= count <= self.num_layers:
             raise BadInput(f"--pp {count}: the model has {self.num_layers} layers")
         per_stage, rest = divmod(self.num_layers, count)

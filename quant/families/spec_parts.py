@@ -117,10 +117,8 @@ class RopeSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
-        """Parse either form: `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling`.
-
-        `theta` is the model type's default.
-        """
+        """Parse `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`; `theta`: the
+        default."""
         options = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = options.get("rope_type", options.get("type", "default"))
         if kind not in ROPE_KINDS:
@@ -216,12 +214,10 @@ class LayerSizes:
 
 @dataclass(frozen=True, slots=True)
 class AltUpSpec:
-    """Alternating updates and learned augmented residuals (Gemma 3n).
+    """Alternating updates of `num_streams`, of which a layer computes the `active` one, and LAuReL (Gemma
+    3n).
 
-    Attributes:
-        num_streams: residual streams, of which a layer computes the `active` one.
-        scales_output: the corrected stream is scaled before the per-layer input reads it.
-        laurel_rank: rank of the augmented residual.
+    `scales_output`: the corrected stream is scaled before the per-layer input reads it.
     """
 
     num_streams: int
@@ -244,8 +240,6 @@ class DeltaNetSpec:
     """Gated delta net (Qwen3-Next, Qwen3.5).
 
     Attributes:
-        key_dim, value_dim: dimensions of a key head and a value head.
-        kernel: tokens of the convolution.
         by_head: the projections are `in_proj_qkvz` and `in_proj_ba`, each by key head (Qwen3-Next), not
             `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` (Qwen3.5).
     """
@@ -274,8 +268,6 @@ class Mamba2Spec:
     Attributes:
         num_groups: groups of heads that share B and C.
         kernel: tokens of the convolution; `conv_bias` of it.
-        bias: the projections have one.
-        step_limit: least and most step length.
     """
 
     num_heads: int
@@ -290,7 +282,6 @@ class Mamba2Spec:
 
     @property
     def width(self) -> int:
-        """Elements of the inputs of a token, and of its gate."""
         return self.num_heads * self.head_dim
 
     @property
@@ -304,12 +295,9 @@ StateMixer = ShortConvSpec | DeltaNetSpec | Mamba2Spec
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Parts of a layer: a mixer of its tokens and a feed-forward block, or one of the two.
+    """Mixer and feed-forward block of a layer, or one of the two, in a norm (Nemotron-H).
 
-    Attributes:
-        state: module that mixes its tokens in place of attention; None: attention does.
-        has_mixer, has_mlp: False if the layer lacks that part; a layer with one part is a norm and the part
-            (Nemotron-H).
+    `state` names the module that mixes tokens in place of attention.
     """
 
     state: StateMixer | None = None

@@ -23,8 +23,7 @@ def _llava(settings: ImageSettings, width: int, height: int) -> ImageTokens:
 def _anyres(
     settings: ImageSettings, width: int, height: int, *, is_onevision: bool = False
 ) -> ImageTokens:
-    """The whole image, and tiles of the best of some resolutions, less the padding,
-    with a newline after each row."""
+    """The whole image, and tiles of the best resolution less its padding, with a newline after each row."""
     patch = settings.vision_size("patch_size", 14)
     tile = settings.side("size", settings.vision_size("image_size", 384 if is_onevision else 336))
     pinpoints = settings.processor.get("image_grid_pinpoints") or settings.config.get(
@@ -156,12 +155,7 @@ _TOWER_FOLDS = (
 
 
 def vision_map(linears: Sequence[str], names: Collection[str]) -> LayerMap:
-    """The map of a block of a tower, or of a projector.
-
-    Args:
-        linears: linears in the order of the tower's modules.
-        names: names of the tower's tensors.
-    """
+    """The map of a tower's block, or a projector; linears in order of modules, `names` of tensors."""
     groups: list[tuple[str, ...]] = []
     for linear in linears:
         shared = next((group for group in _TOWER_INPUTS if linear in group), (linear,))

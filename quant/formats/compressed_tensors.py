@@ -63,11 +63,9 @@ def group_of(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def find_group(config: Config, module: str) -> tuple[str, Config]:
-    """Layout and `config_groups` entry of a module: by name, by `re:` pattern, or as class `Linear`.
+    """Layout and `config_groups` entry of a module, by name, `re:` or class `Linear`; else BadInput.
 
-    Of several patterns that match, the library takes the one that sorts first, whatever the order of the
-    groups; of several groups with the same target, the last (`match_targets` of compressed-tensors 0.20).
-    BadInput if there is none.
+    As in `match_targets` 0.20: of patterns the first sorted, of groups with one target the last.
     """
     entries = _groups(config)
     owners = {target: group for group in entries.values() for target in group.get("targets") or []}
@@ -213,8 +211,7 @@ class CompressedTensorsFormat(WeightFormat):
 
 
 def _refuse_online(transforms: Config) -> None:
-    """Raises BadInput for transforms of activations (SpinQuant's R3 and R4, QuIP), without which the weights
-    are those of another model. Transforms of weights alone are in the stored weights already."""
+    """Raise BadInput for transforms of activations (R3, R4, QuIP); those of weights are stored."""
     for name, scheme in (transforms.get("config_groups") or {}).items():
         for transform in scheme.get("apply") or ():
             if transform.get("location") not in ("weight_input", "weight_output"):

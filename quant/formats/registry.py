@@ -54,11 +54,7 @@ _PACKED = ("_packed", ".qweight", ".qzeros")
 
 
 def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
-    """The weight format of a quantized checkpoint.
-
-    Raises:
-        BadInput: the checkpoint is not quantized, or in a way that is not supported.
-    """
+    """Weight format of a quantized checkpoint. BadInput: it is not quantized, or unsupported."""
     config = checkpoint.quantization_config
     if config is None:
         raise BadInput(f"{checkpoint.path} is not quantized: its config has no quantization_config")
@@ -69,14 +65,7 @@ def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
 
 
 def quantized_modules(checkpoint: Checkpoint) -> set[str]:
-    """Names of the quantized linears; empty for an unquantized checkpoint.
-
-    The files decide: a module that the config ignores has a plain weight.
-
-    Raises:
-        BadInput: an unknown `quant_method`, an unsupported scheme, or a config that declares
-            quantized weights where the files hold none.
-    """
+    """Quantized linears by the files, empty for none. BadInput: unknown, unsupported, or contradictory."""
     if checkpoint.quantization_config is None:
         leaves = ((name, name.rpartition(".")[2]) for name in checkpoint.names)
         scale = next((name for name, leaf in leaves if "scale" in leaf), None)
@@ -104,11 +93,7 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
 
 
 def _refuse_unread(checkpoint: Checkpoint, modules: set[str]) -> None:
-    """Raises BadInput for a tensor that belongs to quantized weights, and that no reader takes.
-
-    Two kinds: codes without scales, or with scales that nothing applies, as those of fused experts; and
-    further tensors of a quantized linear, which may be factors of its weight (ModelOpt's `pre_quant_scale`).
-    """
+    """Raise BadInput for tensors of quantized weights that no reader takes, such as `pre_quant_scale`."""
     taken = {name for module in modules for name in tensor_names(checkpoint, module)}
     for name in checkpoint.names:
         if name in taken or name.endswith((*CACHE_SCALES, ".g_idx")):
@@ -150,10 +135,6 @@ def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:
 
 
 def read_quantized(checkpoint: Checkpoint, module: str) -> QuantizedTensor:
-    """The packed weight of one module, as a `QuantizedTensor`.
-
-    Raises:
-        BadInput: a tensor is missing, or its shape contradicts the config.
-    """
+    """The packed weight of one module. BadInput: a tensor is missing, or misshapen by the config."""
     config = checkpoint.quantization_config or {}
     return checkpoint_format(checkpoint).unpack(module, checkpoint, config)

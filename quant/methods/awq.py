@@ -53,9 +53,7 @@ _ROWS = 256  # small enough to stay in a core's cache
 def scale_candidates(
     mean_abs: torch.Tensor, weights: Sequence[torch.Tensor], group_size: int
 ) -> Iterator[tuple[float, torch.Tensor]]:
-    """Input scales `s = x^a / (w^(1-a) + 1e-4)`, centred around 1, for 20 exponents `a`: pairs of `a` and
-    positive finite scales `[in]`, for the mean magnitudes `x` `[in]` and the linears `[out, in]` that share
-    the input."""
+    """20 pairs of `a` and `s = x^a / (w^(1-a) + 1e-4)` `[in]`, centred around 1, of mean magnitudes `x`."""
     # Mean ratio of an input channel's weights to their group's largest magnitude.
     total = torch.zeros(weights[0].shape[1], dtype=torch.float64)
     for rows in (rows for weight in weights for rows in weight.split(_ROWS)):
@@ -91,15 +89,9 @@ def clip_groups(
     scheme: IntScheme,
     scale_dtype: torch.dtype,
 ) -> Clipped:
-    """Clamp each group to the magnitude of least output error on the calibration data.
+    """Clamp each group, alone as in AWQ, to the magnitude of least output error, down to half of it.
 
-    Ranges from the full one down to half of it are tried in steps of 1/20. Each group is judged
-    alone, as in AWQ; the caller checks the combined effect on a row.
-
-    Args:
-        weight: float32 `[out, in]`, already scaled.
-        gram: `XᵀX` of the unscaled input `[in, in]`.
-        columns: the input scales `[in]` that `weight` was multiplied with.
+    `weight`, float32 `[out, in]`, is scaled by `columns` `[in]`, its input's `gram` is not.
     """
     out_features, in_features = weight.shape
     size = in_features // scheme.num_groups(in_features)
@@ -147,8 +139,7 @@ _SLACK = 1.02  # how much worse than RTN a linear may look on the sample
 
 @dataclass(slots=True)
 class _Linear:
-    """State of a linear during the search: `weight * columns / rows` is what gets rounded. `rows` divides the
-    output for a following linear. Errors are per output channel, in units of the unscaled layer."""
+    """A linear in the search: `weight * columns / rows` is rounded; errors are of the unscaled layer."""
 
     columns: torch.Tensor
     rows: torch.Tensor
@@ -214,9 +205,8 @@ class _Work:
     def _search(self, fold: Fold) -> None:
         """Apply the best scales of one pair's grid that make no linear worse than RTN.
 
-        Experts that read one norm are judged together: they share the scales, but each has different
-        tokens, and among a hundred some expert is always better off unscaled. The grid is ranked on a
-        sample of the output channels; the winner is checked on all of them.
+        Experts that read one norm share scales and are judged together. The grid is ranked on a sample of the
+        output channels; the winner is checked on all.
         """
         problem = self.problem
         targets = [name for name in fold.targets if name in problem.weights]

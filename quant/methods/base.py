@@ -36,9 +36,6 @@ class InputStatistics:
 
     Attributes:
         gram: float32 `[in, in]`, the sum of `x xᵀ` over tokens.
-        abs_sum: float32 `[in]`, the sum of `|x|`.
-        abs_max: float32 `[in]`, the largest `|x|`.
-        num_tokens: number of tokens accumulated.
         cross: float32 `[in, in]`, the sum of `(y - x) xᵀ` for the input `y` that the float model has in place
             of `x`; None where that is not known.
     """
@@ -116,14 +113,11 @@ class InputStatistics:
         return record
 
     def row_errors(self, delta: torch.Tensor) -> torch.Tensor:
-        """Squared output error of each output channel, float64 `[out]`, for a weight change `[out, in]`."""
         return quadratic_form(delta, self.gram)
 
     def sampled_errors(self, weight: torch.Tensor, *effective: torch.Tensor) -> list[float]:
-        """Relative output errors of each `effective`, on up to 512 evenly spaced output channels.
-
-        On wide layers the exact errors would cost more than the quantization itself.
-        """
+        """Relative output errors of each `effective` on up to 512 output channels, evenly spaced, for
+        speed."""
         rows = slice(None, None, -(-weight.shape[0] // REPORTED_ROWS))
         energy = float(self.row_errors(weight[rows]).sum())
         deltas = (weight[rows] - other[rows] for other in effective)
@@ -160,8 +154,7 @@ def _add_workers(records: list[InputStatistics]) -> None:
 
 @contextmanager
 def _products_of(dtype: torch.dtype) -> Iterator[None]:
-    """Matrix instructions, with float32 sums, for float32 matrices of 16-bit values: bfloat16's on a CPU;
-    on a GPU TF32's, whose ten bits of mantissa hold float16's too, so that no input is rounded."""
+    """Matrix instructions for 16-bit values with float32 sums: bfloat16, on a GPU TF32 (10-bit mantissa)."""
     cpu, gpu = (cast(Any, b).matmul for b in (torch.backends.mkldnn, torch.backends.cuda))
     before = cpu.fp32_precision, gpu.fp32_precision
     if dtype == torch.bfloat16:
@@ -175,10 +168,7 @@ def _products_of(dtype: torch.dtype) -> Iterator[None]:
 
 
 def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """`d M dᵀ` of each row `d` of `delta` `[rows, n]`, for a symmetric `matrix` `[n, n]`; float64 `[rows]`.
-
-    Clamped at 0, since a Gram matrix is positive semidefinite.
-    """
+    """`d M dᵀ` of each row of `delta` `[rows, n]`, symmetric `matrix`; float64, at least 0."""
     errors = torch.zeros(delta.shape[0], dtype=torch.float64, device=delta.device)
     for first in range(0, delta.shape[0], _ERROR_ROWS):
         part, total = (rows[first : first + _ERROR_ROWS] for rows in (delta, errors))
@@ -193,7 +183,6 @@ def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def relative(error: float, energy: float) -> float:
-    """An output error over the energy of the output; 0 where there is no output at all."""
     return error / energy if energy else 0.0
 
 
@@ -203,14 +192,11 @@ class ModuleReport:
 
     Attributes:
         error: relative output error on the calibration inputs, squared norm over squared norm; for a linear
-            with more than 512 output channels, on at least 256 evenly spaced ones, unless the method
-            computed it on all of them. None: not measured.
+            with more than 512 output channels, on at least 256 evenly spaced ones, unless the method computed
+            it on all of them. None: not measured.
         rtn_error: error of RTN to the same scheme.
-        held_out_error, rtn_held_out_error: both on held-out tokens; None: there are none.
         num_tokens: calibration tokens that reached the linear (routed to it, for experts).
         ratio: exponent of the activation magnitude in the chosen input scales; None: inputs unscaled.
-        clipped: fraction of groups that were clipped.
-        damp: damping that was applied to the Hessian; None where the method has none.
         fallback: why the linear fell back to RTN; None: it did not.
         zeroed_rows: number of rows with tiny weights that became zeros.
     """
@@ -238,15 +224,13 @@ class LayerProblem:
     Attributes:
         prefix: such as `model.layers.3`.
         scale_dtypes: dtypes in which each linear's scales are stored.
-        weights: float32 `[out, in]` of each linear to quantize.
         statistics: statistics of these linears' inputs. With a sequential method and `remeasure`, initially
             empty: the method fills it stage by stage.
         norms, norm_biases: weights and biases of norms, in the dtype of the checkpoint.
-        with_bias: the linears that have a bias.
         routers: float32 weights that stay floats but read an input that may be scaled.
         held_out: statistics of held-out inputs, for the report only; may be empty.
-        remeasure: runs the layer with some weights replaced and returns new statistics of the named
-            linears; None with cached statistics.
+        remeasure: runs the layer with some weights replaced and returns new statistics of the named linears;
+            None with cached statistics.
         block: the layer itself, to be run with gradients; only for blockwise methods, and None for the output
             projection.
         devices: devices that share independent linears; the tensors are on the first.
@@ -315,8 +299,7 @@ class LayerProblem:
         rtn_error: float | None = None,
         **others: Any,
     ) -> ModuleReport:
-        """The report of one linear, from the dequantized weight in units of the unscaled layer, the weight
-        under RTN, and the relative errors of the two where they are known; `others` are further fields."""
+        """The report of a linear, by its dequantized weight and RTN's, and relative errors where known."""
         module = f"{self.prefix}.{linear}"
         if linear not in self.statistics:
             return ModuleReport(module, None, None, fallback=others.get("fallback"))
@@ -391,6 +374,5 @@ class LayerResult:
 
     @classmethod
     def of(cls, solved: Mapping[str, tuple[QuantizedTensor, ModuleReport]]) -> LayerResult:
-        """Join linears that were solved one by one."""
         weights = {name: codes for name, (codes, _) in solved.items()}
         return cls(weights, {}, [report for _, report in solved.values()])

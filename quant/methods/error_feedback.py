@@ -36,13 +36,12 @@ class Feedback:
     """The feedback matrix, in rounding order.
 
     Attributes:
-        channels: int64 `[in]`, the input channel at each position. The channel that is rounded first
-            is last, so that the Cholesky factor needs no reversed copy.
-        matrix: float32 `[in, in]`, unit upper triangular; row `p`, right of the diagonal:
-            coefficients of the errors at later positions, added to position `p` before it is rounded.
+        channels: int64 `[in]`, the input channel at each position. The channel that is rounded first is last,
+            so that the Cholesky factor needs no reversed copy.
+        matrix: float32 `[in, in]`, unit upper triangular; row `p`, right of the diagonal: coefficients of the
+            errors at later positions, added to position `p` before it is rounded.
         diagonal: float32 `[in]`, of the Cholesky factor: its square is the weight that a channel's squared
             error keeps after the feedback.
-        damp: the damping that was applied.
     """
 
     channels: torch.Tensor
@@ -52,13 +51,9 @@ class Feedback:
 
 
 def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback | None:
-    """Cholesky factorisation of the damped Gram matrix; the inputs must not be all zero.
+    """Cholesky factorisation of the Gram matrix `[in, in]`, damped by `damp` times its mean diagonal.
 
-    `damp` times the mean of the diagonal is added to it, and twice as much after every failure. A dead
-    channel (always zero) is rounded to nearest and propagates no error.
-
-    Returns:
-        None where no damping up to 1 makes the matrix `[in, in]` positive definite.
+    Doubled after each failure, up to 1; then None. A dead channel is rounded to nearest, without errors.
     """
     diagonal = gram.diagonal()
     alive = diagonal > 0
@@ -78,14 +73,10 @@ def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback |
 
 
 def rounding_order(gram: torch.Tensor, act_order: str, group: int, vector: int) -> torch.Tensor:
-    """Input channels int64 `[in]` in rounding order.
+    """Input channels int64 `[in]` in rounding order, those of a `vector` together.
 
-    Args:
-        act_order: `none`: as stored; `group-aware`: whole groups by decreasing sum of the Hessian's diagonal,
-            and by decreasing diagonal within each (as in GPTQModel); else (`static`, `dynamic`): all by
-            decreasing diagonal.
-        group: channels in a group.
-        vector: channels that are rounded together, which stay together; by their sums.
+    `none`: as stored; `group-aware`: groups by their sums of the Hessian's diagonal, and within them
+    (GPTQModel); else all by the diagonal.
     """
     diagonal = gram.diagonal()
     if act_order == "none":
@@ -112,13 +103,10 @@ def asymmetric_shift(
     """Shift to add to a weight `[out, in]` whose output shall be that of the float model's inputs.
 
     For inputs `x` of the layer and `y` of the float model's, `|W yᵀ - W' xᵀ|²` is least where `W'` is nearest
-    to `W + W C H⁻¹`, with `C` the sum of `(y - x) xᵀ`, in the metric of `H`: GPTQ's problem with another
-    target. (GPTAQ, arXiv:2504.02692, writes it column by column.) A quarter of it is taken, as there, since
-    calibration knows `C` with noise.
+    to `W + W C H⁻¹`, with `C` the sum of `(y - x) xᵀ`, in the metric of `H`. A quarter of it is taken, as in
+    GPTAQ (arXiv:2504.02692), since calibration knows `C` with noise.
 
-    Args:
-        gram: `x xᵀ`, where `H` is that of other tokens too and may be far less in the directions of `x`: the
-            shift then goes no farther than brings the outputs of `x` nearest.
+    `gram` is `x xᵀ`, where `H` is of other tokens too: the shift brings outputs of `x` nearest at most.
     """
     channels, diagonal = feedback.channels, feedback.diagonal
     moved = (weight @ cross).index_select(1, channels)
@@ -269,11 +257,7 @@ class _Solver:
         self.columns = {group: self.grid.columns(parameters)}
 
     def _uncoupled(self, start: int, stop: int, corrected: torch.Tensor) -> torch.Tensor:
-        """The weights at these positions, corrected for all errors before them as if they had none.
-
-        `corrected` holds each channel as if those before it here stayed as they are; the coupling among them
-        is one triangular system.
-        """
+        """Weights at these positions, corrected for all errors before, by one triangular system."""
         block = self.feedback.matrix[start:stop, start:stop]
         shift = torch.linalg.solve_triangular(
             block, corrected - self.weight[start:stop], upper=True, unitriangular=True

@@ -12,11 +12,9 @@ from .base import InputStatistics, LayerProblem
 
 
 def can_fold(fold: Fold, problem: LayerProblem) -> bool:
-    """True if the fold can be applied.
+    """True if the fold can be applied: targets are quantized, and sources have no bias, unless norms.
 
-    Scaling an unquantized target or a source's bias would round its stored floats once more, so such folds
-    are skipped; the bias of a norm is divided, for without it few norms with biases could be folded.
-    Rows that feed several columns (grouped-query attention) are exact too, but did not help SmolLM2-135M.
+    Others would round stored floats once more. Grouped-query attention's rows did not help SmolLM2-135M.
     """
     if any(name not in problem.weights and name not in problem.routers for name in fold.targets):
         return False
@@ -34,12 +32,10 @@ def can_fold(fold: Fold, problem: LayerProblem) -> bool:
 
 
 def tied_scales(fold: Fold, columns: torch.Tensor) -> torch.Tensor:
-    """Scales of the source's rows: the geometric mean of those wanted for the columns that each feeds."""
     return columns.log().view(fold.groups, fold.repeats, -1).mean(dim=1).exp().flatten()
 
 
 def column_scales(fold: Fold, rows: torch.Tensor) -> torch.Tensor:
-    """Scales of the targets' columns `[in]` from those of the source's rows."""
     grouped = rows.view(fold.groups, 1, -1)
     return grouped.expand(-1, fold.repeats, -1).reshape(-1)
 
@@ -64,16 +60,9 @@ def divided_bias(
 def fold_into_norm(
     norm: torch.Tensor, scales: torch.Tensor, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide a norm's weight by scales; returns the scales that its stored dtype really applied.
+    """Divide a norm's weight by scales, in its dtype; returns it and the float32 scales really applied.
 
-    The result is stored in the norm's own dtype, often bfloat16. Taking the scales from the
-    stored weight keeps the fold exact: the linears compensate the norm's rounding too.
-
-    Args:
-        offset: added to the norm's weight before multiplying (`Fold.norm_offset`).
-
-    Returns:
-        The new norm weight `[in]` in its dtype, and the float32 scales `[in]`.
+    The linears so compensate the rounding too. `offset` is added to the weight (`Fold.norm_offset`).
     """
     before = norm.to(torch.float32) + offset
     stored = (before / scales - offset).to(norm.dtype)
@@ -85,14 +74,9 @@ def fold_into_norm(
 def scaled_problem(
     problem: LayerProblem, columns: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]
 ) -> LayerProblem:
-    """The layer with its scales folded in: what a solver rounds after smoothing.
+    """The layer with its scales folded in: `weight * columns / rows`, inputs divided by `columns`.
 
-    Weights are `weight * columns / rows`, inputs are divided by `columns`. It is measured anew in the
-    unscaled layer, whose inputs are the same, times the scales.
-
-    Args:
-        columns: the input scales `[in]` of every linear, and of routers whose input is scaled.
-        rows: the divisors `[out]` of the linears that are themselves the source of a fold.
+    It is measured anew in the unscaled layer, whose inputs are the same, times the scales.
     """
     remeasure = problem.remeasure
 

@@ -41,12 +41,7 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    """Quantize the linears of a layer in execution order.
-
-    By default group-aware act-order: whole groups by decreasing Hessian diagonal, and channels within each.
-    A group's grid is fitted to its corrected weights, for the least error after the feedback, and no
-    `g_idx` is needed.
-    """
+    """Quantize the linears of a layer in execution order, by default with group-aware act-order."""
     return quantize_stages(problem, StageWork(problem))
 
 
@@ -69,11 +64,7 @@ def quantize_stages(problem: LayerProblem, work: StageWork) -> LayerResult:
 def execution_stages(family: LayerMap, linears: Collection[str]) -> list[list[tuple[str, ...]]]:
     """Groups of linears that share an input, by stage, in execution order (true-sequential).
 
-    The first projections of all experts are one stage: quantizing one expert does not change the input of
-    another.
-
-    Args:
-        linears: the quantized linears of the family, and any others, which form single stages at the end.
+    First projections of all experts are one stage. Linears beyond the family's are single stages last.
     """
     present = [tuple(name for name in group if name in linears) for group in family.shared_inputs]
     known = {name for group in present for name in group}
@@ -92,8 +83,7 @@ class _Measurement(NamedTuple):
 
 
 class StageWork:
-    """State of a layer: codes and reports of finished linears, and dampings of those that are solved and not
-    yet reported. Several workers measure errors where they would wait for each other."""
+    """Codes and reports of a layer; measurements that wait are made where workers wait for each other."""
 
     def __init__(self, problem: LayerProblem):
         self.problem = problem
@@ -111,8 +101,7 @@ class StageWork:
         self.problem.statistics.update(self.problem.remeasure(done, linears | routers))
 
     def quantize_all(self, groups: list[tuple[str, ...]]) -> None:
-        """Quantize independent groups of linears, over the devices where there are several. Workers, whatever
-        their number, solve the linears of a stage's only group apart, each with its own factorisation."""
+        """Quantize independent groups, over devices; workers share a stage's only group by linears."""
         devices = self.problem.devices
         if workers.together() and len(groups) == 1:
             groups = [(name,) for name in groups[0]]
@@ -181,7 +170,6 @@ class StageWork:
             )
 
     def _cost(self, linears: tuple[str, ...]) -> float:
-        """Operations of a factorisation and of the feedback, up to a factor."""
         shapes = [self.problem.weights[name].shape for name in linears]
         return float(shapes[0][1] ** 2 * (shapes[0][1] + sum(rows for rows, _ in shapes)))
 

@@ -40,8 +40,7 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
 def fit_grid(
     weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
 ) -> IntTensor:
-    """Codes, scales in `scale_dtype` and integer zeros of a weight `[out, in]`; BadInput where it is not
-    finite, a scale overflows, or the group size does not divide the row."""
+    """Codes, scales and integer zeros of `[out, in]`. BadInput: not finite, overflow, or group size."""
     plain = round_to_nearest(weight, scheme, scale_dtype, name=name)
     scales, zeros, codes = plain.scales.clone(), plain.zeros.clone(), plain.codes.clone()
     grouped = weight.view(*scales.shape, -1)
@@ -56,7 +55,6 @@ def fit_grid(
 def _codes(
     grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, scheme: IntScheme
 ) -> torch.Tensor:
-    """Codes (float32) `[out, groups, group_size]` for integer zero points `[out, groups]`."""
     steps = torch.round(grouped / scales.unsqueeze(-1))
     return (steps + zeros.unsqueeze(-1)).clamp_(0, scheme.max_code)
 

@@ -48,8 +48,7 @@ class _Grid(NamedTuple):
 
 
 class IntRounding(TunedRounding):
-    """The tuned parameters of a linear `[out, in]`, whose float32 weight is read again in every step. The
-    descent begins in the ranges of `start`, as far as they are within those of the weights."""
+    """The tuned parameters of a linear `[out, in]`; the descent begins in the ranges of `start`."""
 
     def __init__(
         self,
@@ -122,7 +121,6 @@ class IntRounding(TunedRounding):
         )
 
     def _library(self, values: torch.Tensor) -> ctypes.CDLL | None:
-        """The C functions, where they take these rounded weights, or gradients."""
         takes = values.device.type == "cpu" and values.dtype in _IN_C and values.is_contiguous()
         return native_rounding().library if takes else None
 
@@ -152,8 +150,7 @@ class IntRounding(TunedRounding):
         return self._low * self._low_share, self._high * self._high_share
 
     def _grid(self) -> _Grid:
-        """Symmetric: the larger end of the range gets the code 0, which is one step farther from zero than
-        the largest code; where that is the positive end, the scale is negative."""
+        """Symmetric: code 0 is the larger end, as it is a step farther from zero; scales may be negative."""
         low, high = self._range()
         if self._scheme.symmetric:
             scales = torch.where(-low > high, -low, -high) / self._scheme.middle
@@ -176,8 +173,7 @@ class IntRounding(TunedRounding):
     def _descend(
         self, rows: slice, grid: _Grid, gradient: torch.Tensor, rate: float
     ) -> torch.Tensor:
-        """Move the offsets of some groups; returns their slopes, one column by the step, and for asymmetric
-        ones two by the values of weights below the lowest code and above the largest."""
+        """Move some groups' offsets; slopes by the step, or asymmetric by values beyond either end."""
         scale, zero = grid.scale[rows, None], grid.zero[rows, None]
         slope, steps = gradient.to(torch.float32), self._groups[rows] / scale
         wanted = (steps + self._offset[rows]).round_().add_(zero)
@@ -195,8 +191,7 @@ class IntRounding(TunedRounding):
         return torch.cat([folded(term) for term in terms], dim=1)
 
     def _move_ranges(self, slopes: torch.Tensor, rate: float) -> None:
-        """Symmetric: only the end of the range that sets the scale has a gradient. Else a weight beyond an
-        end is that end, and one inside depends on both, through the scale."""
+        """Symmetric: only the end that sets the scale has a gradient; else weights beyond or inside both."""
         by_step, *beyond = slopes.unbind(1)
         if self._scheme.symmetric:
             low, high = self._range()

@@ -154,7 +154,6 @@ class SchemeOptions:
 
     @property
     def width(self) -> int:
-        """The bits, once they are decided."""
         assert self.bits is not None
         return self.bits
 
@@ -247,9 +246,7 @@ def smoothquant(options: SchemeOptions) -> Scheme:
 
 
 def fp8(options: SchemeOptions) -> Scheme:
-    """e4m3 weights with a scale per output channel, tensor or block. Activations are quantized too by
-    default: per token, with block scales per group of 128 channels, or per tensor with a static calibrated
-    scale."""
+    """e4m3 weights by channel, tensor or block; activations by token, 128 channels, or tensor (static)."""
     from ..kinds.fp8.scheme import FloatScheme
 
     granularity = options.granularity or "channel"

@@ -44,21 +44,18 @@ class Method:
             error that the other leaves. Without calibration there is no feedback, so methods that need none
             stay with the nearest.
         grouped: True if its scheme has groups of input channels that must divide the width.
-        sequential: True if it quantizes a layer's linears in execution order, each measured after the
-            quantized ones before it, unless `MethodOptions.true_sequential` is off.
+        sequential: True if it goes in execution order, unless `MethodOptions.true_sequential` is off.
         blockwise: True if it runs the layer itself, as `LayerProblem.block`.
         transformed: True if its codes lie between transforms: they have GPTQ's error feedback built in, and
             scales to be tuned.
         is_solver: True if records name it as the solver of the codes.
         searches_scales: True if it tries scales, and measures a layer again after its first linears.
         ranged: True if the ranges of its groups may be the plain minimum and maximum.
-        fits_zeros: True if its zero points are fitted, so that no format's preference changes them.
         to_blocks: True if it goes to any grid, ggml's blocks included.
         in_towers: True if it goes to vision towers, whose layers are no decoder layers.
         by_target: True if its widths may be searched under a target.
         knobs: fields of `MethodOptions` that it reads in addition to those of all methods.
         copies: float copies of the largest linear at its peak, besides the weights; measured.
-        code_bytes: bytes kept for each weight while it works.
     """
 
     name: str

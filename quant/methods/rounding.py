@@ -100,8 +100,7 @@ _LEAST_IMPORTANCE = 1e-4  # of the mean
 def round_weight(
     problem: LayerProblem, linear: str, weight: torch.Tensor, columns: torch.Tensor | None = None
 ) -> QuantizedTensor:
-    """Round `weight` `[out, in]`, whose columns were multiplied with `columns`, to nearest in the ranges that
-    are asked for; BadInput where it or its scales are not finite in their dtype."""
+    """Round `[out, in]`, multiplied by `columns`, in the ranges asked for. BadInput: not finite."""
     weights = None
     if problem.options.ranges == "weighted" and problem.schemes[linear].searches_ranges:
         weights = importance(problem, linear, columns)
@@ -123,10 +122,9 @@ def round_weight(
 def importance(
     problem: LayerProblem, linear: str, columns: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """The weight of each column's squared error, float32 `[in]`: the mean square of its input.
+    """Mean square of each column's input, float32 `[in]` (or given), as in llama.cpp; None without tokens.
 
-    That is llama.cpp's importance matrix, to a factor, or one that was given. A column multiplied by a scale
-    reads an input divided by it. Columns that are never activated count a little. None without tokens.
+    Columns are over their scale squared; those that are never activated count a little.
     """
     squares = problem.importance.get(linear)
     if squares is None:
@@ -166,7 +164,6 @@ def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Gri
 
 
 def module_name(problem: LayerProblem, linear: str) -> str:
-    """The full name of a linear; the output projection has no prefix."""
     return f"{problem.prefix}.{linear}" if problem.prefix else linear
 
 
@@ -196,10 +193,7 @@ def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
 
 
 def fused_largest(problem: LayerProblem, linear: str, weight: torch.Tensor) -> torch.Tensor | None:
-    """The largest magnitude of `weight` and of the linears that servers fuse with it, if they share a scale.
-
-    vLLM, SGLang and TensorRT-LLM hold q/k/v and gate/up as one matrix with one global scale.
-    """
+    """The largest magnitude of `weight` and of linears that servers fuse with it, if they share a scale."""
     if not problem.schemes[linear].fuses_scales:
         return None
     fused = [

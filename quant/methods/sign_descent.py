@@ -19,9 +19,7 @@ _STATUS_SECONDS = 1.0
 
 
 class TunableBlock(Protocol):
-    """A decoder layer after quantized layers; its target is the output of the float model, whose layers
-    before it are not quantized either. `compute` is the dtype of the GEMMs, in which tuned weights are
-    given."""
+    """A decoder layer after quantized ones; its target is the float model's; GEMMs are in `compute`."""
 
     num_samples: int
     seed: int
@@ -32,17 +30,14 @@ class TunableBlock(Protocol):
         ...
 
     def batches(self, samples: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Places among these samples and their numbers, as many at a time as the layer runs on; own samples
-        of a worker, one at a time."""
+        """Places among these samples, and numbers, as many as the layer runs on; of a worker one by one."""
         ...
 
     def losses(self, samples: torch.Tensor) -> torch.Tensor:
         """Squared error of the layer's output, summed over each of these samples `[samples]`."""
         ...
 
-    def status(self, text: str, /) -> None:
-        """Say how far the tuning is."""
-        ...
+    def status(self, text: str, /) -> None: ...
 
 
 class TunedRounding(ABC):
@@ -56,7 +51,6 @@ class TunedRounding(ABC):
             kept.copy_(value)
 
     def recall(self) -> None:
-        """Go back to the parameters that were kept last; those of the beginning at first."""
         for kept, value in zip(self._kept, self._tuned, strict=True):
             value.copy_(kept)
 
@@ -78,20 +72,10 @@ def tune(
     rate: float,
     batch_size: int,
 ) -> float:
-    """Tune the roundings, and leave them at the best parameters that were tried.
+    """Tune the roundings, and leave them at the best parameters; the best loss, as a share of the first.
 
-    The loss of a batch is judged against that of the beginning (of rounding to nearest) on the same samples:
-    batches differ more than iterations do.
-
-    Args:
-        shapes: shapes of the linears' weights.
-        rate: learning rate of the first iteration.
-
-    Returns:
-        The best loss, as a share of that of the beginning.
-
-    Raises:
-        RuntimeError: the block cannot be run with gradients.
+    A batch is judged against the first loss on its samples, as batches differ more than iterations. `rate` is
+    the first. Raises RuntimeError: the block has no gradients.
     """
     weights = {
         name: nn.Parameter(torch.empty(shape, dtype=block.compute))

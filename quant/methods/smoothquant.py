@@ -151,14 +151,11 @@ def _lost(
 
 
 def input_noise(statistics: InputStatistics, columns: torch.Tensor) -> float:
-    """Upper bound of a channel's squared activation quantization error, summed over tokens.
+    """Upper bound of a channel's squared activation quantization error, divided by `columns`.
 
     A token's step is its largest input over 127.5; the mean squared rounding error is step² / 12. The mean
     over tokens of the squared largest input is at most the square of the overall largest, and at most the
     channels' summed mean squares.
-
-    Args:
-        columns: divisor of each channel `[in]` before quantization.
     """
     tokens = max(statistics.num_tokens, 1)
     together = float((statistics.gram.diagonal() / columns.square()).sum()) / tokens

@@ -25,9 +25,7 @@ class Architecture:
     """The decoder layers of a model.
 
     Attributes:
-        family: the model type in `config.json`.
         prefix: common prefix of the layers' tensor names, such as `model.layers`.
-        layers: the map of each layer.
         unquantized: full names on disk of the linears that no layer's map has: routers, vision towers and
             projectors, MTP layers, and matrices that are converted on loading. Without `lm_head`.
         notes: notes for the user, one line each.
@@ -46,13 +44,9 @@ class Architecture:
 
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
-    """The layers of a plain checkpoint, by the linears of transformers' modules, routers left out.
+    """Layers of a plain checkpoint, by transformers' linears, without routers; maps by `with_smoothing`.
 
-    Which linears share an input, and which pairs can be folded, `with_smoothing` discovers.
-
-    Raises:
-        BadInput: no causal language model that can be run layer by layer, or transposed weights
-            (`Conv1D`), which no format here supports.
+    BadInput: no causal language model in layers, or transposed weights (`Conv1D`).
     """
     from .meta_model import MetaModel
 
@@ -118,10 +112,7 @@ def _layers(model: MetaModel, name: str) -> tuple[LayerMap, ...]:
 
 
 def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) -> tuple[str, ...]:
-    """Names on disk of matrices that a linear or router computes with, other than the quantized ones.
-
-    Of a tensor that no module has (MTP layers), the shape and the name tell.
-    """
+    """Matrices on disk that a linear or router computes with, unquantized; MTP layers by shape and name."""
     from torch import nn
 
     modules = {f"{path}.weight": module for path, module in model.model.named_modules()}

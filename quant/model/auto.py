@@ -23,8 +23,7 @@ _GROUPED_NORM = Version("5.23")
 def read_config(
     raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
 ) -> Any:
-    """The transformers config of a raw `config.json`. Raises BadInput: a type that the installed transformers
-    does not know, remote code that is not trusted, or a config that its class refuses."""
+    """transformers' config. BadInput: an unknown type, untrusted code, or a config that it refuses."""
     model_type = str(raw.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         version = raw.get("transformers_version")
@@ -58,8 +57,7 @@ def read_config(
 def build_on_meta(
     config: Any, *, dtype: Any = None, trust_remote_code: bool = False, **options: Any
 ) -> Any:
-    """The model of a config with its language head, plain and without memory (default: float32).
-    Raises BadInput: neither a causal nor an image-text model, or one that cannot be built."""
+    """A config's model with its head, without memory. BadInput: neither causal nor image-text, or unbuilt."""
     import torch
 
     config = copy.deepcopy(config)
@@ -78,8 +76,7 @@ def build_on_meta(
 
 
 def auto_class(config: Any, trust_remote_code: bool = False) -> Any:
-    """The auto class that builds a config with its language head.
-    Raises BadInput: neither a causal nor an image-text model."""
+    """Auto class of a config with its language head. BadInput: neither a causal nor an image-text model."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -95,10 +92,7 @@ def auto_class(config: Any, trust_remote_code: bool = False) -> Any:
 
 
 def check_grouped_norm(config: Any, where: str) -> None:
-    """Raises BadInput for a Mamba norm of several groups that the installed transformers computes as one.
-
-    The message begins with `where`, the folder of the checkpoint.
-    """
+    """Raise BadInput, of folder `where`, for a grouped Mamba norm that transformers computes as one."""
     text = config.get_text_config(decoder=True)
     groups = getattr(text, _GROUPS.get(text.model_type, ""), 1)
     if groups > 1 and Version(transformers.__version__).release < _GROUPED_NORM.release:

@@ -58,11 +58,10 @@ def check_kinds(path: Path, value: Any, kinds: Any) -> None:
 
 
 def kind_fault(value: Any, kind: Any, at: str) -> str:
-    """The place of a JSON value of another kind, as `metrics.ttft is 'x'`; empty where there is none.
+    """Place of a JSON value of another kind, as `metrics.ttft is 'x'`, or empty.
 
-    A kind is a type, None, a list with the kind of every element, a mapping of the kinds of keys that need
-    not be there (`*`: of every other key), or a tuple of kinds of which one is enough; the fault told is
-    the last one's.
+    A kind is a type, None, a list (of elements), a mapping (optional keys, `*`: others), or a tuple of
+    alternatives.
     """
     if isinstance(kind, tuple):
         faults = [kind_fault(value, option, at) for option in kind]
@@ -85,13 +84,9 @@ def kind_fault(value: Any, kind: Any, at: str) -> str:
 
 
 def indexed_shards(folder: Path) -> dict[str, str] | None:
-    """The shard of each tensor by the index of a folder.
+    """The shard of each tensor by a folder's index. BadInput: it has no `weight_map`.
 
-    None: there is no index, or `model.safetensors` lies next to it. transformers loads that file then, and
-    the index may be left from other shards.
-
-    Raises:
-        BadInput: the index has no `weight_map`.
+    None without it, or with `model.safetensors`, which transformers then loads.
     """
     if (folder / SINGLE_NAME).is_file() or not (folder / INDEX_NAME).is_file():
         return None
@@ -186,7 +181,6 @@ class Checkpoint:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
     def release(self) -> None:
-        """Unmap the shards: their pages no longer count as this process's memory; reading maps them anew."""
         self._handles.clear()
 
     @cached_property
@@ -201,11 +195,7 @@ class Checkpoint:
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
-        """The `quantization_config` of `config.json`, or None for a plain checkpoint.
-
-        Older checkpoints of ModelOpt have theirs in `hf_quant_config.json` alone, or the algorithm of each
-        layer.
-        """
+        """The `quantization_config`, None for plain; ModelOpt's may be in `hf_quant_config.json` alone."""
         config = self.config.get("quantization_config")
         if config is None:
             return self._modelopt_config
@@ -246,11 +236,9 @@ class Checkpoint:
         return self._place(self._open(self.shard_of[name]).get_tensor(name))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, from the header alone."""
         return tuple(self._open(self.shard_of[name]).get_slice(name).get_shape())
 
     def dtype_name(self, name: str) -> str:
-        """Dtype of a tensor as safetensors spells it (`BF16`), from the header alone."""
         return self._open(self.shard_of[name]).get_slice(name).get_dtype()
 
     def tensors(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -264,13 +252,7 @@ class Checkpoint:
 
 
 def gguf_file_of(path: Path) -> Path | None:
-    """The GGUF file of a path: itself, or the only one in a folder without safetensors; else None.
-
-    A blob of the hub's cache, or of Ollama's, is one by its first bytes.
-
-    Raises:
-        BadInput: a folder with several of them.
-    """
+    """The GGUF file of a path: itself, by name or first bytes, or a folder's only one; BadInput: several."""
     if path.is_file():
         if path.suffix == GGUF_SUFFIX:
             return path

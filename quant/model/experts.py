@@ -81,8 +81,7 @@ class ExpertsApart(Checkpoint):
 
 
 def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint, or a view of it in which its fused experts are linears, if its family splits them.
-    Raises BadInput: fused tensors that do not fit each other."""
+    """The checkpoint with fused experts as linears, if its family splits them. BadInput: misfits."""
     family = model_family(type_of(checkpoint.config))
     if family is None or not family.splits_experts:
         return checkpoint
@@ -91,8 +90,6 @@ def with_experts_apart(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def parts_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Part]:
-    """The weights of every expert in fused tensors, by name; `shapes` are those of all tensors.
-    Raises BadInput: fused tensors that do not fit each other."""
     parts: dict[str, Part] = {}
     for name, shape in shapes.items():
         for pattern, other, module in _STACKS:
@@ -173,12 +170,7 @@ class _Expert(nn.Module):
 
 
 class SplitExperts(nn.ModuleList):
-    """Drop-in replacement of a fused experts module.
-
-    Args:
-        fused: transformers' module; only its activation is kept.
-        leaves: names of gate, up and down in an expert.
-    """
+    """Replacement of transformers' fused experts, of which the activation stays; `leaves` names linears."""
 
     def __init__(self, fused: Any, leaves: tuple[str, str, str]):
         num_experts, hidden, width = fused.down_proj.shape

@@ -21,15 +21,7 @@ _DEVICE: Any = torch.Tensor.device.__get__  # pyright: ignore[reportAttributeAcc
 
 
 class LazyWeights:
-    """A context in which a meta-device model can be run with its layers replaced.
-
-    Attributes:
-        lookup: a context for the pass itself.
-
-    Args:
-        layers: modules that the caller loads itself.
-        read: a tensor by its name in the model; raises BadInput where there is none.
-    """
+    """A context in which a meta-device model runs with `layers` of the caller's; `lookup`: for a pass."""
 
     def __init__(
         self,
@@ -98,8 +90,7 @@ def _meta_tensors(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Te
 
 
 class _TablesOnDisk(TorchFunctionMode):
-    """Lookups in embedding tables on the meta device read the rows of their ids from disk; every tensor says
-    that it is on the CPU."""
+    """Lookups in embedding tables on the meta device read rows from disk; tensors say CPU."""
 
     def __init__(
         self,

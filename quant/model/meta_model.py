@@ -24,13 +24,10 @@ from .lazy_weights import LazyWeights
 
 
 def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """Path and list of the decoder layers, in the nearest module that holds the token embedding too.
+    """Path and list of decoder layers, in the nearest module with the token embedding. ValueError: none.
 
-    Of several lists the outermost of `num_layers`, and the largest of those; else one with more (MTP layers
-    after the others), or fewer (where a layer counts for several). A tower for images may be inside too.
-
-    Raises:
-        ValueError: there is none.
+    Of several the outermost, then largest, of `num_layers`; else more (MTP after them) or fewer (one for
+    several).
     """
 
     def rank(entry: tuple[str, nn.ModuleList]) -> tuple[int, int]:
@@ -119,7 +116,6 @@ class WeightMap:
                 self._patterns[disk] = pattern
 
     def renamed_name(self, disk: str) -> str:
-        """The name of a tensor on disk, if keys were renamed and nothing converted."""
         return self._renamed[disk]
 
     def renamed(self, path: str) -> set[str]:
@@ -141,7 +137,6 @@ class WeightMap:
         return [target.replace(patterns[0], other) for other in patterns]
 
     def is_direct(self, disk: str) -> bool:
-        """True if the tensor on disk is the module's, under whatever name."""
         return disk not in self._patterns
 
     def merged_from(self, disk: str) -> tuple[str, ...]:
@@ -176,12 +171,9 @@ class MetaModel:
     Fused experts that the checkpoint stores separately are split, so that each tensor has a module.
 
     Attributes:
-        model: the whole model, with a vision tower where it has one.
         layers: decoder layers of the model.
-        config: config of the decoder.
         text_path: path of the module that holds the decoder layers.
         disk_prefix: common prefix of the layers' tensor names, such as `model.layers`.
-        weight_map: map from tensors on disk to the model's.
         ends: modules whose call ends a pass: nothing after them is needed.
         replaced: tensors that are read in place of the checkpoint's, by name on disk.
         around: context in which the modules outside the layers load their weights as they are called.
@@ -265,7 +257,6 @@ class MetaModel:
         }
 
     def names_in_layer(self, index: int) -> dict[str, str]:
-        """Names in the module by names on disk of a layer's tensors, without those that are converted."""
         return self._by_layer[index]
 
     def is_tied(self, index: int, name: str) -> bool:
@@ -273,14 +264,7 @@ class MetaModel:
         return f"{self.paths[index]}.{name}" in self._tied
 
     def fill(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load a layer's weights in float32; `empty` frees them.
-
-        Args:
-            tensors: tensors by their relative names on disk.
-
-        Raises:
-            BadInput: they are not those of this architecture.
-        """
+        """Load a layer's weights by relative names, in float32; `empty` frees them. BadInput: not its own."""
         start, disk_start = f"{self.paths[index]}.", f"{self.disk_paths[index]}."
         layer = self.layers[index]
         stored = self._empty.get(index) or layer.state_dict(keep_vars=True)
@@ -344,8 +328,7 @@ class MetaModel:
         self._empty[index] = tensors
 
     def output_projection(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of the output projection, in their stored dtype.
-        Raises BadInput: the model has none, or the checkpoint lacks it."""
+        """Weight and bias of the output projection, as stored. BadInput: it is missing."""
         head = self.model.get_output_embeddings()
         path = next((name for name, module in self.model.named_modules() if module is head), None)
         if head is None or path is None:
@@ -354,8 +337,7 @@ class MetaModel:
         return self._read(f"{path}.weight"), None if bias is None else self._read(f"{path}.bias")
 
     def _read(self, name: str) -> torch.Tensor:
-        """A tensor of a module outside the layers, floats in their stored dtype.
-        Raises BadInput: the checkpoint lacks it."""
+        """A tensor of a module outside the layers, as stored. BadInput: the checkpoint lacks it."""
         disks = self._sources_of(name)
         if not disks:
             raise BadInput(f"{self.checkpoint.path} has no tensor '{name}'")
@@ -369,8 +351,7 @@ class MetaModel:
 
 
 def _compute_buffers(model: nn.Module) -> None:
-    """Compute buffers that no checkpoint holds, such as RoPE frequencies, by transformers' initialisation.
-    Raises ValueError: it leaves one out."""
+    """Compute buffers that no checkpoint holds (RoPE), by transformers. ValueError: it leaves one out."""
     from transformers import PreTrainedModel
 
     computed: list[tuple[nn.Module, str]] = []

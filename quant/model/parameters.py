@@ -130,10 +130,7 @@ class ModelParameters:
         ]
 
     def unplaced(self, names: Iterable[str]) -> list[str]:
-        """Tensors that no parameter is loaded from, without those that a model may leave.
-
-        It may leave saved buffers, layers beyond its own (multi-token prediction) and names to ignore.
-        """
+        """Tensors that load no parameter, without buffers, layers beyond the model's and ignored names."""
         ignored = [
             *_BUFFERS,
             *(getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()),
@@ -160,10 +157,7 @@ class ModelParameters:
         return None
 
     def needs_weights(self, linears: Collection[str]) -> str | None:
-        """Why transformers cannot initialise the model while these linears have no `weight`; None: it can.
-
-        After loading it initialises every module, and some classes reach into a linear for that.
-        """
+        """Why transformers cannot initialise the model without `weight` in these linears; None: it can."""
         model = copy.deepcopy(self._model)  # on the meta device: no memory
         for path in linears:
             del model.get_submodule(path).weight
@@ -202,12 +196,7 @@ def model_parameters(checkpoint: Checkpoint) -> ModelParameters | str:
 def unquantized_modules(
     checkpoint: Checkpoint, quantized: Collection[str], parameters: ModelParameters | str
 ) -> tuple[str, ...]:
-    """All linears, embeddings and fused experts that are not in `quantized`, the output projection first.
-
-    Args:
-        checkpoint: the plain or the quantized one.
-        quantized: names on disk.
-    """
+    """Linears, embeddings and fused experts not `quantized` (names on disk), output projection first."""
     on_disk: dict[str, None] = {}
     for name in checkpoint.names:
         module, _, leaf = name.rpartition(".")

@@ -167,8 +167,7 @@ def _shared_inputs(trials: Intervention, index: int) -> tuple[tuple[str, ...], .
 
 
 def fold_layer(family: LayerMap, tensors: dict[str, torch.Tensor], seed: int) -> int:
-    """Fold random scales into every pair of a float32 layer, by relative names, in place; how many pairs
-    there were. The scales are powers of two, with which products round as they did before."""
+    """Fold random powers of two into every pair of a float32 layer, in place; returns their number."""
     generator = torch.Generator().manual_seed(seed)
     done = 0
     for fold in family.folds:

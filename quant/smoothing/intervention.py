@@ -107,14 +107,9 @@ class Intervention:
     ) -> dict[str, torch.Tensor] | None:
         """Divide the rows of one source of a layer; None if that cannot be folded.
 
-        Args:
-            offset: added to a norm's weight before it multiplies.
-            whole: compare the logits; else what the layer returns, which takes less time and does not tell
-                whether other layers read its keys and values.
-
-        Returns:
-            For each target the source's row `[in]` that each of its input channels comes from, counted from
-            the first divided one; `UNKNOWN` where a channel is zero, `UNREACHED` where it did not change.
+        `offset` is added to a norm's weight; `whole` compares logits, not the layer's outputs. For each
+        target the source's row `[in]`, from the first divided one; `UNKNOWN`: zero channels, `UNREACHED`:
+        unchanged.
         """
         module = self.model.layers[index].get_submodule(source)
         scales = spread(len(_parameter(module)[rows]))
@@ -178,8 +173,7 @@ def channel_map(
 
 
 def _weight_dims(module: nn.Module) -> int:
-    """Dimensions of the weight that a module itself has; 0 without one, for embeddings, and where the bias is
-    not one number a row: transposed (Conv1D), or a norm of its own for each head (Chameleon)."""
+    """Dimensions of a module's own weight; 0 for embeddings, and where the bias is not one number a row."""
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if weight is None or isinstance(module, nn.Embedding):
         return 0

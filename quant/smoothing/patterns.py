@@ -20,12 +20,9 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class FoldPattern:
-    """A foldable pair of a kind of layer; `groups`, `repeats` and `norm_offset` as in `Fold`.
+    """A foldable pair, as `Fold`, names with `*`: of one expert, or in targets alone, of every expert.
 
-    Attributes:
-        source, targets: names on disk, relative to the layer. With `*` in the source it is one expert's, and
-            so are the targets; else a target's `*` stands for every expert.
-        part: rows of the source that feed the targets.
+    `part` are the source's rows that feed the targets.
     """
 
     source: str
@@ -38,8 +35,7 @@ class FoldPattern:
 
 @dataclass(frozen=True, slots=True)
 class LayerPattern:
-    """The smoothing map of a kind of layer: linears and routers by the tensor that they read, foldable pairs
-    (both in execution order), and linears that feed attention scores (`unclipped`)."""
+    """Map of a kind of layer: linears and routers by input, foldable pairs in order, and `unclipped`."""
 
     shared_inputs: tuple[tuple[str, ...], ...]
     folds: tuple[FoldPattern, ...]
@@ -56,13 +52,11 @@ class LayerPattern:
 
 
 def starred(name: str) -> str:
-    """A name with `*` for an expert's number."""
     return _EXPERT.sub("*", name)
 
 
 def family_of_pattern(pattern: LayerPattern, base: LayerMap, shapes: Shapes) -> LayerMap:
-    """The map of one layer of a checkpoint, from its linears, which stay the same, and the shapes of its
-    weights by module; a linear that the pattern does not know stands alone."""
+    """Map of one layer, by its linears and the shapes of weights; unknown linears stand alone."""
     linears = set(base.linears)
     names: dict[str, list[str]] = {}  # by pattern, experts in the order of their numbers
     for name in sorted(shapes, key=lambda name: (expert_number(name), name)):
@@ -83,7 +77,6 @@ def family_of_pattern(pattern: LayerPattern, base: LayerMap, shapes: Shapes) -> 
 
 
 def expert_number(name: str) -> int:
-    """The number of the expert that a name belongs to; -1 for none."""
     match = _EXPERT.search(name)
     return int(match[0]) if match else -1
 

@@ -151,11 +151,7 @@ class RotatedCheckpoint(Checkpoint):
 
 
 def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Checkpoint:
-    """The checkpoint seen through the rotations.
-
-    Raises:
-        BadInput: an unknown rotation, or a model whose logits would change.
-    """
+    """The checkpoint seen through rotations. BadInput: an unknown one, or logits would change."""
     unknown = [name for name in rotations if name != R2]
     if unknown:
         raise BadInput(f"--rotate {unknown[0]}: choose {R2}, or none")
@@ -183,10 +179,8 @@ def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Ch
 def seen_rotated(
     checkpoint: Checkpoint, rotations: tuple[str, ...] | None, seed: int
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The checkpoint seen through the rotations, and these.
-
-    Where they are open (None), R2 if it keeps the model's logits, and nothing else takes its tensors apart.
-    """
+    """The checkpoint seen through rotations, and these; None: R2, if exact and nothing else splits
+    tensors."""
     if rotations is not None:
         return (rotated(checkpoint, rotations, seed) if rotations else checkpoint), rotations
     try:
@@ -201,13 +195,7 @@ _known: dict[str, frozenset[str]] = {}
 
 
 def _exact_values(checkpoint: Checkpoint, architecture: Architecture) -> frozenset[str]:
-    """Value projections that may be turned, with `*` for an expert's number.
-
-    The proof of a config is kept as long as the process lives.
-
-    Raises:
-        BadInput: each rotation changes the logits of the small model, or no small model runs.
-    """
+    """Value projections that may be turned, proven once a process. BadInput: no proof, or no small model."""
     attempts, maps = attempts_and_maps(checkpoint, architecture)
     key = json.dumps(attempts, default=str, sort_keys=True)
     reason = None

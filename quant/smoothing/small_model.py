@@ -159,10 +159,8 @@ class RandomModel:
     """A random model in float32 on the CPU, ready to be run.
 
     Attributes:
-        model: the model with its output projection.
         layers: decoder layers, experts apart where the checkpoint stores them apart.
         names: names on disk of each layer's modules that have a weight, relative to the layer.
-        token_ids: int64 `[1, NUM_TOKENS]`.
     """
 
     model: Any
@@ -172,14 +170,12 @@ class RandomModel:
 
     @torch.no_grad()
     def logits(self) -> torch.Tensor:
-        """Logits `[1, NUM_TOKENS, vocab]` of the tokens."""
         result = self.model(input_ids=self.token_ids, use_cache=False)
         return result.logits if hasattr(result, "logits") else result[0]
 
 
 def random_model(config: Any) -> RandomModel:
-    """The random model of a transformers config; BadInput where it cannot be built. Its weights have unit
-    gain and its norms are not 1, so that no channel equals another."""
+    """The random model of a config, of unit gain, with norms that are not 1; BadInput: it cannot be built."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)

@@ -16,12 +16,9 @@ from ..model.checkpoint import gguf_file_of
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model from `resolve_model`; code of the checkpoint runs only where it is trusted.
+    """Tokenizer of a model from `resolve_model`, or a GGUF file's, by tokenizer.json or its keys.
 
-    A GGUF file's is the tokenizer.json beside it, else what its own keys describe.
-
-    Raises:
-        BadInput: it does not load.
+    BadInput: it does not load. Code of the checkpoint runs only where it is trusted.
     """
     file = gguf_file_of(model)
     folder = model if file is None else file.parent
@@ -76,10 +73,7 @@ def _from_folder(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _is_plain(folder: Path, declared: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
-    """True if tokenizer.json is all of a tokenizer, so that no model's class need be imported.
-
-    `AutoTokenizer` reads the sources of all models for it: half a second of every start.
-    """
+    """True if tokenizer.json is all of a tokenizer: `AutoTokenizer` takes half a second to import."""
     family = model_family(model.get("model_type") or "")
     if family is None or not family.plain_tokenizer or not (folder / "tokenizer.json").is_file():
         return False
@@ -96,8 +90,7 @@ def has_processor(folder: Path) -> bool:
 
 
 def load_processor(folder: Path, tokenizer: Any, *, trust_remote_code: bool) -> Any:
-    """The processor of a checkpoint with image processor and tokenizer, and nothing where it takes more.
-    Raises BadInput: there is none, or transformers cannot build it here."""
+    """The processor with image processor and tokenizer. BadInput: there is none, or it cannot be built."""
     if not has_processor(folder):
         raise BadInput(
             f"{folder} has no {' or '.join(_FILES)}: without them images cannot be processed"
@@ -161,10 +154,7 @@ def _processor_class(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _without_checks(kind: Any) -> Any:
-    """A subclass that accepts None for the parts that read video and audio, which are not loaded.
-
-    SmolVLM's class asks for a package that writes the numbers of video frames.
-    """
+    """A subclass without parts for video and audio; SmolVLM's asks for a package for frame numbers."""
     module = sys.modules[kind.__module__]
     if getattr(module, "num2words", True) is None:
         vars(module)["num2words"] = str

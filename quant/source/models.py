@@ -20,7 +20,6 @@ def bundled_models() -> list[str]:
 
 
 def short_name(path: Path) -> str:
-    """The name of a local model: its folder's, or a GGUF file's without the suffix."""
     return (path.name if path.is_file() else path.resolve().name).removesuffix(GGUF_SUFFIX)
 
 
@@ -41,17 +40,9 @@ def check_local(folder: Path) -> None:
 
 
 def resolve_model(name: str | None, *, local: bool = False) -> Path:
-    """The local path of a model: a directory, a GGUF file, the name of a bundled model, or a hub id.
+    """Local path of a model: directory, GGUF file, bundled name, or hub id, which alone takes network.
 
-    The header of a GGUF file is read, so that one which cannot be served is refused before torch is
-    imported. Only a hub id (`owner/name` that is no directory here) touches the network, and not even that
-    under `HF_HUB_OFFLINE=1`, where the local hub cache must hold it.
-
-    Args:
-        local: take no hub id, for a command that names a checkpoint that it or `quantize` wrote.
-
-    Raises:
-        BadInput: no such model here, a GGUF file that cannot be read, or the download failed.
+    A GGUF header is read first. BadInput: no such model (`local`: here), unreadable, or no download.
     """
     name = name or DEFAULT_MODEL
     path = expanded(name)
@@ -103,14 +94,8 @@ def _from_hub(hub_id: str) -> Path:
 
 
 def open_checkpoint(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a model as a checkpoint: a folder of safetensors, a `.gguf` file, or a folder with one.
-
-    Args:
-        trust_remote_code: see `Checkpoint`.
-
-    Raises:
-        BadInput: see `Checkpoint` and `gguf.checkpoint.GgufCheckpoint`.
-    """
+    """Open a folder of safetensors, or one of or a `.gguf` file, as a checkpoint; BadInput as
+    `Checkpoint`."""
     file = gguf_file_of(Path(path))
     if file is None:
         return Checkpoint(path, trust_remote_code=trust_remote_code)

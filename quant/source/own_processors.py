@@ -125,10 +125,7 @@ def cut(image: torch.Tensor, grid: Size) -> torch.Tensor:
 
 
 class PixtralProcessor(ProcessorMixin):
-    """A row of placeholders for each row of merged patches, with a separator after each and an end token.
-
-    Source: transformers' `processing_pixtral.py`, the part that reads images.
-    """
+    """Placeholder rows for merged patches, with separators (transformers' `processing_pixtral.py`)."""
 
     def __init__(
         self,

@@ -57,8 +57,7 @@ def deduplicate(
 
 
 def check_leakage(name: str, texts: Sequence[str], against: str, evaluation: Sequence[str]) -> None:
-    """Raise BadInput where a calibration text has a `SHARED_WORDS`-gram of words of an evaluation text, or
-    all words of a shorter one."""
+    """Raise BadInput for a calibration text with `SHARED_WORDS` words in a row of an evaluation text."""
     where = {run: number for number, text in enumerate(evaluation, 1) for run in _runs(text)}
     for number, text in enumerate(texts, 1):
         for run in _runs(text):
@@ -140,7 +139,6 @@ class Calibration:
 
 
 def no_calibration() -> Calibration:
-    """An empty calibration: no samples, for a data-free method whose errors are not measured."""
     samples = torch.empty(0, 0, dtype=torch.int64)
     return Calibration(samples, samples, "none", _digest(samples, samples), 0, 0, 0, 0, 0, {})
 

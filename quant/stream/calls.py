@@ -187,7 +187,6 @@ class Leaf:
         return tensor.movedim(self.dim, 0).unflatten(0, (samples, self.shape[self.dim]))
 
     def restored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The inverse of `by_sample`."""
         assert self.dim is not None
         return tensor.flatten(0, 1).movedim(0, self.dim)
 
@@ -242,7 +241,6 @@ class States:
     """The tensors that enter a layer.
 
     Attributes:
-        token_ids: int64 `[samples, length]`.
         tensors: `hidden` of a plain chain; else by number of layer and tensor what earlier layers returned.
             The samples are the first dimension of each; of a vision tower's, their numbers come first in the
             names.
@@ -356,15 +354,10 @@ def paired(
 
 @dataclass(slots=True)
 class KvRanges:
-    """Largest magnitudes of keys (after RoPE) and values of each KV head, over all tokens.
+    """Largest magnitudes of each KV head's keys (after RoPE) and values, float32 `[kv_heads]`.
 
-    Passed to a layer as its `past_key_values`: attention calls `update` with the keys and values. Latent
-    attention calls it with the latent and the rotated part of the keys, which servers cache as one vector:
-    both get the range of the two together.
-
-    Attributes:
-        latent: True if the model has latent attention.
-        key, value: float32 `[kv_heads]`; empty before the first update.
+    Passed as `past_key_values`: attention calls `update`. Latent attention gives latent and rotated keys,
+    cached as one vector: both have the range of the two.
     """
 
     latent: bool = False

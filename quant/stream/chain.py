@@ -120,8 +120,7 @@ def chain_of(model: MetaModel, token_ids: torch.Tensor) -> Chain | None:
 def record(
     model: MetaModel, input_ids: torch.Tensor, as_tuple: bool
 ) -> tuple[torch.Tensor, list[Call]]:
-    """The hidden states that enter the first layer, and the other arguments of each; ValueError where the
-    layers do not hand hidden states to each other as they are, or may write into their other arguments."""
+    """Hidden states into the first layer, and other arguments. ValueError: layers are no plain chain."""
     entering: list[torch.Tensor] = []
     calls: list[Call] = []
 

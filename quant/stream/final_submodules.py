@@ -46,8 +46,7 @@ class _Kept:
 
 @dataclass(slots=True)
 class _Submodule:
-    """A child of the layer that returns one tensor `[samples, ...]`, alone or at `place` of a tuple; `last`
-    is the linear inside whose output is the child's."""
+    """A child that returns a tensor, alone or at `place` of a tuple, by `last`, a linear's output."""
 
     module: nn.Module
     linears: frozenset[str]
@@ -70,13 +69,8 @@ class _Submodule:
 
 
 class FinalSubmodules:
-    """The submodules of one loaded layer, run on the states of so many samples.
-
-    Args:
-        linears: modules of the layer's linears, by name.
-        compute: dtype in which linears multiply their inputs, which are kept in it.
-        most_bytes: limit of what is kept; a submodule beyond it is run every time.
-    """
+    """Submodules of one loaded layer, run on so many samples, kept up to `most_bytes`, inputs in
+    `compute`."""
 
     def __init__(
         self,
@@ -147,12 +141,9 @@ class FinalSubmodules:
     def passing(
         self, rows: slice, final: Collection[str], measured: Collection[str] = ()
     ) -> Iterator[None]:
-        """A context for one batch: submodules that were kept are not run, those that are final are kept.
+        """A context for a batch: final submodules are kept, kept ones not run, `measured` ones run.
 
-        Args:
-            final: linears whose weights will not change; those that run before them are among them.
-            measured: linears whose inputs are recorded: none of their submodules is left out, and the pass
-                ends after them.
+        `final` linears will not change, nor those before them; the pass ends after the `measured` ones.
         """
         with ExitStack() as stack:
             for submodule in self._submodules:
@@ -219,7 +210,6 @@ def passing(
     final: Collection[str],
     measured: Collection[str] = (),
 ) -> AbstractContextManager[None]:
-    """`FinalSubmodules.passing`, where any are kept."""
     return finals.passing(rows, final, measured) if finals else nullcontext()
 
 
@@ -229,5 +219,4 @@ def _by_sample(part: Any) -> bool:
 
 
 def _sum(weight: torch.Tensor) -> int:
-    """Checksum of the bits of a float32 weight."""
     return int(weight.contiguous().view(torch.int32).sum(dtype=torch.int64))

@@ -40,8 +40,7 @@ _IDS, _MASK = "input_ids", "attention_mask"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One row with images: a text or conversation with `<image>` for each image that is placed in it; the
-    others come before it. `where` is file and line."""
+    """A row of `where`, with `<image>` for each image placed in its text; the others come before it."""
 
     document: Document
     images: tuple[Path, ...]
@@ -244,9 +243,7 @@ def image_calibration(
     held_out: int = 0,
     evaluation: Path | None = None,
 ) -> Calibration:
-    """Samples of joined pairs filled up with text, from the bundled mixed text where `texts` do not reach,
-    and samples of text after them; BadInput where a pair does not fit, or the text overlaps with
-    `evaluation`."""
+    """Samples of joined pairs filled up with text, then of text. BadInput: misfit, or overlap."""
     rows = deduplicate(pairs, lambda pair: f"{plain_text(pair.document)} {pair.images}")
     documents = deduplicate(texts, plain_text)
     mixing = random.Random(seed)

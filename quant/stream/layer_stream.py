@@ -48,14 +48,10 @@ _IGNORED_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints; every model compu
 
 
 class LayerStream:
-    """The decoder layers of a checkpoint, materialised one by one.
+    """The decoder layers of a checkpoint, materialised one by one; names are on disk, relative to a layer.
 
-    All names of linears and tensors are those on disk, relative to the layer.
-
-    Args:
-        checkpoint: a plain (unquantized) checkpoint; BadInput where transformers rejects its config.
-        compute: dtype of the GEMMs inside the layers; accumulation and activations are float32.
-        device: device that runs layers and keeps their statistics; states between layers are on the host.
+    GEMMs have dtype `compute`, sums and activations float32. `device` keeps statistics, the host states.
+    Raises BadInput: transformers rejects the config.
     """
 
     def __init__(
@@ -84,9 +80,7 @@ class LayerStream:
         return self.architecture.layers[index]
 
     def prepare(self, token_ids: torch.Tensor, images: Images = ()) -> None:
-        """Find how the layers follow each other, for samples of this length, by one that has images if any
-        has; BadInput where the layers cannot be run one by one, or the checkpoint lacks what is around
-        them."""
+        """Find how layers follow each other, for samples of this length. BadInput: not one by one."""
         self._meta_model.check_forward()
         sample = token_ids[:1]
         number = next((row for row, inputs in enumerate(images) if inputs.num_images), None)
@@ -183,8 +177,7 @@ class LayerStream:
         self._meta_model.empty(index)
 
     def final_submodules(self, index: int, states: States) -> FinalSubmodules | None:
-        """Submodules shared by passes of a loaded layer over these states; None where none are kept: on other
-        devices than the host, of layers that are no plain chain, and beyond `KEPT_BYTES`."""
+        """Submodules shared by passes over these states; None on devices, in no plain chain, or too large."""
         if self.device != HOST or not isinstance(self._walk, Chain) or not len(states):
             return None
         linears = self.linears(index)
@@ -218,8 +211,7 @@ class LayerStream:
         return following
 
     def outputs(self, index: int, states: States, samples: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Outputs of a loaded layer for some samples, by its name in the states after it; with gradients
-        where they are enabled, those of the states too."""
+        """Outputs of a loaded layer for some samples, by name in the states after it, with gradients."""
         if states.images and len(samples) > 1:
             parts = [self.outputs(index, states, sample) for sample in samples.split(1)]
             return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -267,15 +259,10 @@ class LayerStream:
         kept: Callable[[slice], AbstractContextManager[Any]] = nullcontext,
         share: Share | None = None,
     ) -> dict[str, InputStatistics]:
-        """Run a loaded layer and collect input statistics of its linears and routers.
+        """Run a loaded layer and collect input statistics of `only` its linears and routers, or of all.
 
-        Those with one input share one record. An expert's record covers the tokens routed to it, and is zero
-        where there are none.
-
-        Args:
-            only: names to collect for; None: all. All of a layer with many experts takes much memory.
-            kept: gives a context for the pass of each batch, by its rows.
-            share: part of the samples that this worker has; the statistics are those of all workers.
+        Those with one input share a record; an expert's covers its tokens. `kept` gives a context for each
+        batch's rows. `share` is this worker's part of the samples.
         """
         statistics: dict[str, InputStatistics] = {}
         handles = []
@@ -397,13 +384,11 @@ class LayerStream:
             self.substitute(index, before)
 
     def weights(self, index: int, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """Float32 weights of a loaded layer, `[out, in]` of linears; they share its memory."""
         return {name: self._module(index, name).weight.data for name in names}
 
     def substitute(
         self, index: int, tensors: Mapping[str, torch.Tensor], leaf: str = "weight"
     ) -> None:
-        """Replace weights or biases of a loaded layer, by the name of the linear, norm or router."""
         for name, tensor in tensors.items():
             getattr(self._module(index, name), leaf).data = tensor.to(self.device, torch.float32)
 

@@ -40,12 +40,7 @@ _FIRST = slice(0, 1)
 
 
 class _ReplayWalk(Walk):
-    """A walk that replays the model's forward pass up to each layer.
-
-    Attributes:
-        _templates: the outcome of each layer that a sample reaches, in the order of their calls.
-        _read_by: last layer that reads each carried tensor, or one past the last for the head.
-    """
+    """A walk that replays the model's forward pass up to each layer; `_read_by`: last reader of tensors."""
 
     _templates: dict[int, Any]
     _read_by: dict[str, int]
@@ -147,8 +142,7 @@ class _ReplayWalk(Walk):
 
 
 class Replay(_ReplayWalk):
-    """A replay of samples of text, any number at a time, found on one `[1, length]`; ValueError where a layer
-    runs more than once in a pass, or returns what cannot be divided into samples."""
+    """Replay of texts, found on one `[1, length]`. ValueError: a layer runs twice, or without samples."""
 
     def __init__(self, model: MetaModel, token_ids: torch.Tensor):
         super().__init__(model)
