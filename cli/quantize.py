@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from ..base.atomic_io import check_output
+from ..base.errors import BadInput
 from ..base.option import at_least, check_limits, keywords_of_words, option
 from ..quant.plan.request import QuantizeRequest
 from .options.command import From, Words, output_to, with_options
@@ -25,9 +26,14 @@ class RunOptions:
 
     dry_run: bool = option(
         False,
-        "Only predict sizes, time, memory and compatible loaders; write nothing.",
+        "Only predict sizes, time, memory and compatible loaders, from config and headers.",
         flag="--dry-run",
         common=True,
+    )
+    time: bool = option(
+        False,
+        "With --dry-run: read the data and quantize a layer, for a better estimate of the time.",
+        flag="--time",
     )
     nproc: int | None = option(
         None,
@@ -40,6 +46,8 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_limits(self, by_flag=True)
+        if self.time and not self.dry_run:
+            raise BadInput("--time refines the estimate of --dry-run: give both")
 
 
 @with_options
@@ -98,7 +106,7 @@ def _dry_run(request: QuantizeRequest, chosen: RunOptions) -> None:
     from .output.quantize_tables import show_preflight
 
     with TerminalProgress() as progress:
-        answer = predict(request, progress, chosen.nproc)
+        answer = predict(request, progress, chosen.nproc, timed=chosen.time)
     if not is_first():
         return
     if chosen.as_json:

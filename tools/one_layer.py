@@ -8,7 +8,6 @@ The checkpoint may be one of `hollow_models`: nothing is read or written for the
 from __future__ import annotations
 
 import json
-import math
 import os
 from typing import Any
 
@@ -16,7 +15,6 @@ from llmopt.cli.main import main
 from llmopt.quant.base import workers
 from llmopt.quant.base.device import PeakMemory
 from llmopt.quant.pipeline import estimate, pipeline, prepare
-from llmopt.quant.pipeline import preflight as planning
 from llmopt.quant.plan.journal import Journal
 
 
@@ -43,10 +41,9 @@ def watch() -> None:
 
     pipeline.PeakMemory, pipeline.preflight = Watched, planned
     Journal.forget_hidden = stop
-    # Of holes there is nothing to hash, no space for what they would become, and a layer's time is not asked.
-    prepare._source_hashes = lambda checkpoint: {}
+    # Holes have nothing to hash, and no space is needed for what they would become.
+    prepare.weight_digests = lambda checkpoint: {}
     pipeline._check_space = lambda session, journal: None
-    planning.TIMED_FROM = math.inf
     estimate._distinct_layers = lambda plan: [0]  # the plan is that of the layer which is run
 
 

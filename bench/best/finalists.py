@@ -15,6 +15,7 @@ from ...base.progress import Progress, ProgressUpdate, as_progress, in_words
 from ...base.version import VERSION
 from ...engine.planner.catalog import find_model
 from ...quant.model.checkpoint import gguf_file_of
+from ...quant.pipeline.estimate import time_layer
 from ...quant.pipeline.preflight import preflight
 from ...quant.pipeline.prepare import prepare
 from ...quant.plan.request import QuantizeRequest
@@ -55,7 +56,7 @@ def affordable(
     quantize = Recipe.model_validate({"name": "one", "variants": [step]}).variants[0].quantize
     assert quantize is not None
     session = prepare(quantize.request(target.path, Path(), target.model), progress)
-    seconds = 2 * preflight(session, progress).seconds
+    seconds = 2 * preflight(session, layer=time_layer(session, progress)).seconds
     number = max(1, min(count, int(budget / seconds)))
     progress.note(
         f"about {in_words(seconds)} for each finalist: {number} of at most {count} are made"

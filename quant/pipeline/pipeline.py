@@ -25,14 +25,15 @@ from ..model.checkpoint import expert_of, read_json
 from ..plan.journal import Journal, remove_work, work_folder
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.plan import QuantizePlan
-from ..plan.request import QuantizeRequest
+from ..plan.request import QuantizeRequest, searches
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges
 from ..stream.layer_stream import LayerStream
+from .estimate import LayerTime, time_layer
 from .online_calibration import NoCalibration
 from .preflight import Preflight, preflight
-from .prepare import prepare, statistics_path
+from .prepare import outline, prepare, statistics_path
 from .publish import write_final_files
 from .quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
 from .stages import Session, Stage, layer_folder, shard_folder, source_of, stages_of
@@ -81,19 +82,27 @@ def quantize(
         return _quantize(request, as_progress(progress) if workers.is_first() else Silent())
 
 
-def predict(request: QuantizeRequest, progress: Progress, number: int | None = None) -> Preflight:
-    """Predict the run of a request, by so many workers; BadInput where it cannot be done. Writes nothing."""
+def predict(
+    request: QuantizeRequest, progress: Progress, number: int | None = None, *, timed: bool = False
+) -> Preflight:
+    """Predict the run of a request, by so many workers, from config and headers; a search is carried out.
+    With `timed` its data are read and a layer is quantized. BadInput where the run cannot be done. Writes
+    nothing."""
     with workers.one_of_many():
         progress = progress if workers.is_first() else Silent()
-        session = prepare(request, progress)
+        is_read = timed or searches(request)
+        session = prepare(request, progress) if is_read else outline(request)
         for note in session.notes:
             progress.note(note)
-        return _predicted(session, progress, number)
+        layer = workers.first_alone(lambda: time_layer(session, progress)) if timed else None
+        return _predicted(session, number, layer)
 
 
-def _predicted(session: Session, progress: Progress, number: int | None = None) -> Preflight:
+def _predicted(
+    session: Session, number: int | None = None, layer: LayerTime | None = None
+) -> Preflight:
     number = workers.count() if workers.together() else number
-    return workers.first_alone(lambda: preflight(session, progress, number))
+    return workers.first_alone(lambda: preflight(session, number, layer))
 
 
 def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
@@ -115,7 +124,7 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
         session = prepare(request, progress)
     for note in session.notes:
         progress.note(note)
-    expected = _predicted(session, progress)
+    expected = _predicted(session)
     progress.note(expected.line())
     give_back()
     memory = PeakMemory()

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...base.atomic_io import Entry, entry_bytes, file_bytes, layout_of
-from ...base.progress import Progress, Silent, in_words
+from ...base.progress import in_words
 from ..base.lanes import shares_of
 from ..base.scheme import Scheme
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
+from ..methods.registry import AUTO
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint
 from ..plan.loaders import Loader, loaders, loads_in, stored
 from ..plan.manifest import TEXT, parts_of
@@ -27,18 +28,15 @@ from ..stream.calls import kv_heads
 from ..stream.layer_stream import TOKENS_PER_BATCH
 from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
 from .estimate import (
+    LayerTime,
     MemoryEstimate,
     estimate_memory,
     estimate_operations,
     quick_tokens,
     solvers_of,
-    time_layer,
     weights_of,
 )
 from .stages import Session, stages_of
-
-if TYPE_CHECKING:
-    from ..gguf.container import TensorToWrite
 
 if TYPE_CHECKING:
     from ..gguf.container import TensorToWrite
@@ -78,10 +76,10 @@ class Preflight:
         file_bytes: bytes of all weight files by format, headers included.
         source_bytes: bytes of all source tensors.
         memory: predicted resident memory beyond the start of the process.
-        seconds: time by a timed layer; of a run that a measured GEMM rate says is short, by that rate.
-        quick_seconds: time with `CPU_SAMPLES` samples of `CPU_SEQ_LEN` tokens; None: there are no more, or
-            it is not known.
+        seconds: time by a timed layer, or by the number of operations and a measured GEMM rate.
+        quick_seconds: time with `CPU_SAMPLES` samples of `CPU_SEQ_LEN` tokens; None: there are no more.
         workers: processes that share the work, memory and time being those of one; None: one process.
+        is_timed: True if `seconds` are by a timed layer.
     """
 
     kinds: tuple[ModuleKind, ...]
@@ -93,6 +91,7 @@ class Preflight:
     loaders: tuple[Loader, ...]
     quick_seconds: float | None = None
     workers: int | None = None
+    is_timed: bool = False
 
     @property
     def bits_per_weight(self) -> float:
@@ -125,32 +124,31 @@ class Preflight:
     @property
     def time(self) -> str:
         """The time in words, with that of a quick run where it is much less."""
-        duration = f"about {in_words(self.seconds)}"
+        duration = f"about {in_words(self.seconds)}{'' if self.is_timed else ' by its operations'}"
         if self.quick_seconds is None or self.quick_seconds > self.seconds / 2:
             return duration
         quick = f"--num-samples {CPU_SAMPLES} --seq-len {CPU_SEQ_LEN}"
         return f"{duration}; with {quick} about {in_words(self.quick_seconds)}"
 
 
-TIMED_FROM = 300.0
-"""Seconds of a predicted run from which a layer is timed; of a shorter one it would be too large a part."""
-
-
 def preflight(
-    session: Session, progress: Progress | None = None, workers: int | None = None
+    session: Session, workers: int | None = None, layer: LayerTime | None = None
 ) -> Preflight:
-    """Predict the run of a prepared session, in one process or by workers; writes nothing."""
+    """Predict the run of a session, in one process or by workers, its time by that of a layer where one was
+    timed; writes nothing."""
     number = workers or 1
-    plan, calibration = session.plan, session.calibration
+    plan, calibration, request = session.plan, session.calibration, session.request
     tokens, lanes = busiest(calibration, workers)
     packed = [packed_entries(plan, weight_format) for weight_format in plan.formats]
     sizes = [_sizes(entries) for entries in packed]
-    seconds, quick = estimate_operations(plan, tokens, number) / _operations_per_second(), None
-    if seconds > TIMED_FROM and (timed := time_layer(session, progress or Silent())) is not None:
-        weights, solvers = weights_of(plan), solvers_of(plan, 0, number)
-        seconds = timed.seconds(weights, tokens, solvers)
-        if calibration.num_tokens > quick_tokens():
-            quick = timed.seconds(weights, quick_tokens() / number, solvers)
+    rate = _operations_per_second()
+
+    def seconds_with(tokens: int) -> float:
+        if layer is None:
+            return estimate_operations(plan, tokens, number) / rate
+        return layer.seconds(weights_of(plan), tokens, solvers_of(plan, 0, number))
+
+    has_more = calibration.num_tokens > quick_tokens()
     source = (name for name in plan.checkpoint.names if not name.endswith(_BUFFER))
     return Preflight(
         kinds=_kinds(plan, sizes[0]),
@@ -171,18 +169,19 @@ def preflight(
                 session.stream.hidden_size,
                 tokens,
                 held_out=bool(len(calibration.held_out)),
-                measured_now=session.statistics is None,
+                measured_now=request.stats is None or request.method == AUTO,
                 lanes=lanes,
             ),
             images=_image_bytes(plan, calibration),
         ),
-        seconds=seconds,
-        quick_seconds=quick,
+        seconds=seconds_with(tokens),
+        quick_seconds=seconds_with(quick_tokens() // number) if has_more else None,
         workers=workers,
+        is_timed=layer is not None,
         loaders=tuple(
             loader
             for weight_format in plan.formats
-            for loader in loaders(stored(plan), weight_format.name, session.request.tensor_parallel)
+            for loader in loaders(stored(plan), weight_format.name, request.tensor_parallel)
         ),
     )
 

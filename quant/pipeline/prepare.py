@@ -87,9 +87,42 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
     return replace(session, plan=plan, signature=_digest(facts), statistics=statistics, notes=notes)
 
 
-def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
-    """A checked request with its calibration data, still without signature, and facts of model and data by
-    which statistics are told apart."""
+def outline(request: QuantizeRequest) -> Session:
+    """The session of a request that searches nothing, from config and headers alone: its samples have their
+    number and length, and no text and no weight is read. BadInput where it cannot be done as asked."""
+    plan = _planned(request)
+    calibration = no_calibration()
+    if request.errors:
+        samples, held_out = (
+            torch.empty(count, plan.seq_len, dtype=torch.int64, device="meta")
+            for count in _sample_counts(request, plan)
+        )
+        calibration = replace(calibration, token_ids=samples, held_out=held_out)
+    notes = list(plan.notes)
+    if request.errors and request.calibration is None and _may_use_pictures(plan):
+        notes.append(
+            "note: memory is without the images of calibration samples, which --time counts"
+        )
+    return _session(request, plan, calibration, notes)
+
+
+def _session(
+    request: QuantizeRequest, plan: QuantizePlan, calibration: Calibration, notes: list[str]
+) -> Session:
+    """The session of a plan, still without hashes, signature and statistics; appends to its notes."""
+    if request.kv_cache == INT8_CACHE:
+        notes.append(
+            "note: an int8 KV cache has its scales from the server, per token and head, and none are stored: "
+            "serve with --kv-cache-dtype int8_per_token_head (vLLM) or int8 (llmopt)"
+        )
+    stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute, plan.device)
+    tower = plan.vision
+    vision = tower and LayerStream(plan.checkpoint, tower, plan.compute, plan.device)
+    return Session(request, plan, calibration, stream, {}, "", None, tuple(notes), vision)
+
+
+def _planned(request: QuantizeRequest) -> QuantizePlan:
+    """The plan of a request, or of the base request that a search varies; BadInput as `make_plan`."""
     planned = request
     if request.method == AUTO:  # bits and groups of a base request are varied
         planned = replace(
@@ -103,20 +136,20 @@ def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
     plan = make_plan(planned)
     workers.join(request.device)
     _check_calibration(request, plan)
+    return plan
+
+
+def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
+    """A checked request with its calibration data, still without signature, and facts of model and data by
+    which statistics are told apart."""
+    plan = _planned(request)
     notes: list[str] = []
-    if request.kv_cache == INT8_CACHE:
-        notes.append(
-            "note: an int8 KV cache has its scales from the server, per token and head, and none are stored: "
-            "serve with --kv-cache-dtype int8_per_token_head (vLLM) or int8 (llmopt)"
-        )
     calibration = calibration_of(request, plan, notes) if request.errors else no_calibration()
-    stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute, plan.device)
-    tower = plan.vision
-    vision = tower and LayerStream(plan.checkpoint, tower, plan.compute, plan.device)
-    if vision is not None and request.errors:
+    session = _session(request, plan, calibration, notes)
+    if session.vision is not None and request.errors:
         of_images(calibration)
     ids = calibration.token_ids
-    if ids.numel() and int(ids.max()) >= stream.vocab_size:
+    if ids.numel() and int(ids.max()) >= session.stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
     config = plan.checkpoint.folder / "config.json"  # a GGUF file need not have one
     source_hashes = {config.name: sha256_of_file(config)} if config.is_file() else {}
@@ -134,9 +167,7 @@ def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
     statistics = None
     if request.stats is not None:
         statistics = StatisticsFolder(request.stats, _digest(facts))
-    return Session(
-        request, plan, calibration, stream, source_hashes, "", statistics, tuple(notes), vision
-    ), facts
+    return replace(session, source_hashes=source_hashes, statistics=statistics), facts
 
 
 def _check_calibration(request: QuantizeRequest, plan: QuantizePlan) -> None:
@@ -250,15 +281,20 @@ def _digest(facts: dict[str, Any]) -> str:
     return sha256_of(json.dumps(facts, sort_keys=True).encode())
 
 
-def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str]) -> Calibration:
-    """The calibration and held-out samples; appends notes where the text gives fewer."""
+def _sample_counts(request: QuantizeRequest, plan: QuantizePlan) -> tuple[int, int]:
+    """Calibration samples and held-out ones, as asked for."""
     usual = plan.method.num_samples
     if is_bundled(request.model):
         usual = BUNDLED_SAMPLES
     elif plan.device == HOST:
         usual = CPU_SAMPLES
     wanted = usual if request.num_samples is None else request.num_samples
-    num_held_out = wanted // 8 if request.held_out is None else request.held_out
+    return wanted, wanted // 8 if request.held_out is None else request.held_out
+
+
+def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str]) -> Calibration:
+    """The calibration and held-out samples; appends notes where the text gives fewer."""
+    wanted, num_held_out = _sample_counts(request, plan)
     tokenizer = load_tokenizer(plan.checkpoint.path, trust_remote_code=request.trust_remote_code)
     cut: dict[str, Any] = {
         "num_samples": wanted,
@@ -296,6 +332,15 @@ def calibration_of(request: QuantizeRequest, plan: QuantizePlan, notes: list[str
     return calibration
 
 
+def _reads_images(plan: QuantizePlan) -> bool:
+    modules = plan.architecture.meta_model.model.modules()
+    return any(callable(getattr(module, "get_image_features", None)) for module in modules)
+
+
+def _may_use_pictures(plan: QuantizePlan) -> bool:
+    return _reads_images(plan) and has_processor(plan.checkpoint.folder)
+
+
 def _with_images(
     request: QuantizeRequest,
     plan: QuantizePlan,
@@ -307,16 +352,14 @@ def _with_images(
     BadInput for images that cannot be used. None where the data has no images, or the model cannot use the
     bundled pictures."""
     source, folder = request.calibration, plan.checkpoint.folder
-    modules = plan.architecture.meta_model.model.modules()
-    reads_images = any(callable(getattr(m, "get_image_features", None)) for m in modules)
-    if source is None and not (reads_images and has_processor(folder)):
+    if source is None and not _may_use_pictures(plan):
         return None
     from ..stream.image_samples import image_calibration, read_pairs
 
     try:
         if (read := read_pairs(source or PICTURES)) is None:
             return None
-        if not reads_images:
+        if not _reads_images(plan):
             raise BadInput(
                 f"calibration data {source} has images, and {folder} ({plan.architecture.family}) "
                 "reads text alone"

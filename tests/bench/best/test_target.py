@@ -20,7 +20,7 @@ from llmopt.bench.best.target import DEFAULT_MAX_KL, BestRequest, open_folder
 from llmopt.engine.planner import load_plan
 from llmopt.engine.planner.simulation import simulate
 from llmopt.engine.planner.weights import WeightRecipe
-from llmopt.quant.pipeline import estimate, preflight
+from llmopt.quant.pipeline import estimate
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,6 @@ def test_a_command_line_writes_the_loader_in_any_case() -> None:
 def test_a_budget_makes_the_finalists_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on five seconds at every look; one is made however little time there is."""
     made = {"method": "gptq", "bits": 4, "num_samples": 2, "seq_len": 64}
-    monkeypatch.setattr(preflight, "_operations_per_second", lambda: 1e6)  # so a layer is timed
 
     def most(budget: float, tick: float) -> int:
         clock = itertools.count(step=tick)

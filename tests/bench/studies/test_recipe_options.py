@@ -29,7 +29,7 @@ variants:
     bench: {num_runs: 2}
 """
 SET_BY_THE_RECIPE = {
-    "quantize": {"model", "model_option", "output", "dry_run", "as_json", "nproc"},
+    "quantize": {"model", "model_option", "output", "dry_run", "time", "as_json", "nproc"},
     "serve_local": {
         *("model", "model_option", "host", "port", "as_json", "served_model_name"),
         *("print_command", "config"),

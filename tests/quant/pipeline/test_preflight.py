@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
+from llmopt.base.progress import Silent
 from llmopt.engine.model.decoder.reader import supported_model_types
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.options import MethodOptions
-from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.pipeline import prepare as prepare_module
+from llmopt.quant.pipeline.pipeline import predict, quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.plan.loaders import CheckpointContents, loaders, loads_in, stored
@@ -65,6 +68,34 @@ def test_predicted_bytes_are_those_written(tmp_path: Path, options: dict[str, An
         assert sum(file.stat().st_size for file in files) == expected.file_bytes[name]
     assert expected.bits_per_weight == pytest.approx(result.manifest["summary"]["bits_per_weight"])
     assert result.peak_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "awq", "options": MethodOptions(asymmetric=None)},
+        {"method": "gptq", "format": "gptq,compressed-tensors", "held_out": 2},
+        {"method": "rtn", "errors": False, "kv_cache": "int8"},
+        {"method": "Q4_K_M"},
+    ],
+    ids=str,
+)
+def test_a_dry_run_reads_config_and_headers_alone(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(tmp_path / "out", **options)
+    whole = predict(asked, Silent(), 2)
+    session = prepare(asked)
+    assert replace(preflight(session, 2), seconds=whole.seconds) == whole
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the text, a weight file or a weight is read")
+
+    monkeypatch.setattr(prepare_module, "load_tokenizer", refuse)
+    monkeypatch.setattr(prepare_module, "sha256_of_file", refuse)
+    monkeypatch.setattr(Checkpoint, "tensor", refuse)
+    assert replace(predict(asked, Silent(), 2), seconds=whole.seconds) == whole
+    assert not list(tmp_path.iterdir())
 
 
 def test_memory_follows_the_layer_and_not_the_number_of_layers(tmp_path: Path) -> None:

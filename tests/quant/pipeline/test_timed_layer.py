@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from llmopt.base.progress import Silent
 from llmopt.quant.methods.options import MethodOptions
-from llmopt.quant.pipeline import preflight as module
+from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.estimate import LayerTime, quick_tokens, time_layer
-from llmopt.quant.pipeline.pipeline import quantize
+from llmopt.quant.pipeline.pipeline import predict, quantize
 from llmopt.quant.pipeline.preflight import preflight
-from llmopt.quant.pipeline.prepare import prepare
+from llmopt.quant.pipeline.prepare import outline, prepare
 from llmopt.quant.plan.request import QuantizeRequest
 
 from ...support.quant_support import STORIES
@@ -35,14 +35,10 @@ def test_passes_grow_with_the_text_and_solving_does_not() -> None:
     assert quick_tokens() == (64 + 8) * 512
 
 
-def test_a_long_run_is_told_beside_a_quick_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = prepare(request(tmp_path / "out", method="gptq"))
-    monkeypatch.setattr(module, "TIMED_FROM", 0.0)
+def test_a_long_run_is_told_beside_a_quick_one(tmp_path: Path) -> None:
+    session = outline(request(tmp_path / "out", method="gptq"))
     timed = replace(RECORDED, passes=80.0, weights=1_000_000)
-    monkeypatch.setattr(module, "time_layer", lambda *_: timed)
-    answer = preflight(session)
+    answer = preflight(session, layer=timed)
     weights = sum(out * width for out, width in session.plan.modules.values())
     assert answer.seconds == timed.seconds(weights, session.calibration.num_tokens)
     assert answer.quick_seconds is None  # there is less text than that
@@ -50,6 +46,7 @@ def test_a_long_run_is_told_beside_a_quick_one(
     assert long.time == "about 17 h; with --num-samples 64 --seq-len 512 about 25 min"
     assert long.time in long.line()
     assert replace(long, quick_seconds=40_000.0).time == "about 17 h"
+    assert replace(long, quick_seconds=None, is_timed=False).time == "about 17 h by its operations"
 
 
 @pytest.mark.parametrize(
@@ -73,10 +70,11 @@ def test_a_timed_layer_leaves_the_run_as_it_is(tmp_path: Path, options: dict) ->
     assert timed.tokens == (session.calibration.num_tokens if session.request.errors else 0)
 
 
-def test_the_bytes_are_the_same_behind_a_timed_layer(
+def test_a_layer_is_timed_where_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = quantize(request(tmp_path / "plain", method="gptq"))
-    monkeypatch.setattr(module, "TIMED_FROM", 0.0)
-    behind = quantize(request(tmp_path / "behind", method="gptq"))
-    assert behind.manifest["files"] == plain.manifest["files"]
+    asked = request(tmp_path / "out", method="rtn")
+    assert predict(asked, Silent(), timed=True).is_timed
+    monkeypatch.setattr(pipeline, "time_layer", None)
+    assert not predict(asked, Silent()).is_timed
+    quantize(asked)
