@@ -3,7 +3,8 @@
 Page templates are jinja texts over a record that read like the report. Their lines mean:
 
     # Title                       the line below it is the subtitle
-    > a note                      a warning above the sections
+    ! a warning                   stands in the verdict, because it changes how that is read
+    > a note                      folded below the key figures, or else below the first section
     * label | value | unit | note a key figure
     ## Section                    (### Section is folded)
     A paragraph, up to the next empty line.
@@ -198,6 +199,7 @@ class Page:
     cards: Sequence[Card]
     sections: Sequence[Section]
     warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     @property
     def card_rows(self) -> list[list[str]]:
@@ -247,7 +249,15 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 # Marks, as entities: what a value holds of them is text. The parser decodes them again.
 ENTITIES = str.maketrans(
-    {"|": "&#124;", "#": "&#35;", "*": "&#42;", "\n": "&#10;", "\r": "&#13;", "\0": ""}
+    {
+        "|": "&#124;",
+        "#": "&#35;",
+        "*": "&#42;",
+        "!": "&#33;",
+        "\n": "&#10;",
+        "\r": "&#13;",
+        "\0": "",
+    }
 )
 ROW = re.compile(r"(good|bad|unsure|plain|)(\|\|?)(.*)")
 INSERTED = re.compile("\0(\\d+)")
@@ -273,6 +283,7 @@ class PageReader:
         self._verdict = ReportVerdict("plain", "", "")
         self._cards: list[Card] = []
         self._warnings: list[str] = []
+        self._notes: list[str] = []
         self._inserted: list[Part] = []
         self._paragraph: list[str] = []
         self._table: ReportTable | None = None
@@ -295,19 +306,21 @@ class PageReader:
         return self
 
     def page(self) -> Page:
-        sections, warnings = self.sections, self._warnings
+        sections, notes = self.sections, self._notes
         if not is_installed("matplotlib"):
             _warn_once(NO_PICTURES)
-            warnings = [*warnings, NO_PICTURES]
+            notes = [*notes, NO_PICTURES]
             sections = [s for s in sections if s.paragraphs or s.figures or s.tables or s.texts]
-        return Page(self._title, self._subtitle, self._verdict, self._cards, sections, warnings)
+        return Page(
+            self._title, self._subtitle, self._verdict, self._cards, sections, self._warnings, notes
+        )
 
     def _read_line(self, line: str) -> None:
         if match := ROW.fullmatch(line):
             tone, bars, cells = match.groups()
             self._add_row(tone, [_text(cell) for cell in cells.split("|")], is_prose=bars == "||")
             return
-        if not line.strip() or line[0] in "#>*\0":
+        if not line.strip() or line[0] in "#!>*\0":
             self._end_block()
         mark, _, rest = line.partition(" ")
         if match := INSERTED.fullmatch(line):
@@ -316,8 +329,8 @@ class PageReader:
             self._title = _text(rest)
         elif mark in ("##", "###"):
             self.sections.append(Section(_text(rest), folded=mark == "###"))
-        elif mark == ">":
-            self._warnings.append(_text(rest))
+        elif mark in ("!", ">"):
+            (self._warnings if mark == "!" else self._notes).append(_text(rest))
         elif mark == "*":
             self._cards.append(Card(*map(_text, rest.split("|"))))
         elif line.strip():

@@ -25,11 +25,12 @@ from ..page.page import (
     markdown_table,
     number,
     percent,
+    sentence,
     signed_percent,
     sizes,
 )
 from .figures import SHARED_ROOFLINE, captioned, comparison_figures, label_of
-from .parts import named_notes, report_page
+from .parts import named_caveats, report_page
 
 TONES: dict[GateOutcome, Tone] = {
     GateOutcome.PASS: "good",
@@ -205,6 +206,7 @@ def comparison_page(
     **more: Any,
 ) -> Page:
     results = {base.name: base.result, label_of(base, new): new.result}
+    caveats = named_caveats(results)
     figures = captioned(
         comparison_figures(base, new, comparison),
         **{
@@ -223,7 +225,8 @@ def comparison_page(
         results=results,
         comparison=comparison,
         verdict=verdict_of(comparison),
-        notes=named_notes(results),
+        warnings=caveats["warnings"],
+        notes=[*caveats["notes"], *map(sentence, comparison.notes)],
         cards=delta_cards(comparison),
         figures=figures,
         aspects=aspects_table(comparison),

@@ -22,7 +22,7 @@ from .figures import (
     roofline_svg,
     rooflines,
 )
-from .parts import named_notes, report_page
+from .parts import named_caveats, report_page
 
 QUALITY_LABELS = {"kl": "KL (nats)", "perplexity": "Perplexity"}
 
@@ -123,12 +123,14 @@ def joined_page(runs: Sequence[RunData]) -> Page:
     candidates = {name: candidate(result, not obstacles) for name, result in results.items()}
     quality_name = shared_quality(candidates)
     best = front(candidates, quality_name)
+    caveats = named_caveats(results)
     return report_page(
         "report/joined.jinja",
         results=results,
         first=runs[0].result["llmopt"],
         verdict=joined_verdict(results, candidates, best, quality_name),
-        notes=[*obstacles, *named_notes(results), *widened_notes(results)],
+        warnings=[*obstacles, *caveats["warnings"]],
+        notes=[*caveats["notes"], *widened_notes(results)],
         best=best,
         figures=joined_figures(named, candidates, quality_name),
         served_weight_bytes=served_weight_bytes,

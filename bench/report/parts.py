@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ def shared() -> dict[str, Any]:
 
 
 def load_words(load: Mapping[str, Any]) -> str:
-    """`closed loop of 8`, `5 requests/s`, `closed loop of 8 conversations for 60 s`."""
+    """`8 requests at a time`, `5 requests/s`, `8 conversations at a time for 60 s`."""
     what = "conversations" if load.get("history") else "requests"
     seconds = load.get("duration")
     return _arrivals(load, what) + (f" for {seconds:g} s" if seconds else "")
@@ -60,7 +60,7 @@ def _arrivals(load: Mapping[str, Any], what: str) -> str:
         known = ", ".join(f"{key} {value}" for key, value in load.items())
         return f"load: {known}" if known else "load unknown"
     limit = load.get("max_concurrency")
-    closed = f"closed loop of {limit}" + (" conversations" if what == "conversations" else "")
+    closed = f"{limit} {what if limit != 1 else what[:-1]} at a time"
     if strategy := load.get("ramp_up_strategy"):
         first, last = load["ramp_up_start_rps"], load["ramp_up_end_rps"]
         ramp = f"{strategy} ramp from {first:g} to {last:g} {what}/s"
@@ -78,44 +78,46 @@ def _arrivals(load: Mapping[str, Any], what: str) -> str:
     return f"{rate}, at most {limit} in flight" if limit else rate
 
 
-def disturbed_words(record: Mapping[str, Any]) -> list[str]:
-    """Notes on passes with evidence of a disturbance: the kept ones, and those measured again."""
-    kept = [run["disturbed_because"] for run in record["runs"] if run.get("disturbed")]
-    rejected = [run["disturbed_because"] for run in record.get("rejected_passes", ())]
-    notes = []
-    if kept:
-        notes.append(f"{len(kept)} of {len(record['runs'])} passes were disturbed: {kept[0]}.")
-    if rejected:
-        notes.append(
-            f"Passes measured again because they were disturbed: {len(rejected)} ({rejected[0]})."
-        )
-    return notes
-
-
 def warnings(result: Mapping[str, Any]) -> list[str]:
-    """Caveats: certification, injected delay, disturbed passes, few samples, preemptions; speculation and
-    images."""
+    """Caveats that change how the verdict is read: certification, silent failures, injected delay,
+    preemptions, and a disturbance of every pass."""
     record = result["llmopt"]
-    notes = []
+    caveats = []
     if (client := record.get("client")) and not client["certified"]:
-        notes += [f"Not certified: {reason}." for reason in client["reasons"]]
-    notes += map(sentence, record.get("silent_failures") or ())
+        caveats += [f"Not certified: {reason}." for reason in client["reasons"]]
+    caveats += map(sentence, record.get("silent_failures") or ())
     if record["slowdown"] != 1.0:
-        notes.append(
+        caveats.append(
             f"Every {'sampling phase' if record.get('slowdown_where') == 'sampler' else 'step'} was "
             f"made {record['slowdown']:g} times as long on purpose (--slowdown)."
         )
-    notes += map(sentence, record["workload"]["notes"])
-    notes += disturbed_words(record)
+    if record["runs"] and all(run.get("disturbed") for run in record["runs"]):
+        caveats.append(
+            "Other programs disturbed every pass: the speeds are not those of the model."
+        )
+    if record["preemptions"]:
+        caveats.append(
+            f"{record['preemptions']} sequences were preempted: the KV cache was too small."
+        )
+    return caveats
+
+
+def remarks(result: Mapping[str, Any]) -> list[str]:
+    """Caveats on the measurement: workload, disturbed passes, few samples, speculation and images."""
+    record = result["llmopt"]
+    notes = [sentence(note) for note in record["workload"]["notes"]]
+    reasons = [run["disturbed_because"] for run in record["runs"] if run.get("disturbed")]
+    if reasons:
+        count = f"{len(reasons)} of {len(record['runs'])}"
+        notes.append(f"{count} passes were disturbed: {reasons[0]}.")
+    if rejected := record.get("rejected_passes"):
+        why = rejected[0]["disturbed_because"]
+        notes.append(f"Passes measured again because they were disturbed: {len(rejected)} ({why}).")
     metric_count = record["metrics"]["e2el"]["count"]
     if 0 < metric_count < 300:
         notes.append(
             f"p99 of {metric_count} requests is close to their maximum: read it as such, and use "
             "more prompts to learn about the tail."
-        )
-    if record["preemptions"]:
-        notes.append(
-            f"{record['preemptions']} sequences were preempted: the KV cache was too small."
         )
     if speculation := record.get("speculation"):
         notes.append(
@@ -132,11 +134,19 @@ def warnings(result: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def named_notes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The caveats of several runs, each once: first those of all runs, then the others with the names."""
+def named_caveats(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """{"warnings" and "notes": the caveats of several runs, each once}, for `caveats` of the templates."""
+    return {"warnings": named(results, warnings), "notes": named(results, remarks)}
+
+
+def named(
+    results: Mapping[str, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], list[str]]
+) -> list[str]:
+    """What is read of several runs, each sentence once: first those of all runs, then the others with the
+    names."""
     holders: dict[str, list[str]] = {}
     for name, result in results.items():
-        for note in warnings(result):
+        for note in read(result):
             holders.setdefault(note, []).append(name)
     notes = [f"Every run: {note}" for note, names in holders.items() if len(names) == len(results)]
     by_names: dict[str, list[str]] = {}

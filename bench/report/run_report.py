@@ -20,7 +20,7 @@ from ..page.plot_style import BASE, MUTED, NEW, canvas, label, title, to_svg
 from ..quality.task_items import metric_name, score_words
 from ..record.result import atomic_folder, to_json
 from .figures import SHORT, captioned, run_figures, turns_svg
-from .parts import load_words, report_page, warnings, write_page
+from .parts import load_words, remarks, report_page, warnings, write_page
 
 SHORTEST_FOR_PEAK = 3.0
 """Seconds of a pass below which the busiest whole second says nothing: most of them may be partly filled."""
@@ -50,7 +50,8 @@ def run_page(result: Mapping[str, Any], figures: Mapping[str, str]) -> Page:
         "report/run.jinja",
         result=result,
         verdict=run_verdict(result),
-        notes=warnings(result),
+        warnings=warnings(result),
+        notes=remarks(result),
         figures=captioned(drawn),
         SHORT=SHORT,
         LATENCIES=LATENCIES,
@@ -75,7 +76,7 @@ def run_verdict(result: Mapping[str, Any]) -> ReportVerdict:
     if not result["total_output_tokens"]:  # embeddings or scores
         clauses = [f"Median request: {number(metrics['e2el']['median'], 1)} ms"]
         rate = f"{number(result['request_throughput'], 1)} requests/s"
-    headline = f"{rate} under a {load_words(result['llmopt']['identity']['load'])}"
+    headline = f"{rate} with {load_words(result['llmopt']['identity']['load'])}"
     if result["llmopt"]["interrupted"]:
         return ReportVerdict("unsure", "Interrupted: " + headline, "Only what finished is counted.")
     if result["failed"]:

@@ -24,7 +24,7 @@ from ..report.figures import (
     rooflines,
     slowdown_bounds,
 )
-from ..report.parts import named_notes, report_page
+from ..report.parts import named_caveats, report_page
 from ..report.run_report import load_text, sweep_page, sweep_verdict
 from .recipe import BASE_NAME
 from .recipe_files import FORMULAS, CapacityRun, RecipeRun, VariantRun, all_results
@@ -189,7 +189,7 @@ def recipe_page(run: RecipeRun) -> Page:
         base=run.base.result,
         results=results,
         verdict=recipe_verdict(run),
-        notes=named_notes(results),
+        **named_caveats(results),
         summary=summary_table(run),
         gate=gate_sentence(run),
         explanation=next(filter(None, explained), ""),

@@ -20,7 +20,7 @@ from llmopt.bench.record.result import RunData
 from llmopt.bench.report import figures, joined
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.joined import joined_page
-from llmopt.bench.report.parts import named_notes
+from llmopt.bench.report.parts import named_caveats
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
@@ -218,15 +218,15 @@ def test_a_note_names_its_runs_and_is_said_once() -> None:
     runs = {name: data(name).result for name in ("one", "two", "three")}
     runs["two"]["llmopt"]["preemptions"] = 3
     runs["three"]["llmopt"]["preemptions"] = 3
-    notes = named_notes(runs)
-    assert len(notes) == len(set(notes)) == 3
-    assert "Every run: A <note> & more." in notes
-    assert any(note.startswith("two, three: 3 sequences were preempted") for note in notes)
+    caveats = named_caveats(runs)
+    (preempted,) = caveats["warnings"]
+    assert preempted.startswith("two, three: 3 sequences were preempted")
+    assert len(caveats["notes"]) == 2 and "Every run: A <note> & more." in caveats["notes"]
     runs["two"]["llmopt"]["slowdown"] = 2.0
-    (of_two,) = (note for note in named_notes(runs) if note.startswith("two: "))
+    (of_two,) = (note for note in named_caveats(runs)["warnings"] if note.startswith("two: "))
     assert "2 times as long on purpose" in of_two and "preempted" not in of_two
     runs["three"]["llmopt"]["slowdown"] = 2.0
-    assert len(named_notes(runs)) == 3, "notes of the same runs stand together"
+    assert len(named_caveats(runs)["warnings"]) == 1, "caveats of the same runs stand together"
     runs["two"]["llmopt"]["slowdown"] = runs["three"]["llmopt"]["slowdown"] = 1.0
     page = joined_page([RunData(result) for result in runs.values()])
-    assert [note for note in page.warnings if "preempted" in note] == [notes[-1]]
+    assert page.warnings == [preempted] and page.notes == caveats["notes"]

@@ -46,6 +46,12 @@ OVERLAPS = """
 """
 
 
+CUT = """
+[...document.querySelectorAll('.scroll, .verdict, .cards, ul')].filter((part) =>
+  part.scrollWidth > part.clientWidth + 1).map((part) => part.textContent.slice(0, 60))
+"""
+
+
 def a_joined_page() -> Page:
     """Three runs, each under its own ceilings, with names as people give them."""
     runs = []
@@ -89,10 +95,13 @@ def test_a_browser_shows_readable_charts_on_phones_and_desktops(
 
     async def visit() -> None:
         async with opened_page() as page:
-            for name, (width, scheme) in product(names, ((390, "light"), (1280, "dark"))):
+            for name, (width, scheme) in product(
+                names, ((320, "light"), (390, "dark"), (1280, "dark"))
+            ):
                 url = (tmp_path / f"{name}.html").as_uri()
                 await page.open(url, width=width, scheme=scheme)
                 assert await page.run("document.documentElement.scrollWidth") <= width, name
+                assert await page.run(CUT) == [], (name, width)
                 assert await page.run(LOWEST_CONTRAST) >= LEAST_CONTRAST, name
                 grounds.add(await page.run("getComputedStyle(document.body).backgroundColor"))
                 found[name, width] = await page.run(OVERLAPS)

@@ -40,7 +40,7 @@ from llmopt.bench.record.result import (
 from llmopt.bench.record.run_record import vllm_part
 from llmopt.bench.report.comparison import comparison_page
 from llmopt.bench.report.parts import formula_table
-from llmopt.bench.report.run_report import console_table, planned, write_report
+from llmopt.bench.report.run_report import console_table, planned, run_page, write_report
 
 from tests.support.page_parts import sections_of
 
@@ -408,3 +408,21 @@ def test_the_peak_of_a_second_needs_passes_of_three(seconds: float, is_shown: bo
     result = a_result(BenchOptions(), made)
     assert ("Peak output token throughput" in console_table(result, ("ttft",), (99.0,))) == is_shown
     assert result["max_output_tokens_per_s"] > 0, "the record has what vLLM's has"
+
+
+def test_notes_are_folded_below_the_table_and_warnings_stand_in_the_verdict() -> None:
+    found = data().result
+    found["llmopt"]["preemptions"] = 2
+    for run in found["llmopt"]["runs"]:
+        run |= {"disturbed": True, "disturbed_because": "42% of its time in the run queue"}
+    page = run_page(found, {})
+    assert len(page.warnings) == 2 and len(page.notes) == 3
+    html = to_html(page)
+    verdict, _, below = html.partition('<div class="verdict')[2].partition('<dl class="cards">')
+    assert "were preempted" in verdict and "Other programs disturbed every pass" in verdict
+    assert "3 notes on the measurement" in below.partition("<section>")[0]
+    assert "42%" not in verdict and '<details class="notes">' in below
+    markdown = to_markdown(page)
+    assert markdown.count("> Note: ") == 2
+    assert markdown.index("3 notes on the measurement:") > markdown.index("| Output throughput |")
+    assert "8 requests at a time" in page.subtitle and "closed loop" not in html

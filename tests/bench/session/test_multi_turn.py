@@ -122,7 +122,7 @@ def test_the_report_shows_turns(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert re.search(r"4 conversations; turn 1: median TTFT .* turn \d: ", said)
     folder = tmp_path / "run"
     page = (folder / "report.html").read_text()
-    assert "Conversation turns" in page and "closed loop of 8 conversations" in page
+    assert "Conversation turns" in page and "8 conversations at a time" in page
     assert (folder / "turns.svg").is_file()
     table = pq.read_table(folder / "requests.parquet").to_pydict()
     assert set(table["conversation"]) == {f"bench-{n}" for n in range(4)}

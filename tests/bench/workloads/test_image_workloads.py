@@ -14,7 +14,7 @@ from llmopt.bench.load.exchange import MARK
 from llmopt.bench.load.inprocess import InProcessTarget, images_part
 from llmopt.bench.load.load import drive
 from llmopt.bench.options.options import BenchOptions
-from llmopt.bench.report.parts import warnings
+from llmopt.bench.report.parts import remarks
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.bench.workloads.datasets import build_workload, write_frozen
 from llmopt.bench.workloads.workload import Workload
@@ -184,4 +184,4 @@ def test_a_run_records_what_images_cost(tmp_path: Path) -> None:
     result = run_bench(options).result
     images = result["llmopt"]["images"]
     assert (images["num_requests"], images["num_images"]) == (4, 4)
-    assert any(note.startswith("4 images in 4 requests") for note in warnings(result))
+    assert any(note.startswith("4 images in 4 requests") for note in remarks(result))
