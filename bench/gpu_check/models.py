@@ -50,7 +50,6 @@ PREFILL, PROMPTS = 8192, 3
 
 @cache
 def roofs() -> dict[str, float]:
-    """Measured bytes per second of a large copy, and FLOP per second of a large bf16 GEMM."""
     card = torch.device("cuda")
     return {"bandwidth": copy_bandwidth(card), "flops": matmul_flops(card, torch.bfloat16)}
 
@@ -78,16 +77,14 @@ def config_of(name: str, layers: int | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TimedModel:
-    """A model of the planner's table with random weights: its first `layers` layers (None: all), whose
-    linears are quantized by `scheme` (None: bf16)."""
+    """A model of the planner's table, random, of `layers` (None: all), quantized by `scheme`, if any."""
 
     name: str
     scheme: IntScheme | FloatScheme | None = None
     layers: int | None = None
 
     def write(self, folder: Path) -> None:
-        """Write a checkpoint. All layers of a dense model are equal: they take the time of different ones,
-        because each has memory of its own, larger than any cache."""
+        """Write a checkpoint, whose layers are equal but have memory of their own, larger than any cache."""
         config = config_of(self.name, self.layers)
         count = config["num_hidden_layers"]
         period = count if "layer_types" in config else 1  # a hybrid's layers differ in kind
@@ -135,8 +132,7 @@ class TimedModel:
     def time(
         self, folder: Path, engine: Engine, phase: str, batch: int, context: int
     ) -> Iterator[Finding]:
-        """Measure decode steps, whose roof is the bytes that they read, or prompts, whose roof is their FLOP.
-        Raises RuntimeError: the KV cache has no room for the batch."""
+        """Time decode steps (roof: bytes) or prompts (roof: FLOP). RuntimeError: no room for the batch."""
         model = find_model(str(folder))
         if phase == "decode":
             seconds = decode_seconds(engine, batch, context)
@@ -221,8 +217,7 @@ def prefill_seconds(engine: Engine, length: int) -> list[float]:
 
 
 def decode_seconds(engine: Engine, batch: int, context: int) -> list[float]:
-    """Seconds of decode steps, once every prompt was computed; `context` is that of the middle step. Raises
-    RuntimeError: the KV cache has no room for the batch."""
+    """Seconds of decode steps about `context`, after prompts. RuntimeError: no room for the batch."""
     start = max(1, context - STEPS // 2 - WARM_STEPS)
     for index in range(batch):
         _add(engine, str(index), start, STEPS + 2 * WARM_STEPS + batch)

@@ -65,8 +65,7 @@ STAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One result. `met` is True if the expectation holds, None without one; `numbers` is a measurement for
-    programs: model, weights, phase, batch, context, seconds, share."""
+    """One result: `met` the expectation, None without one; `numbers` of a measurement, for programs."""
 
     what: str
     expected: str = ""
@@ -87,9 +86,7 @@ class Case:
 def run_cases(
     cases: Iterable[Case], marks: Path, lines: Path, synchronize: Callable[[], None]
 ) -> int:
-    """Run the cases that no process of this stage has begun; returns the exit code. Files that begin with
-    `marks` mark cases as begun; `lines` gets a JSON line for each event; `synchronize` raises if the card is
-    lost."""
+    """Run cases not begun, by files of `marks`; `lines` gets JSON, `synchronize` raises without a card."""
     with lines.open("a") as file:
 
         def write(**line: Any) -> None:
@@ -160,8 +157,7 @@ def failures(record: Mapping[str, Any]) -> list[str]:
 
 
 class Worker:
-    """A process of a stage, which starts again after a case that ended it. `ended` is the end of the stage in
-    this worker, None while it runs; `log` is the file of its output."""
+    """A process of a stage, restarted after a case that ended it; `ended`: its end, `log`: its output."""
 
     def __init__(self, stage: Stage, folder: Path, number: int, say: Callable[[str], None]) -> None:
         self.ended: str | None = None
@@ -243,8 +239,7 @@ class Worker:
 def check_gpu(
     output: Path | None, say: Callable[[str], None], stages: Sequence[Stage] = STAGES
 ) -> Record:
-    """Run the stages; `say` gets a line for each finding, and the record is written after each stage. Raises
-    BadInput: the first stage did not end: no card can serve, or it is in use."""
+    """Run the stages, with a line to `say` for each finding. BadInput: no card can serve, or it is busy."""
     today = datetime.now(UTC).date().isoformat()
     record: Record = {"schema": GPU_SCHEMA, "date": today, "environment": {}}
     record |= {"roofs": {}, "shares": {}, "stages": []}

@@ -56,8 +56,7 @@ SELF_TESTS = partial(self_tests, torch.device("cuda"), torch.bfloat16)
 
 
 def environment(home: Path) -> Iterator[Case]:
-    """Facts of the machine, and the roofs of the card. Raises BadInput: there is no CUDA device that can
-    serve, or others use it."""
+    """Facts of the machine, and the card's roofs. BadInput: no CUDA device can serve, or it is in use."""
     other = "CUDA_VISIBLE_DEVICES names another card where there are several"
     if (problem := cuda_problem()) is not None:
         raise BadInput(f"{problem}: {other}")

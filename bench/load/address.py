@@ -51,7 +51,6 @@ class Address:
 
     Attributes:
         url: scheme, host, port and prefix, without a `/v1` at its end, a key or a query.
-        path: path of the endpoint, with the prefix.
         backend: the request format, a value of `BACKENDS`.
     """
 
@@ -72,8 +71,7 @@ class Address:
         headers: Mapping[str, str] | None = None,
         verify_tls: bool = True,
     ) -> Address:
-        """Validate the options and build the address. Raises BadInput: no URL of http or https, an unknown
-        backend, or a header that would break the request."""
+        """Build the address. BadInput: no URL of http or https, an unknown backend, or a broken header."""
         try:
             parts = urlsplit(base_url)
             port = parts.port
@@ -147,8 +145,7 @@ class Address:
         )
 
     def model_card(self) -> dict[str, Any]:
-        """The first model of the server's `/v1/models`. Raises BadInput: the server is unreachable, or its
-        response is not a list of models."""
+        """First model of `/v1/models`. BadInput: the server is unreachable, or the answer is no list."""
         url = f"{self.url}/v1/models"
         try:
             card = self.json_client(CARD_SECONDS).get(url)["data"][0]
@@ -164,8 +161,7 @@ class Address:
         return card
 
     def get(self, path: str) -> bytes:
-        """The body of a GET with the headers of every request. Raises RequestFailed: no answer, another
-        status than 2xx, or no HTTP."""
+        """The body of a GET with every request's headers. RequestFailed: no answer, no 2xx, or no HTTP."""
         return self.json_client(CARD_SECONDS).read(self.url + path)
 
     def json_client(self, timeout: float) -> JsonClient:
@@ -199,8 +195,7 @@ class ServedModel:
 
 
 def find_served(options: BenchOptions, address: Address) -> ServedModel:
-    """Resolve the served model name and its tokenizer. Raises BadInput: no `--model` and a server that does
-    not list one, or no tokenizer under any of its names."""
+    """Served model name and tokenizer. BadInput: no `--model` and none listed, or no tokenizer."""
     card: dict[str, Any] = {}
     try:
         card = address.model_card()
@@ -218,8 +213,7 @@ def find_served(options: BenchOptions, address: Address) -> ServedModel:
 
 
 def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Path]:
-    """(name, folder) of the first of `names` that is a model here. Only names from the options are looked up
-    on the hub; names that the server reports are looked up on this machine alone."""
+    """(name, folder) of the first of `names` that is a model here; only the options' go to the hub."""
     for name in names:
         given = name in (options.tokenizer, options.model)
         if is_local(name) or (given and (options.tokenizer or "/" in name)):
@@ -299,8 +293,7 @@ class Sample:
 
 
 def parse_samples(text: str) -> dict[str, Sample]:
-    """{short name: sample}, summed over label sets (gauges that are shares: averaged). Metrics that only
-    carry labels (`_info`) and those outside the known prefixes are left out. Raises ValueError: not the text
+    """{short name: sample} of known prefixes, summed over labels (shares averaged). ValueError: another
     format."""
     sources: dict[str, dict[tuple[int, str], list[float]]] = {}
     kinds: dict[str, SampleKind] = {}
@@ -335,8 +328,7 @@ def _kind(family_type: str, sample_name: str) -> SampleKind | None:
 
 
 class Scraper:
-    """Reads `/metrics` of one server; a thread scrapes it between `start` and `stop`. `reason` says why there
-    is nothing to scrape; None where the server has metrics."""
+    """Reads `/metrics` of a server, by a thread between `start` and `stop`; `reason` if it has none."""
 
     def __init__(self, address: Address) -> None:
         self.url = address.url + PATH
@@ -438,8 +430,7 @@ def _ratio(counters: Mapping[str, float], part: str, whole: str) -> float | None
 def server_metrics_part(
     scraper: Scraper, passes: Sequence[Mapping[str, Any] | None]
 ) -> dict[str, Any]:
-    """`llmopt.server_metrics` of a result: counters summed over the passes, gauges' mean of means and
-    maximum."""
+    """`llmopt.server_metrics` of a result: counters' sums over passes, gauges' mean of means and maximum."""
     known = [metrics for metrics in passes if metrics is not None]
     reason = scraper.reason
     if reason is None and not known:

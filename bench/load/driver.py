@@ -81,8 +81,7 @@ class Body:
         return EncodedRequest(name, _marked(self._json(fields)), due)
 
     def encode_inputs(self, batch: Sequence[WorkloadItem]) -> EncodedRequest:
-        """One embedding or pooling request, inputs as token ids, or a rerank: a query and its documents, as
-        text."""
+        """One embedding or pooling request of token ids, or a rerank of a query and documents, as text."""
         if self.backend == RERANK:
             query, *documents = map(self._marked_text, batch)
             inputs: dict[str, Any] = {"query": query, "documents": documents}
@@ -172,8 +171,7 @@ def _marked(body: bytes, count: int = 1) -> bytes:
 def batches(
     items: Sequence[WorkloadItem], backend: str, batch_size: int
 ) -> list[tuple[WorkloadItem, ...]]:
-    """The items of each request: `batch_size` inputs, or for a rerank a query and that many documents (in the
-    last request fewer, but at least one). Raises BadInput: too few prompts for one request."""
+    """Items of each request: `batch_size` inputs, or a query and its documents. BadInput: too few."""
     size = batch_size + (backend == RERANK)
     groups = [tuple(items[start : start + size]) for start in range(0, len(items), size)]
     groups = [group for group in groups if len(group) > (backend == RERANK)]
@@ -188,8 +186,7 @@ CYCLES = 256
 
 @dataclass(frozen=True, slots=True)
 class HttpPass:
-    """One pass over a workload, with the CPU time of the workers. The prefix cache's hit rate is a fraction
-    of the prompt tokens, over the responses that report it; None where none does."""
+    """A pass, with the workers' CPU time; the hit rate is of prompt tokens in responses that report it."""
 
     load: LoadPass
     prefix_cache_hit_rate: float | None

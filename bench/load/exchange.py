@@ -23,12 +23,9 @@ MARK = b"\0"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The server that requests are sent to.
+    """The server that requests are sent to: their `head` without the length, and seconds for a whole one.
 
-    Attributes:
-        head: the request line and every header but the length, ready to send.
-        timeout: seconds for one request from sending to the end of its response.
-        is_pooled: responses hold embeddings or scores, not tokens.
+    `is_pooled`: responses hold embeddings or scores, not tokens.
     """
 
     host: str
@@ -45,8 +42,7 @@ def encoded_message(role: str, content: str) -> bytes:
 
 
 def turn_due(think: float, since: float | None, opened: float, ended: float) -> float:
-    """When a turn is due: `think` seconds after the last answer, or `since` seconds after the conversation
-    opened."""
+    """When a turn is due: `think` seconds after the last answer, or `since` after the conversation opened."""
     return ended + think if since is None else max(ended, opened + since)
 
 
@@ -55,7 +51,6 @@ class EncodedTurn:
     """A later turn of a conversation: the body around its messages, and what it appends to them.
 
     Attributes:
-        messages: the new messages as JSON objects, comma-separated.
         think, since: when this turn is due, as `turn_due` takes them.
         answer: the data set's answer to the turn before as a JSON object; None sends back the server's own.
     """
@@ -103,7 +98,6 @@ class WorkerJob:
     Attributes:
         limit: maximum requests in flight over all workers; None is no limit.
         permits: (read, write) file descriptors of the permit pipe, which holds a byte per free permit.
-        opened_ahead: connections to open before the clock starts.
         marks: replacements of `MARK` in the bodies of each cycle.
         window: time until which the requests are repeated; None is one cycle.
         burden: seconds of every 50 ms of busy waiting, to test that a starved client is detected.
@@ -124,17 +118,14 @@ class Answer:
     """One parsed response.
 
     Attributes:
-        times: read time of each chunk, by `time.perf_counter()`.
+        times: read time of each chunk (`time.perf_counter`).
         texts: the text of each chunk; empty where a token gave no text yet.
         tokens: tokens of each chunk where the server reports usage per chunk, else empty.
         content: text of the answer without its reasoning, which `texts` holds too.
-        total: output tokens by the server's usage, without hidden ones.
         hidden_tokens: reasoning tokens that the server counted and did not stream.
         unread: {filled field that the parser does not know: chunks that hold it}.
         prompt_tokens, cached_tokens: prompt tokens, and those from the prefix cache, by the server's usage.
         server_times: times at which `known_server` had read the request and wrote each chunk.
-        num_results: embeddings or scores of a pooling response.
-        error: reason why the response is invalid; empty if it is valid.
     """
 
     times: list[float] = field(default_factory=list)
@@ -158,8 +149,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and its response. Times are `time.perf_counter()`, one clock for all processes; `due` is in
-    seconds from the origin. The id is the same for all turns and cycles of an encoded request."""
+    """A request and its response, in `time.perf_counter()`; `due` from the origin; one id for all turns."""
 
     request_id: str
     sent: float
@@ -173,8 +163,7 @@ class Exchange:
 
 @dataclass(slots=True)
 class Report:
-    """A worker's results at the end of a pass: with the event-loop lag (wake-up after the requested time;
-    mean, p99, max), and the number of connections opened after the clock had started."""
+    """A worker's results of a pass, with event-loop lag (mean, p99, max), and connections opened late."""
 
     exchanges: list[Exchange]
     lag_ms: Mapping[str, float]
@@ -325,9 +314,8 @@ class Connection(asyncio.Protocol):
         self.is_open = True
 
     async def exchange(self, message: bytes, response: Response) -> float:
-        """Send a request and wait until `response` is whole; returns when it was sent. Raises NotHttp: the
-        response is not HTTP; ConnectionError: the peer closed before the end. `response` holds the data
-        received until then."""
+        """Send a request; returns when, once `response` is whole. NotHttp, or ConnectionError: closed
+        early."""
         assert self._transport is not None
         self._waiter = asyncio.get_running_loop().create_future()
         self._response = response

@@ -55,8 +55,7 @@ class FleetPass:
 
 
 class Fleet:
-    """`num_workers` load processes that persist across passes; leaving the context ends them. A pass raises
-    RuntimeError when a worker died."""
+    """`num_workers` load processes for all passes of the context; RuntimeError when a worker died."""
 
     def __init__(self, num_workers: int) -> None:
         self._inbox: queue.Queue[Any] = queue.Queue()
@@ -151,8 +150,7 @@ class Fleet:
         return count
 
     def _collect(self, count: int, shown: PassProgress) -> tuple[float, float | None, list[Report]]:
-        """Start the clock when all `count` workers are ready, and wait for their reports. Returns the origin
-        of the clock, the time of an interrupt (None without one), and the reports."""
+        """Start the clock when `count` workers are ready; origin, time of an interrupt or None, reports."""
         reports: list[Report] = []
         ready, origin, stopped = 0, time.perf_counter(), None
         while len(reports) < count:
@@ -180,7 +178,6 @@ class Fleet:
         return origin, stopped, reports
 
     def cpu_seconds(self) -> float:
-        """CPU time of the workers; 0 where the system does not report it."""
         return sum(process_cpu_seconds(worker.pid) or 0.0 for worker in self._workers)
 
     def _send(self, numbers: Iterable[int], message: Any) -> None:
@@ -223,8 +220,7 @@ FORMULAS = {
 
 @dataclass(frozen=True, slots=True)
 class ClientError:
-    """The client's error at a number of streams; milliseconds. `server_lateness_ms` is how late the server
-    wrote its first events by its own clock: an overload of the machine, not an error of the client."""
+    """The client's error at a number of streams, ms; `server_lateness_ms` is overload of the machine."""
 
     streams: int
     workers: int
@@ -358,9 +354,7 @@ def judge(
     loop_lag_ms: float,
     send_lag_ms: float | None,
 ) -> list[str]:
-    """Reasons against certifying a run (client overhead too large); empty when it is certified.
-    `send_lag_ms`, the median lateness of sending, is None under a concurrency limit, where waiting is part of
-    the load."""
+    """Reasons against certifying a run; `send_lag_ms`, the median, is None under a concurrency limit."""
     # A pooling response has no first token: its end is its only time.
     first = "ttft" if metrics["ttft"]["median"] is not None else "e2el"
     if metrics[first]["median"] is None:

@@ -52,8 +52,7 @@ class _InFlightRequest:
 
 
 class InProcessTarget:
-    """Drives `Engine.add_request` and `Engine.step`; a chunk's time is when its step returned. `ignore_eos`
-    generates exactly the requested lengths, so that two checkpoints do equal work."""
+    """Drives `Engine.add_request` and `Engine.step`, of exactly the requested lengths (`ignore_eos`)."""
 
     name = "in-process"
 
@@ -167,8 +166,7 @@ class ImagePreparation:
     seconds: float = 0.0
 
     def prepared(self, item: WorkloadItem, engine: Engine) -> tuple[Sequence[int], Images]:
-        """Token ids and images of a request; the images stand after its text. Raises BadInput: the model
-        takes no images, or one is broken."""
+        """Token ids and images, after the text, of a request. BadInput: no images taken, or one is broken."""
         if not item.images:
             return item.prompt_token_ids, NO_IMAGES
         from ...engine.base.image_input import MediaLimits
@@ -192,9 +190,7 @@ class ImagePreparation:
 def images_part(
     preparation: ImagePreparation, encoders: EncoderCache | None, traces: Sequence[RequestTrace]
 ) -> dict[str, Any] | None:
-    """Images of a pass, and the parts of the mean TTFT in milliseconds; None without images. `prepare` is
-    decoding and the image processor, `encode` the vision tower (shared among the images of a step), `prefill`
-    the rest with queueing."""
+    """Images of a pass, or None, and milliseconds of mean TTFT in decoding (`prepare`), tower, prefill."""
     count = preparation.num_requests
     if encoders is None or not count:
         return None
@@ -221,8 +217,7 @@ def spin(seconds: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class InjectedDelay:
-    """Engine phase hook: stretches one phase, or whole steps, by `factor`. `wait` passes the added seconds:
-    `spin`, or `time.sleep` for a delay that CPU time does not see."""
+    """Engine hook that stretches a phase, or steps, by `factor`: by `spin`, or `time.sleep` without CPU."""
 
     phase: Literal["sample", "step"]
     factor: float
@@ -270,8 +265,7 @@ FORMULA = (
 def step_split(
     engine: Engine, target: Target, workload: Workload, limit: int | None
 ) -> dict[str, Any] | None:
-    """Milliseconds of a decode step by phase, with their sum; None where there is no decode-only step. Sends
-    the first requests of `workload` again."""
+    """Milliseconds of a decode step by phase, and sum, of the first requests again; or None."""
     items = tuple(
         replace(item, arrival_seconds=0.0, turns=()) for item in workload.items[:MAX_REQUESTS]
     )
@@ -322,8 +316,7 @@ def split_sentence(result: Mapping[str, Any]) -> str | None:
 
 
 def reason_in_words(base: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
-    """Explanation of a decode-time change: the saving that smaller weights allow, and the phase that changed
-    most; None without smaller weights or a breakdown, or where its steps moved against the runs' TPOT."""
+    """Explanation of a decode-time change by smaller weights and the phase that changed most; or None."""
     splits = [side["llmopt"].get("step_split") for side in (base, new)]
     bytes_held = [side["llmopt"]["memory"]["weight_bytes"] for side in (base, new)]
     roofline = base["llmopt"].get("roofline")

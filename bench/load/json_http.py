@@ -77,8 +77,7 @@ class JsonClient:
     def post_each(
         self, url: str, bodies: Iterable[Mapping[str, Any]], concurrency: int
     ) -> Iterator[dict[str, Any]]:
-        """Answers in the order of the bodies, up to `concurrency` in flight; a failure drops what was not
-        sent."""
+        """Answers in order, up to `concurrency` in flight; a failure drops what was not sent."""
         pool = ThreadPoolExecutor(concurrency, thread_name_prefix="llmopt-scores")
         sent: deque[Future[dict[str, Any]]] = deque()
         try:
@@ -131,7 +130,6 @@ class ScoredToken:
 
     Attributes:
         logprob: natural-log probability of the token.
-        rank: 1 is the likeliest; None where the server tells top tokens only and it is none of them.
         top: natural-log probabilities of the likeliest tokens by id, or by text where the server has no ids.
             Holds the token itself too.
     """
@@ -175,8 +173,7 @@ class PromptLogprobs:
         num_top: int = NUM_TOP[0],
         concurrency: int = 8,
     ) -> PromptLogprobs:
-        """The form that the server knows, found with a short prompt of two tokens or more. Raises
-        NoPromptLogprobs: it knows none; with what it says to each."""
+        """The form that the server knows, by a prompt of two tokens. NoPromptLogprobs: none, with replies."""
         reasons = {}
         for form in FORMS:
             for count in dict.fromkeys(min(num_top, limit) for limit in NUM_TOP):

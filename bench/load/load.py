@@ -39,8 +39,7 @@ ROUND_ROBIN, RANDOM = "round-robin", "random"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One streamed chunk of a request: tokens (without an end token, where the target knows ids), its end, or
-    an error; `time` is `time.perf_counter()` at the delivery."""
+    """A streamed chunk: tokens without an end token, its end, or an error, at `time.perf_counter()`."""
 
     request_id: str
     time: float
@@ -61,13 +60,9 @@ class Target(Protocol):
         """Submit a request without blocking; a rejection is returned as a chunk with an error."""
         ...
 
-    def receive(self, until: float | None) -> list[Chunk]:
-        """Wait for chunks, at most until the clock reads `until` (None: without a limit)."""
-        ...
+    def receive(self, until: float | None) -> list[Chunk]: ...
 
-    def cancel(self, request_id: str | None = None) -> None:
-        """Abort a request in flight, or all of them; nothing more is received of it."""
-        ...
+    def cancel(self, request_id: str | None = None) -> None: ...
 
     def take_steps(self, origin: float) -> list[StepRecord]:
         """Engine steps since the last call, timed from `origin`; empty where the target has no step trace."""
@@ -85,10 +80,8 @@ def drive(
 ) -> LoadPass:
     """Send every item when it is due and the concurrency limit allows, and record the deliveries.
 
-    A conversation keeps its permit until its last answer has ended; a failed turn ends it. With a `window`
-    (seconds) the workload is repeated until it closes, then requests in flight are drained. A request that
-    the trace's client left is cancelled, and counted instead of measured. An interrupt ends the pass and
-    drops the requests in flight.
+    A conversation keeps its permit to its end; a failed turn ends it. With a `window` the workload repeats,
+    then drains. Requests that the trace's client left are counted. An interrupt drops those in flight.
     """
     shown = PassProgress(progress or Silent(), description, workload.num_requests, window)
     dialogues = Dialogues(workload, max_concurrency, window)
@@ -222,8 +215,7 @@ class Dialogue:
 
 
 class Dialogues:
-    """The conversations of a pass, in the order in which their turns are due. Later turns go before
-    conversations that have not begun, and need no permit: their conversation has one."""
+    """Conversations of a pass by due turns; later turns go first, and have their permit already."""
 
     def __init__(
         self, workload: Workload, max_concurrency: int | None, window: float | None
@@ -267,8 +259,7 @@ class Dialogues:
         return min(times) if self._window is None else min(self._window, *times)
 
     def answered(self, dialogue: Dialogue, trace: RequestTrace) -> None:
-        """The present turn ended: its next one waits, or its permit is free. A workload of which every item
-        failed in the first cycle is not repeated."""
+        """The turn ended: the next waits, or its permit is free; no repeats if all failed at first."""
         self._num_answered += trace.success
         self._num_failed += not trace.success
         if self._num_failed >= self._num_items and not self._num_answered:
@@ -281,7 +272,6 @@ class Dialogues:
             self._num_open -= 1
 
     def ended(self, dialogue: Dialogue, at: float) -> None:
-        """The client left its last turn: items that wait for it begin."""
         self._num_open -= 1
         self._open_waiting(dialogue, at)
 
@@ -316,8 +306,7 @@ def position(name: str) -> int:
 
 
 def adapter_of(request_id: str, names: Sequence[str], assignment: str, seed: int) -> str | None:
-    """The adapter of a request, the same in every pass, cycle and turn; None without adapters. Round-robin
-    goes by the request's position in the workload, random draws by seed and position."""
+    """A request's adapter in every pass and turn, or None: round-robin by position, or drawn by seed."""
     if not names:
         return None
     number = position(request_id)

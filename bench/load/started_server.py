@@ -44,9 +44,6 @@ class Preset:
 
     Attributes:
         program: the executable, looked up beside this Python or on the PATH; None is this Python.
-        arguments: (model, served name, port) to the command-line arguments.
-        version: the arguments that print the version.
-        install: command that installs it.
         backend: the request format (`client.address.BACKENDS`).
         is_served_by_path: requests name the model by its path; the served name cannot be chosen.
         needs_gguf: True if the server only loads GGUF files.
@@ -65,11 +62,7 @@ class Preset:
     adapters: Callable[[Mapping[str, Path]], list[str]] | None = None
 
     def find(self, name: str, given: Path | None) -> str:
-        """The program's path.
-
-        Raises:
-            BadInput: it is not installed.
-        """
+        """The program's path; BadInput: it is not installed."""
         if given is not None:
             if path := shutil.which(str(expanded(given))):
                 return path
@@ -194,12 +187,9 @@ LOG_LINES = 12
 
 @contextmanager
 def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[BenchOptions]:
-    """Start the server of `options.serve` and yield the options that measure it; without `serve`, the options
-    unchanged. Leaving always stops the server.
+    """Start the server of `options.serve`, if any, yield the options that measure it, and stop it.
 
-    Raises:
-        BadInput: an unknown or missing program, an unsupported model, malformed arguments, or a server that
-            exited or was not ready in time; with the end of its log.
+    BadInput: an unknown or unfit program, model or argument, or a server that is not ready in time.
     """
     if options.serve is None:
         for name in ("serve_args", "serve_program"):

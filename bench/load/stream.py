@@ -83,8 +83,7 @@ def _read_line(line: bytes, lines: list[bytes], name: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Chunk:
-    """One event with a choice; `count` is `completion_tokens` of its usage, `ends` says that it holds the
-    finish reason, `is_delta` that it is a chat's."""
+    """An event with a choice: its usage's `count`, if it `ends` the answer, and `is_delta` (a chat's)."""
 
     time: float
     reasoning: str
@@ -193,9 +192,7 @@ def refusal(status: int, chunks: Sequence[tuple[float, bytes]]) -> str:
 
 
 def chunk_tokens(answer: Answer, recount: int | None) -> tuple[list[int], str]:
-    """(tokens of each chunk, source of the counts). Without per-chunk usage, the server's total, or else
-    `recount` (the text tokenized again), is distributed: one token per chunk, the remainder by text
-    length."""
+    """(tokens of each chunk, source): by chunk usage, else the total or `recount`, spread by text length."""
     if answer.tokens:
         return answer.tokens, PER_CHUNK
     total, source = (answer.total, AT_END) if answer.total is not None else (recount, PER_EVENT)
@@ -221,8 +218,7 @@ class BrokenEvent(Exception):
 
 
 def _parsed(data: bytes, name: bytes) -> dict[str, Any]:
-    """The event of `data`. Raises BrokenEvent: the data is no JSON object, an error, or neither a chunk nor a
-    usage."""
+    """The event of `data`. BrokenEvent: no JSON object, an error, or neither chunk nor usage."""
     try:
         event = json.loads(data)
     except ValueError:
@@ -250,8 +246,7 @@ def _checked(event: Any, data: bytes, name: bytes = b"") -> dict[str, Any]:
 
 
 def _delivered(choice: dict[str, Any], time: float, count: int | None, answer: Answer) -> Chunk:
-    """The chunk of a choice. Raises BrokenEvent: the choice reports an error, or ended for a reason that is
-    no end of an answer."""
+    """The chunk of a choice. BrokenEvent: it has an error, or ended for no usual reason."""
     reason = choice.get("finish_reason")
     if error := choice.get("error"):
         raise BrokenEvent(f"the server says: {_message({'error': error})}")
@@ -383,8 +378,7 @@ def _first(chunks: Sequence[Chunk]) -> int:
 
 
 def _delivering(chunks: Sequence[Chunk], total: int | None) -> list[bool]:
-    """Chunks that carried tokens: those with text, and those without where `total` has exactly one token for
-    each chunk, or where no chunk has text."""
+    """Chunks with text; also others, if `total` has one token for each chunk, or none has text."""
     first = _first(chunks)
     begun = [number >= first for number in range(len(chunks))]
     unended = [

@@ -41,11 +41,9 @@ from .exchange import (
 from .stream import read_document, read_pooled, read_stream, refusal
 
 OPENING_AT_ONCE = 16
-"""Connections that are opened together: a full backlog of the server would drop some, to be tried again a
-second later."""
+"""Connections opened together: a server whose backlog is full drops some for a second."""
 IDLE_SECONDS = 1.0
-"""An idle connection is closed after this time. Some servers hold a thread for each open connection, so that
-idle ones would make other requests wait."""
+"""Seconds until idle connections close: servers with a thread each would let others wait."""
 LAG_EVERY_SECONDS = 0.02
 # Resolution of the event loop's timers: epoll counts whole milliseconds and rounds up.
 TIMER_SECONDS = 0.001
@@ -113,8 +111,7 @@ def openings(job: WorkerJob) -> Iterator[tuple[int, EncodedRequest, float]]:
 
 
 class SharedSemaphore:
-    """Cross-process semaphore for concurrency permits: a pipe with a byte per free permit, like GNU make's
-    jobserver. The limit holds over all workers; faster workers take more permits."""
+    """Concurrency permits of all workers: a pipe with a byte per free one, like GNU make's jobserver."""
 
     def __init__(self, pipe: tuple[int, int]) -> None:
         self._read, self._write = pipe
@@ -242,8 +239,7 @@ class Pass:
             await asyncio.sleep(wait)
 
     async def _exchange(self, exchange: Exchange, body: bytes, patience: float | None) -> Response:
-        """One request and its response, with its times and any error in `exchange`; the client leaves after
-        `patience` seconds."""
+        """One exchange, with its times and any error; the client leaves after `patience` seconds."""
         response, error = Response(), ""
         head = self._job.endpoint.head + b"Content-Length: %d\r\n\r\n" % len(body)
         exchange.sent = time.perf_counter()
@@ -273,9 +269,7 @@ class Pass:
         return response
 
     async def _send(self, message: bytes, response: Response) -> float:
-        """Exchange on a connection of the pool; returns when the request was sent. A kept connection that the
-        server closed before any byte of the response (as idle, while the request was on its way) is
-        replaced."""
+        """Exchange on a connection of the pool, again if it was closed before a byte; when it was sent."""
         while True:
             connection, is_kept = await self._pool.take()
             try:

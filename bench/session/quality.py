@@ -49,8 +49,7 @@ CACHE_TOKENS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ScoredQuality:
-    """The scores of a model: `llmopt.quality`, the series, and the reason why a server, or its reference, has
-    no scores."""
+    """Scores of a model: `llmopt.quality`, the series, and why a server, or its reference, has none."""
 
     record: dict[str, Any] | None = None
     series: QualitySeries | None = None
@@ -58,8 +57,7 @@ class ScoredQuality:
 
 
 def quality_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> Passage:
-    """The passage that the options name, in windows of at most `max_model_len` tokens. Raises BadInput: the
-    text or the protocol does not fit."""
+    """The passage that the options name, in windows. BadInput: text or protocol do not fit."""
     return read_passage(
         tokenizer,
         max_model_len=max_model_len,
@@ -78,8 +76,7 @@ def score_quality(
     progress: Progress,
     shared: SharedScores | None = None,
 ) -> ScoredQuality:
-    """Score the engine, and the reference if there is one; nothing where all `shared` scores exist. Raises
-    BadInput: the reference does not fit, or a file of scores is damaged."""
+    """Score the engine and any reference, unless all `shared` exist. BadInput: damaged, or misfits."""
     from ..quality.scoring import score_passage
 
     rounding = None
@@ -153,8 +150,7 @@ def score_share(
     share: tuple[int, int],
     progress: Progress,
 ) -> None:
-    """Score one share, `(number, count)`, of what `score_quality` scores of the same options. Raises
-    BadInput: the text, the protocol or the reference does not fit."""
+    """Score one share, `(number, count)`, of `score_quality`. BadInput: text or reference do not fit."""
     passage = quality_passage(options, engine.tokenizer, engine.max_model_len)
     full = full_passage(options, engine.tokenizer, engine.max_model_len)
     passages = [passage] if full is None else [passage, full.passage]
@@ -185,8 +181,7 @@ def full_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> F
 
 
 def load_reference(options: BenchOptions, passages: Sequence[Passage]) -> Engine:
-    """The reference model's engine, with KV blocks for two windows: it only scores text. Raises BadInput: the
-    model cannot be served, or its context is shorter than a window."""
+    """The reference's engine, with KV blocks for two windows. BadInput: not served, or too short."""
     from ...engine.base.device import choose_device
     from ...engine.core.engine import Engine
     from ...engine.planner.cache_size import DEFAULT_BLOCK_SIZE
@@ -253,8 +248,7 @@ class ScoringServer:
 def score_served(
     options: BenchOptions, address: Address, served: ServedModel, progress: Progress
 ) -> ScoredQuality:
-    """Score the server, and the one at `options.reference` if there is one. A server that cannot be scored is
-    a reason, not an error. Raises BadInput: the text or the protocol does not fit."""
+    """Score the server, and any reference; failures are reasons. BadInput: text or protocol misfit."""
     try:
         model = ScoringServer.at(options, address, served)
     except NoPromptLogprobs as error:
@@ -350,8 +344,7 @@ def _served_series(
 def _columns(
     scores: Sequence[Sequence[ScoredToken]], forms: Sequence[str], rests: list[float]
 ) -> dict[str, np.ndarray]:
-    """Columns of `PositionScores` of one window; appends the reference's probability outside the top tokens
-    to `rests`."""
+    """`PositionScores` of a window; the reference's probability outside top tokens goes to `rests`."""
     model, *others = scores
     columns = {"nll": _nll(model)}
     if forms[0] == "prompt_logprobs":

@@ -51,8 +51,7 @@ VARIABLE = "LLMOPT_PASS_TURNS"
 
 @dataclass(frozen=True, slots=True)
 class PassTurns:
-    """The process's side of taking turns, with the shared id of the processes; without descriptors it never
-    waits."""
+    """The process's side of turns, with the shared id; without descriptors it never waits."""
 
     read: int | None = None
     write: int | None = None
@@ -80,8 +79,7 @@ class PassTurns:
 
 @dataclass(slots=True)
 class TurnPipe:
-    """The other side: gives one process its turns. Start the process with `environment` and `descriptors`,
-    then call `started`; `ready` once, then `give` for every turn."""
+    """The other side: starts a process with `environment` and `descriptors`, `started`, then gives turns."""
 
     pair: str
     _pipes: tuple[tuple[int, int], tuple[int, int]] = field(
@@ -101,7 +99,6 @@ class TurnPipe:
         return {VARIABLE: f"{read},{write},{self.pair}"}
 
     def started(self) -> None:
-        """Close the ends that the process has, so that its end is seen."""
         for descriptor in self.descriptors:
             os.close(descriptor)
 
@@ -220,8 +217,7 @@ class Judged:
 def run_judged(
     options: BenchOptions, wanted: VerdictWanted | None, progress: Progress | None = None
 ) -> Judged:
-    """Run the benchmark and, if requested, the gate; the record holds the verdict under `llmopt.verdict`. An
-    interrupted run has no verdict. Raises BadInput: the model, the data set or an option is unusable."""
+    """Benchmark, and gate if asked, with `llmopt.verdict`, none if interrupted. BadInput: unusable."""
     base_run = None
     if wanted is not None and wanted.against is not None:
         runs = run_interleaved(paired_options(options, wanted.against), progress)
@@ -258,8 +254,7 @@ def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
 
 
 def paired_servers(options: BenchOptions, against: str) -> list[BenchOptions]:
-    """The server at `against` and the one of `options`, with the same prompts for both. The model name is
-    resolved per server: served names of one model usually differ."""
+    """The server at `against` and that of `options`, each with its model name, on equal prompts."""
     address = Address.parse(options.base_url or against)
     served = find_served(options, address)
     name = options.name or options.label or Path(served.model).name

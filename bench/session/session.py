@@ -167,7 +167,6 @@ class BenchSession(ABC):
 
     @property
     def hit_rates(self) -> Sequence[float | None]:
-        """Prefix-cache hit rate (fraction of prompt tokens) per pass; None where unknown."""
         return [measured.prefix_cache_hit_rate for measured in self._passes]
 
     def say_model(self) -> None:  # noqa: B027 - of a server nothing is known
@@ -178,8 +177,7 @@ class BenchSession(ABC):
             self._progress.note(f"{self.workload.name}: {note}")
 
     def run_pass(self) -> bool:
-        """Run a pass; False when it was interrupted. A pass that was disturbed by its own evidence is
-        measured again, up to `max_redone_passes` times in the session."""
+        """Run a pass; False: interrupted. Disturbed passes are redone, to `max_redone_passes` in all."""
         number = len(self._passes) + 1
         description = f"{self.name}, pass {number} of {self._options.num_runs}"
         while True:
@@ -194,8 +192,7 @@ class BenchSession(ABC):
         return not measured.load.interrupted
 
     def finish(self, *, interrupted: bool = False) -> BenchRun:
-        """Score quality and tasks, and build the run with its record. After an interrupt (of a pass, of
-        scoring, or elsewhere: `interrupted`) unfinished scores are left out and the record is marked."""
+        """Score quality and tasks, and build the run; after an interrupt it is marked, without those."""
         interrupted = interrupted or any(load.interrupted for load in self.passes)
         self._progress.end()
         if not interrupted:

@@ -53,8 +53,7 @@ RULE = (
 
 @dataclass(slots=True)
 class Sweep:
-    """The measured points, one record per load, in order of measurement; the identity of a run, without the
-    parts that vary; and the requests per second at concurrency 1, where measured."""
+    """Measured points in order, a run's identity without what varies, and the serial request rate."""
 
     kind: Kind
     name: str
@@ -96,8 +95,7 @@ def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
 
 
 class SweepTarget:
-    """A target measured under successive loads. The model is loaded once. A context manager: leaving it ends
-    the load workers of HTTP measurements."""
+    """A target under successive loads, loaded once; a context manager, for the load workers."""
 
     def __init__(self, options: BenchOptions, kind: Kind, progress: Progress | None = None) -> None:
         chosen = options.num_runs if "num_runs" in options.model_fields_set else 1
@@ -117,8 +115,7 @@ class SweepTarget:
         return self._options.num_prompts
 
     def measure(self, kind: Kind, value: float) -> dict[str, Any]:
-        """Run all passes under one load; the record joins `sweep` if it is of this target's kind. Raises
-        KeyboardInterrupt: interrupted; this point is lost."""
+        """Run all passes under one load, and record the point. KeyboardInterrupt: this point is lost."""
         if kind == "concurrency":
             load = {"max_concurrency": int(value), "request_rate": None}
         else:
@@ -210,8 +207,7 @@ def point_record(
 
 
 def sweep_loads(sweep_target: SweepTarget, loads: Sequence[float] | None) -> Sweep:
-    """Measure the given loads, or (None) double the load until throughput levels off; an automatic sweep over
-    rates begins at half the serial rate. An interrupt ends the sweep and keeps the completed points."""
+    """Measure `loads`, or double them to the plateau, rates from half the serial one; interruptible."""
     kind = sweep_target.kind
     try:
         if loads is None:

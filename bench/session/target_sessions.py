@@ -72,8 +72,7 @@ if TYPE_CHECKING:
 
 
 class EngineSession(BenchSession):
-    """A model loaded in this process and measured pass by pass. Consecutive sessions may share the `engine`
-    of the first; `shared` are scores that other processes made."""
+    """A model in this process, pass by pass; sessions may share an `engine`, and processes scores."""
 
     def __init__(
         self,
@@ -236,8 +235,7 @@ ELSEWHERE = "the server is on another machine"
 
 
 class HttpSession(BenchSession):
-    """A server measured pass by pass. Leaving the session ends the worker processes. Raises BadInput: an
-    option is invalid, the server names no model, or there is no tokenizer."""
+    """A server, pass by pass; leaving ends the workers. BadInput: an option, no model, no tokenizer."""
 
     def __init__(
         self,

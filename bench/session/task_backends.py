@@ -104,8 +104,7 @@ class EngineBackend:
 
 
 class ServedBackend:
-    """A `TaskBackend` over HTTP. With the chat backend the server applies its template, and only generation
-    tasks are scored."""
+    """A `TaskBackend` over HTTP; with chat the server's template applies, to generation tasks alone."""
 
     def __init__(
         self,

@@ -115,8 +115,7 @@ def lm_eval_model(scorer: TaskScorer) -> Any:
 
 
 def check_template(options: BenchOptions, backend: TaskBackend) -> None:
-    """Raises BadInput, before anything is measured, for tasks whose conversations could not be rendered: a
-    chat template is asked for and there is none, or the other way round for chats."""
+    """Raise BadInput for tasks whose conversations the model cannot render, or that are none."""
     if backend.sends_messages:
         if not options.apply_chat_template:
             raise BadInput(
@@ -130,8 +129,7 @@ def check_template(options: BenchOptions, backend: TaskBackend) -> None:
 
 
 def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> TaskScores:
-    """Metrics with standard errors, versions, sample counts, and the scores per item. A failing task does not
-    lose the measurements before it: `error` of the record then holds the reason."""
+    """Metrics, standard errors, versions, counts and items' scores; a failing task's is `error`."""
     record: dict[str, Any] = {
         "lm_eval_version": tasks.version,
         "protocol": protocol_words(options, backend),
@@ -265,8 +263,7 @@ def encode_pair(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 
 
 def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int) -> TaskWindow:
-    """The continuation with the context truncated on the left to `max_inputs` tokens. Raises BadInput: a part
-    is empty, or the continuation alone does not fit."""
+    """The continuation, its context cut on the left. BadInput: a part is empty, or does not fit."""
     if not context or not continuation:
         raise BadInput("a task gives a context or a continuation without any token")
     if len(continuation) > max_inputs:
@@ -278,8 +275,7 @@ def clipped(context: Sequence[int], continuation: Sequence[int], max_inputs: int
 
 
 def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iterator[TaskWindow]:
-    """Windows over a text that predict each token once, the first one after `prefix`. Each holds `max_inputs`
-    tokens where the text is long enough; the last one overlaps for context."""
+    """Windows that predict each token once, after `prefix`, of `max_inputs`; the last one overlaps."""
     whole = [prefix, *tokens]  # tokens[i] is predicted by whole[: i + 1]
     for begin in range(0, len(tokens), max_inputs):
         end = min(begin + max_inputs, len(tokens))
@@ -287,8 +283,7 @@ def rolling_windows(tokens: Sequence[int], prefix: int, max_inputs: int) -> Iter
 
 
 def generation_params(wanted: Mapping[str, Any], seed: int) -> SamplingParams:
-    """A task's `generation_kwargs` as sampling parameters: greedy unless it samples. Raises BadInput: an
-    unknown key."""
+    """`generation_kwargs` as sampling parameters, greedy by default. BadInput: an unknown key."""
     given = dict(wanted)
     lengths = [given.pop(name, None) for name in LENGTHS]
     until = given.pop("until", None) or []
@@ -326,8 +321,7 @@ class TaskScorer:
     def apply_chat_template(
         self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text; as JSON for a server that applies the template. Raises BadInput: the
-        template rejects the conversation."""
+        """A conversation as text, or JSON for a server. BadInput: the template rejects it."""
         if self.backend.sends_messages:
             return json.dumps(messages, ensure_ascii=False)
         try:
@@ -357,9 +351,8 @@ class TaskScorer:
         return [math.fsum(summed(next(scores))[0] for _ in windows) for windows in by_text]
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """The generated text for each context up to a stop string, which is excluded. A context too long for
-        the new tokens is truncated on the left. Raises BadInput: the new tokens alone exceed the context
-        length."""
+        """Text for each context, cut on the left if too long, up to a stop. BadInput: no room for new
+        tokens."""
         longest = self.backend.longest
         prompts = []
         for number, (context, wanted) in enumerate(requests):

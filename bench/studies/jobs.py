@@ -33,7 +33,6 @@ class Job:
     """One stage of a recipe.
 
     Attributes:
-        of: name of the variant, or the original.
         share: share of the windows, `(number, count)` with numbers from 1, where scoring is shared out.
         is_here: True if the job is left to the process that ends the recipe: passes in turns need one
             process, and two that measure one running server disturb each other.
@@ -74,8 +73,7 @@ def check_jobs(recipe: Recipe) -> None:
 
 
 def jobs_of(stages: Stages) -> list[Job]:
-    """The jobs of a recipe, in an order in which one process can do them. Raises BadInput: it finds a
-    capacity."""
+    """The jobs of a recipe, in an order that one process can follow. BadInput: it finds a capacity."""
     recipe, count = stages.recipe, stages.score_shares
     check_jobs(recipe)
     quantized, scored, measured = [], [], []
@@ -168,8 +166,7 @@ def _connect(ray: Any) -> None:
 
 
 def node_kind(nodes: Sequence[Mapping[str, float]], *, on_gpu: bool) -> dict[str, float]:
-    """Resources of the largest kind of node, by GPUs where jobs may use them, then by CPUs: speeds of several
-    kinds of nodes are not compared. Nodes with the resource `NODE_MARK` go before all others."""
+    """Resources of the largest kind of node, by GPUs, if used, then CPUs; those of `NODE_MARK` first."""
     marked = [node for node in nodes if NODE_MARK in node]
     sizes = ("GPU", "CPU") if on_gpu else ("CPU",)
     largest = max(marked or nodes, key=lambda node: [node.get(name, 0) for name in sizes])
@@ -182,8 +179,7 @@ def node_kind(nodes: Sequence[Mapping[str, float]], *, on_gpu: bool) -> dict[str
 
 
 def job_resources(job: Job, node: Mapping[str, float]) -> dict[str, Any]:
-    """Options of the task of a job: a whole node for benchmarks and for jobs on CPUs; other jobs get the GPUs
-    that they use, with their share of the CPUs."""
+    """Options of a job's task: a whole node for benchmarks and on CPUs, else its GPUs and their CPUs."""
     gpus = 0 if job.device == CPU else int(node.get("GPU", 0))
     share = 1.0
     if gpus and job.kind != "bench":
@@ -200,8 +196,7 @@ def job_resources(job: Job, node: Mapping[str, float]) -> dict[str, Any]:
 def _job_on_node(
     work: Callable[[Path, str], None], llmopt: str, cwd: str, journal: str, name: str, *_: object
 ) -> str:
-    """Do a job in a process of Ray's, after the jobs whose results are the last arguments; returns its
-    node."""
+    """Do a job in Ray, after the jobs whose results are the last arguments; returns its node."""
     node = socket.gethostname()
     if llmopt != VERSION:
         raise BadInput(
@@ -222,8 +217,7 @@ def _job_on_node(
 
 
 def _collect(ray: Any, stages: Stages, refs: Mapping[str, Any], progress: Progress) -> None:
-    """Wait for every task, and note how each ended. Raises BadInput: a job failed, or its output is not
-    visible here."""
+    """Wait for tasks, and note how each ended. BadInput: one failed, or its output is not here."""
     names, failures = {ref: name for name, ref in refs.items()}, list[BaseException]()
     progress.start("jobs on Ray", len(names), "jobs")
     while names:

@@ -98,8 +98,7 @@ class QuantizeStep(model_of(QuantizeRequest), _Strict):
         return f"{self.method}, {self.gguf_type or width}"
 
     def request(self, model: Path, output: Path, name: str) -> QuantizeRequest:
-        """The quantization of `model` as `llmopt quantize` does it. Raises BadInput: options that no model
-        could fulfil."""
+        """Quantization of `model` as by `llmopt quantize`. BadInput: options that no model fulfils."""
         usual: dict[str, Any] = {"rotations": None, "options": MethodOptions.asked()}
         given = usual | _given(self, QuantizeRequest)
         return QuantizeRequest(model=model, output=output, model_name=name, **given)
@@ -110,8 +109,7 @@ _ANOTHER = ("pipeline_parallel_size", "ray")
 
 
 class ServeStep(model_of(*_SERVER, but=("served_model_name", "print_command", "script")), _Strict):
-    """Options of `llmopt serve-local`, by the same names, for a server that is started on a free port: with
-    `engine`, that of vLLM, SGLang or TensorRT-LLM."""
+    """Options of `llmopt serve-local` on a free port; `engine`: of vLLM, SGLang or TensorRT-LLM."""
 
     scripted_output: Path | None = None
 
@@ -127,8 +125,7 @@ class ServeStep(model_of(*_SERVER, but=("served_model_name", "print_command", "s
 
     @property
     def arguments(self) -> str:
-        """The options as words of the server's command line. Raises BadInput: options that contradict each
-        other, or that the server has no equivalent of."""
+        """The server's words of these options. BadInput: they contradict, or it has no equivalent."""
         given: dict[str, Any] = {}
         for config in _SERVER:
             given |= words_of(config, _given(self, config))
@@ -246,8 +243,7 @@ class Grid(_Strict):
 
 
 class CompareStep(_Strict):
-    """How the variants are compared, by the options of `llmopt compare`. `gate` has limits in place of
-    `threshold`; true: those of the other keys; false: the verdicts inform, and the exit code is 0."""
+    """How variants are compared (`llmopt compare`); `gate`: limits, true: from other keys, false: none."""
 
     gate: bool | str = True
     threshold: str | float = "5%"
@@ -278,8 +274,7 @@ class CompareStep(_Strict):
 
 
 class CapacityStep(_Strict):
-    """Capacity of one model on this machine, measured and planned: a sweep over numbers of users such as
-    `1,2,4,8`, or `auto`, with sequences of `max_model_len` tokens at most (default: the model's limit)."""
+    """Capacity of one model here: a sweep over users such as `1,2,4,8`, or `auto`, to `max_model_len`."""
 
     sweep_concurrency: str = Field(
         "auto", validation_alias=AliasChoices("sweep_concurrency", "loads")
@@ -386,8 +381,7 @@ _WHERE = ("serve", "serve_args", "serve_program", "base_url", "endpoint", "backe
 
 
 def bench_of(recipe: Recipe, variant: Variant | None, model: str | None = None) -> BenchOptions:
-    """The benchmark of the original, or of a variant (with its `model`, where it is made): the recipe's, with
-    the variant's options. Raises BadInput: options that contradict each other."""
+    """The benchmark of the original, or with a variant's options. BadInput: contradictory options."""
     given, serve = _given(recipe.bench), recipe.serve_local
     given = {key: value for key, value in given.items() if key in BenchOptions.model_fields}
     name, own = BASE_NAME, {}

@@ -109,8 +109,7 @@ def _parsed(path: Path) -> tuple[dict[str, Any], Node | None]:
 
 
 def _set(values: dict[str, Any], change: str) -> Place:
-    """Put the value of `PATH=VALUE` into the recipe; returns its place. Raises BadInput: another form, an
-    unknown variant, or a path through a plain value."""
+    """Put `PATH=VALUE` into the recipe; returns its place. BadInput: no such variant, form or path."""
     import yaml
 
     path, equals, text = change.partition("=")
@@ -152,8 +151,7 @@ def _step(node: Any, key: str, change: str) -> int | str:
 
 
 def line_of(root: Node | None, path: Sequence[int | str]) -> int:
-    """The line, from 1, of the value at `path` (keys and indexes), or of its nearest ancestor; of a key, the
-    key's line."""
+    """The line, from 1, of the value at `path`, or of its nearest ancestor; of a key, the key's line."""
     import yaml
 
     line, node = 1, root
@@ -179,8 +177,7 @@ _LOCKS, _SCORES = ".locks", ".scores"
 
 
 class Stages:
-    """The journal of a recipe's folder: the recipe, and the names of finished stages. Several processes, on
-    machines that share the folder, may do stages; `score_shares` jobs share the scoring of a model."""
+    """Journal of a recipe's folder, for several processes; `score_shares` jobs share a model's scoring."""
 
     def __init__(
         self, folder: Path, recipe: Recipe, done: tuple[str, ...] = (), score_shares: int = 1
@@ -229,7 +226,6 @@ class Stages:
             self._write()
 
     def refresh(self) -> None:
-        """Read the stages that other processes have finished."""
         done = read_json(self.folder / JOURNAL_NAME)["done"]
         self._done += [name for name in done if name not in self._done]
 
@@ -273,7 +269,6 @@ class Stages:
         return self.folder / "checkpoints" / variant
 
     def scores(self, variant: str) -> Path:
-        """The folder of scores until the model's bench joins them."""
         return self.folder / _SCORES / variant
 
     def clear(self, name: str) -> Path:

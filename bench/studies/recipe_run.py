@@ -50,9 +50,7 @@ SINGLE, SWEEP, PLAN_NAME, JUNIT_NAME = "single", "sweep", "plan.json", "verdict.
 def run_recipe(
     stages: Stages, progress: Progress | None = None, *, on_ray: bool = False
 ) -> RecipeRun:
-    """Run a recipe with variants in its folder, skipping finished stages; with `on_ray` Ray does the jobs,
-    before this process does the rest. Outputs are written atomically, so an interrupt keeps the finished
-    stages."""
+    """Run a recipe's unfinished stages, by Ray first, if `on_ray`; outputs are atomic, for interrupts."""
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
     _ = recipe.bench.trackers  # which may not be there, before anything is measured
@@ -126,8 +124,7 @@ def do_job(stages: Stages, job: Job, progress: Progress) -> None:
 
 
 def do_named_job(stages: Stages, name: str, progress: Progress) -> None:
-    """Do the job of that name, unless it is done. Raises BadInput: unknown, it needs another one first, or
-    impossible."""
+    """Do the job of that name, unless done. BadInput: unknown, impossible, or needs another first."""
     jobs = jobs_of(stages)
     named = {job.name: job for job in jobs}
     if name not in named:
@@ -151,8 +148,7 @@ def _set_threads(recipe: Recipe) -> None:
 def verified_files(
     options: BenchOptions, progress: Progress
 ) -> tuple[Mapping[str, Any] | None, VerifyReport | None]:
-    """(manifest, verification) of a checkpoint that llmopt made, else None; a resumed run verifies again, so
-    that exactly the measured files are verified."""
+    """(manifest, fresh verification) of a checkpoint that llmopt made, else None."""
     path = expanded(options.model or "")
     folder = path.parent if path.is_file() else path
     if options.model is None or not (folder / MANIFEST_NAME).is_file():
@@ -170,8 +166,7 @@ def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
 def measure(
     stages: Stages, wanted: BenchOptions, original: BenchOptions, progress: Progress
 ) -> None:
-    """Run a benchmark into a folder of its name, on a server that is started and stopped, if it asks for one;
-    scores that jobs have shared out are joined."""
+    """Run a benchmark into its folder, on a server started for it, if asked; joins shared scores."""
     scores = stages.scores(str(wanted.name))
     with served(wanted, progress) as ready:
         options = with_reference(ready, original)
@@ -181,8 +176,7 @@ def measure(
 
 
 def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:
-    """The options with the original as the reference of quality: its model for a model of this process, its
-    server, if that runs, for a server."""
+    """The options with the original as reference of quality: its model, or its server for a server."""
     if options.name == BASE_NAME or options.reference is not None or not options.quality:
         return options
     if options.base_url is not None:
@@ -196,8 +190,7 @@ def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:
 
 
 def keep(runs: Sequence[BenchRun], stages: Stages, progress: Progress) -> None:
-    """Write the folder of every run, named like the run, and log it; an interrupted run with finished
-    requests is written too, and then ends the recipe."""
+    """Write and log every run's folder; an interrupted run with finished requests ends the recipe."""
     wanted = stages.recipe.bench
     for run in runs:
         if any(load.traces for load in run.passes):

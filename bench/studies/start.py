@@ -47,9 +47,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def cpus_of_pair(pin: str, options: Sequence[str], *, has_server: bool) -> frozenset[int] | None:
-    """The CPUs of the next two starts; None leaves them to the scheduler. `auto` takes as many CPUs as the
-    engine has threads. A start with a server, or whose engine may use all CPUs, is not pinned: its processes
-    would compete."""
+    """CPUs of the next two starts, as many as threads; None: the scheduler's, with servers or all CPUs."""
     if pin == NONE:
         return None
     if pin != AUTO:
@@ -167,8 +165,7 @@ class RunningStart:
             stop(self._process)
 
     def check(self) -> None:
-        """Raises `Crash` if it wrote no run; else its log is removed. A run whose requests all failed is a
-        result, which the gate judges; the output of another tool that fails is none."""
+        """Raise `Crash` if it wrote no run; else drop the log. Another tool's output must not fail."""
         code = self._process.returncode
         if has_result(self._start.folder) and (not code or not self._start.makes_folder):
             self._log.unlink()
@@ -181,8 +178,7 @@ class RunningStart:
 
 
 def run_alone(start: Start, *, cpus: frozenset[int] | None, deadline: float) -> None:
-    """Run one start to its end. Raises Crash: it wrote no run; OutOfTime: it was still running at `deadline`,
-    and was stopped; KeyboardInterrupt: it was stopped."""
+    """Run one start to its end, or `deadline`. Crash: no run; OutOfTime; KeyboardInterrupt: stopped."""
     with affinity(cpus):
         running = RunningStart(start)
     try:
@@ -194,8 +190,7 @@ def run_alone(start: Start, *, cpus: frozenset[int] | None, deadline: float) -> 
 
 
 def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadline: float) -> None:
-    """Run starts that are alive together: they load at the same time, then take turns on `cpus`. Raises as
-    `run_alone`, for the first of the starts in their order."""
+    """Run starts that load together, then take turns on `cpus`. Raises as `run_alone`, in order."""
     pair = uuid.uuid4().hex
     turns = [TurnPipe(pair) for _ in starts]
     running: list[RunningStart] = []

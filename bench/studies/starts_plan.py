@@ -72,8 +72,7 @@ class Build:
         return str(path)
 
     def words(self) -> list[str]:
-        """The words of the command line. Raises BadInput: they cannot be split, or the program does not
-        exist."""
+        """Words of the command line. BadInput: they cannot be split, or there is no such program."""
         try:
             arguments = shlex.split(self.spec)
         except ValueError as error:
@@ -107,8 +106,7 @@ class Build:
 
 
 def parse_builds(given: Sequence[str]) -> tuple[Build, Build]:
-    """The base and the new build of two `NAME=SPEC`. Raises BadInput: not two of them, no name, the same name
-    twice, or a URL beside something that is none."""
+    """Base and new build of two `NAME=SPEC`. BadInput: not two, no or equal names, or a URL beside none."""
     if len(given) != 2:
         raise BadInput(f"--run was given {len(given)} times: give --run base=SPEC --run new=SPEC")
     builds = []
@@ -128,8 +126,7 @@ def parse_builds(given: Sequence[str]) -> tuple[Build, Build]:
 
 
 def check_options(builds: Sequence[Build], options: Sequence[str]) -> None:
-    """Raises BadInput for an option that the runner sets itself, an unknown server, or a build that is
-    nothing."""
+    """Raise BadInput for an option that the runner sets, an unknown server, or an empty build."""
     if options and builds[0].is_other_tool:
         raise BadInput(
             "options behind `--` are of llmopt bench: put yours into the command of --run"
@@ -163,8 +160,7 @@ ONE_THREAD = ("--num-threads", "1")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The latest end of a comparison: starts of both builds together, and minutes of one invocation, after
-    which a running start is stopped."""
+    """Latest end of a comparison: starts of both builds, and minutes until a running start is stopped."""
 
     max_starts: int = 80
     max_minutes: float = 10.0
@@ -202,8 +198,7 @@ class StartsPlan:
     num_pairs: int | None = None
 
     def gate(self, *sides: Mapping[str, Any]) -> tuple[Limit, ...]:
-        """The limits that decide; without any, those of the metrics that the results of both `sides` have.
-        Raises BadInput: a malformed limit."""
+        """Limits that decide; default: of metrics of both `sides`. BadInput: a malformed limit."""
         if (gate := self.limits.get("gate")) is not None:
             return parse_gate(gate)
         share = parse_share(self.limits.get("threshold") or "5%")
@@ -252,7 +247,6 @@ class StartsPlan:
 
     @property
     def has_server(self) -> bool:
-        """True if a start is a client next to a server, or another tool's, which may have one."""
         is_served = value_of(self.options, "--serve") is not None
         return self.base.is_url or self.base.is_other_tool or is_served
 
@@ -272,8 +266,7 @@ class StartsPlan:
 
 
 def can_interleave(plan: StartsPlan) -> bool:
-    """True if two starts can be alive together: not two servers, nor two engines on a GPU, of which each
-    takes the free memory."""
+    """True if two starts can be alive together: not two servers, nor two engines on a GPU."""
     if plan.base.is_url or plan.base.is_other_tool:
         return plan.base.is_url
     has_gpu = Path("/proc/driver/nvidia/version").exists()

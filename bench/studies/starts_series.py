@@ -42,8 +42,7 @@ MAX_DISCARDED = 0.5
 
 
 def num_cold(passes: Sequence[Mapping[str, Any]]) -> int:
-    """Number of leading passes to discard: those before the first two whose CPU time, or else wall time,
-    differs by at most 3 %; never more than half of the passes."""
+    """Leading passes to discard, at most half: those before two whose times differ by at most 3 %."""
     most = int(len(passes) * MAX_DISCARDED)
     for number in range(most):
         times = [
@@ -91,9 +90,8 @@ class Finished:
 
 @dataclass(slots=True)
 class PairedSeries:
-    """The starts of a comparison in its folder: those that exist already are not run again. Raises BadInput:
-    a plan that cannot be carried out, or a base that crashes; KeyboardInterrupt: from `run`; what was
-    finished is in the folder."""
+    """Starts in a folder, resumed. BadInput: an impossible plan, or a base that crashes;
+    KeyboardInterrupt."""
 
     plan: StartsPlan
     folder: Path
@@ -231,15 +229,13 @@ class PairedSeries:
 
 
 def is_current(build: Build) -> bool:
-    """True if a build's version can leave the report away and take turns: both came together."""
     return has_option(build.command(()), "--no-report", inherit_sources=not build.is_environment)
 
 
 def known_limits(
     limits: Sequence[Limit], base: Sequence[RunData], new: Sequence[RunData]
 ) -> tuple[tuple[Limit, ...], tuple[str, ...]]:
-    """(limits that can be judged, a note for each metric without a value). An older version does not record
-    every metric, and not every machine counts instructions; a change is then judged by the others."""
+    """(limits that can be judged, a note for each metric without a value, by version or machine)."""
     kept: list[Limit] = []
     notes: list[str] = []
     for limit in limits:
@@ -302,8 +298,7 @@ def starts_page(finished: Finished) -> Page:
 
 
 def pooled(starts: Sequence[RunData]) -> RunData:
-    """The passes of all starts as one run, for figures and dashboards, with the medians over the starts; the
-    rest is the first start's."""
+    """Passes of all starts as one run, with medians over the starts; the rest is the first's."""
     first = starts[0]
     values = {key: [value_of_start(start, key) for start in starts] for key in MEASURED}
     medians = {

@@ -29,8 +29,7 @@ _ANSWER = "\ue000answer\ue001"
 
 @dataclass(frozen=True, slots=True)
 class SourceTurn:
-    """One turn of a source conversation: its new messages, the answer, and how many tokens to generate (None:
-    the length of the answer)."""
+    """A source conversation's turn: messages, answer, tokens to generate (None: the answer's length)."""
 
     messages: tuple[Message, ...]
     answer: str
@@ -38,8 +37,7 @@ class SourceTurn:
 
 
 class ChatSegments:
-    """A tokenizer's chat template, split at the answers of a conversation. A model without a template gets
-    the plain one of serve-local: a line per message."""
+    """A tokenizer's chat template, or serve-local's plain one, split at a conversation's answers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -47,8 +45,7 @@ class ChatSegments:
         self._template = PLAIN_TEMPLATE if self.is_plain else None
 
     def split(self, exchanges: Sequence[SourceTurn]) -> list[tuple[int, ...]]:
-        """Token ids that each turn appends: the first prompt, then what lies between two answers. Raises
-        BadInput: the template refuses the conversation, or does not render every answer."""
+        """Token ids that each turn appends. BadInput: the template refuses, or leaves out an answer."""
         messages: list[dict[str, str]] = []
         for number, exchange in enumerate(exchanges):
             if number:
@@ -62,8 +59,7 @@ class ChatSegments:
         return [self.encode(first, starts=True), *(self.encode(p, starts=False) for p in later)]
 
     def rewrites_history(self) -> bool:
-        """True if the template renders an earlier turn otherwise than as the last one: then appending is not
-        what a chat server does."""
+        """True if the template renders earlier turns otherwise, so that appending is not what chats do."""
         question = {"role": "user", "content": "a"}
         answered = [question, {"role": "assistant", "content": _ANSWER}, question]
         alone = self._rendered([question]).rstrip(" ")
@@ -252,8 +248,7 @@ def agentic_workload(
 def fit_session(
     given: dict[str, int | None], weights: dict[str, float], max_tokens: int
 ) -> tuple[dict[str, int], list[str]] | None:
-    """Message lengths whose weighted sum fits `max_tokens`, and a note if defaults were reduced; None if they
-    cannot fit."""
+    """Message lengths whose weighted sum fits `max_tokens`, and a note if reduced; None: impossible."""
     fixed = {name: length for name, length in given.items() if length is not None}
     free = {name: length for name, length in AGENTIC_DEFAULTS.items() if name not in fixed}
     left = max_tokens - sum(length * weights[name] for name, length in fixed.items())

@@ -169,8 +169,7 @@ def _output_len(entry: Mapping[str, Any], where: str) -> int | None:
 
 
 def download_sharegpt() -> Path:
-    """Download ShareGPT's usual file (640 MB), or take it from the hub's cache. Raises BadInput: the download
-    failed."""
+    """ShareGPT's usual file (640 MB), from the hub or its cache. BadInput: the download failed."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -186,8 +185,7 @@ def download_sharegpt() -> Path:
 def hub_rows(
     name: str, *, subset: str | None, split: str, seed: int, shuffle: bool
 ) -> Iterator[Mapping[str, Any]]:
-    """Stream the rows of a data set, shuffled by the seed through a buffer of 1,000 rows. Raises BadInput:
-    the package `datasets`, the data set, the subset or the split is missing."""
+    """Stream a data set's rows, shuffled through a buffer of 1,000. BadInput: package or data missing."""
     datasets = import_extra("--dataset hf", "hub", "datasets")
     try:
         rows = datasets.load_dataset(name, name=subset, split=split, streaming=True)
@@ -244,8 +242,7 @@ def hub_workload(
 
 
 def prompt_and_answer(row: Mapping[str, Any], source: str) -> tuple[str, str | None] | None:
-    """(prompt, response or None) of a row; None for an empty row. Raises BadInput: no column that could hold
-    a prompt."""
+    """(prompt, response or None) of a row, None if empty. BadInput: no column for a prompt."""
     if (turns := turns_of(row)) is not None:
         return first_pair(turns)
     for column in PROMPTS:

@@ -60,8 +60,7 @@ def locate_dataset(dataset: str, path: Path | None) -> tuple[str, Path | None]:
 
 
 def build_workload(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -> Workload:
-    """Build the requests of `options`, with their arrival times. Raises BadInput: the data set is unusable,
-    it has arrival times and a rate is given too, or a run of fixed duration has no limit."""
+    """Requests with arrival times. BadInput: unusable data, a rate beside times, or no limit of a run."""
     workload = _arriving(options, tokenizer, max_model_len)
     if options.duration is not None:
         check_endless(workload, resolved_options(options, workload).concurrency)
@@ -118,8 +117,7 @@ def _arriving(options: BenchOptions, tokenizer: Tokenizer, max_model_len: int) -
 
 
 def freeze_workload(options: BenchOptions, path: Path) -> Workload:
-    """Write the workload of `options` to a file, for the tokenizer and the context of their model. Raises
-    BadInput: the model, the data set or the output path is unusable."""
+    """Write the workload of `options` to a file. BadInput: model, data set or output are unusable."""
     folder = resolve_model(options.model)
     context = open_checkpoint(folder).config.get("max_position_embeddings")
     limit = options.max_model_len or context
@@ -132,8 +130,7 @@ def freeze_workload(options: BenchOptions, path: Path) -> Workload:
 
 
 def resolved_options(options: BenchOptions, workload: Workload) -> BenchOptions:
-    """`options` with the actual number of requests and, for timed workloads, the mean rate of the arrival
-    times, without a concurrency limit unless one was set."""
+    """`options` with the actual number of requests, and, if timed, their mean rate, without a limit."""
     count = len(workload.items)
     changes: dict[str, object] = {"num_prompts": count}
     if workload.is_timed:
@@ -249,8 +246,7 @@ KEY = "llmopt_workload"
 
 
 def write_frozen(workload: Workload, path: Path, *, model: str) -> None:
-    """Write JSON lines: a header with the hash, then the requests in order. `model` names the model of the
-    tokenizer. An existing file is replaced. Raises BadInput: the folder of `path` does not exist."""
+    """Write JSON lines, a header with hash and `model`, then requests. BadInput: the folder is missing."""
     if workload.num_images:
         raise BadInput(f"cannot write {path}: a frozen workload holds token ids, and no images")
     if not path.parent.is_dir():
@@ -300,8 +296,7 @@ def is_frozen(path: Path) -> bool:
 
 
 def read_frozen(path: Path, tokenizer: Tokenizer, *, max_model_len: int) -> Workload:
-    """Read a file of `write_frozen`, complete and unchanged. Raises BadInput: an invalid line (with its
-    number), a hash mismatch, ids outside the vocabulary, or a request that exceeds the context."""
+    """Read a whole file of `write_frozen`. BadInput: a changed or invalid line, or an unfit request."""
     lines = json_objects(path)
     _, head = next(lines)
     if head[KEY] not in FORMATS:
@@ -364,8 +359,7 @@ def _read_turn(entry: dict[str, Any]) -> ConversationTurn:
 def _check_item(
     item: WorkloadItem, where: str, tokenizer: Tokenizer, max_model_len: int, model: Any
 ) -> None:
-    """Raises BadInput for a value out of range, an id outside the vocabulary, or more tokens than the context
-    holds."""
+    """Raise BadInput for values or ids out of range, or more tokens than the context holds."""
     pauses = [item.arrival_seconds, item.gap_seconds, item.cancel_seconds or 0.0]
     pauses += [turn.think_seconds + (turn.due_seconds or 0.0) for turn in item.turns]
     ids = [*item.prompt_token_ids]

@@ -43,8 +43,7 @@ STAND_IN_TURNS = (2, 6)
 
 
 def load_conversations(path: Path, seed: int | None = None) -> list[list[Any]]:
-    """The turns of each entry of a ShareGPT file that has at least two, shuffled by a `seed`. Raises
-    BadInput: no such file, not JSON (with the line), not a list, or nothing with two turns."""
+    """Turns of entries with two or more, shuffled by `seed`. BadInput: no file, JSON or such entries."""
     text = read_text(path)
     try:
         data = parse_json(text)
@@ -70,8 +69,7 @@ def turns_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def read_turn(turn: Any) -> Message | None:
-    """A message in ShareGPT's form (`from`, `value`), in that of a chat (`role`, `content`, which may be a
-    list of text parts), or a text alone, which has an empty role; None where it is something else."""
+    """A message of ShareGPT (`from`, `value`), a chat (`role`, `content`), or a text alone; else None."""
     if isinstance(turn, str):
         return Message("", turn)
     if not isinstance(turn, Mapping):
@@ -86,17 +84,14 @@ def read_turn(turn: Any) -> Message | None:
 
 
 def _opened(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """(system messages at the start, the others without an answer to no question, which split threads begin
-    with)"""
+    """(system messages at the start, others, without an answer to no question)"""
     opening = [*takewhile(lambda message: message.role == "system", messages)]
     others = messages[len(opening) :]
     return opening, others[1:] if others and others[0].role == "assistant" else others
 
 
 def first_pair(turns: Sequence[Any]) -> tuple[str, str | None] | None:
-    """(prompt, answer) of the first question of a conversation, by its roles or else by position. System
-    messages go in front of the question. The answer is None where there is none; the pair is None where no
-    question comes first."""
+    """(prompt, answer or None) of the first question, with system messages before; None: it has none."""
     readable = takewhile(lambda message: message is not None, map(read_turn, turns))
     opening, others = _opened([message for message in readable if message is not None])
     roles = [message.role for message in others[:2]]
@@ -175,12 +170,6 @@ def sharegpt_threads_workload(
     shuffle: bool = True,
     oversample: bool = True,
 ) -> Workload:
-    """`num_prompts` conversations from a ShareGPT file, or from the bundled stand-in when `path` is None.
-
-    Each turn's output length is that of the data set's answer, or `output_len`. The lengths filter of single
-    prompts does not apply: a thread is cut where the model's context ends. Raises BadInput: the file is
-    unusable, or no conversation has enough turns.
-    """
     builder = ConversationBuilder(tokenizer, rules)
     items: list[WorkloadItem] = []
     if path is None:
@@ -205,8 +194,7 @@ def sharegpt_threads_workload(
 
 
 def exchanges_of(messages: list[Any]) -> list[SourceTurn]:
-    """The alternating (question, answer) pairs of a thread, up to the first message that breaks them. System
-    messages at the start go with the first question; an answer without a question before it is left out."""
+    """Alternating (question, answer) pairs, up to a break; system messages join the first question."""
     spoken: list[Message] = []
     for message in map(read_turn, messages):
         if message is None or not message.content.strip():

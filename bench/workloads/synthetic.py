@@ -104,8 +104,7 @@ def random_workload(
 def warmup_workload(
     workload: Workload, count: int, tokenizer: Tokenizer, *, seed: int
 ) -> Workload | None:
-    """`count` requests with the lengths of the first of `workload` and other tokens, so that the measurement
-    gets no prefix-cache hits from the warm-up. None when `count` is 0."""
+    """`count` requests of the same lengths and other tokens, as warm-up without cache hits; 0: None."""
     if count == 0:
         return None
     pairs = []
@@ -214,8 +213,7 @@ def with_random_images(
     bucket_config: str | None = None,
     seed: int = 0,
 ) -> Workload:
-    """Prompts of `random` with images of random pixels after each. Raises BadInput: image options out of
-    range."""
+    """Prompts of `random`, each followed by random pixels. BadInput: image options out of range."""
     buckets = ImageBuckets.parse(bucket_config)
     fewest, most = items_per_request(
         base_items_per_request, num_mm_items_range_ratio, limit_mm_per_prompt
@@ -238,8 +236,7 @@ class ImageBuckets:
 
     @classmethod
     def parse(cls, text: str | None) -> ImageBuckets:
-        """Buckets of `{(height, width, num_frames): probability}`, a Python literal as vLLM takes it. Raises
-        BadInput: another form, videos, or no probability above 0."""
+        """Buckets `{(height, width, num_frames): probability}` (vLLM). BadInput: another form, or videos."""
         given = DEFAULT_BUCKETS if text is None else text
         where = f"--random-mm-bucket-config {given}"
         usage = f"{where}: give {{(height, width, 1): probability, ...}}"
@@ -274,8 +271,7 @@ class ImageBuckets:
 
 
 def items_per_request(base: int, range_ratio: float, limit: str | None) -> tuple[int, int]:
-    """Fewest and most images of a request: `base` ± `range_ratio`, at most the limit. Raises BadInput:
-    numbers out of range, or a limit that is no `{"image": N}`."""
+    """Fewest and most images: `base` ± `range_ratio`, to the limit. BadInput: out of range, or no limit."""
     if base < 0 or not 0 <= range_ratio <= 1:
         raise BadInput(
             f"--random-mm-base-items-per-request {base} with --random-mm-num-mm-items-range-ratio "

@@ -59,8 +59,7 @@ class TraceRow:
 
 
 def block_hashes(text: bytes) -> tuple[int, ...]:
-    """Hash the whole blocks of a prompt's UTF-8 text, and the rest as one more. A hash covers the blocks
-    before it, as in a prefix cache: equal ids are equal prefixes."""
+    """Hash the whole blocks of a prompt's UTF-8 text, and the rest, each with the blocks before it."""
     hashes, digest = [], b""
     for start in range(0, len(text), BLOCK_BYTES):
         block = digest + text[start : start + BLOCK_BYTES]
@@ -70,8 +69,7 @@ def block_hashes(text: bytes) -> tuple[int, ...]:
 
 
 def message_text(part: Any) -> str:
-    """Messages as text: the same for content as a string or a list of parts, and with or without a cache
-    breakpoint, which clients move from turn to turn."""
+    """Messages as text, whatever form content has, without cache breakpoints, which clients move."""
     if isinstance(part, str):
         return part
     if isinstance(part, list):
@@ -87,8 +85,7 @@ def message_text(part: Any) -> str:
 
 
 def table_rows(kind: str, lines: Any, path: Path) -> Iterator[TraceRow] | None:
-    """Requests of a trace in lines; None where neither `kind` nor the content is of these forms. Raises
-    BadInput: a malformed line, with its number."""
+    """Requests of a trace in lines, None for other forms. BadInput: a malformed line, by number."""
     columns = {"azure": AZURE, "burstgpt": BURSTGPT}
     if kind not in (*columns, "mooncake"):
         first = next((line for line in lines if line.strip()), "")
@@ -191,8 +188,7 @@ INHERITS = {"forks": True, "spawns": False}
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a model by an `agent`, which `spawner` (another agent) may have started. Times are seconds
-    on the clock of the trace; `filled` is the number of `blocks` that the prompt fills."""
+    """A call of a model by an `agent`, which `spawner` may have started; seconds, `blocks`, `filled`."""
 
     name: str
     agent: str
@@ -207,8 +203,7 @@ class Call:
 
 
 def read_agents(paths: Sequence[Path]) -> list[TraceRow] | None:
-    """The calls in session files, linked; None where a file is of none of the known forms. Raises BadInput: a
-    file of a known form that lacks what it should have."""
+    """The linked calls in session files, None for unknown forms. BadInput: one that lacks a part."""
     calls: list[Call] = []
     for path in paths:
         objects = _objects(path)
@@ -224,8 +219,7 @@ def read_agents(paths: Sequence[Path]) -> list[TraceRow] | None:
 
 
 def _objects(path: Path) -> list[dict[str, Any]]:
-    """The objects of JSON lines, or of one document: an object, or a list of them. Raises BadInput: a line
-    that is not JSON, after one that is."""
+    """Objects of JSON lines, or one document. BadInput: a line that is no JSON after one that is."""
     text = path.read_text(encoding="utf-8")
     try:
         document = json.loads(text)
@@ -243,8 +237,7 @@ def _objects(path: Path) -> list[dict[str, Any]]:
 
 
 def linked(calls: Iterable[Call]) -> list[TraceRow]:
-    """Rows of a trace. A call waits for the last of these that ended before it: its agent's call before, the
-    call of the spawner that started its agent, and agents that its own agent had started."""
+    """Rows of a trace; a call waits for the last to end before it: of its agent, spawner or spawned."""
     by_agent: dict[str, list[Call]] = defaultdict(list)
     for call in sorted(calls, key=lambda call: (call.start, call.end)):
         by_agent[call.agent].append(call)
@@ -304,8 +297,7 @@ def _weka_calls(
 
 
 def _graph(entries: Sequence[dict[str, Any]], path: Path) -> Iterator[Call]:
-    """AIPerf's conversations with forks and spawns. They are authored, so lengths are estimated from their
-    text, and calls take no time to speak of."""
+    """AIPerf's conversations with forks and spawns, of estimated lengths, in which calls take no time."""
     sessions = {str(entry["session_id"]): entry["turns"] for entry in entries}
     turns = [turn for session in sessions.values() for turn in session]
     begun = {child for turn in turns for kind in INHERITS for child in _children(turn, kind)}

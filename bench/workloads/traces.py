@@ -136,8 +136,7 @@ def _factor(chosen: Sequence[TraceRow], rule: str, max_model_len: int) -> tuple[
 
 
 def read_trace(kind: str, path: Path) -> list[TraceRow]:
-    """Every request of a trace file, in the order of its times; for `trace` the content tells the kind.
-    Raises BadInput: no such file, a form that is not known, or a malformed line (with its number)."""
+    """A trace file's requests by time; `trace`: its content tells. BadInput: malformed, or unknown."""
     rows = None
     try:
         if not path.is_dir():
@@ -195,8 +194,7 @@ class BlockTokens:
         self._blocks: dict[int, list[int]] = {}
 
     def prompt(self, number: int, row: TraceRow, block_tokens: int) -> list[int]:
-        """The prompt of request `number`; its blocks hold `block_tokens` each, or even shares if that is
-        0."""
+        """The prompt of request `number`, of blocks of `block_tokens` each, or even shares if 0."""
         new = [name for name in row.blocks if name not in self._blocks]
         known = sum(len(self._blocks[name]) for name in row.blocks if name in self._blocks)
         left = max(0, row.prompt_len - known)
@@ -219,8 +217,7 @@ class BlockTokens:
 
 @dataclass
 class Linked:
-    """The items of a replay, linked as the requests of the trace depended on each other. `added` are the
-    tokens that the chat template adds to the first message of an item, and to later ones."""
+    """Items linked as the trace's requests; `added`: the chat template's tokens for first, later messages."""
 
     replay: Replay
     decode: Callable[[Sequence[int]], str] | None
@@ -253,8 +250,7 @@ class Linked:
     def _extend(
         self, row: TraceRow, prompt: list[int], parent: tuple[int, int], due: float, gap: float
     ) -> bool:
-        """Append the request to its parent's item; False where the parent is not that item's last turn, or
-        was not extended."""
+        """Append to the parent's item; False where the parent is not its last turn, or not extended."""
         if self.decode is None or not row.extends:
             return False
         item, new = self.items[parent[0]], prompt[self._ends[row.parent] :]

@@ -47,7 +47,6 @@ class ConversationTurn:
     """A later turn of a conversation: the part that is appended to the answer before it.
 
     Attributes:
-        token_ids: the end of that answer's message, the new messages and the generation prompt.
         messages: the new messages, for servers that apply the chat template themselves.
         think_seconds: pause between the end of the answer before and this turn.
         due_seconds: time from the start of the conversation, but not before the end of the answer before;
@@ -69,8 +68,7 @@ class ConversationTurn:
         return {key: value for key, value in asdict(self).items() if key != "due_seconds" or value}
 
     def prompt(self, before: Sequence[int], answer: Sequence[int]) -> tuple[int, ...]:
-        """The prompt of this turn: the one `before`, its answer (the model's `answer`, or the data set's),
-        and what is new."""
+        """This turn's prompt: the one `before`, the model's `answer` or the data set's, and what is new."""
         history = answer if self.answer_token_ids is None else self.answer_token_ids
         return (*before, *history, *self.token_ids)
 
@@ -121,7 +119,6 @@ class Workload:
     """The requests or conversations of a run, in the order of their arrival.
 
     Attributes:
-        name: the kind of data set, such as `sharegpt` or `random`.
         notes: caveats for reports, such as how many prompts were left out.
         is_stand_in: True if the prompts are the bundled ones and not the data set of that name.
         is_timed: True if the arrival times come from the data, and none are sampled at a rate.
@@ -198,8 +195,7 @@ class Workload:
 
 
 def shared_tokens(workload: Workload) -> float | None:
-    """Share of the prompt tokens that a prompt has in common with another from its first token on, which a
-    prefix cache can hold; None of conversations, whose prompts hold answers."""
+    """Share of prompt tokens in common with another prompt from the first on; None of conversations."""
     if workload.is_multi_turn or workload.num_images:
         return None
     prompts = sorted(item.prompt_token_ids for item in workload.items)
@@ -318,8 +314,7 @@ def ramp_offsets(
 
 
 def ramp_rates(count: int, strategy: str, start_rps: float, end_rps: float) -> np.ndarray:
-    """The rate under which each of `count` requests of a ramp is sent. Raises BadInput: a rate that is not
-    above zero, or an unknown strategy."""
+    """The rate for each of `count` requests of a ramp. BadInput: not above zero, or no such strategy."""
     if not (0 < start_rps < math.inf and 0 < end_rps < math.inf):
         raise BadInput(f"ramp-up from {start_rps} to {end_rps}: both rates must be above 0")
     done = np.arange(count) / max(count - 1, 1)
@@ -339,8 +334,7 @@ class Opening(NamedTuple):
 
 
 def openings(workload: Workload, *, endless: bool) -> Iterator[Opening]:
-    """The items in the order of their arrival, but for those that wait for others; `endless` repeats them,
-    shifted by a period per cycle."""
+    """Items by arrival, but those that wait for others; `endless`: again, shifted by a period per cycle."""
     opening = [item for item in workload.items if item.after is None]
     ordered = sorted(opening, key=lambda item: item.arrival_seconds)
     period = cycle_seconds(workload)
