@@ -1,4 +1,4 @@
-"""Server process: listening socket, uvicorn with bounded connections, signals, drain, and systemd.
+"""Server process: listening socket, uvicorn, signals, drain, and systemd.
 
 systemd's notification protocol (sd_notify(3), sd_watchdog_enabled(3)) is datagrams to the socket that
 `NOTIFY_SOCKET` names; nothing is sent where there is none. The watchdog is fed while no step hangs, so that
@@ -16,153 +16,22 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from threading import Thread
 from types import FrameType
 from typing import Any
 
-import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from ...base.errors import BadInput, Failure
 from ..base.host import use_one_arena
 from .protocol.errors import error_body
 from .protocol.server_options import ServerOptions, TlsOptions
+from .requests.connection import bounded_connections
 from .requests.loop import EngineLoop
 from .requests.observe import configure_logging
-from .requests.request_record import WRITE_KEY
-
-_CLOSING = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
-REFUSED = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\n" + _CLOSING
-TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
-
-
-def bounded_connections(options: ServerOptions) -> type[H11Protocol]:
-    """uvicorn's protocol class with the limits of `options`."""
-    shared = {"options": options, "quiet": {}, "refused": set()}
-    return type("BoundedConnection", (_BoundedConnection,), shared)
-
-
-class _BoundedConnection(H11Protocol):
-    """A connection that is closed where a request's head is not complete in time, or where its client takes
-    nothing of a response for too long: both would stay open for good. A connection beyond the limit gets 503
-    at once, unless another address has more that say nothing: it loses one of them.
-
-    Attributes:
-        quiet: connections on which the server waits for a request, or the rest of one, by address.
-        refused: connections that are being closed for another.
-    """
-
-    options: ServerOptions
-    quiet: dict[str, dict[_BoundedConnection, None]]
-    refused: set[_BoundedConnection]
-    _head_timer: asyncio.TimerHandle | None = None
-    _send_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._app, self.app = self.app, self._answer
-        # So that `pause_writing` is called for unsent bytes. A limit of 0 would stop a TLS transport for
-        # good: it pauses at the limit, and not only above it.
-        transport.set_write_buffer_limits(high=1, low=0)
-        self._count()
-        if len(self.connections) - len(self.refused) > self.options.max_connections:
-            # A quiet connection is closed: one of the address that has most of them.
-            mine, most = self.quiet[self._address], max(self.quiet.values(), key=len)
-            refused = self if len(mine) == len(most) else next(iter(most))
-            self.refused.add(refused)
-            refused.transport.write(REFUSED)
-            refused.transport.close()
-            refused._count()
-        if not transport.is_closing():
-            self._await_head()
-
-    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        """Let the application write the chunks of a stream: h11 takes longer for each than all else."""
-        if scope["http_version"] == "1.1":  # else its body is not sent in chunks
-            scope[WRITE_KEY] = partial(self._write, self.cycle)
-        await self._app(scope, receive, send)
-
-    async def _write(self, cycle: RequestResponseCycle, data: bytes) -> None:
-        if self.flow.write_paused and not cycle.disconnected:
-            await self.flow.drain()
-        if data and not cycle.disconnected:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    @property
-    def _address(self) -> str:
-        return self.client[0] if self.client else ""
-
-    def _count(self) -> None:
-        """Count the connection among the quiet ones of its address, or no longer."""
-        quiet, cycle = self.quiet.setdefault(self._address, {}), self.cycle
-        is_quiet = cycle is None or cycle.response_complete or cycle.more_body
-        if is_quiet and not self.transport.is_closing():
-            quiet[self] = None
-        else:
-            quiet.pop(self, None)
-            if not quiet:
-                del self.quiet[self._address]
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._count()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._count()
-        if self.conn.their_state is h11.IDLE:
-            self._await_head()
-        else:
-            self._head_timer = _cancelled(self._head_timer)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer = _cancelled(self._head_timer)
-        self._send_timer = _cancelled(self._send_timer)
-        super().connection_lost(exc)
-        self.refused.discard(self)
-        self._count()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._await_reader()
-
-    def resume_writing(self) -> None:
-        self._send_timer = _cancelled(self._send_timer)
-        super().resume_writing()
-
-    def _await_head(self) -> None:
-        """Start the clock, unless it runs: more bytes of the same head give no more time."""
-        if self._head_timer is None:
-            seconds = self.options.header_timeout_seconds
-            self._head_timer = self.loop.call_later(seconds, self._time_out)
-
-    def _time_out(self) -> None:
-        if not self.transport.is_closing():
-            self.transport.write(TIMED_OUT)
-            self.transport.close()
-
-    def _await_reader(self) -> None:
-        """Abort the connection unless the client takes a byte in time; `close` would wait for it for good."""
-        num_unsent = self.transport.get_write_buffer_size()
-
-        def look() -> None:
-            if self.transport.get_write_buffer_size() < num_unsent:
-                self._await_reader()
-            else:
-                self.transport.abort()
-
-        _cancelled(self._send_timer)
-        self._send_timer = self.loop.call_later(self.options.send_timeout_seconds, look)
-
-
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
 
 
 class ServiceManager:
@@ -207,10 +76,6 @@ SWITCH_SECONDS = 5e-4
 The event loop waits for it after every system call. With Python's own 5 ms, next to threads that compute, a
 thousand connections or writes would take seconds.
 """
-
-MAX_REQUEST_HEAD_BYTES = 1 << 20
-"""Bytes of request line and headers that h11 buffers; `ServerOptions` limits how many are accepted."""
-
 
 KERNEL_CACHE_CAPACITY = 128
 """Capacity of oneDNN's and torch's primitive caches: one compiled kernel per GEMM shape."""
@@ -363,7 +228,6 @@ class Server(uvicorn.Server):
                 loop="asyncio",
                 ws="none",
                 http=bounded_connections(options),
-                h11_max_incomplete_event_size=MAX_REQUEST_HEAD_BYTES,
                 lifespan="on",
                 log_config=None,
                 access_log=False,  # the application has its own access line

@@ -19,8 +19,9 @@ from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.core.engine import Engine
 from llmopt.engine.scheduling.outputs import EngineStats, RequestOutput
 from llmopt.engine.server.app import create_app
-from llmopt.engine.server.launch import base_url, bind, bounded_connections
+from llmopt.engine.server.launch import base_url, bind
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests.connection import bounded_connections
 from llmopt.engine.server.requests.loop import EngineLoop
 
 T = TypeVar("T")

@@ -298,7 +298,7 @@ async def waiting_requests(target: Target) -> None:
     """An ordinary request that waits among 1,024 of one key."""
     body = {"prompt": "Once", "max_tokens": 100, "ignore_eos": True}
     await target.post("/v1/completions", body)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(2.0)
 
 
 async def viewers(target: Target) -> None:
@@ -343,7 +343,7 @@ ROWS: tuple[Row, ...] = (
     Row("hosted-tools", hosted_tools, copies=2),
     Row("logged-letters", logged_letters, copies=2, options=("--log-prompts",)),
     Row("unknown-fields", unknown_fields, copies=2),
-    Row("half-a-get", half_a_get, copies=100),
+    Row("half-a-get", half_a_get, copies=20),
 )
 
 

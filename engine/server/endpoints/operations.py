@@ -48,9 +48,12 @@ def add_operations(app: FastAPI, engine: Engine, loop: EngineLoop, service: Serv
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """Readiness: 200 once the engine is warm and while it serves, 503 before and after."""
+        """Readiness: 200 once the engine is warm and while it serves, 503 else."""
+        await health()
         if not loop.is_ready:
-            raise Unavailable(loop.unavailable or "the engine is warming up")
+            raise Unavailable(
+                "the server is stopping" if loop.is_draining else "the engine is warming up"
+            )
         return {"status": "ready"}
 
     @app.get("/metrics")

@@ -345,6 +345,11 @@ class ServerOptions:
                     f"--cors-origin {origin!r}: give an origin such as https://example.org, or *"
                 )
 
+    def share_of_key(self, limit: int) -> int:
+        """The part of a limit that one API key may take: half of it where there are several keys."""
+        num_keys = len({*self.api_keys, self.admin_api_key} - {None})
+        return limit if num_keys < 2 else max(1, limit // 2)
+
     @property
     def requires_key(self) -> bool:
         return bool(self.api_keys)

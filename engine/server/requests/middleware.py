@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -21,7 +20,7 @@ from ..protocol.body import parsed
 from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .observe import LogEvent, body_text
-from .request_record import WRITE_KEY, KeyRing, Principal, RequestRecord, record_of
+from .request_record import FULL_KEY, WRITE_KEY, KeyRing, Principal, RequestRecord, record_of
 
 _log = logging.getLogger(__name__)
 
@@ -32,9 +31,6 @@ while they are read and freed, and 14 MiB of small lists would silence every oth
 BODIES_PER_KEY = 16
 """Bodies of the largest size, or their bytes in smaller ones, that a key may have in memory at a time."""
 
-DISCARD_SECONDS = 2.0
-"""Time for which an oversized body is still read, so that the client gets to read the 413 response."""
-
 
 class RequestMiddleware:
     """ASGI middleware that checks and buffers each request. Reading health probes and the page's static files
@@ -42,6 +38,7 @@ class RequestMiddleware:
 
     OPEN_PATHS = frozenset({"/", "/health", "/ready"})
     OPEN_PREFIX = "/page/"
+    PROBES = frozenset({"/health", "/ready", "/metrics", "/engine/state"})
     ADMIN_PATHS = frozenset(
         {"/metrics", "/engine/state", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     )
@@ -52,6 +49,8 @@ class RequestMiddleware:
         self._app = app
         self._options = options
         self._keys = keys
+        names = options.host_names
+        self._hosts = None if names is None else {"localhost", *map(str.lower, names)}
         self._max_values = max(MAX_VALUES, 2 * max_model_len)
         self._max_opened = max(MAX_OPENED, max_model_len)
 
@@ -62,9 +61,10 @@ class RequestMiddleware:
         record, body = record_of(scope), None
         try:
             try:
-                self._check_size_and_host(scope)
+                self._check_host(scope)
                 self._check_origin(scope)
                 record.principal = self._principal(scope)
+                self._check_share(scope, record)
                 body = await self._body(scope, receive, record)
             except ApiError as error:
                 await error_response(error, scope["path"])(scope, receive, send)
@@ -77,17 +77,21 @@ class RequestMiddleware:
         finally:
             record.let_go()
 
-    def _check_size_and_host(self, scope: Scope) -> None:
-        most = self._options.max_header_bytes
-        size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
-        size += len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
-        if size > most:
-            problem = f"request line and headers take {size} bytes: the limit is {most}"
-            raise ApiError(431, problem, code="headers_too_large")
-        names = self._options.host_names
-        host = Headers(scope=scope).get("host", "")
+    def _check_share(self, scope: Scope, record: RequestRecord) -> None:
+        if scope["path"] in self.PROBES:
+            return
+        if scope.get(FULL_KEY):
+            headers = {"Retry-After": "1"}
+            raise ApiError(
+                503, "too many connections", code="too_many_connections", headers=headers
+            )
+        limit = self._options.share_of_key(self._options.max_connections)
+        record.hold("open requests", 1, limit)
+
+    def _check_host(self, scope: Scope) -> None:
+        host = Headers(scope=scope).get("host", "").lower()
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-        if names is None or name in ("localhost", *names):
+        if self._hosts is None or name in self._hosts:
             return
         try:
             ip_address(name.strip("[]"))
@@ -112,7 +116,9 @@ class RequestMiddleware:
         Raises `ApiError`: no valid key, or one that may not ask for this path."""
         headers = Headers(scope=scope)
         header = headers.get("authorization", "").encode("latin-1")
-        secret = header.removeprefix(b"Bearer ") if header.startswith(b"Bearer ") else b""
+        scheme, _, secret = header.partition(b" ")
+        if scheme.lower() != b"bearer":  # RFC 9110, 11.1: the scheme is case-insensitive
+            secret = b""
         if not header and (given := headers.get("x-api-key")) is not None:
             secret = given.encode("latin-1")
         path = scope["path"]
@@ -132,7 +138,7 @@ class RequestMiddleware:
         large, or takes too long, or its key has too many in memory."""
         if scope["method"] in ("GET", "HEAD"):
             return b""
-        max_bytes, closing = self._options.max_body_bytes, {"Connection": "close"}
+        max_bytes = self._options.max_body_bytes
         # h11 has validated that it is a number.
         declared = int(Headers(scope=scope).get("content-length", 0))
         chunks: list[bytes] = []
@@ -154,7 +160,7 @@ class RequestMiddleware:
         except TimeoutError:
             seconds = self._options.body_timeout_seconds
             problem = f"the request was not complete after {seconds:g} s"
-            raise ApiError(408, problem, code="timeout", headers=closing) from None
+            raise ApiError(408, problem, code="timeout") from None
         problem = f"is larger than the limit of {max_bytes} bytes"
         if num_opened > self._max_opened:
             problem = f"holds more than {self._max_opened} lists and objects: send fewer parts"
@@ -162,13 +168,7 @@ class RequestMiddleware:
             problem = f"holds more than {self._max_values} values: send fewer prompts or ids"
         elif max(num_bytes, declared) <= max_bytes:
             return b"".join(chunks)
-        chunks.clear()
-        if has_more:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DISCARD_SECONDS):
-                    while (await receive()).get("more_body"):
-                        pass
-        raise ApiError(413, f"the body {problem}", code="body_too_large", headers=closing)
+        raise ApiError(413, f"the body {problem}", code="body_too_large")
 
 
 MAX_ON_LOOP = 32 * 1024

@@ -155,6 +155,9 @@ WRITE_KEY = "llmopt.write"
 """Key in an ASGI scope of a function that writes a chunk of the body of a response that has begun; None or
 missing where the chunk must go through `send`."""
 
+FULL_KEY = "llmopt.full"
+"""Key in an ASGI scope: True if the server has no connection left but the reserved ones."""
+
 RECORD_KEY = "llmopt.request"
 CURRENT: ContextVar[RequestRecord | None] = ContextVar("llmopt_request", default=None)
 """The request that a log line belongs to: every coroutine of a request runs in a copy of its context."""

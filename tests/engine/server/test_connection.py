@@ -1,0 +1,150 @@
+"""Bounds of a connection: heads, bodies and chunks, and the connections that probes have for themselves."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+from urllib.parse import urlsplit
+
+import h11
+import pytest
+from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.engine.server.requests import connection
+
+from ...support.live_server import RunningServer, eventually, held_steps, make_engine, running
+
+OPTIONS = ServerOptions(api_keys=("sesame", "rosebud"), max_connections=6)
+KEY = "Authorization: Bearer sesame"
+JSON = "Content-Type: application/json"
+BODY = b'{"prompt": "hi", "max_tokens": 1}'
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def strict() -> Iterator[RunningServer]:
+    with running(make_engine("stories260K"), OPTIONS) as it:
+        yield it
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Events that h11 makes from now on."""
+    events: list[Any] = []
+    next_event = connection._Parser.next_event
+
+    def counted(self: Any) -> Any:
+        events.append(next_event(self))
+        return events[-1]
+
+    monkeypatch.setattr(connection._Parser, "next_event", counted)
+    return events
+
+
+def head(*lines: str, request: str = "POST /v1/completions HTTP/1.1") -> bytes:
+    return "\r\n".join([request, "Host: localhost", *lines, "", ""]).encode()
+
+
+def talk(server: RunningServer, sent: bytes, *, num_answers: int | None = None) -> bytes:
+    """What the server sends until it hangs up, or until so many responses have come."""
+    parts, received = urlsplit(server.url), b""
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as client:
+        client.sendall(sent)
+        while num_answers is None or received.count(b"HTTP/1.1 ") < num_answers:
+            if not (data := client.recv(1 << 16)):
+                break
+            received += data
+    return received
+
+
+def test_chunks_are_not_parsed_without_a_key(strict: RunningServer, parsed: list[Any]) -> None:
+    answer = talk(strict, head("Transfer-Encoding: chunked") + b"1\r\nx\r\n" * 50_000)
+    assert answer.startswith(b"HTTP/1.1 401 ") and b"connection: close" in answer
+    assert not any(isinstance(event, h11.Data) for event in parsed)
+
+
+def test_chunks_of_a_byte_are_few(strict: RunningServer, parsed: list[Any]) -> None:
+    sent = head(KEY, JSON, "Transfer-Encoding: chunked") + b"1\r\n \r\n" * 50_000
+    answer = talk(strict, sent)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert sum(isinstance(event, h11.Data) for event in parsed) <= connection.SPARE_CHUNKS + 8
+
+
+def test_chunks_of_common_clients_are_taken(strict: RunningServer) -> None:
+    body = json.dumps({"prompt": "hi", "max_tokens": 1, "user": "x" * 400_000}).encode()
+    pieces = [body[i : i + 1000] for i in range(0, len(body), 1000)]
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    sent = head(KEY, JSON, "Transfer-Encoding: chunked") + chunks
+    for end in (b"0\r\n\r\n", b"0\r\nDigest: none\r\n\r\n"):
+        assert talk(strict, sent + end, num_answers=1).startswith(b"HTTP/1.1 200 ")
+    long = b"0\r\n" + b"a: b\r\n" * 100_000 + b"\r\n"
+    assert talk(strict, sent + long).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_head_is_parsed_only_within_its_limits(strict: RunningServer, parsed: list[Any]) -> None:
+    for lines in (b"a: b\r\n" * 190_000, b"a:\r\n" * 2000, b"a: " + b"b" * 40_000 + b"\r\n"):
+        for end in (b"\r\n", b""):
+            answer = talk(strict, b"GET /health HTTP/1.1\r\n" + lines + end)
+            assert answer.startswith(b"HTTP/1.1 431 ") and b"headers_too_large" in answer
+    assert not any(isinstance(event, h11.Request) for event in parsed)
+
+
+def test_a_body_that_is_not_read_ends_the_connection(strict: RunningServer) -> None:
+    half = head("Content-Length: 100", request="GET /health HTTP/1.1") + b"x" * 50
+    both = head(KEY, JSON, "Content-Length: 3", "Transfer-Encoding: chunked")
+    both += b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    for sent in (half, both):  # RFC 9112, 6.1: a request with both lengths ends its connection
+        answer = talk(strict, sent + HEALTH)
+        assert answer.startswith(b"HTTP/1.1 200 ") and answer.count(b"HTTP/1.1 ") == 1
+        assert b"connection: close" in answer
+
+
+def test_requests_follow_each_other_on_a_connection(strict: RunningServer) -> None:
+    asked = head(KEY, JSON, f"Content-Length: {len(BODY)}") + BODY
+    answer = talk(strict, HEALTH + asked + asked + HEALTH, num_answers=4)
+    assert answer.count(b"HTTP/1.1 200 ") == 4 and b"connection: close" not in answer
+
+
+def test_a_client_is_told_to_continue(strict: RunningServer) -> None:
+    parts = urlsplit(strict.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=20) as client:
+        client.sendall(head(KEY, JSON, f"Content-Length: {len(BODY)}", "Expect: 100-continue"))
+        assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
+        for byte in BODY:
+            client.send(bytes([byte]))
+        assert client.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+def test_probes_have_connections_when_requests_have_none_left(strict: RunningServer) -> None:
+    """Each of two keys has half of the connections; what is more gets 429, and then 503."""
+
+    def ask(key: str) -> Any:
+        headers = {"Authorization": f"Bearer {key}"}
+        with strict.http(headers=headers) as http:
+            return http.post("/v1/completions", json={"prompt": "hi", "max_tokens": 1})
+
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(8))
+        stack.enter_context(held_steps(strict))
+        waiting = [pool.submit(ask, "sesame") for _ in range(3)]
+        eventually(lambda: len(strict.loop._streams) == 3)
+        refused = ask("sesame")
+        assert refused.status_code == 429 and "open requests" in refused.text
+        waiting += [pool.submit(ask, "rosebud") for _ in range(3)]
+        eventually(lambda: len(strict.loop._streams) == 6)
+        assert ask("rosebud").json()["error"]["code"] == "too_many_connections"
+        with strict.http(headers={"Authorization": "Bearer sesame"}) as http:
+            for path in ("/health", "/ready", "/metrics"):
+                assert http.get(path).status_code == 200, path
+    assert [answer.result().status_code for answer in waiting] == [200] * 6
+
+
+def test_names_of_hosts_and_schemes_have_no_case(strict: RunningServer) -> None:
+    with strict.http() as http:
+        assert http.get("/health", headers={"Host": "LOCALHOST:80"}).status_code == 200
+        for scheme in ("bearer", "BEARER"):
+            headers = {"Authorization": f"{scheme} sesame"}
+            assert http.get("/v1/models", headers=headers).status_code == 200
