@@ -50,7 +50,6 @@ TIMED = {
 }
 """Models of the stages that time one."""
 
-
 SELF_TESTS = partial(self_tests, torch.device("cuda"), torch.bfloat16)
 """The self-test of every kernel that serves the card, by name."""
 

@@ -33,7 +33,6 @@ from ..options.options import BenchOptions
 HOST = "127.0.0.1"
 MODEL, NAME, PORT = "{model}", "{name}", "{port}"
 
-
 Arguments = Callable[[str, str, int], list[str]]
 """Takes a model, its served name and a port, and returns command-line arguments."""
 

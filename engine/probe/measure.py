@@ -140,7 +140,6 @@ _ANSWERS: dict[Any, Callable[[tuple[Any, ...]], Any]] = {
     aten.index.Tensor: _indexed,
 }
 
-
 SHORT_LENGTHS = (4, 8)
 LONG_LENGTH = 509  # prime, so that a compressed cache leaves a remainder
 MORE_LENGTHS = (256, 640, 1023)  # tell the strides apart that one length leaves possible

@@ -114,7 +114,6 @@ class RopePositions:
 
 Rank = tuple[int, int]
 
-
 NULL_SLOT = 0
 """The null state slot, which no sequence owns: of models without state, and of padding."""
 

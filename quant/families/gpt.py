@@ -125,7 +125,6 @@ def _cohere(_: ModelShape, config: Config) -> Choices:
 
 _COHERE_RULES = replace(BIASED_ATTENTION, norms_per_layer=1, layer_norm=True)
 
-
 FAMILIES = (
     ModelFamily(
         "gpt2",

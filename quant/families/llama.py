@@ -66,7 +66,6 @@ def _llama4(shape: ModelShape, config: Config) -> Choices:
 
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8}
 
-
 _BLOCK = "block_sparse_moe"
 
 

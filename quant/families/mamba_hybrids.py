@@ -73,7 +73,6 @@ def _lfm2_moe(shape: ModelShape, config: Config) -> Choices:
 
 _QK_NORM = ShapeRules(qk_norm=True)
 
-
 _NEMOTRON = Names(
     bases=("backbone.", "model."),
     embedding="embeddings",

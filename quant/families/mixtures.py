@@ -112,7 +112,6 @@ def _glm4_moe(shape: ModelShape, config: Config) -> Choices:
 
 _GLM_RULES = ShapeRules(qkv_bias="attention_bias")
 
-
 _HUNYUAN_NAMES = Names(query_norm="self_attn.query_layernorm", key_norm="self_attn.key_layernorm")
 
 

@@ -104,7 +104,6 @@ def smart_resize(settings: ImageSettings, width: int, height: int) -> ImageToken
 
 _wrapper = partial(ModelFamily, image_tokens=smart_resize)
 
-
 _NEXT_NAMES = Names(
     state_mixer="linear_attn",
     shared_expert="mlp.shared_expert",
@@ -144,7 +143,6 @@ def _qwen3_next(shape: ModelShape, config: Config) -> Choices:
 
 
 _qwen3_5 = with_mrope(_delta_nets, 11, 11, 10, interleave=True)
-
 
 FAMILIES = (
     ModelFamily(

@@ -159,7 +159,6 @@ TOKENIZER_KEYS: dict[str, KeyRule] = {
     **_unless(normalizer__lowercase=False, normalizer__strip_accents=False, suppress_tokens=([],)),
 }
 
-
 _UNKNOWN = KeyRule("refused", "")
 
 

@@ -30,13 +30,11 @@ _OUTPUTS = {"Q2_K": "Q3_K", "IQ3_XXS": "IQ3_S", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_
 # Layers of the models in which eight heads share a value projection.
 _LAYERS_OF_70B = {"llama": 80, "qwen2": 80, "olmo": 80}
 
-
 # Kinds of tensors that the rules tell apart; fused q, k, v count as values.
 Category = Enum(
     "Category",
     "OUTPUT ATTENTION_V ATTENTION_K ATTENTION_Q ATTENTION_OUTPUT FFN_UP FFN_GATE FFN_DOWN OTHER",
 )
-
 
 _BY_NAME = {
     **dict.fromkeys(("attn_qkv", "attn_kv_b", "attn_v"), Category.ATTENTION_V),

@@ -77,7 +77,6 @@ _EVERY_GROUP_OF_THREE = r"\d{1,3}(?=(?:\d{3})*(?!\d))"
 _CASCADE = "".join(rf"|\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1))
 _LINES = r"[^\n]+|[\n]+"
 
-
 _LINE_END = r"\s*[\r\n]|\s+(?!\S)|\s+"
 _QWEN35 = _words(letters=r"[\p{L}\p{M}]+", symbols=r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*")
 _JAIS2 = _words(digits=r"\p{N}{1,3}", spaces=rf"\s*[\r\n]+{_CASCADE}|\s{{1,2}}(?!\S)|\s{{1}}")

@@ -40,7 +40,6 @@ HEAD_CHANNELS = 16
 """Supported head sizes are multiples of this."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
 
-
 # Structs of `attention.c`, `segment.h` and `paged.h`.
 _Span = struct(
     *("Span", "", "begin end num_cached sink_length evicted_span"),
@@ -271,7 +270,6 @@ def _refuses_native(kernel_query: AttentionKernelQuery) -> str | None:
 
 
 _attend_triton: AttentionKernel = lazily("attention.triton_attention", "attend_triton")
-
 
 Refusal = Callable[[str, torch.dtype, int, int], str | None]
 """Refusal by device, dtype, and elements of keys and values."""

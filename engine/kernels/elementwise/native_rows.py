@@ -25,7 +25,6 @@ CHANNELS = 16
 _GRAIN = 32768
 """Elements below which a second thread does not pay off."""
 
-
 # The structs of `layer.c` end with a work counter.
 _QUANTIZED = struct("Quantized", "codes scales", "block", ("levels", ctypes.c_float))
 _END = ("next", ctypes.c_long), ("failed", ctypes.c_int)
@@ -45,7 +44,6 @@ _RopeAndCache = struct(
     "rows stride queries kv_heads dim width key_stride value_stride is_bf16 cache_is_bf16 threads",
     *_END,
 )
-
 
 native_layer = beside(__file__, "layer.c")
 
@@ -183,9 +181,7 @@ class NativeRopeAndCache:
 # Structs of `rows.c`.
 _EmbeddingCall = struct("EmbeddingCall", "table ids out", "rows bytes threads")
 
-
 _CosSinCall = struct("CosSinCall", "cos sin positions cos_out sin_out", "rows half is_bf16")
-
 
 native_rows = beside(__file__, "rows.c")
 
@@ -226,7 +222,6 @@ def _on_cpu(*tensors: torch.Tensor) -> bool:
 
 _ArgmaxCall = struct("ArgmaxCall", "logits tokens", "rows vocab threads")  # of `argmax.c`
 
-
 native_argmax = beside(__file__, "argmax.c")
 
 
@@ -249,6 +244,5 @@ AdvanceCall = struct(
     "token_ids positions slots lengths tables sampled",
     "rows width block_size follows",
 )
-
 
 native_advance = beside(__file__, "advance_step.c")

@@ -35,7 +35,6 @@ from ....quant.families.spec_parts import DeltaNetSpec, Mamba2Spec
 LEAST_SQUARES = 1e-6
 """Added to the squared length of queries and keys before the division."""
 
-
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """Inputs and a state (the last argument) → outputs and the state after them."""
 

@@ -98,7 +98,6 @@ class TorchNorm:
 GateKernel = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Gated activation: `activation(gate) * up`, of `[rows, size]` each."""
 
-
 GatedActivation = Literal["silu", "gelu_tanh", "gelu", "clamped_swiglu"]
 
 

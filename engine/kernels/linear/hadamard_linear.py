@@ -23,13 +23,11 @@ from ..common.graphs import addresses, launch, struct
 FLOAT_BITS = 32
 """`input_bits` of a GEMM that does not quantize its inputs."""
 
-
 HadamardCall = struct(  # of `hadamard.h`
     "HadamardCall",
     "codes su sv x bias y",
     "rows stride in_features out_features bits codebook x_is_bf16 y_is_bf16 threads input_bits",
 )
-
 
 native_trellis = beside(__file__, "trellis.c")
 native_trellis_integer = beside(__file__, "trellis_integer.c")

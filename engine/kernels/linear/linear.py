@@ -105,7 +105,6 @@ FEW_ROWS = 16
 
 native_few_rows = beside(__file__, "few_rows.c")
 
-
 _CallStruct = struct(  # `Call` of `few_rows.c`
     "Call", "weight x y", "block pairs out_features in_features rows x_stride threads"
 )

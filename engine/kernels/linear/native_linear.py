@@ -43,15 +43,12 @@ class LooksUpRows(Protocol):
 
 _LookupCall = struct("LookupCall", "weight ids y", "rows is_bf16 threads")  # of `lookup.c`
 
-
 native_lookup = beside(__file__, "lookup.c")
-
 
 InputDtype = Literal["int8", "bfloat16", "float32"]
 _INPUT_DTYPES: dict[str, int] = {"int8": 0, "bfloat16": 1, "float32": 2}
 _MAX_STEPS = {"int8": 512, "bfloat16": 256, "float32": 128}
 """Input channels per accumulation step: unpacked they fit half of L1, and int8 sums are exact as floats."""
-
 
 CallStruct = struct(  # `Call` of `linear.c`
     "Call",
@@ -59,7 +56,6 @@ CallStruct = struct(  # `Call` of `linear.c`
     "rows x_stride is_bf16 gives_bf16 input_dtype threads as_e4m3 input_block",
     *((name, ctypes.c_float) for name in ("levels", "fixed_scale", "threshold")),
 )
-
 
 native_linear = beside(__file__, "linear.c")
 

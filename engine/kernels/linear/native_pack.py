@@ -26,7 +26,6 @@ _MOST_INDEXED = 256  # values that a byte tells apart
 _FIRST = 1024  # scales that tell whether there may be so few
 _LEAST = 4096  # scales that are worth a table
 
-
 # Of `pack.c`.
 _IndexCall = struct(
     *("IndexCall", "scales", "rows columns row_stride column_stride"),
@@ -89,7 +88,6 @@ def _indexed(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | 
 PANEL, CHUNK = 32, 32
 _SLAB_PANELS = 32  # panels packed at a time: bounds the temporaries
 _PLANES = (4, 2, 1)
-
 
 WeightStruct = struct(  # `Weight` of `weight.h`
     *("Weight", ""),

@@ -315,7 +315,6 @@ QUANTIZED_LINEAR: Operation[QuantizedLinearKernelQuery, Prepare] = Operation(
 )
 """The kernels, each with its kinds, or those of `KIND_GRIDS`; the last, the reference, serves all."""
 
-
 COMPARED_TOKENS = (1, 20, 100)
 """A GEMV, a small GEMM, and the prefill path."""
 TIMED_TOKENS = (1, 16, 64)

@@ -58,7 +58,6 @@ Route = Callable[
 """Logits float32 [tokens, experts], rule, score correction and expert scale, float32 [experts], → weights and
 int64 ids, [tokens, top_k + num_shared]."""
 
-
 RouterLogits = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """Rows [tokens, hidden], a float32 weight [experts, hidden] and bias [experts] → float32 logits."""
 
@@ -387,7 +386,6 @@ ROUTING: Operation[RoutingKernelQuery, Route] = Operation(
     ],
     routing_trial,
 )
-
 
 ROUTER_LOGITS: Operation[RoutingKernelQuery, RouterLogits] = Operation(
     "router logits",

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-
 CausalModel: TypeAlias = "Decoder | TransformersModel"
 """A causal language model: the native decoder, or the transformers backend."""
 

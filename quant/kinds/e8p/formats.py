@@ -192,5 +192,4 @@ class QuipFormat(WeightFormat):
 
 _BYTES = {"E8P12": 2, "E8P12RVQ3B": 3, "E8P12RVQ4B": 4}
 
-
 STORAGE = Storage(formats=(QuipFormat(),))

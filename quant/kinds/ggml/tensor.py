@@ -106,7 +106,6 @@ def dequantize_blocks(data: torch.Tensor, type_name: str) -> torch.Tensor:
 
 _TABLES = {"IQ4_NL": dequantize_iq4_nl, "IQ4_XS": dequantize_iq4_xs, "MXFP4": dequantize_mxfp4}
 
-
 RUN = 32
 LAYOUTS: dict[str, tuple[int, int]] = {
     "Q4_0": (0, 2),

@@ -179,5 +179,4 @@ def _header(entry: Entry) -> dict[str, Any]:
 _BLOCK = 128
 _MULTIPLIERS = {"mcg": 0xCBAC1FED, "mul1": 0x83DCD12D}
 
-
 STORAGE = Storage(formats=(Exl3Format(),))

@@ -68,7 +68,6 @@ def codebook(name: str) -> np.ndarray:
 TILE = 16
 LENGTH = TILE * TILE
 
-
 _LANE = torch.arange(32)[:, None]
 _ROWS = (_LANE % 4) * 2 + torch.tensor([0, 1, 8, 9, 0, 1, 8, 9])
 _COLUMNS = _LANE // 4 + torch.tensor([0, 0, 0, 0, 8, 8, 8, 8])
