@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from ...engine.base.units import format_tokens
+from ...engine.base.units import format_gib, format_tokens
 from .console import facts_table
 
 if TYPE_CHECKING:
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ...engine.planner.load import PlannedLoad, Quantiles
     from ...engine.planner.memory import Deployment
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
+
+SMALL_GPU_BYTES = 50 * 2**30
+"""Memory below which a GPU is one that people own, and for which weights in RAM are worth a word."""
 
 
 def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
@@ -42,6 +45,7 @@ def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
         limit += f"; {more.change} brings {counted(more.gained_sequences, 'sequence')} more"
     answers = {
         "fits": _fit(plan, answer),
+        "start": _start(plan, answer),
         "users": _users(plan, answer),
         "speed": _speed(plan, answer),
         "cost": _cost(plan, answer),
@@ -66,12 +70,26 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     if not device.fits and device.means is not None:
         places = device.max_concurrent_sequences
         line = f"not at once: {places:,} of {what} in {device.engine} on {where}; others wait"
+    if (offload := device.deployment.offload) is not None:
+        sizes = map(format_gib, (offload.weight_bytes, offload.host.ram_bytes))
+        line += "; {} of the weights in {} of RAM".format(*sizes)
+        line += "" if device.fits else ", and more is needed"
     if (second := device.beside) is not None and second.fits != device.fits:
         line += f"; in {second.engine} {'yes' if second.fits else 'no'}"
     yield line
     for change in answer.would_fit:
         fits, options = "also fits" if device.fits else "would fit", " ".join(change.options)
         yield f"{fits} {change.gpus} x {change.gpu}: {options}  ({change.sequences:,} at once)"
+    is_small = device.device.kind != "cpu" and device.device.memory_bytes < SMALL_GPU_BYTES
+    if is_small and (device.deployment.gpus > 1 or not device.fits) and plan.setup.host is None:
+        yield f"--ram 64GB plans one {device.gpu} with weights in RAM"
+
+
+def _start(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
+    """The command that starts an engine with weights in RAM."""
+    device, work = answer.device, plan.workload
+    if device.fits and (offload := device.deployment.offload) is not None:
+        yield offload.command(work.context, work.sequences, work.kv_dtype)
 
 
 def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:

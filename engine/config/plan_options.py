@@ -93,6 +93,24 @@ class PlanRequest:
         common=True,
     )
     gpu_memory: str | None = option(None, "A GPU by its memory alone: 80GiB.", panel=_HARDWARE)
+    ram: str | None = option(
+        None,
+        "One GPU, with the weights that do not fit it in the host's memory: 64GB. In llama.cpp, or with "
+        "--engine vllm.",
+        panel=_HARDWARE,
+        common=True,
+    )
+    ram_bandwidth: str | None = option(
+        None,
+        "Rated speed of --ram: GB/s, or modules such as ddr5-6000 (two channels) or 8xddr4-3200. Default: "
+        "ddr5-5600.",
+        panel=_HARDWARE,
+    )
+    pcie: str | None = option(
+        None,
+        "Generation and lanes between --ram and GPU: 5x16, or GB/s. Default: 4x16.",
+        panel=_HARDWARE,
+    )
     tp: int | None = option(
         None,
         "Tensor-parallel size. Default: the fewest GPUs that hold the model.",

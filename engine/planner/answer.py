@@ -71,7 +71,10 @@ def answer_of(plan: DeploymentPlan) -> Answer:
     first = plan.first_that_fits
     searched = None if first.load is None else first.load.searched
     full = None
-    if first.expectation is not None and first.load is None:
+    has_places = (
+        first.deployment.offload is None
+    )  # with weights in RAM they are as many as asked for
+    if first.expectation is not None and first.load is None and has_places:
         clients = first.max_concurrent_sequences
         state = first.expectation.loaded_by(plan.workload, clients, clients)
         gpus = first.expectation.deployment.gpus
@@ -104,7 +107,8 @@ def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:
 
 def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
     """Other GPUs with these weights, and this one with lighter ones, that cost less by 5 % or more."""
-    if not first.fits or first.price is None or first.device.kind == "cpu":
+    is_owned = first.device.kind == "cpu" or plan.setup.host is not None
+    if not first.fits or first.price is None or is_owned:
         return []
     priced = [d for d in devices() if d.name != first.gpu and plan.setup.price_of(d) is not None]
     planned = plan.model, plan.recipe, plan.workload, plan.setup

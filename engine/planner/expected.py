@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 from .devices import Device
 from .load import SteadyState
 from .memory import Deployment, Reserve
+from .offload import Offload
 from .setup import PlannedWorkload, Setup, Speculation
 from .speed import Efficiency, StepTime, decode_time, prefill_time
 from .step_model import Loads, StepModel, StepWork, generation, operator_seconds, weight_dtype
@@ -329,6 +330,8 @@ class Expectation:
 
     def band(self, clients: int) -> ErrorBand | None:
         """The error of deployments like this one, narrowed by rows of the machine; None without either."""
+        if self.deployment.offload is not None:
+            return offload_band(self.deployment.offload)
         # On a CPU the bands are of plans that take the shares of a run; on a GPU, of fitted ones.
         is_alike = (self.device.kind == "cpu") == (self.measured is not None)
         known = error_band(self.likeness(clients)) if is_alike else None
@@ -367,6 +370,16 @@ class Expectation:
         )
 
 
+def offload_band(offload: Offload) -> ErrorBand | None:
+    """The widest errors of published llama.cpp set-ups, each predicted without its own machine
+    (docs/measured/offload.md)."""
+    if offload.engine != "llama.cpp":
+        return None
+    tpot, ttft = (0.86, 1.49), (0.52, 1.92)
+    throughput = 1 / tpot[1], 1 / tpot[0]
+    return ErrorBand(tpot, ttft, throughput, 15, "llama.cpp with weights in RAM")
+
+
 def own_of(device: Device, setup: Setup) -> OwnRows | None:
     """The rows of one's own machine, if they are of this device and engine."""
     own = setup.own
@@ -391,6 +404,7 @@ def step_model(deployment: Deployment, device: Device, setup: Setup, model: str)
         parallel=deployment.parallel,
         kv_bytes_per_element=float(deployment.kv_bytes_per_element),
         parameters=parameters,
+        offload=deployment.offload,
     )
 
 

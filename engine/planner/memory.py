@@ -20,6 +20,7 @@ from ..config.compatibility import refuse
 from ..scheduling.kv_eviction import KvEviction
 from .cache_size import DEFAULT_UTILIZATION
 from .engine_rules import RULES, CacheKnobs, EngineRule
+from .offload import Offload
 from .step_model import ACTIVATION_BYTES, Parallelism
 from .weights import WeightRecipe, weight_bytes_per_rank
 
@@ -64,7 +65,7 @@ class Deployment:
     """A model in its weight and cache formats on `tp` x `pp` x `attention_dp` devices, in an engine.
 
     Each of `attention_dp` ranks of sequences holds all but the experts; those are split over all devices of a
-    stage, `ep` ways by expert and the rest by width.
+    stage, `ep` ways by expert and the rest by width. `offload` is the part of the weights that is in RAM.
 
     Raises:
         BadInput: heads or experts do not divide over the ranks, or there are fewer layers than stages.
@@ -79,6 +80,7 @@ class Deployment:
     engine: EngineRule = RULES["llmopt"]
     ep: int = 1
     attention_dp: int = 1
+    offload: Offload | None = None
     stages: tuple[PipelineStage, ...] = field(init=False)
     _kv: dict[tuple[int, int, int], int] = field(
         init=False, compare=False, repr=False, default_factory=dict
@@ -93,6 +95,9 @@ class Deployment:
             part, ranks = layers if self.pp > 1 else None, self.tp * self.attention_dp
             sizes = self.tp, part, ranks, self.ep
             weights = weight_bytes_per_rank(self.shape, self.recipe, *sizes)
+            if self.offload is not None:
+                weights -= self.offload.weight_bytes
+                layers = layers[self.offload.whole_layers :]
             stages.append(PipelineStage(weights, cache.cache_of_stage(layers)))
         object.__setattr__(self, "stages", tuple(stages))
 

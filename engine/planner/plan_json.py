@@ -191,6 +191,7 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "ep": plan.deployment.ep,
         "attention_dp": plan.deployment.attention_dp,
         "fits": plan.fits,
+        **_offload_dict(plan.deployment),
         "gpus_needed": plan.gpus_needed,
         "max_concurrent_sequences": plan.max_concurrent_sequences,
         "max_context": plan.max_context,
@@ -231,6 +232,22 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "dollars_per_million_output_tokens": rounded(plan.dollars_per_million),
         "beside": None if plan.beside is None else _device_dict(plan.beside),
     }
+
+
+def _offload_dict(deployment: Deployment) -> dict[str, Any]:
+    """Weights in RAM, where a plan has them: bytes and bytes per second."""
+    if (offload := deployment.offload) is None:
+        return {}
+    values = {
+        "flag": offload.flag,
+        "weight_bytes": offload.weight_bytes,
+        "layers": offload.waits,
+        "batch_tokens": offload.batch_tokens,
+        "ram_bytes": offload.host.ram_bytes,
+        "ram_bandwidth": offload.host.ram_bandwidth,
+        "pcie_bandwidth": offload.host.pcie_bandwidth,
+    }
+    return {"offload": values}
 
 
 def _load_dict(plan: LoadPlan) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices, find_device
 from .engine_rules import engine_rule
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
+from .offload import ENGINES, Host, parse_host
 from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
@@ -47,6 +48,8 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
     engine, beside = ask.engine, None
+    if (host := _host(ask, on_cpu)) is not None and engine is None:
+        engine = ENGINES[0]
     if engine in (
         None,
         "all",
@@ -74,8 +77,12 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         plain_bytes = None
     sizes = ("tp", "pp", "ep", "attention_dp")
     limits = ("utilization", "max_num_batched_tokens", "max_num_seqs")
+    chosen = {name: getattr(ask, name) for name in (*sizes, *limits)}
+    if host is not None and engine == "llama.cpp" and ask.max_num_seqs is None:
+        chosen["max_num_seqs"] = ask.sequences  # `--parallel`: slots that the server allocates
     setup = Setup(
-        **{name: getattr(ask, name) for name in (*sizes, *limits)},
+        **chosen,
+        host=host,
         engine=engine,
         kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
         measured=together(runs).efficiency if runs else None,
@@ -176,6 +183,23 @@ def _runs(ask: PlanRequest, model: PlannedModel, recipe: WeightRecipe) -> tuple[
         return ()
     record = sent_in(find_device(ask.gpus[0]))
     return () if record is None else read_runs(record, deployed, on_cpu=False)
+
+
+def _host(ask: PlanRequest, on_cpu: bool) -> Host | None:
+    """The RAM that takes weights, checked against the rest of the request."""
+    host = parse_host(ask.ram, ask.ram_bandwidth, ask.pcie)
+    if host is None:
+        return None
+    if on_cpu:
+        raise BadInput("--ram is for a GPU that lacks memory: name one with --gpu, not cpu")
+    if (ask.tp, ask.pp, ask.ep, ask.attention_dp) not in ((None, None, 1, 1), (1, None, 1, 1)):
+        raise BadInput("--ram plans one GPU: leave out --tp, --pp, --ep and --attention-dp")
+    if ask.engine not in (None, *ENGINES):
+        raise BadInput(
+            f"--ram with --engine {ask.engine}: {' and '.join(ENGINES)} are planned with weights in RAM; "
+            "choose one of them"
+        )
+    return host
 
 
 def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:

@@ -23,6 +23,7 @@ from .devices import Device, HourPrice
 from .engine_rules import engine_rule
 from .load import ImageLoad, PlannedLoad
 from .memory import GIB, Reserve
+from .offload import Host
 from .speed import Efficiency
 from .step_model import generation
 from .step_parameters import OwnRows
@@ -234,7 +235,8 @@ class PlannedWorkload:
 class Setup:
     """Options of the engine and the devices; None leaves one to the solver or its default. `cpu_plain_bytes`
     is the element size of llmopt's engine on a CPU; None: every weight is as stored. `keeps_float32`: an
-    explicit `--dtype float32`, without which engines hold such weights in 16 bits."""
+    explicit `--dtype float32`, without which engines hold such weights in 16 bits. `host`: RAM that takes
+    weights of a plan of one GPU."""
 
     tp: int | None = None
     pp: int | None = None
@@ -251,6 +253,7 @@ class Setup:
     speculation: Speculation | None = None
     cpu_plain_bytes: int | None = None
     keeps_float32: bool = False
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         engine_rule(self.engine)
@@ -260,7 +263,8 @@ class Setup:
 
     @property
     def has_free_sizes(self) -> bool:
-        return self.tp is None and self.pp is None and self.ep == self.attention_dp == 1
+        unset = self.tp is None and self.pp is None and self.host is None
+        return unset and self.ep == self.attention_dp == 1
 
     def run_recipe(self, recipe: WeightRecipe, shape: ModelShape, device: Device) -> WeightRecipe:
         """The weights as the engine runs them on a device."""

@@ -14,6 +14,7 @@ from .cache_size import kv_dtype
 from .devices import Device
 from .engine_rules import engine_rule
 from .memory import Deployment, EvictedCache, Reserve
+from .offload import SYSTEM_BYTES, placements
 from .setup import PlannedWorkload, Setup
 from .weights import WeightRecipe, lighter_recipes
 
@@ -109,6 +110,8 @@ class Solver:
         than were tried). Requested sizes are kept; otherwise the fewest devices that fit the workload, or one
         full machine if none do. Raises BadInput: the heads or layers do not divide as requested."""
         tp, pp = self._setup.tp, self._setup.pp
+        if self._setup.host is not None and device.kind != "cpu":
+            return self._with_ram(device)
         if device.kind == "cpu":
             tp, pp = tp or 1, pp or 1
         if tp is not None or pp is not None:
@@ -135,6 +138,25 @@ class Solver:
             return fitting[0], needed
         one_machine = [candidate for candidate in candidates if candidate.pp == (pp or 1)]
         return one_machine[-1], None
+
+    def _with_ram(self, device: Device) -> tuple[Deployment, int | None]:
+        """The deployment on one device with the least of its weights in RAM that fits the workload; without
+        one that fits, the one with the most in RAM."""
+        host = self._setup.host
+        assert host is not None
+        plain = deployment = self._build(1, 1, self._recipe, self.workload.kv_dtype)
+        if self.holds(plain, device):
+            return plain, 1
+        chunk = self.reserve(plain, device).chunk_tokens
+        for offload in placements(self._shape, self._recipe, host, self._setup.engine, chunk):
+            cached = offload.cache_share * plain.kv_bytes(self.workload.context)
+            needed = offload.weight_bytes + self.workload.sequences * cached
+            if needed > host.ram_bytes - SYSTEM_BYTES:
+                break
+            deployment = replace(plain, offload=offload)
+            if self.holds(deployment, device):
+                return deployment, 1
+        return deployment, None
 
     def holds(self, deployment: Deployment, device: Device) -> bool:
         return self.sequences(deployment, device) >= self.workload.sequences

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from .devices import Device
+from .offload import Offload
 from .probed_shape import ProbedShape
 from .step_parameters import Deployed, StepParameters, fitted_parameters
 from .weights import WeightRecipe
@@ -177,6 +178,7 @@ class StepModel:
     roofs: Roofs
     _weights: _Weights
     _cache: tuple[tuple[float, float], ...]
+    offload: Offload | None = None
 
     @classmethod
     def build(
@@ -191,6 +193,7 @@ class StepModel:
         parallel: Parallelism = Parallelism(),
         kv_bytes_per_element: float = 2,
         parameters: StepParameters | None = None,
+        offload: Offload | None = None,
     ) -> StepModel:
         """The model of a deployment, with the fitted parameters unless others are given. `model` is its name
         in the planner's table, by which measured deployments of it are found."""
@@ -218,6 +221,7 @@ class StepModel:
             roofs,
             _weights_on_rank(shape, recipe, parallel),
             _cache_classes(shape, parallel.tp),
+            offload,
         )
 
     def seconds(self, work: StepWork) -> float:
@@ -239,7 +243,12 @@ class StepModel:
         return sum(self._parts(work).values())
 
     def _parts(self, work: StepWork) -> dict[str, float]:
-        return operator_seconds(self.loads(work), self.roofs, self.parameters.values)
+        loads, in_ram = self.loads(work), 0.0
+        if self.offload is not None:
+            tokens = work.decode_sequences + work.prefill_tokens
+            loads, in_ram = self.offload.divided(loads, tokens)
+        parts = operator_seconds(loads, self.roofs, self.parameters.values)
+        return {**parts, "weights in RAM": in_ram}
 
     def resident_sequences(self, prompt: int, output: int) -> float:
         """Sequences whose KV cache fits at once, when each holds its prompt and half of its answer, with the

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.engine.planner.expected import offload_band
 
 from tools import (
     calibration_table,
     greedy_mixes,
+    offload_error,
     pass_evidence,
     quality_table,
     quantizer_times,
@@ -101,6 +103,15 @@ def test_the_calibration_table_is_that_of_the_record() -> None:
     rows = [calibration_table.Row(**row) for row in record("cpu/calibration.json")["rows"]]
     made = calibration_table.markdown(rows)
     assert part_of(MEASURED / "calibration.md", "calibration_table.py") == made
+
+
+def test_the_table_of_plans_with_weights_in_ram_is_that_of_the_tool() -> None:
+    made = offload_error.table()
+    assert part_of(MEASURED / "offload.md", "offload_error.py") == made
+    band = offload_band(offload_error.set_ups()[0].steps.offload)
+    assert band is not None
+    ranges = re.findall(r"left out .* from (\S+) % to (\S+) %", made)
+    assert [tuple(1 + int(end) / 100 for end in ends) for ends in ranges] == [band.tpot, band.ttft]
 
 
 def test_the_survey_has_the_recorded_verdicts() -> None:
