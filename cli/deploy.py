@@ -69,8 +69,10 @@ def deploy(
     from ..engine.deploy.deployment import deployment_for
     from ..engine.deploy.stored_quantization import stored_quantization_of
     from ..engine.planner.catalog import find_model
+    from ..engine.planner.devices import choose_devices, counted_name
     from .output.console import emit_json, say, stdout
 
+    choose_devices([counted_name(planned.gpu)[1]], None)  # a wrong name is refused before any work
     choices = DeployChoices(model, **keywords_of_words(DeployChoices, cluster))
     folder = output.output or Path(f"deploy-{choices.name}")
     check_output(folder, "--output", folder=True)

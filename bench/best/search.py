@@ -45,7 +45,7 @@ from ...quant.source.models import resolve_model
 from ..options.options import BenchOptions
 from ..session.run_sessions import run_bench, write_run
 from .decision import mean_speed
-from .target import STATISTICS, BestRequest, local_gpu
+from .target import STATISTICS, BestRequest, device_of, local_gpu
 
 SEARCH_NAME, MACHINE = "search.json", "machine"
 POINTS = 16  # bounds of the front of each lane
@@ -114,12 +114,7 @@ class Target:
                 f"--ctx {longest}: {model} was trained for {shape.max_context} tokens: give fewer"
             )
         here = local_gpu() or "cpu"
-        try:
-            device, *others = choose_devices([request.gpu or here], None)
-        except BadInput as error:  # its hint is on an option of kv-plan
-            raise BadInput(f"--gpu: {str(error).partition(';')[0]}, or cpu") from error
-        if others:
-            raise BadInput(f"--gpu {request.gpu}: name one, or cpu")
+        device = device_of(request.gpu or here)
         is_here = device.kind == "cpu"
         with suppress(BadInput):  # the table may lack this machine's GPU
             is_here = is_here or choose_devices([here], None) == [device]

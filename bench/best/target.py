@@ -18,6 +18,7 @@ from ...base.errors import BadInput
 from ...base.option import check_limits, offer, option, option_like, options_of, within
 from ...engine.base.units import parse_size, required_slo
 from ...engine.config.plan_options import PlanRequest
+from ...engine.planner.devices import Device, choose_devices
 from ...quant.model.checkpoint import read_json
 from ...quant.plan.request import QuantizeRequest
 from ..gate.limits import SCORED, Limit, Scored, parse_promises
@@ -41,6 +42,19 @@ def _duration(text: str) -> float:
         raise BadInput(f"--budget {text}: {error}") from error
 
 
+def device_of(name: str) -> Device:
+    """The GPU of that name, or this machine's processor. Raises BadInput: it names none, or several."""
+    device, *others = choose_devices([name], None)
+    if others:
+        raise BadInput(f"--gpu {name}: name one, or cpu")
+    return device
+
+
+def _gpu_name(name: str) -> str:
+    device_of(name)  # refused before any work
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class BestRequest:
     """The question, as the command line has it."""
@@ -50,6 +64,8 @@ class BestRequest:
     gpu: str | None = option(
         None,
         "A GPU of kv-plan's table (kv-plan --list), or cpu. Default: this machine.",
+        word=str,
+        parse=_gpu_name,
         panel=_LOAD,
         common=True,
     )

@@ -84,8 +84,8 @@ class PlanRequest:
     )
     gpus: tuple[str, ...] = option(
         (),
-        "A GPU of the table; repeatable, or several with commas; `all` ranks all of them; `cpu` is this "
-        "machine.",
+        "A GPU of the table, or a number of them: l40s, 2xl40s; repeatable, or several with commas; `all` "
+        "ranks all of them; `cpu` is this machine.",
         flag="--gpu",
         word=list[str],
         parse=_names,

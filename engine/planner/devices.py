@@ -76,10 +76,12 @@ def find_device(name: str) -> Device:
     named |= {_key(alias): row["name"] for row in _rows() for alias in row["aliases"]}
     wanted = next((key for key in _spellings(name) if key in named), None)
     if wanted is None:
-        close = get_close_matches(_key(name), named, n=4, cutoff=0.4)
-        known = dict.fromkeys(named[key] for key in close) or [row["name"] for row in _rows()]
-        hint = ", ".join(known)
-        raise BadInput(f"no GPU {name!r} in the table ({hint}); --gpu-memory 80GiB works for any")
+        close = get_close_matches(_key(name), named, n=3, cutoff=0.4)
+        near = dict.fromkeys(named[key] for key in close) or DEFAULT_DEVICES
+        raise BadInput(
+            f"no GPU {name!r} in the table: {'near are' if close else 'it has'} {', '.join(near)}; kv-plan "
+            "--list names all, kv-plan --gpu-memory 80GiB plans any"
+        )
     return next(device for device in devices() if device.name == named[wanted])
 
 
@@ -95,6 +97,18 @@ def _spellings(name: str) -> Iterator[str]:
     parts = [word for word in parts if not re.fullmatch(r"\d+g(i?b)?", word)]
     yield "".join(parts)
     yield "".join(word for word in parts if word not in ("sxm", "hbm3", "hbm3e"))
+
+
+_COUNTED = re.compile(
+    r"(\d{1,3})\s*[x\u00d7]\s*(\S.*)|(\S.*?)\s+[x\u00d7]\s*(\d{1,3})", re.IGNORECASE
+)
+
+
+def counted_name(text: str) -> tuple[int | None, str]:
+    """The number of GPUs, if one is given, and their name: `2x l40s`, `8xH100`, `l40s x2`, `l40s`."""
+    if (match := _COUNTED.fullmatch(text.strip())) is None:
+        return None, text
+    return int(match[1] or match[4]), match[2] or match[3]
 
 
 def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Device]:

@@ -23,13 +23,14 @@ from ..config.config import EngineConfig
 from ..config.plan_options import PlanRequest
 from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
-from .devices import Device, choose_devices, find_device
+from .devices import Device, choose_devices, counted_name, find_device
 from .engine_rules import engine_rule
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
 from .offload import ENGINES, Host, parse_host
 from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
 from .plan import DeploymentPlan, make_plan
 from .setup import PlannedWorkload, Prices, Setup, Speculation
+from .solver import RANKS
 from .weights import RECIPES, UNQUANTIZED_BYTES, WeightRecipe, chosen_group, recipe_for
 
 
@@ -39,6 +40,8 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     Raises:
         BadInput: an invalid option value, or one that contradicts the model.
     """
+    ask = _with_count(ask)
+    choose_devices(ask.gpus, None)  # a wrong name is refused before a model is probed
     model = find_model(ask.model, trust_remote_code=ask.trust_remote_code)
     recipe = recipe or _recipe(ask, model)
     runs = _runs(ask, model, recipe)
@@ -108,6 +111,29 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
             "--dtype float32"
         )
     return replace(plan, warnings=(*plan.warnings, *lost))
+
+
+def _with_count(ask: PlanRequest) -> PlanRequest:
+    """The request with the number of its GPUs, as in `2x l40s`, as parallel sizes: tensor parallelism in a
+    machine, then pipeline stages."""
+    counts, names = zip(*map(counted_name, ask.gpus), strict=True) if ask.gpus else ((), ())
+    if not any(counts):
+        return ask
+    given, (count, *others) = ", ".join(ask.gpus), dict.fromkeys(counts)
+    if others or not count or "cpu" in map(str.lower, names):
+        raise BadInput(
+            f"--gpu {given}: give every GPU the same number, from 1, and no number to cpu"
+        )
+    sizes = ask.tp, ask.pp, ask.ep, ask.attention_dp
+    if sizes == (None, None, 1, 1):
+        tp = max(ranks for ranks in RANKS if count % ranks == 0)
+        return replace(ask, gpus=names, tp=tp, pp=count // tp)
+    arranged = (ask.tp or 1) * (ask.pp or 1) * ask.attention_dp
+    if arranged != count:
+        raise BadInput(
+            f"--gpu {given}: --tp x --pp x --attention-dp are {arranged} GPUs; leave the number or them out"
+        )
+    return replace(ask, gpus=names)
 
 
 def _context(ask: PlanRequest, model: PlannedModel, load: PlannedLoad | None) -> int:

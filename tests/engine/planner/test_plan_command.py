@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +93,28 @@ def test_a_plan_is_written_as_it_is_printed(
     printed = answer(capsys, "--model", "llama-8b", "--ctx", "4k", "--out", str(path))
     assert json.loads(path.read_text()) == printed
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_plan_is_written_although_nobody_reads_the_screen(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    options = ["--ctx", "128k", "--output", "plan.json", "--html", "plan.html"]  # with a warning
+    line = [sys.executable, "-m", "llmopt", "kv-plan", "llama-2-7b", *options]
+    done = subprocess.run(line, stdout=writer, stderr=writer, cwd=tmp_path, check=False)
+    os.close(writer)
+    assert done.returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "plan.html"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sizes"),
+    [("2x l40s", (2, 1)), ("L40S x3", (1, 3)), ("4×l40s", (4, 1)), ("12 x L40S", (4, 3))],
+)
+def test_a_number_of_gpus_is_planned_on_so_many(
+    gpu: str, sizes: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (device,) = answer(capsys, "--model", "llama-70b", "--ctx", "4k", "--gpu", gpu)["gpus"]
+    assert (device["gpu"], device["tp"], device["pp"]) == ("L40S", *sizes)
 
 
 def test_a_plan_goes_into_no_folder_that_is_missing(
