@@ -81,12 +81,18 @@ def _steps(host: dict[str, Any], row: dict[str, Any]) -> StepModel:
     recipe = named_recipe(weights, model.shape) if weights else model.as_stored()
     ram = parse_host("9999GB", host["ram"], host["pcie"])
     assert ram is not None
-    offload = placed(model.shape, recipe, ram, row.get("batch", 512), row["flag"])
+    offload = placed(model.shape, recipe, ram, row.get("batch", 512), _flag(row))
     memory, peak = int(host["memory_gib"] * GIB), 1e12 * host["tflops"]
     gpu = Device(host["gpu"], memory, bandwidth=1e9 * host["bandwidth"], peaks={"bf16": peak})
     rule = engine_rule(ENGINE)
     deployment = Deployment(model.shape, recipe, 2, 256, engine=rule, offload=offload)
     return step_model(deployment, gpu, Setup(engine=ENGINE), model.name)
+
+
+def _flag(row: dict[str, Any]) -> str:
+    """The option of llama.cpp: layers whose experts are in RAM, or layers that are on the GPU."""
+    name, option = ("experts", "--n-cpu-moe") if "experts" in row else ("layers", "-ngl")
+    return f"{option} {row[name]}"
 
 
 def fitted(rows: Sequence[SetUp]) -> Reached:
@@ -128,7 +134,7 @@ def table() -> str:
             left_out = _percent(factor)
         batch = f" -ub {row.row['batch']}" if "batch" in row.row else ""
         cells = [row.host["gpu"], row.row["model"], row.row["weights"] or "as stored"]
-        cells += [f"`{row.row['flag']}{batch}`", row.measure]
+        cells += [f"`{_flag(row.row)}{batch}`", row.measure]
         cells += [f"{row.published:.1f}", f"{plan:.1f}", _percent(plan / row.published), left_out]
         lines.append(f"| {' | '.join(cells)} |")
     lines.append("")

@@ -11,15 +11,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil, e
-from typing import TYPE_CHECKING
 
 from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
 from .devices import PCIE_BYTES_PER_SECOND
 from .weights import WeightRecipe
-
-if TYPE_CHECKING:
-    from .step_model import Loads
 
 GIB = 2**30
 DEFAULT_RAM = "ddr5-5600"
@@ -34,7 +30,7 @@ ENGINES = ("llama.cpp", "vllm")
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What published set-ups reach, fitted by `python -m tools.offload_error --fit`.
+    """Shares of rated speeds that published set-ups reach, fitted by `python -m tools.offload_error --fit`.
 
     Attributes:
         ram: share of the rated bandwidth of RAM in decoding.
@@ -63,7 +59,7 @@ class Offload:
 
     Attributes:
         engine: engine that reads them, one of `ENGINES`.
-        weight_bytes: their size.
+        weight_bytes: size of the weights in RAM.
         flag: command-line option that puts them there.
         expert_share: share of the experts that is in RAM.
         linear_share: share of the other streamed weights that is in RAM.
@@ -83,44 +79,41 @@ class Offload:
     waits: int = 0
     batch_tokens: int = 512
 
-    def divided(self, loads: Loads, tokens: int) -> tuple[Loads, float]:
-        """Loads that remain on the GPU in a step of so many tokens, and the seconds of those in RAM."""
+    def divided(self, loads: dict[str, float], tokens: int) -> tuple[dict[str, float], float]:
+        """Loads that remain on the GPU in a step of so many tokens, and the seconds of those in RAM; `loads`
+        has the fields of the step model's `Loads`."""
         reached = self.host.reached
         if self.engine != "llama.cpp" or tokens >= STREAMED_TOKENS:
             batches = max(1, ceil(tokens / self.batch_tokens))
             copied = batches * self._touched_bytes(loads, batches)
             return loads, copied / (self.host.pcie_bandwidth * reached.pcie)
-        on_gpu, layers = 1 - self.linear_share, 1 - self.cache_share
-        rest = loads._replace(
-            linear_bytes=loads.linear_bytes * on_gpu,
-            linear_flops=loads.linear_flops * on_gpu,
-            expert_bytes=loads.expert_bytes * (1 - self.expert_share),
-            expert_flops=loads.expert_flops * (1 - self.expert_share),
-            cache_bytes=loads.cache_bytes * layers,
-            cache_flops=loads.cache_flops * layers,
-            pair_flops=loads.pair_flops * layers,
-            state_bytes=loads.state_bytes * layers,
-        )
+        moved = {"linear": self.linear_share, "expert": self.expert_share}
+        moved |= dict.fromkeys(("cache", "pair", "state"), self.cache_share)
+        kept = {
+            name: value * (1 - moved.get(name.split("_")[0], 0.0))
+            for name, value in loads.items()
+            if name != "expert_miss"
+        }
         read = self._touched_bytes(loads, 1)
-        read += self.cache_share * (loads.cache_bytes + loads.state_bytes)
+        read += self.cache_share * (loads["cache_bytes"] + loads["state_bytes"])
         seconds = read / (self.host.ram_bandwidth * reached.ram)
-        return rest, seconds + self.waits * reached.layer_seconds
+        return loads | kept, seconds + self.waits * reached.layer_seconds
 
-    def _touched_bytes(self, loads: Loads, batches: int) -> float:
+    def _touched_bytes(self, loads: dict[str, float], batches: int) -> float:
         """Bytes of weights in RAM that a batch reads, under uniform routing."""
-        touched = 1 - e ** (loads.expert_miss / batches)
-        experts = self.expert_share * loads.expert_bytes * touched
-        return self.linear_share * loads.linear_bytes + experts
+        touched = 1 - e ** (loads["expert_miss"] / batches)
+        experts = self.expert_share * loads["expert_bytes"] * touched
+        return self.linear_share * loads["linear_bytes"] + experts
 
     def command(self, context: int, sequences: int, kv_dtype: str) -> str:
         """Command that starts the engine so, with a placeholder for the model."""
         if self.engine == "vllm":
             return f"vllm serve MODEL {self.flag} --max-model-len {context}"
         total, batch = context * sequences, self.batch_tokens
-        words = f"llama-server -m MODEL.gguf {self.flag} -c {total} -np {sequences}"
+        command = f"llama-server -m MODEL.gguf {self.flag} -c {total} -np {sequences}"
         if kv_dtype != "f16":
-            words += f" -ctk {kv_dtype} -ctv {kv_dtype}"
-        return f"{words} -b {max(2048, batch)} -ub {batch}"
+            command += f" -ctk {kv_dtype} -ctv {kv_dtype}"
+        return f"{command} -b {max(2048, batch)} -ub {batch}"
 
 
 def placements(

@@ -246,7 +246,8 @@ class StepModel:
         loads, in_ram = self.loads(work), 0.0
         if self.offload is not None:
             tokens = work.decode_sequences + work.prefill_tokens
-            loads, in_ram = self.offload.divided(loads, tokens)
+            values, in_ram = self.offload.divided(loads._asdict(), tokens)
+            loads = Loads(**values)
         parts = operator_seconds(loads, self.roofs, self.parameters.values)
         return {**parts, "weights in RAM": in_ram}
 
