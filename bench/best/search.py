@@ -137,14 +137,14 @@ class Target:
         )
         plan = plan_for(ask, recipe).devices[0]
         speed = None
-        if plan.means is not None and plan.fits:
-            ttft, tpot = (1e3 * seconds for seconds in plan.means)
-            band = plan.band
+        if (predicted := plan.predicted) is not None and plan.fits:
+            ttft, tpot = 1e3 * predicted.ttft_seconds, 1e3 * predicted.tpot_seconds
+            band = predicted.band
             speed = {
                 "tpot_ms": tpot,
                 "ttft_ms": ttft,
                 "e2el_ms": ttft + tpot * (PlanContext.of(request).output - 1),
-                "tokens_per_s": plan.tokens_per_second,
+                "tokens_per_s": predicted.throughput,
                 "band": band and [factor * tpot for factor in band.tpot],
                 "ttft_band": band and [factor * ttft for factor in band.ttft],
                 "source": "planned",

@@ -24,7 +24,8 @@ from ...engine.config.config import EngineConfig
 from ...engine.core.engine import Engine
 from ...engine.planner.catalog import PlannedModel, find_model
 from ...engine.planner.devices import Device, find_device
-from ...engine.planner.expected import UNKNOWN_FACTORS, Expectation
+from ...engine.planner.error_bands import unlike_band
+from ...engine.planner.expected import Expectation
 from ...engine.planner.memory import Deployment
 from ...engine.planner.setup import Setup
 from ...engine.planner.speed import decode_step_bytes, prefill_flops
@@ -42,8 +43,6 @@ COMPILE_CACHE_BYTES = 4 << 30
 DECODE = ((1, 128), (32, 4096))
 """Batches and contexts of timed decode steps."""
 STEPS, WARM_STEPS = 32, 8
-MOST = UNKNOWN_FACTORS[1]
-"""The most that a time may be of the planner's, which knows no measured deployment of this engine."""
 PREFILL, PROMPTS = 8192, 3
 """Tokens of a timed prompt, and prompts."""
 
@@ -142,6 +141,7 @@ class TimedModel:
             seconds = prefill_seconds(engine, context)
             work = prefill_flops(model.shape, context)
         median, planned = statistics.median(seconds), self.planned(model, phase, batch, context)
+        most = unlike_band().tpot[1]  # the planner knows no measured deployment of this engine
         share = work / roofs()["bandwidth" if phase == "decode" else "flops"] / median
         name = self.name if self.layers is None else f"{self.name}, {self.layers} layers"
         weights = model.as_stored().label
@@ -151,9 +151,9 @@ class TimedModel:
         spread = f"{1e3 * min(seconds):.2f} to {1e3 * max(seconds):.2f}"
         yield Finding(
             f"{phase} of {name} in {weights}, batch {batch} at {context} tokens",
-            f"{1e3 * planned:.2f} ms, at most {MOST:g} times",
+            f"{1e3 * planned:.2f} ms, at most {most:.3g} times",
             f"{1e3 * median:.2f} ms ({spread}), {share:.0%} of the roof",
-            median <= MOST * planned,
+            median <= most * planned,
             numbers,
         )
 

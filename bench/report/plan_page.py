@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ...engine.base.units import format_gib, format_tokens
 from ...engine.planner.cache_size import OF_ENGINE
 from ...engine.planner.catalog import find_model
-from ...engine.planner.expected import UNKNOWN_FACTORS
 from ...engine.planner.explain import explain
 from ...engine.planner.own_runs import OwnRow
 from ...engine.planner.plan import DeploymentPlan, DevicePlan
@@ -40,11 +40,10 @@ def plan_page(plan: DeploymentPlan) -> str:
     }
     if timed:
         svgs["roofline"] = _roofline_svg(timed[0])
-        svgs["times"] = _times_svg(timed, plan.setup.measured is not None)
+        svgs["times"] = _times_svg(timed)
         captions["times"] = (
             "Means under that load. Whiskers: 90 % of the measured deployments most like it, which nothing "
-            "was fitted to; dashed: no measurement near it, a factor of two. On a measured machine: as its "
-            "own rows left it."
+            "was fitted to; dashed: no measurement near it. On a measured machine: as its own rows left it."
         )
         captions["roofline"] = (
             f"{timed[0].gpu}: data-sheet ceilings, and the prediction for each phase."
@@ -134,19 +133,20 @@ def _sequences_svg(plan: DeploymentPlan) -> str:
 
 
 @drawn
-def _times_svg(devices: Sequence[DevicePlan], measured: bool) -> str:
+def _times_svg(devices: Sequence[DevicePlan]) -> str:
     """Bars of the expected times; whiskers are the bands of measured times."""
-    loaded = [(device, device.loaded) for device in devices if device.loaded is not None]
+    loaded = [(device, device.predicted) for device in devices if device.predicted is not None]
     figure, axes = canvas(2, width=9, height=0.9 + 0.42 * len(loaded), sharey=True)
     names = [f"{device.deployment.gpus} x {device.gpu}" for device, _ in loaded]
     for axis, quantity, colour in zip(axes, ("tpot", "ttft"), SERIES, strict=False):
-        for row, (device, means) in enumerate(loaded):
+        for row, (_, means) in enumerate(loaded):
             value = 1e3 * getattr(means, f"{quantity}_seconds")
-            band = device.band
-            low, high = UNKNOWN_FACTORS if band is None else getattr(band, quantity)
+            if not isfinite(value):
+                continue
             axis.barh([row], [value], color=colour, height=0.6)
-            if band or not measured:
-                dashed = "--" if band is None else "-"
+            if means.band is not None:
+                low, high = getattr(means.band, quantity)
+                dashed = "-" if means.band.is_near else "--"
                 axis.plot([low * value, high * value], [row] * 2, dashed, color=INK, marker="|")
         axis.set_xlabel(f"{quantity.upper()}, ms")
         axis.grid(axis="y", visible=False)

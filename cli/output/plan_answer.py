@@ -5,6 +5,7 @@ and the table of its simulated load.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -67,7 +68,7 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     where = f"{device.deployment.gpus} x {device.gpu}"
     what = f"{counted(work.sequences, 'sequence')} of {format_tokens(work.context)} tokens"
     line = f"{'yes' if device.fits else 'no'}: {what} in {device.engine} on {where}"
-    if not device.fits and device.means is not None:
+    if not device.fits and device.predicted is not None:
         places = device.max_concurrent_sequences
         line = f"not at once: {places:,} of {what} in {device.engine} on {where}; others wait"
     if (offload := device.deployment.offload) is not None:
@@ -118,19 +119,24 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
 
 def _speed(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     device = answer.device
-    if device.means is None:
+    if (predicted := device.predicted) is None:
         return
-    ttft, tpot = device.means
     load = counted(plan.workload.sequences, "client")
-    if device.load is not None:
-        rate_asked, clients = device.load.load.rate, device.load.load.concurrency
-        load = f"{rate_asked:.4g} requests/s" if rate_asked else counted(clients or 0, "client")
+    if (planned := device.load) is not None:
+        asked, clients = planned.load.rate, planned.load.concurrency
+        load = f"{asked:.4g} requests/s" if asked else counted(clients or 0, "client")
+        if planned.queue_growth:
+            yield (
+                f"{load} are not kept: {planned.result.requests_per_second:.3g} are served, and the queue "
+                f"grows by {planned.queue_growth:.3g} each second"
+            )
+    ttft = f"{predicted.ttft_seconds:.3g} s" if isfinite(predicted.ttft_seconds) else "without end"
     yield (
-        f"TTFT {ttft:.3g} s, TPOT {1e3 * tpot:.3g} ms, {rate(device.tokens_per_second)} tokens/s "
+        f"TTFT {ttft}, TPOT {1e3 * predicted.tpot_seconds:.3g} ms, {rate(predicted.throughput)} tokens/s "
         f"with {load}"
     )
-    if device.band or plan.setup.measured is None:
-        yield device.error_words
+    if predicted.band is not None:
+        yield predicted.band.words
 
 
 def _cost(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
@@ -170,17 +176,18 @@ def _cells(device: DevicePlan, priced: bool, by_rate: bool) -> list[str]:
     if (load := device.load) is None:
         return [device.gpu, "-"]
     result, value = load.result, load.load.rate if by_rate else load.load.concurrency
+    waiting = "without end" if load.queue_growth else None
     amount = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
     cost = device.dollars_per_million if priced else load.gpu_hours_per_million
     return [
         device.gpu,
         sizes(load.deployment),
         amount if load.keeps_slo else f"< {amount}",
-        _pair(result.ttft, 1e3),
+        waiting or _pair(result.ttft, 1e3),
         _pair(result.tpot, 1e3),
         rate(result.output_tokens_per_second),
         "-" if cost is None else f"{cost:.3g}",
-        _pair(result.e2e, 1),
+        waiting or _pair(result.e2e, 1),
         str(result.preemptions),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -231,15 +232,16 @@ def _devices(plan: DeploymentPlan, wide: bool) -> Table:
 
 
 def _cells(plan: DeploymentPlan, device: DevicePlan, wide: bool) -> list[str]:
-    ttft, tpot = device.means or (None, None)
+    predicted = device.predicted
     count = str(device.deployment.tp * device.deployment.attention_dp)
     if device.deployment.pp > 1:
         count += f"x{device.deployment.pp}"
     # How far the measured TPOT of deployments like it lay from the predicted one.
-    band = "unknown" if device.loaded is not None and plan.setup.measured is None else "-"
-    if device.loaded is not None and device.band is not None:
-        low, high = device.band.tpot
-        band = f"{100 * (low - 1):+.0f}..{100 * (high - 1):+.0f}%"
+    band = "-"
+    if predicted is not None and predicted.band is not None:
+        low, high = predicted.band.tpot
+        is_near = predicted.band.is_near
+        band = f"{100 * (low - 1):+.0f}..{100 * (high - 1):+.0f}%" if is_near else "unknown"
     cells = [
         device.gpu,
         count if device.fits else f"> {count}",
@@ -247,8 +249,8 @@ def _cells(plan: DeploymentPlan, device: DevicePlan, wide: bool) -> list[str]:
         f"{device.kv_budget_bytes / 2**30:.1f}",
         str(device.max_concurrent_sequences),
         format_tokens(device.max_context),
-        number(ttft),
-        number(None if tpot is None else 1e3 * tpot),
+        number(predicted and predicted.ttft_seconds),
+        number(predicted and 1e3 * predicted.tpot_seconds),
         band,
     ]
     if wide:
@@ -345,7 +347,7 @@ def _notes(plan: DeploymentPlan) -> list[str]:
             f"{plan.workload.answer_tokens:,} tokens, under {counted(plan.workload.sequences, 'client')}"
         )
         if plan.workload.load is not None:
-            means = "the means of the simulated load; beside it, in closed form"
+            means = "the means of the simulated load; under a second engine, of as many clients"
         notes.append(
             f"Speed: what to expect at {_share(share.bandwidth)} of the bandwidth and "
             f"{_share(share.compute)} of the dense peak, {share.seconds_per_layer * 1e6:.0f} µs a layer "
@@ -354,8 +356,8 @@ def _notes(plan: DeploymentPlan) -> list[str]:
         # The error of measured deployments like these; of a measured machine its own rows.
         gpus: dict[str, list[str]] = {}
         for device in plan.devices:
-            if device.loaded is not None and (device.band or plan.setup.measured is None):
-                gpus.setdefault(device.error_words, []).append(device.gpu)
+            if device.predicted is not None and (band := device.predicted.band) is not None:
+                gpus.setdefault(band.words, []).append(device.gpu)
         for note, names in gpus.items():
             more = f" and {len(names) - 4} more" if names[4:] else ""
             notes.append(f"Error, {', '.join(names[:4])}{more}: {note}.")
@@ -371,4 +373,6 @@ def _share(part: float) -> str:
 def number(value: float | None) -> str:
     if value is None:
         return "-"
+    if value == inf:
+        return "grows"
     return "<0.01" if value < 0.01 else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"

@@ -19,7 +19,7 @@ from .catalog import PlannedModel
 from .devices import Device, devices
 from .engine_rules import engine_rule
 from .expected import Expectation
-from .load import SteadyState
+from .load import Prediction
 from .load_plan import LoadPlanner
 from .memory import Deployment
 from .plan import DeploymentPlan, DevicePlan, solvers_on
@@ -37,7 +37,7 @@ class FullLoad:
     """All places taken: the clients that fit at once, in closed form."""
 
     clients: int
-    state: SteadyState
+    state: Prediction
     dollars_per_million: float | None
 
 
@@ -131,7 +131,8 @@ def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
         if cost is not None and cost[0] < (1 - LEAST_SAVING) * now[0]:
             saved, deployment = 1 - cost[0] / now[0], cost[1]
             expected = Expectation.of(deployment, device, plan.model.name, plan.setup)
-            near = expected.band(plan.workload.sequences) is not None
+            band = expected.band(plan.workload.sequences)
+            near = band is not None and band.is_near
             savings.append(Saving(options, deployment.gpus, device.name, saved, near))
     return sorted(savings, key=lambda saving: -saving.saved)
 

@@ -9,20 +9,34 @@ with a measured machine (`--measured`) steps reach its shares of the roofs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .devices import Device
-from .load import SteadyState
+from .error_bands import (
+    ErrorBand,
+    Known,
+    Likeness,
+    batch_regime,
+    error_band,
+    narrowed_band,
+    unlike_band,
+)
+from .load import Prediction
 from .memory import Deployment, Reserve
 from .offload import Offload
 from .setup import PlannedWorkload, Setup, Speculation
 from .speed import Efficiency, StepTime, decode_time, prefill_time
-from .step_model import Loads, StepModel, StepWork, generation, operator_seconds, weight_dtype
+from .step_model import (
+    Loads,
+    StepModel,
+    StepWork,
+    TimesSteps,
+    generation,
+    operator_seconds,
+    weight_dtype,
+)
 from .step_parameters import (
     Deployed,
     OwnRows,
@@ -118,13 +132,17 @@ def steady_state(
     resident: float | None = None,
     cached: int = 0,
     speculation: Speculation | None = None,
-) -> SteadyState:
+    at_once: bool = True,
+) -> Prediction:
     """Means of `concurrency` clients with prompts of `prompt` and answers of `output` tokens, of which the
     cache holds `resident` at once (by default what the step model expects) and of each prompt `cached` tokens
-    of a prefix."""
+    of a prefix. Each stage of a pipeline computes a batch of its own, of an equal share of the clients.
+    `at_once` is False if the first requests do not arrive in one burst."""
     if resident is None:
         resident = model.resident_sequences(prompt, output)
-    loop = Loop(prompt, output, concurrency, min(concurrency, resident), cached)
+    share = max(1.0, concurrency / model.parallel.pp)
+    resident = min(share, max(1.0, resident / model.parallel.pp))
+    loop = Loop(prompt, output, share, resident, cached)
     works, known = loop_works(loop), model.parameters
     decode, mixed, packed = map(model.plain_seconds, works[:3])
     times = LoopTimes(decode, mixed, packed / works.packed_prompts)
@@ -132,10 +150,12 @@ def steady_state(
         verified = model.plain_seconds(_verification(works.decode, speculation))
         token = speculation.token_seconds(times.decode, verified)
         times = times._replace(decode=token, mixed=token + times.mixed - times.decode)
-    ttft, tpot = closed_loop(loop, times, known.values)
+    values = known.values if at_once else {**known.values, "load.burst": 0.0}
+    ttft, tpot = closed_loop(loop, times, values)
     ttft *= known.ttft_factor({"prompt": prompt - cached, "answer": output, "clients": concurrency})
     tpot *= known.tpot_factor
-    return SteadyState(ttft, tpot, throughput(loop, ttft, tpot))
+    together = throughput(loop._replace(concurrency=concurrency), ttft, tpot)
+    return Prediction(concurrency, ttft, tpot, together)
 
 
 def _verification(decode: StepWork, speculation: Speculation) -> StepWork:
@@ -162,106 +182,6 @@ class SpeculativeSteps:
         return whole - plain + self.speculation.token_seconds(plain, verified)
 
 
-FEW, MANY = 8, 64
-"""Clients up to which a batch is small, and beyond which it is large."""
-FEWEST_ROWS = 20
-UNKNOWN = "no measurement near this: expect a factor of two"
-UNKNOWN_FACTORS = (0.5, 2.0)
-MEASURES = ("tpot", "ttft", "throughput")
-_KEYS = ("engine", "generation", "known", "kind", "regime")
-"""Properties that make rows alike; where rows are few, the last ones are given up."""
-
-Known = Literal["model measured", "model not measured"]
-
-
-def batch_regime(clients: int) -> str:
-    size = "small" if clients <= FEW else "medium" if clients <= MANY else "large"
-    return f"{size} batch"
-
-
-@dataclass(frozen=True, slots=True)
-class Likeness:
-    """Properties that a deployment's error depends on: engine, GPU generation, whether its model was measured
-    in that engine, dense or mixture, and the batch regime."""
-
-    engine: str
-    generation: str
-    known: Known
-    kind: str
-    regime: str
-
-    @property
-    def band_names(self) -> list[str]:
-        """Names of the bands that cover it, the closest first. Engine, generation and `known` stay."""
-        parts = [getattr(self, name) for name in _KEYS]
-        return ["|".join(parts[:length]) for length in range(len(parts), 2, -1)]
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorBand:
-    """Factors on the predicted TPOT, TTFT and throughput that held 90 % of `num_rows` held-out rows, which
-    were alike in `alike`."""
-
-    tpot: tuple[float, float]
-    ttft: tuple[float, float]
-    throughput: tuple[float, float]
-    num_rows: int
-    alike: str
-    own: bool = False
-
-    @property
-    def text(self) -> str:
-        return f"{_percent(self.tpot)}, {self.alike if self.own else f'{self.num_rows} rows'}"
-
-    @property
-    def words(self) -> str:
-        """The bands of TPOT and TTFT in a sentence."""
-        if self.own:
-            return (
-                f"{self.alike} moved TPOT and TTFT and leave {_percent(self.tpot)} in TPOT, "
-                f"{_percent(self.ttft)} in TTFT, 9 times in 10"
-            )
-        return (
-            f"measured was {_percent(self.tpot)} off in TPOT, {_percent(self.ttft)} in TTFT, for 90 % of the "
-            f"{self.num_rows} held-out rows most like it ({self.alike})"
-        )
-
-
-def _percent(band: tuple[float, float]) -> str:
-    low, high = band
-    return f"{100 * (low - 1):+.0f} to {100 * (high - 1):+.0f} %"
-
-
-@cache
-def _bands() -> Mapping[str, Mapping[str, Any]]:
-    """Bands of measured GPU deployments, and of CPUs by this project's own records."""
-    names = ("error_bands.json", "cpu_band.json")
-    files = map(Path(__file__).with_name, names)
-    parts = (json.loads(file.read_text(encoding="utf-8"))["bands"] for file in files)
-    return {key: entry for part in parts for key, entry in part.items()}
-
-
-def error_band(
-    likeness: Likeness, bands: Mapping[str, Mapping[str, Any]] | None = None
-) -> ErrorBand | None:
-    """The band of the held-out rows most like a deployment; None where none is like it."""
-    known = _bands() if bands is None else bands
-    for key in likeness.band_names:
-        if entry := known.get(key):
-            low_high = (tuple(entry[measure]) for measure in MEASURES)
-            return ErrorBand(*low_high, entry["rows"], key.replace("|", ", "))  # type: ignore[arg-type]
-    return None
-
-
-def narrowed_band(own: OwnRows, known: ErrorBand | None) -> ErrorBand:
-    """The band of a machine with rows of its own, from that of deployments like it."""
-    tpot, ttft, throughput = (
-        own.band(measure, UNKNOWN_FACTORS if known is None else getattr(known, measure))
-        for measure in MEASURES
-    )
-    return ErrorBand(tpot, ttft, throughput, len(own.tpot), own.text, own=True)
-
-
 _FIXED = ("norms and activations", "launches", "host")
 _LINKS = ("all-reduce", "all-to-all")
 
@@ -286,6 +206,17 @@ class Expectation:
         return cls(deployment, device, steps, setup.measured, own, setup.speculation)
 
     @property
+    def clock(self) -> TimesSteps:
+        """Times of a simulation's steps. Models of equal times are to be equal: the memory of the device and
+        the bytes of a stored checkpoint are left out."""
+        steps = replace(
+            self.steps,
+            recipe=replace(self.steps.recipe, stored_bytes=None),
+            device=replace(self.device, memory_bytes=0),
+        )
+        return steps if self.speculation is None else SpeculativeSteps(steps, self.speculation)
+
+    @property
     def efficiency(self) -> Efficiency:
         """Shares of the roofs, measured or as fitted for the linear layers."""
         return self.measured or fitted_efficiency(self.steps.parameters.values)
@@ -305,16 +236,25 @@ class Expectation:
         computed = prompt - cached
         if self.measured is not None:
             return prefill_time(self.deployment, self.device, computed, reserve, self.measured)
-        work = StepWork.of(0, 0, computed, cached)
+        return self._step_time(StepWork.of(0, 0, computed, cached), self.floor(prompt, cached))
+
+    def floor(self, prompt: int, cached: int = 0) -> float:
+        """Seconds that an idle engine's first token takes beyond its prefill: the host's, mostly."""
         whole = steady_state(self.steps, prompt, 1, 1, cached=cached).ttft_seconds
-        return self._step_time(work, whole - self.steps.seconds(work))
+        return max(0.0, whole - self.steps.seconds(StepWork.of(0, 0, prompt - cached, cached)))
 
     def loaded(
-        self, prompt: int, output: int, clients: int, resident: int, cached: int = 0
-    ) -> SteadyState:
-        """Means of a closed loop of that many clients, of which the cache holds `resident` at once, and
+        self,
+        prompt: int,
+        output: int,
+        clients: int,
+        resident: int,
+        cached: int = 0,
+        at_once: bool = True,
+    ) -> Prediction:
+        """Prediction for a closed loop of that many clients, of which the cache holds `resident` at once, and
         `cached` tokens of each prompt."""
-        return steady_state(
+        means = steady_state(
             self.steps,
             prompt,
             output,
@@ -322,27 +262,31 @@ class Expectation:
             resident=max(1, resident),
             cached=cached,
             speculation=self.speculation,
+            at_once=at_once,
         )
+        return replace(means, band=self.band(clients))
 
-    def loaded_by(self, work: PlannedWorkload, clients: int, resident: int) -> SteadyState:
+    def loaded_by(self, work: PlannedWorkload, clients: int, resident: int) -> Prediction:
         lengths = work.prompt_tokens, work.answer_tokens
         return self.loaded(*lengths, clients, resident, work.cached_tokens)
 
-    def band(self, clients: int) -> ErrorBand | None:
+    def band(self, clients: float) -> ErrorBand | None:
         """The error of deployments like this one, narrowed by rows of the machine; None without either."""
         if self.deployment.offload is not None:
             return offload_band(self.deployment.offload)
         # On a CPU the bands are of plans that take the shares of a run; on a GPU, of fitted ones.
         is_alike = (self.device.kind == "cpu") == (self.measured is not None)
-        known = error_band(self.likeness(clients)) if is_alike else None
-        return known if self.own is None else narrowed_band(self.own, known)
+        if self.own is None:
+            return error_band(self.likeness(clients)) if is_alike else None
+        known = error_band(self.likeness(clients)) if is_alike else unlike_band()
+        return narrowed_band(self.own, known or unlike_band())
 
-    def likeness(self, clients: int) -> Likeness:
+    def likeness(self, clients: float) -> Likeness:
         """Properties that its error depends on. Its model is known where the fit has a correction of it."""
         steps = self.steps
         key = Deployed(steps.model, steps.engine, weight_dtype(steps.recipe)).keys[0]
         has_correction = key in parameter_file()["corrections"]["tpot"]
-        known = "model measured" if has_correction else "model not measured"
+        known: Known = "model measured" if has_correction else "model not measured"
         kind = "mixture" if steps.shape.experts else "dense"
         where = "cpu" if self.device.kind == "cpu" else generation(self.device)
         return Likeness(steps.engine, where, known, kind, batch_regime(clients))
@@ -401,6 +345,7 @@ def step_model(deployment: Deployment, device: Device, setup: Setup, model: str)
         device,
         model=model,
         engine=setup.engine,
+        version=setup.engine_version,
         parallel=deployment.parallel,
         kv_bytes_per_element=float(deployment.kv_bytes_per_element),
         parameters=parameters,

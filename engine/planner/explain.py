@@ -11,7 +11,6 @@ from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
 from .cache_size import KvDtype, kv_dtype
 from .engine_rules import RULES, CacheKnobs
-from .expected import UNKNOWN
 from .memory import SAMPLER_COPIES
 from .plan import DeploymentPlan, DevicePlan
 from .probed_shape import ProbedShape, cache_line
@@ -223,7 +222,7 @@ def _images(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
 def _speed(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
     hardware, recipe = device.device, plan.recipe
     peak = hardware.peak_flops(recipe.bits, recipe.name)
-    for name, time in (("TPOT", device.decode), ("TTFT", device.prefill)):
+    for name, time in (("idle step", device.decode), ("idle prefill", device.prefill)):
         if time is None or hardware.bandwidth is None or peak is None:
             continue
         ranks = device.deployment.tp
@@ -270,7 +269,7 @@ def _step(name: str, time: StepTime) -> Formula:
 
 
 def _loaded(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
-    if (loaded := device.loaded) is None:
+    if device.load is not None or (loaded := device.predicted) is None:
         return
     work = plan.workload
     yield Formula(
@@ -280,15 +279,15 @@ def _loaded(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
         f"TPOT {_time(loaded.tpot_seconds)}, TTFT {_time(loaded.ttft_seconds)}, "
         f"{loaded.throughput:,.4g} tokens/s",
     )
-    if plan.setup.measured is not None and device.band is None:
+    if (band := loaded.band) is None:
         return
     yield Formula(
         "error of TPOT",
         "the band of deployments like it, moved and narrowed by this machine's own rows"
-        if device.band and device.band.own
+        if band.own
         else "measured / predicted - 1 of 90 % of the held-out deployments most like it",
-        device.band.alike if device.band else f"{plan.setup.engine} on {device.gpu}",
-        device.band.text if device.band else UNKNOWN,
+        band.alike,
+        band.text,
     )
 
 

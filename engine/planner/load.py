@@ -10,7 +10,7 @@ import json
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from itertools import accumulate
@@ -24,9 +24,10 @@ from ...quant.families.family import ImageSettings, ImageTokens
 from ...quant.families.registry import image_tokens, type_of
 from ...quant.model.checkpoint import read_json
 from ...recipes import DATA
-from ..base.units import KEPT_UP, SLO_SHARE
+from ..base.units import SLO_SHARE
 from .catalog import PlannedModel
 from .devices import Device
+from .error_bands import ErrorBand
 from .probed_shape import ProbedShape
 from .speed import Efficiency
 
@@ -39,12 +40,16 @@ TOKEN = re.compile(r"\w{1,6}|[^\w\s]")
 
 
 @dataclass(frozen=True, slots=True)
-class SteadyState:
-    """Mean TTFT and TPOT in seconds, and output tokens per second of the whole deployment."""
+class Prediction:
+    """What a load is expected to see: mean TTFT and TPOT in seconds, output tokens per second of the whole
+    deployment, and the band of their error; None where nothing is known of it. `clients` is the mean number
+    of requests in flight."""
 
+    clients: float
     ttft_seconds: float
     tpot_seconds: float
     throughput: float
+    band: ErrorBand | None = None
 
 
 @cache
@@ -100,6 +105,10 @@ class Load:
     def longest(self) -> int:
         return max(map(sum, self.lengths))
 
+    def cached_tokens(self, prompt: int) -> int:
+        """Tokens of a prompt that the prefix cache holds; one at least is computed."""
+        return min(prompt - 1, round(self.prefix_share * prompt))
+
     def mean_lengths(self) -> tuple[float, float]:
         prompts, outputs = zip(*self.lengths, strict=True)
         return sum(prompts) / len(prompts), sum(outputs) / len(outputs)
@@ -147,6 +156,11 @@ class RequestTiming:
     e2e: float
     output_tokens: int
 
+    def scaled(self, ttft: float, tpot: float) -> RequestTiming:
+        """The request with its times scaled, to the first token and after it."""
+        answered = tpot * (self.e2e - self.ttft)
+        return replace(self, ttft=ttft * self.ttft, e2e=ttft * self.ttft + answered)
+
     @property
     def tpot(self) -> float:
         """Seconds per output token after the first; 0 where there is none."""
@@ -166,6 +180,32 @@ class LoadResult:
     preemptions: int
     most_running: int
     most_waiting: int
+
+    @property
+    def in_flight(self) -> float:
+        """Mean number of requests in flight, by Little's law."""
+        seconds = sum(request.e2e for request in self.requests)
+        return self.requests_per_second * seconds / len(self.requests)
+
+    def scaled(self, ttft: float, tpot: float) -> LoadResult:
+        """The same requests of a closed loop with times scaled: as many are in flight."""
+        requests = tuple(request.scaled(ttft, tpot) for request in self.requests)
+        return self._with(requests)
+
+    def delayed(self, seconds: float) -> LoadResult:
+        """The same requests of a closed loop, each so much later."""
+        return self._with(
+            tuple(replace(r, ttft=r.ttft + seconds, e2e=r.e2e + seconds) for r in self.requests)
+        )
+
+    def _with(self, requests: tuple[RequestTiming, ...]) -> LoadResult:
+        slower = sum(r.e2e for r in self.requests) / sum(r.e2e for r in requests)
+        return replace(self, requests=requests).at_rate(slower * self.requests_per_second)
+
+    def at_rate(self, rate: float) -> LoadResult:
+        """The same requests, so many of them per second."""
+        tokens = sum(request.output_tokens for request in self.requests) / len(self.requests)
+        return replace(self, requests_per_second=rate, output_tokens_per_second=rate * tokens)
 
     @property
     def ttft(self) -> Quantiles:
@@ -203,7 +243,7 @@ class Slo:
 
     def kept_by(self, load: Load, result: LoadResult) -> bool:
         """True if a load keeps it; a rate must be kept up with, too."""
-        if load.rate is not None and result.requests_per_second < KEPT_UP * load.rate:
+        if load.rate is not None and result.requests_per_second < load.rate:
             return False
         good = sum(
             _meets(self.limits_ms, 1e3 * request.ttft, 1e3 * request.tpot, 1e3 * request.e2e)
@@ -211,7 +251,7 @@ class Slo:
         )
         return good / len(result.requests) >= self.share
 
-    def near(self, state: SteadyState, output: float) -> bool:
+    def near(self, state: Prediction, output: float) -> bool:
         """True if the means of a steady state meet the limits."""
         ttft, tpot = 1e3 * state.ttft_seconds, 1e3 * state.tpot_seconds
         return _meets(self.limits_ms, ttft, tpot, ttft + (output - 1) * tpot)

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import ceil, floor
+from functools import cache
+from math import ceil, floor, inf
 from typing import Any
 
 from ..base.units import PRECISION, SloResult, highest_near
 from ..scheduling.scheduler_config import SchedulerConfig
 from .devices import Device
-from .expected import SpeculativeSteps, steady_state, step_model
-from .load import Load, LoadResult, PlannedLoad, Slo, SteadyState
+from .expected import Expectation
+from .load import Load, LoadResult, PlannedLoad, Prediction, Slo
 from .memory import Deployment
 from .setup import MILLION, SECONDS_PER_HOUR, Setup
 from .simulation import COUNTED, SimulatedServer, simulate
 from .solver import Solver
-from .step_model import StepModel
+from .step_model import TimesSteps
 
 SIMULATED_ARRANGEMENTS = 2
 """Parallel sizes of a device that are simulated: those of the least GPU time per token in closed form."""
@@ -29,12 +30,15 @@ SEARCHED_REQUESTS = 200
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """A deployment under a load. `searched` is the result of the search for the load, if it was not given. If
-    the search found no load within the limits, this is the lowest."""
+    """A deployment under a load. `result` has the requests whose means are those of `predicted`; where a rate
+    is beyond the capacity, they are those of a server with all places taken, without the growing queue.
+    `searched` is the result of the search for the load, if it was not given. If the search found no load
+    within the limits, this is the lowest."""
 
     deployment: Deployment
     load: Load
     result: LoadResult
+    predicted: Prediction
     num_blocks: int
     searched: SloResult | None = None
 
@@ -43,17 +47,19 @@ class LoadPlan:
         return self.searched is None or self.searched.best is not None
 
     @property
+    def queue_growth(self) -> float:
+        """Requests per second that arrive and are not served; 0 if the load is kept."""
+        return max(0.0, (self.load.rate or 0.0) - self.result.requests_per_second)
+
+    @property
     def gpu_hours_per_million(self) -> float:
-        rate = self.result.output_tokens_per_second
-        return self.deployment.gpus * MILLION / rate / SECONDS_PER_HOUR
+        return self.deployment.gpus * MILLION / self.predicted.throughput / SECONDS_PER_HOUR
 
 
 _SIMULATIONS = deque[tuple[tuple[Any, ...], LoadResult]](maxlen=64)
 
 
-def _remembered(
-    server: SimulatedServer, clock: StepModel | SpeculativeSteps, load: Load, counted: int
-) -> LoadResult:
+def _remembered(server: SimulatedServer, clock: TimesSteps, load: Load, counted: int) -> LoadResult:
     """`simulate`, once for equal arguments, some of which have no hash: mixtures of the same kinds differ in
     bytes alone, which are no limit where memory is ample."""
     arguments = server, clock, load, counted
@@ -70,8 +76,8 @@ class LoadPlanner:
     def __init__(
         self, load: PlannedLoad, solver: Solver, device: Device, setup: Setup, model: str
     ) -> None:
-        self._asked, self._solver, self._model = load, solver, model
-        self._device, self._setup = device, setup
+        self._asked, self._solver, self._device = load, solver, device
+        self._expected = cache(lambda deployment: Expectation.of(deployment, device, model, setup))
 
     def plan(self, deployments: Iterable[Deployment]) -> LoadPlan | None:
         """The load on the first deployment that fits a request; with an SLO, on the one of least GPU time per
@@ -93,9 +99,9 @@ class LoadPlanner:
             if self._num_blocks(deployment) // deployment.pp > ceil(longest / deployment.block_size)
         ]
 
-    def nearest(self, deployments: Iterable[Deployment]) -> tuple[Deployment, SteadyState] | None:
-        """The deployment of least GPU time per token within the SLO, and its steady state, in closed form;
-        None if none keeps the SLO."""
+    def nearest(self, deployments: Iterable[Deployment]) -> tuple[Deployment, Prediction] | None:
+        """The deployment of least GPU time per token within the SLO, and its means, in closed form; None if
+        none keeps the SLO."""
         near = min(self._fitting(deployments), key=self._near_cost, default=None)
         if near is None:
             return None
@@ -107,7 +113,7 @@ class LoadPlanner:
         state = self._steady(deployment, self._near_concurrency(deployment))
         return not self._is_near(state), deployment.gpus / state.throughput
 
-    def _is_near(self, state: SteadyState) -> bool:
+    def _is_near(self, state: Prediction) -> bool:
         assert self._asked.slo is not None
         return self._asked.slo.near(state, self._asked.load.mean_lengths()[1])
 
@@ -124,18 +130,21 @@ class LoadPlanner:
         reserve = self._solver.reserve(deployment, self._device)
         return max(1, deployment.max_sequences(self._device.memory_bytes, reserve, mean))
 
-    def _steady(self, deployment: Deployment, concurrency: int) -> SteadyState:
+    def _steady(self, deployment: Deployment, concurrency: int, at_once: bool = True) -> Prediction:
         """The closed form of the load, of equal requests."""
         prompt, output = map(ceil, self._asked.load.mean_lengths())
-        return steady_state(
-            step_model(deployment, self._device, self._setup, self._model),
-            prompt,
-            output,
-            concurrency,
-            resident=self._most_sequences(deployment),
-            cached=int(self._asked.load.prefix_share * prompt),
-            speculation=self._setup.speculation,
-        )
+        most, cached = self._most_sequences(deployment), self._asked.load.cached_tokens(prompt)
+        expected = self._expected(deployment)
+        return expected.loaded(prompt, output, concurrency, most, cached, at_once)
+
+    def _in_flight(self, deployment: Deployment, rate: float) -> int:
+        """Fewest clients that send requests at this rate; all places where not even they do."""
+        output, most = ceil(self._asked.load.mean_lengths()[1]), self._most_sequences(deployment)
+
+        def is_less(count: float) -> bool:
+            return self._steady(deployment, int(count), at_once=False).throughput < rate * output
+
+        return int(highest_near(is_less, 16, 1, most, whole=True).failed or most)
 
     def _searched(self, deployment: Deployment, slo: Slo) -> LoadPlan:
         """The highest load within the SLO, in bundles, from the one that the closed form expects."""
@@ -178,18 +187,36 @@ class LoadPlanner:
     def _simulated(
         self, deployment: Deployment, load: Load, counted: int, bundle: int = 1
     ) -> LoadPlan:
-        server = self._server(deployment, load, bundle)
-        steps = step_model(deployment, self._device, self._setup, self._model)
-        draft = self._setup.speculation
-        # Models of equal times are to be equal: these are no part of them.
-        steps = replace(
-            steps,
-            recipe=replace(steps.recipe, stored_bytes=None),
-            device=replace(steps.device, memory_bytes=0),
+        """The load, simulated, with the times of the closed form, which is fitted: clients of equal requests
+        have its means; under other loads a token takes as much longer, and a request begins its host's time
+        later."""
+        rate, expected = load.rate, self._expected(deployment)
+        clients = load.concurrency or self._in_flight(deployment, rate or 0.0)
+        means = self._steady(deployment, clients, at_once=rate is None)
+        prompt, output = map(ceil, load.mean_lengths())
+        equal = replace(load, lengths=((prompt, output),), concurrency=clients, rate=None)
+        server = self._server(deployment, equal, bundle)
+        result = _remembered(server, expected.clock, equal, counted)
+        ttft = means.ttft_seconds / result.ttft.mean
+        tpot = means.tpot_seconds / result.tpot.mean if output > 1 else ttft
+        is_kept = rate is None or means.throughput >= rate * output
+        if load == equal or not is_kept:
+            result = result.scaled(ttft, tpot)
+        else:
+            # Steps that take so much longer, under that rate, are these under as much higher a rate.
+            faster = load if rate is None else replace(load, rate=rate * tpot)
+            server = self._server(deployment, load, bundle)
+            result = _remembered(server, expected.clock, faster, counted).scaled(tpot, tpot)
+            result = result.delayed(expected.floor(prompt, load.cached_tokens(prompt)))
+            result = result if rate is None else result.at_rate(rate)
+        predicted = Prediction(
+            result.in_flight,
+            result.ttft.mean if is_kept else inf,
+            result.tpot.mean,
+            result.output_tokens_per_second,
+            expected.band(result.in_flight),
         )
-        clock = steps if draft is None else SpeculativeSteps(steps, draft)
-        result = _remembered(server, clock, load, counted)
-        return LoadPlan(deployment, load, result, server.num_blocks)
+        return LoadPlan(deployment, load, result, predicted, server.num_blocks)
 
     def _server(self, deployment: Deployment, load: Load, bundle: int) -> SimulatedServer:
         """The server of a deployment; each of its sequences stands for a `bundle` of equal ones. It has no

@@ -18,7 +18,7 @@ from ...recipes import MODELS
 from .catalog import PlannedModel, find_model
 from .devices import Device, find_device
 from .expected import Expectation
-from .load import SteadyState
+from .load import Prediction
 from .memory import Deployment
 from .setup import Setup
 from .speed import Efficiency
@@ -58,7 +58,7 @@ class OwnRow:
     def loop(self) -> tuple[int, int, int]:
         return self.prompt_tokens, self.output_tokens, self.clients
 
-    def predicted(self, model: PlannedModel, device: Device, setup: Setup) -> SteadyState:
+    def predicted(self, model: PlannedModel, device: Device, setup: Setup) -> Prediction:
         """Expected means of its loop on a device."""
         recipe = setup.run_recipe(model.as_stored(), model.shape, device)
         deployment = Deployment(model.shape, recipe, self.kv_bytes_per_element, self.block_size)
@@ -139,7 +139,7 @@ def own_rows(
     of_model = any(row.deployed == planned for row in rows)
     shares = together(runs).efficiency
     setup = Setup(engine=engine, measured=shares, cpu_plain_bytes=cpu_plain_bytes)
-    alike: dict[tuple[object, ...], list[tuple[OwnRow, SteadyState]]] = {}
+    alike: dict[tuple[object, ...], list[tuple[OwnRow, Prediction]]] = {}
     for row in rows:
         if (model := _model_of(row)) is not None:
             key = row.loop if of_model else row.deployed
@@ -148,7 +148,7 @@ def own_rows(
     return _ratios(list(alike.values()), of_model) if alike else None
 
 
-def _ratios(groups: Sequence[Sequence[tuple[OwnRow, SteadyState]]], of_model: bool) -> OwnRows:
+def _ratios(groups: Sequence[Sequence[tuple[OwnRow, Prediction]]], of_model: bool) -> OwnRows:
     """Measured / predicted of groups of rows; a group counts once, with its mean."""
 
     def means(log_ratio: Any) -> tuple[float, ...]:
@@ -158,7 +158,7 @@ def _ratios(groups: Sequence[Sequence[tuple[OwnRow, SteadyState]]], of_model: bo
     tpot = means(lambda row, state: log(row.tpot_ms / 1e3 / state.tpot_seconds))
     moved = exp(level(ttft)), exp(level(tpot))
 
-    def throughput(row: OwnRow, state: SteadyState) -> float:
+    def throughput(row: OwnRow, state: Prediction) -> float:
         expected = row.request_seconds(moved[0] * state.ttft_seconds, moved[1] * state.tpot_seconds)
         return log(expected / row.request_seconds(row.ttft_ms / 1e3, row.tpot_ms / 1e3))
 

@@ -21,8 +21,8 @@ from .cache_size import (
 from .catalog import PlannedModel
 from .devices import Device, HourPrice
 from .engine_rules import RULES, engine_rule, resident_tokens
-from .expected import UNKNOWN, ErrorBand, Expectation, fitted_efficiency
-from .load import SteadyState
+from .expected import Expectation, fitted_efficiency
+from .load import Prediction
 from .load_plan import LoadPlan, LoadPlanner, order_of
 from .memory import Deployment, EvictedCache, Reserve, check_evictable
 from .setup import Cost, PlannedWorkload, Setup, cost_of
@@ -78,8 +78,7 @@ class DevicePlan:
     encode_seconds: float | None = None
     load: LoadPlan | None = None
     expectation: Expectation | None = None
-    loaded: SteadyState | None = None
-    band: ErrorBand | None = None
+    predicted: Prediction | None = None
     engine: str = "llmopt"
     price: HourPrice | None = None
     dollars_per_million: float | None = None
@@ -103,22 +102,8 @@ class DevicePlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens per second under load, prefill included: simulated if asked, else in closed form."""
-        if self.load is not None:
-            return self.load.result.output_tokens_per_second
-        return None if self.loaded is None else self.loaded.throughput
-
-    @property
-    def means(self) -> tuple[float, float] | None:
-        """Mean TTFT and TPOT under load in seconds: simulated if asked, else in closed form."""
-        if self.load is not None:
-            return self.load.result.ttft.mean, self.load.result.tpot.mean
-        return None if self.loaded is None else (self.loaded.ttft_seconds, self.loaded.tpot_seconds)
-
-    @property
-    def error_words(self) -> str:
-        """How far measured deployments most like this one were from such plans."""
-        return UNKNOWN if self.band is None else self.band.words
+        """Output tokens per second under the load, prefill included."""
+        return None if self.predicted is None else self.predicted.throughput
 
     @property
     def tokens_per_second_bound(self) -> float | None:
@@ -252,6 +237,8 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
     if fits and device.bandwidth is not None and device.peaks:
         expected = Expectation.of(deployment, device, model.name, setup)
         times = _times(expected, workload, reserve, max_sequences)
+    if load is not None:
+        times["predicted"] = load.predicted
     plan = DevicePlan(
         device=device,
         deployment=deployment,
@@ -292,8 +279,7 @@ def _times(
         "decode_bound": decode_time(deployment, device, count, held_tokens, DATA_SHEET),
         "prefill": expected.prefill(context, reserve, cached),
         "prefill_bound": prefill_time(deployment, device, context, reserve, DATA_SHEET),
-        "loaded": expected.loaded_by(workload, count, max_sequences),
-        "band": expected.band(count),
+        "predicted": expected.loaded_by(workload, count, max_sequences),
     }
     if draft is not None:
         verification = expected.decode(count, held_tokens, draft.draft_tokens + 1)

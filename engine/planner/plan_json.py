@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from .cache_size import kv_dtype
 from .catalog import PlannedModel
 from .devices import Device
 from .engine_rules import RULES, CacheKnobs, engine_rule
-from .expected import MEASURES, UNKNOWN, ErrorBand, Expectation
-from .load import ImageLoad, SteadyState
+from .error_bands import MEASURES
+from .expected import Expectation
+from .load import ImageLoad, Prediction
 from .load_plan import LoadPlan
 from .memory import Deployment, Reserve
 from .plan import DeploymentPlan, DevicePlan
@@ -176,6 +177,7 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
     device, cache = plan.device, plan.engine_cache
     relaxations = [asdict(change) for change in plan.relaxations]
     operators = plan.decode.operators if plan.decode else ()
+    predicted = None if plan.predicted is None else _prediction_dict(plan.predicted)
     return {
         "gpu": device.name,
         "gpu_memory_bytes": device.memory_bytes,
@@ -213,16 +215,19 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
             "kv_bytes": cache.num_bytes,
         },
         "encode_ms": None if plan.encode_seconds is None else round(1e3 * plan.encode_seconds, 3),
-        "ttft_ms": _milliseconds(plan.prefill),
+        "ttft_ms": predicted and predicted["ttft_ms"],
+        "idle_prefill_ms": _milliseconds(plan.prefill),
         "ttft_bound_ms": _milliseconds(plan.prefill_bound),
         "ttft_limit": plan.prefill and plan.prefill.bound,
-        "tpot_ms": _milliseconds(plan.decode),
+        "tpot_ms": predicted and predicted["tpot_ms"],
+        "idle_step_ms": _milliseconds(plan.decode),
         "tpot_bound_ms": _milliseconds(plan.decode_bound),
         "tpot_limit": plan.decode and plan.decode.bound,
         "throughput_tokens_per_s": rounded(plan.tokens_per_second, 2),
         "throughput_bound_tokens_per_s": rounded(plan.tokens_per_second_bound, 2),
         "load": None if plan.load is None else _load_dict(plan.load),
-        "loaded": _loaded_dict(plan.loaded, plan.band),
+        "predicted": predicted,
+        "loaded": predicted,
         "operators": [
             {"operator": name, "ms": round(1e3 * seconds, 4), "source": source}
             for name, seconds, source in operators
@@ -266,8 +271,11 @@ def _load_dict(plan: LoadPlan) -> dict[str, Any]:
         "kv_blocks": plan.num_blocks,
         **{
             name: {key: round(1e3 * value, 3) for key, value in asdict(quantiles).items()}
+            if not plan.queue_growth or name == "tpot_ms"
+            else dict.fromkeys(asdict(quantiles))
             for name, quantiles in latencies.items()
         },
+        "queue_growth_requests_per_s": round(plan.queue_growth, 4),
         "output_tokens_per_s": round(result.output_tokens_per_second, 2),
         "output_tokens_per_s_per_gpu": round(
             result.output_tokens_per_second / plan.deployment.gpus, 2
@@ -282,17 +290,19 @@ def _load_dict(plan: LoadPlan) -> dict[str, Any]:
     }
 
 
-def _loaded_dict(loaded: SteadyState | None, band: ErrorBand | None) -> dict[str, Any] | None:
-    """Means under the workload's load, and the error that deployments like it had."""
-    if loaded is None:
-        return None
-    error: dict[str, Any] = {"note": UNKNOWN, "rows": 0}
-    if band is not None:
+def _prediction_dict(predicted: Prediction) -> dict[str, Any]:
+    """Means under the load, and the error that deployments like it had. Where the load is not kept, the TTFT
+    grows without end and is null."""
+    error: dict[str, Any] = {"note": "unknown", "rows": 0}
+    if (band := predicted.band) is not None:
         error = {"note": band.alike, "rows": band.num_rows}
         error |= {name: list(getattr(band, name)) for name in MEASURES}
+    ttft = predicted.ttft_seconds
     return {
-        "ttft_ms": round(1e3 * loaded.ttft_seconds, 3),
-        "tpot_ms": round(1e3 * loaded.tpot_seconds, 3),
+        "clients": round(predicted.clients, 2),
+        "ttft_ms": round(1e3 * ttft, 3) if isfinite(ttft) else None,
+        "tpot_ms": round(1e3 * predicted.tpot_seconds, 3),
+        "throughput_tokens_per_s": round(predicted.throughput, 2),
         "error": error,
     }
 

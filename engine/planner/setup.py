@@ -235,14 +235,15 @@ class PlannedWorkload:
 class Setup:
     """Options of the engine and the devices; None leaves one to the solver or its default. `cpu_plain_bytes`
     is the element size of llmopt's engine on a CPU; None: every weight is as stored. `keeps_float32`: an
-    explicit `--dtype float32`, without which engines hold such weights in 16 bits. `host`: RAM that takes
-    weights of a plan of one GPU."""
+    explicit `--dtype float32`, without which engines hold such weights in 16 bits. An empty `engine_version`
+    is one that was not told. `host`: RAM that takes weights of a plan of one GPU."""
 
     tp: int | None = None
     pp: int | None = None
     ep: int = 1
     attention_dp: int = 1
     engine: str = "llmopt"
+    engine_version: str = ""
     utilization: float | None = None
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..base.sampling_params import SamplingParams
 from ..scheduling.block_pool import BlockPool, PrefixCache
@@ -20,18 +20,12 @@ from ..scheduling.scheduler import Scheduler
 from ..scheduling.scheduler_config import SchedulerConfig
 from ..scheduling.step_plan import DecodeRows, ScheduledRow, StepPlan
 from .load import Lengths, Load, LoadResult, RequestTiming
-from .step_model import StepWork
+from .step_model import StepWork, TimesSteps
 
 TOKEN = 0
 CELL_TOKENS = 64
 """Mean context between two times that the step model gives; between them times are interpolated."""
 COUNTED = 1000
-
-
-class TimesSteps(Protocol):
-    """Seconds of an engine's step, as a step model gives them."""
-
-    def seconds(self, work: StepWork) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, e, log1p
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
@@ -51,6 +51,12 @@ class StepWork:
         """A decode of `sequences` of mean length `context`, and one prompt chunk after `cached` tokens."""
         attended = prompt * (cached + (prompt + 1) / 2)
         return cls(sequences, sequences * context, prompt, attended, int(prompt > 0))
+
+
+class TimesSteps(Protocol):
+    """Seconds of an engine's steps."""
+
+    def seconds(self, work: StepWork) -> float: ...
 
 
 class Loads(NamedTuple):

@@ -16,15 +16,18 @@ from pathlib import Path
 
 import numpy as np
 from llmopt.engine.planner import expected
+from llmopt.engine.planner.error_bands import NOTHING_LIKE_IT
+from llmopt.engine.planner.step_model import generation
 
 from . import disaggregated, own_machine
 from .columns import Column, Columns, Predicted
 from .cross import left_out
 from .fit import as_json, fit
-from .report import HEADER, LEGEND, bands, by, coverage, errors, judged_rows, line
+from .report import HEADER, LEGEND, band_of, bands, by, coverage, errors, judged_rows, line
 from .rivals import aiconfigurator, nearest_rows
 from .rows import packaged_csv, read_rows
 
+UNLIKE = "rows of an engine or a GPU generation that was left out of the fit"
 PLANNER = Path(expected.__file__).parent
 
 
@@ -45,11 +48,15 @@ def main() -> None:
     without_gpu = left_out(columns, lambda row: row.device.name, ~fitted)
     judged = judged_rows(held, predicted, found.corrections["tpot"])
     judged += judged_rows(held, without_model, ())
+    unlike = [
+        *judged_rows(held, left_out(columns, lambda row: row.engine, ~fitted), ()),
+        *judged_rows(held, left_out(columns, lambda row: generation(row.device), ~fitted), ()),
+    ]
     if arguments.fit:
         write_planner_file("step_parameters.json", as_json(found))
-        write_planner_file(
-            "error_bands.json", {"source": as_json(found)["source"], "bands": bands(judged)}
-        )
+        known = bands(judged)
+        known[NOTHING_LIKE_IT] = {"of": UNLIKE, **band_of([ratios for _, _, ratios in unlike])}
+        write_planner_file("error_bands.json", {"source": as_json(found)["source"], "bands": known})
     print(f"{len(half.rows)} configurations fitted, {len(held.rows)} held out\n")
     print(HEADER, LEGEND, sep="\n")
     print(line("ours", errors(predicted, held.measured)))

@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from llmopt.engine.planner import expected
+from llmopt.engine.planner import error_bands
 
 from .report import held_quantiles
 
@@ -105,7 +105,7 @@ def _ratios(run: Configuration, decode: str, other: Configuration) -> Iterator[t
 def band(found: Sequence[Transfer], configurations: int) -> dict[str, Any]:
     """Factors that held 90 % of the held-out steps."""
     entry: dict[str, Any] = {"rows": configurations}
-    for measure in expected.MEASURES:
+    for measure in error_bands.MEASURES:
         ratios = [ratio for _, _, name, ratio in found if name == measure]
         entry[measure] = [float(f"{q:.3g}") for q in held_quantiles(ratios, HELD)]
     return entry
@@ -133,10 +133,10 @@ def main() -> None:
             "python -m tools.plan_error.cpu_records --write, of docs/measured/cpu/cpu-peers-*.json"
         )
         text = json.dumps({"source": source, "bands": {KEY: entry}}, indent=1) + "\n"
-        Path(expected.__file__).with_name("cpu_band.json").write_text(text, encoding="utf-8")
+        Path(error_bands.__file__).with_name("cpu_band.json").write_text(text, encoding="utf-8")
     models = sorted({one.model for one in known})
     print(f"{len(known)} configurations of {len(models)} models ({', '.join(models)})")
-    for measure in expected.MEASURES:
+    for measure in error_bands.MEASURES:
         ratios = np.array([ratio for _, _, name, ratio in found if name == measure])
         size, (low, high) = np.abs(1 / ratios - 1), entry[measure]
         print(

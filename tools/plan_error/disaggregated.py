@@ -20,7 +20,7 @@ from statistics import median
 
 import numpy as np
 from llmopt.base.errors import BadInput
-from llmopt.engine.planner.expected import MEASURES
+from llmopt.engine.planner.error_bands import MEASURES
 from llmopt.engine.planner.step_model import StepModel, StepWork, generation
 
 from .columns import Predicted

@@ -9,7 +9,7 @@ from math import exp, log
 from typing import Any, NamedTuple
 
 import numpy as np
-from llmopt.engine.planner.expected import MEASURES, error_band, narrowed_band
+from llmopt.engine.planner.error_bands import MEASURES, error_band, narrowed_band, unlike_band
 from llmopt.engine.planner.step_parameters import OwnRows, level
 
 from .report import Judged, bands
@@ -52,7 +52,7 @@ def _judged(members: list[Judged], count: int, others: list[Judged]) -> Iterator
     known: Mapping[str, Any] = bands(others)
     shifts = {"tpot": level(own.tpot), "ttft": level(own.ttft)}
     for row, like, ratios in rest:
-        band = narrowed_band(own, error_band(like, known))
+        band = narrowed_band(own, error_band(like, known) or unlike_band())
         left: dict[str, float] = dict(zip(MEASURES, ratios, strict=True))
         left |= {name: left[name] / exp(shift) for name, shift in shifts.items()}
         left["throughput"] = exp(throughput_log(row, ratios, shifts))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
-from llmopt.engine.planner.expected import FEWEST_ROWS, MEASURES, Likeness, error_band
+from llmopt.engine.planner.error_bands import FEWEST_ROWS, MEASURES, Likeness, error_band
 from llmopt.engine.planner.step_model import generation
 
 from .columns import Column, Columns, Predicted
@@ -78,13 +78,15 @@ def bands(judged: list[Judged]) -> dict[str, dict[str, Any]]:
         for key in like.band_names:
             held.setdefault(key, []).append(ratios)
     return {
-        key: {"rows": len(ratios)}
-        | {
-            name: [float(f"{q:.3g}") for q in held_quantiles([ratio[i] for ratio in ratios])]
-            for i, name in enumerate(MEASURES)
-        }
-        for key, ratios in sorted(held.items())
-        if len(ratios) >= FEWEST_ROWS
+        key: band_of(ratios) for key, ratios in sorted(held.items()) if len(ratios) >= FEWEST_ROWS
+    }
+
+
+def band_of(ratios: list[tuple[float, float, float]]) -> dict[str, Any]:
+    """Entry of a band: the rows, and quantiles of each measure."""
+    return {"rows": len(ratios)} | {
+        name: [float(f"{q:.3g}") for q in held_quantiles([ratio[i] for ratio in ratios])]
+        for i, name in enumerate(MEASURES)
     }
 
 

@@ -24,7 +24,7 @@ from statistics import median
 
 from llmopt.engine.planner.catalog import PlannedModel, find_model
 from llmopt.engine.planner.devices import Device, find_device
-from llmopt.engine.planner.expected import batch_regime
+from llmopt.engine.planner.error_bands import batch_regime
 from llmopt.engine.planner.step_model import Parallelism
 from llmopt.engine.planner.weights import WeightRecipe, recipe_for
 

@@ -69,8 +69,8 @@ def test_a_rate_arrives_and_hits_the_prefix_cache(capsys: pytest.CaptureFixture[
     load = (*EIGHT, "--input-len", "1024", "--output-len", "64", "--request-rate", "4")
     cold = answer(capsys, *load)
     warm = answer(capsys, *load, "--prefix-hit-rate", "0.8")
-    assert cold["load"]["requests_per_s"] == pytest.approx(4, rel=0.15)
-    assert warm["load"]["ttft_ms"]["mean"] < 0.7 * cold["load"]["ttft_ms"]["mean"]
+    assert cold["load"]["requests_per_s"] == 4
+    assert warm["load"]["ttft_ms"]["mean"] < 0.8 * cold["load"]["ttft_ms"]["mean"]
     assert (warm["load"]["prefix_hit_rate"], warm["load"]["concurrency"]) == (0.8, None)
 
 

@@ -8,14 +8,9 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import find_device
-from llmopt.engine.planner.expected import (
-    FEWEST_ROWS,
-    Expectation,
-    Likeness,
-    error_band,
-    steady_state,
-)
-from llmopt.engine.planner.load import SteadyState
+from llmopt.engine.planner.error_bands import FEWEST_ROWS, Likeness, error_band
+from llmopt.engine.planner.expected import Expectation, steady_state
+from llmopt.engine.planner.load import Prediction
 from llmopt.engine.planner.memory import Deployment
 from llmopt.engine.planner.setup import Setup
 from llmopt.engine.planner.step_model import Parallelism, StepModel, StepWork
@@ -119,7 +114,7 @@ def test_every_parameter_and_factor_is_used() -> None:
         step_model("qwen3.5-35b-a3b", parallel=Parallelism(2)),
     ]
 
-    def predicted(values: dict[str, float]) -> list[SteadyState]:
+    def predicted(values: dict[str, float]) -> list[Prediction]:
         models = [replace(model, parameters=StepParameters(values)) for model in deployments]
         return [steady_state(model, 2000, 500, 256, resident=128) for model in models]
 
@@ -196,7 +191,8 @@ def test_a_plan_says_how_far_off_deployments_like_it_were() -> None:
     expected = Expectation.of(deployment, H100, "llama-3.1-70b", Setup(engine="vllm"))
     band = expected.band(32)
     assert band and band.alike.startswith("vllm, hopper, model measured")
-    assert Expectation.of(deployment, H100, "llama-3.1-70b", Setup()).band(32) is None
+    unlike = Expectation.of(deployment, H100, "llama-3.1-70b", Setup()).band(32)
+    assert unlike and not unlike.is_near and unlike.words.startswith("no measurement near it: rows")
 
 
 def test_a_measured_machine_has_its_own_shares() -> None:
