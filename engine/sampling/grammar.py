@@ -16,20 +16,25 @@ from threading import Lock
 from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from ...base.errors import BadInput
 from .schema_limits import enforceable
-from .structural_tag import structural_tag
+from .structural_tag import as_lark, structural_tag
 
 _log = logging.getLogger(__name__)
 
 WHITESPACE = " ?"
 """Whitespace allowed between JSON tokens. An unbounded pattern would let a model emit whitespace forever."""
 
-REMEMBERED_CHARACTERS = 256 << 10
-"""Characters of the grammars whose compilations stay in the cache: 190 kB take 8 MiB."""
+REMEMBERED_CHARACTERS, REMEMBERED_GRAMMARS = 256 << 10, 16
+"""Limits of the grammars that stay in the cache. 256 KiB take 45 MiB or less, and a lexer's states, which
+grow with the outputs, up to 40 MiB a grammar (2 kB each, by the documentation of `LLParserLimits`)."""
+LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
+MASK_SECONDS, BURST_SECONDS = 0.05, 0.25
+"""Processor time of a request's masks, in the mean for a token of all its sequences and beyond that: an
+ambiguous grammar would hold up all other requests."""
 _SHARED = ("$defs", "definitions")
 MESSAGE_CHARACTERS = 400
 MAX_SUBSCHEMAS, SEARCH_SECONDS = 200, 1.0
@@ -54,27 +59,31 @@ def regex(pattern: str) -> str:
     return LLMatcher.grammar_from_regex(pattern)
 
 
-def choice(texts: Sequence[str]) -> str:
-    """Grammar of exactly one of `texts`.
+def choice(texts: Sequence[str], added: Mapping[str, int] | None = None) -> str:
+    """Grammar of exactly one of `texts`. Where one contains the text of an `added` token, the output may have
+    the token or spell it out: llguidance would offer the token, and then refuse it.
 
     Raises:
         BadInput: no text, or an empty one.
     """
     if not texts or not all(texts):
         raise BadInput("choice: need at least one text, and no empty one")
-    return grammar_from("choice", json.dumps(list(texts)))
+    return LLMatcher.grammar_from_lark(
+        "start: " + " | ".join(_literal(text, added or {}) for text in texts)
+    )
+
+
+def _literal(text: str, added: Mapping[str, int]) -> str:
+    token = max((token for token in added if token in text), key=len, default=None)
+    if token is None:
+        return json.dumps(text)
+    parts = [_literal(part, added) if part else "" for part in text.split(token)]
+    return f" (<[{added[token]}]> | {json.dumps(token)}) ".join(parts)
 
 
 def context_free(text: str) -> str:
-    """A grammar in llguidance's Lark dialect, or in GBNF or EBNF (`root ::= ...`).
-
-    Raises:
-        BadInput: it looks like GBNF and does not parse.
-    """
-    try:
-        return grammar_from("grammar", text)
-    except ValueError as error:
-        raise BadInput(f"grammar: {_one_line(str(error))}") from error
+    """A grammar in llguidance's Lark dialect, or in GBNF or EBNF; raises as `as_lark`."""
+    return LLMatcher.grammar_from_lark(as_lark(text, "grammar"))
 
 
 class GrammarCompiler:
@@ -103,6 +112,8 @@ class GrammarCompiler:
             for index, token in added.items()
             if self._tokens.is_special_token(index)
         }
+        ends = {*end_token_ids}
+        self._ends = [text for text, token in self._special.items() if token in ends]
         self._num_words = -(-vocab_size // 32)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = Lock()
@@ -116,13 +127,17 @@ class GrammarCompiler:
         with self._lock:
             matcher = self._compiled.get(grammar)
         if matcher is None:
-            matcher = LLMatcher(self._tokens, grammar, log_level=0)
+            matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
             if matcher.is_error():
-                raise BadInput(_one_line(LLMatcher.validate_grammar(grammar, self._tokens)))
+                message = LLMatcher.validate_grammar(grammar, self._tokens, limits=LIMITS)
+                raise BadInput(_one_line(message))
         with self._lock:
             self._compiled[grammar] = matcher
             self._compiled.move_to_end(grammar)
-            while len(self._compiled) > 1 and sum(map(len, self._compiled)) > REMEMBERED_CHARACTERS:
+            while len(self._compiled) > 1 and (
+                sum(map(len, self._compiled)) > REMEMBERED_CHARACTERS
+                or len(self._compiled) > REMEMBERED_GRAMMARS
+            ):
                 self._compiled.popitem(last=False)
         return GrammarMask(matcher.deep_copy(), self._num_words, num_sequences)
 
@@ -134,6 +149,14 @@ class GrammarCompiler:
         except BadInput as error:
             path = self._place_of_error(schema, str(error))
             raise BadInput(f"{path}: {error}" if path else str(error)) from error
+
+    def choice_mask(self, texts: Sequence[str], num_sequences: int = 1) -> GrammarMask:
+        """Compile a choice of texts to a mask; raises as `mask` and `choice`, and where a text contains a
+        token that ends the output."""
+        added = {text: token for text, token in self._special.items() if text not in self._ends}
+        if end := next((end for end in self._ends for text in texts if end in text), None):
+            raise BadInput(f"choice: {end} in a text ends the output")
+        return self.mask(choice(texts, added), num_sequences)
 
     def structural_tag_mask(self, tag: Mapping[str, Any], num_sequences: int = 1) -> GrammarMask:
         """Compile a structural tag to a mask; special tokens of the tokenizer are tokens in its texts."""
@@ -199,27 +222,49 @@ class GrammarMask:
     It keeps a matcher state per completion, with the tokens that it has consumed. Each call takes the state
     with the longest common prefix, rolls it back over tokens that differ (rejected draft tokens) and consumes
     the new ones (usually one). While there are fewer states than completions, a state is copied instead of
-    rolled back: it belongs to another completion.
+    rolled back: it belongs to another completion. Completions of equal tokens share a mask.
+
+    Attributes:
+        failure: why no token is allowed any more, though the grammar would; None while it works.
     """
 
     def __init__(self, matcher: LLMatcher, num_words: int, num_sequences: int) -> None:
         self._states = [_MatcherState(matcher)]
         self._num_words = num_words
         self._num_sequences = num_sequences
+        self._shared: dict[tuple[int, ...], torch.Tensor] = {}
+        self._seconds, self._longest = 0.0, 0
+        self.failure: str | None = None
 
     def allowed(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
         tokens = list(output)
+        mask = self._shared.get(tuple(tokens))
+        if mask is None:
+            mask = torch.zeros(self._num_words, dtype=torch.int32)
+            if self.failure is None:
+                self._fill(mask, tokens)
+            if len(self._shared) >= self._num_sequences:
+                self._shared.clear()
+            self._shared[tuple(tokens)] = mask
+        return mask
+
+    def _fill(self, mask: torch.Tensor, tokens: list[int]) -> None:
+        began = time.thread_time()
         state = max(self._states, key=lambda state: state.merit(tokens))
         common = state.num_common(tokens)
         if common < len(state.tokens) and len(self._states) < self._num_sequences:
             state = state.copy()
             self._states.append(state)
-        mask = torch.zeros(self._num_words, dtype=torch.int32)
         if state.move_to(tokens, common):
             state.matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * self._num_words)
             if state.matcher.is_error():
-                _log.warning("grammar matcher failed: %s", _one_line(state.matcher.get_error()))
-        return mask
+                self.failure = f"the grammar is too complex: {_one_line(state.matcher.get_error())}"
+        self._seconds += time.thread_time() - began
+        self._longest = max(self._longest, len(tokens) + 1)
+        if self._seconds > BURST_SECONDS + MASK_SECONDS * self._longest:
+            self.failure = "the grammar takes too long for each token: simplify it, or lower n"
+        if self.failure is not None:
+            _log.warning("a grammar failed: %s", self.failure)
 
 
 class _MatcherState:

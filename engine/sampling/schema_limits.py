@@ -7,8 +7,9 @@ by random outputs under its masks: see tests/engine/sampling/test_schema_kinds.p
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import cache, lru_cache
 from typing import Any
@@ -26,7 +27,11 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _EXACT = 2**53
 """llguidance reads numbers as float64: integers above this one are rounded."""
-_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+MAX_REMAINDERS = 4096
+"""Limit of the automaton's states for `multipleOf`: llguidance makes them all, 450 B and 20 µs each, whatever
+its limits say."""
+MAX_NAMES = 10_000
+"""Limit of the pairs of a pattern of `patternProperties` and a name of `properties`."""
 _SHIFTS = (0, 1, -1, 2, -2, Decimal("0.1"), Decimal("-0.1"), Decimal("0.001"), Decimal("-0.001"))
 _CONTROLS = "".join(map(chr, range(32)))
 
@@ -36,13 +41,18 @@ def enforceable(schema: Schema, path: str = "") -> Schema:
 
     Raises:
         BadInput: a keyword whose outputs might not satisfy the schema, with its JSON pointer after `place`,
-            or the schema is nested too deep.
+            or the schema is nested too deep or contains numbers that are not finite.
     """
     try:
-        schema = json.loads(json.dumps(schema))
+        schema = json.loads(json.dumps(schema, allow_nan=False))
     except RecursionError as error:
         raise BadInput("the schema is nested too deep") from error
+    except ValueError as error:
+        raise BadInput(f"the schema is not JSON: {error}") from error
     parts = dict(_subschemas(schema))
+    if (num_states := _num_remainders(schema)) > MAX_REMAINDERS:
+        problem = f"multipleOf: {num_states} remainders in the schema, at most {MAX_REMAINDERS}"
+        raise BadInput(f"{path}: {problem}" if path else problem)
     is_draft4 = "draft-04" in str(schema.get("$schema"))
     for pointer, part in parts.items():
         for problem in _problems(part, is_draft4):
@@ -87,7 +97,7 @@ def _problems(part: Schema, is_draft4: bool) -> Iterator[str]:
         if isinstance(part.get(key), bool) and not is_draft4:
             yield f"{key}: a boolean is of draft 4, which $schema has to name"
     for key in ("enum", "const"):
-        if any(abs(number) > _EXACT for number in _integers(part.get(key))):
+        if any(isinstance(v, int) and abs(v) > _EXACT for v in _values(part.get(key))):
             yield f"{key}: integers beyond 2^53 are not supported"
     bounds = {
         key: part[key]
@@ -99,8 +109,11 @@ def _problems(part: Schema, is_draft4: bool) -> Iterator[str]:
         yield f"{key} {part[key]}: not supported with these bounds, which an output could pass"
     names, patterns = part.get("properties"), part.get("patternProperties")
     if isinstance(names, Mapping) and isinstance(patterns, Mapping):
+        if len(patterns) * len(names) > MAX_NAMES:
+            yield f"patternProperties: more than {MAX_NAMES} pairs of a pattern and a property"
+            return
         for pattern in patterns:
-            if _is_finite(pattern) and any(_matches(pattern, name) for name in names):
+            if _is_finite(pattern) and _matches_any(pattern, names):
                 yield f"patternProperties: {pattern!r} matches names of properties: write it there"
     least, required = part.get("minProperties"), part.get("required")
     num_required = len({*required}) if isinstance(required, list) else 0
@@ -140,19 +153,13 @@ def _in_place(pointer: str, part: Schema, names: Mapping[str, str]) -> Iterator[
             yield from (f"{pointer}/{key}/{number}" for number in range(len(part[key])))
 
 
-def _integers(value: Any) -> Iterator[int]:
-    """All integers in a JSON value."""
+def _values(value: Any) -> Iterator[Any]:
+    """A JSON value and all values in it."""
     waiting = [value]
     while waiting:
-        match waiting.pop():
-            case bool():
-                continue
-            case int() as number:
-                yield number
-            case list() as inner:
-                waiting += inner
-            case dict() as inner:
-                waiting += inner.values()
+        yield (value := waiting.pop())
+        if isinstance(value, dict | list):
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 @cache
@@ -174,13 +181,7 @@ def _unenforced(kind: str, bounds_text: str) -> str | None:
     numbers = [bound + shift for bound in bounds.values() for shift in _SHIFTS]
     for text in ("0", "-0", *(f"{number:f}" for number in map(Decimal, numbers))):
         passed = _passed(Decimal(text), bounds)
-        tokens, state = [*text.encode()], matcher.deep_copy()
-        if (
-            passed
-            and state.validate_tokens(tokens) == len(tokens)
-            and state.consume_tokens(tokens)
-            and state.is_accepting()
-        ):
+        if passed and _accepts(matcher, text):
             return passed
     return None
 
@@ -196,24 +197,57 @@ def _passed(number: Decimal, bounds: Mapping[str, Any]) -> str | None:
     return next((key for key, bound in bounds.items() if broken[key](bound)), None)
 
 
+def _num_remainders(schema: Any) -> int:
+    """Bound of the remainders that automata keep apart: `allOf` may join all values of `multipleOf`, and each
+    place has an automaton. Factors of 2 and 5 cost few states, for the last digits tell them."""
+    # In all objects, because `$ref` may lead to any.
+    objects = (value for value in _values(schema) if isinstance(value, dict))
+    values = [inner["multipleOf"] for inner in objects if "multipleOf" in inner]
+    common = 1
+    for value in values:
+        if isinstance(value, int | float) and value > 0:
+            number = Decimal(str(value)).as_integer_ratio()[0]
+            for factor in (2, 5):
+                while number % factor == 0:
+                    number //= factor
+            common = min(math.lcm(common, number), 2**64)
+    return common * len(values) if common > 1 else 0
+
+
 def _tight(pattern: str) -> str:
     """A pattern whose character classes have not all control characters.
 
     In a JSON text llguidance 1.9 lets such a class match escaped quotes and backslashes too, so that `[^"]`
     is no limit. Without U+001F it is one.
     """
+    return "".join(_tight_class(piece) for piece in _pieces(pattern))
 
-    def tight(match: re.Match[str]) -> str:
-        text = match[0]
-        try:
-            matches = re.compile(text).fullmatch if "[" not in text[1:] else None
-        except re.error:
-            matches = None
-        if matches is None or not all(map(matches, _CONTROLS)) or (matches('"') and matches("\\")):
-            return text
-        return f"[{text}&&[^\\x1f]]"
 
-    return _CLASS.sub(tight, pattern)
+def _tight_class(text: str) -> str:
+    if text[0] != "[" or "[" in text[1:]:
+        return text
+    try:
+        matches = re.compile(text).fullmatch
+    except re.error:
+        return text
+    if not all(map(matches, _CONTROLS)) or (matches('"') and matches("\\")):
+        return text
+    return f"[{text}&&[^\\x1f]]"
+
+
+def _pieces(pattern: str) -> Iterator[str]:
+    """The characters of a pattern, where an escape or a character class is one piece."""
+    at = 0
+    while at < len(pattern):
+        end = at + (2 if pattern[at] == "\\" else 1)
+        if pattern[at] == "[":
+            end += pattern[end : end + 1] == "^"
+            end += pattern[end : end + 1] == "]"
+            while pattern[end : end + 1] not in ("]", ""):
+                end += 2 if pattern[end] == "\\" else 1
+            end += 1
+        yield pattern[at:end]
+        at = end
 
 
 def _is_finite(pattern: str) -> bool:
@@ -221,12 +255,21 @@ def _is_finite(pattern: str) -> bool:
 
     None may be left next to those of `properties`, and llguidance 1.9 then ends an object after a comma.
     """
-    plain = _CLASS.sub("", re.sub(r"\\.", "", pattern))
+    plain = "".join(piece for piece in _pieces(pattern) if len(piece) == 1)
     return pattern[:1] == "^" and pattern[-1:] == "$" and not re.search(r"[*+]|,\}", plain)
 
 
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern, name) is not None
-    except re.error:
-        return True  # of another dialect: refused
+def _matches_any(pattern: str, names: Iterable[str]) -> bool:
+    """True if a pattern matches a name, in linear time, or is of another dialect, so that it is refused."""
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    return matcher.is_error() or any(_accepts(matcher, json.dumps(name)) for name in names)
+
+
+def _accepts(matcher: LLMatcher, text: str) -> bool:
+    tokens, state = [*text.encode()], matcher.deep_copy()
+    return (
+        state.validate_tokens(tokens) == len(tokens)
+        and state.consume_tokens(tokens)
+        and state.is_accepting()
+    )

@@ -8,10 +8,11 @@ sequences, choices and tags.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from ...base.errors import BadInput
 from .schema_limits import enforceable
@@ -54,6 +55,26 @@ def structural_tag(
     for name in tag.get("rules") or {}:  # a rule refers to the ones before it
         lark.of_name(name)
     return lark.grammar(lark.node(form, (), path))
+
+
+_LARK_LINE = re.compile(r"\s*(?:%llguidance\b|start\s*:)")
+
+
+def as_lark(text: str, path: str) -> str:
+    """A grammar in llguidance's Lark dialect, which may be given in GBNF or EBNF (`root ::= ...`).
+
+    Raises:
+        BadInput: it does not parse, or has a JSON schema in it that would have to be checked.
+    """
+    if "%json" in text and ("multipleOf" in text or "\\u" in text):
+        raise BadInput(f"{path}: multipleOf in %json is not supported: ask for a JSON schema")
+    # By lines: llguidance's own `any_to_lark` takes quadratic time for blank lines.
+    if any(map(_LARK_LINE.match, text.split("\n"))):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # of nested brackets a RecursionError
+        raise BadInput(f"{path}: {' '.join(str(error).split())[:400]}") from error
 
 
 class _Lark:
@@ -156,12 +177,8 @@ class _Lark:
         return self._joined(self._rule(text), self._literals(ends))
 
     def _grammar(self, text: str, path: str) -> str:
-        try:
-            lark = any_to_lark(text)
-        except (ValueError, GbnfToLarkError) as error:
-            raise BadInput(f"{path}.grammar: {' '.join(str(error).split())}") from error
         name = f"grammar_{len(self._others)}"
-        self._others.append({"name": name, "lark_grammar": lark})
+        self._others.append({"name": name, "lark_grammar": as_lark(text, f"{path}.grammar")})
         return f"@{name}"
 
     def _sequence(self, form: Format, ends: Ends, path: str, depth: int) -> str:

@@ -24,7 +24,7 @@ from ...base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
 from ...core.engine import Engine
 from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import is_data_url, load_images, sent_bytes
-from ..protocol.errors import ApiError, bad_field
+from ..protocol.errors import ApiError, TooMany, bad_field
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
 
 if TYPE_CHECKING:
@@ -196,9 +196,14 @@ class FairPool:
 
     async def run(self, key: int, work: Callable[[], T], seconds: float | None = None) -> T:
         """Return the result of `work`, which came with the API key of that index. Raises `TimeoutError`: it
-        has begun, or could have, and is not done after `seconds`."""
+        has begun, or could have, and is not done after `seconds`; `TooMany`: other work of the key was not
+        done before."""
         loop, permits = asyncio.get_running_loop(), self._permits[key]
-        await permits.acquire()
+        try:
+            await asyncio.wait_for(permits.acquire(), seconds)
+        except TimeoutError:
+            problem = "other requests of this key take all its worker threads: try again later"
+            raise TooMany(problem, {"Retry-After": "1"}) from None
         try:
             working: Future[T] = self._threads.submit(work)
         except RuntimeError:  # the server stops
@@ -236,8 +241,6 @@ class Constrainer:
         """Compile the token mask of one request, which came with the API key of that index. Raises
         `ApiError`: 400, with the request field and the invalid place in it, or because it is too large or
         takes too long."""
-        if constraint.num_characters > MAX_GRAMMAR_CHARACTERS:
-            raise bad_field(constraint.field, f"more than {MAX_GRAMMAR_CHARACTERS} characters")
         compile_mask = partial(self._mask, constraint, num_sequences)
         try:
             return await self._workers.run(key, compile_mask, COMPILE_SECONDS)
@@ -254,6 +257,8 @@ class Constrainer:
     def _mask(self, constraint: Constraint, num_sequences: int) -> TokenMask:
         from ...sampling import grammar
 
+        if constraint.num_characters > MAX_GRAMMAR_CHARACTERS:
+            raise BadInput(f"more than {MAX_GRAMMAR_CHARACTERS} characters")
         with self._lock:
             if self._compiler is None:
                 self._compiler = grammar.GrammarCompiler(*self._parts)
@@ -262,6 +267,7 @@ class Constrainer:
             return compiler.json_schema_mask(value, num_sequences)
         if constraint.kind == "structural_tag":
             return compiler.structural_tag_mask(value, num_sequences)
-        made_by = {"regex": grammar.regex, "choice": grammar.choice}
-        make = made_by.get(constraint.kind, grammar.context_free)
+        if constraint.kind == "choice":
+            return compiler.choice_mask(value, num_sequences)
+        make = grammar.regex if constraint.kind == "regex" else grammar.context_free
         return compiler.mask(make(value), num_sequences)

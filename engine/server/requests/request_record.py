@@ -110,6 +110,8 @@ class OutputStream:
             output = await self._outputs.get()
             if isinstance(output, ApiError):
                 raise output
+            if output.finish_reason is not None and (problem := self._grammar_failure):
+                raise ApiError(400, problem, code="grammar_failed")
             self._num_unfinished -= output.finish_reason is not None
             self._num_unread -= _weight(output)
             if self.is_held and 2 * self._num_unread <= self._most_unread:
@@ -119,6 +121,11 @@ class OutputStream:
     @property
     def is_finished(self) -> bool:
         return self._num_unfinished == 0
+
+    @property
+    def _grammar_failure(self) -> str | None:
+        """Why sequences end without what their grammar asks for."""
+        return getattr(self.jobs[0].params.token_mask, "failure", None)
 
     def push(self, output: RequestOutput | ApiError) -> None:
         # Tokens are counted though a client takes none of them.

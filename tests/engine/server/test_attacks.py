@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from llmopt.base import build
+from llmopt.engine.sampling import grammar
 from llmopt.engine.server.endpoints import capabilities, completions
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
@@ -220,8 +221,26 @@ def test_a_schema_has_a_size_and_a_time(
             patch.setattr(capabilities.Constrainer, "_mask", lambda *_: resume.wait(20))
             status, text = ask(1)
             assert status == 400 and "not compiled after 0.2 s" in text
+            for _ in range(capabilities.COMPILERS_PER_KEY - 1):
+                ask(1)
+            status, text = ask(1)  # one that waits for those ends too
+            assert status == 429 and "try again later" in text
             resume.set()
         assert ask(1)[0] == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_fails_is_an_error_of_its_request(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    body = {"prompt": "hi", "max_tokens": 5, "guided_regex": "[a-z ]+", "stream": stream, "n": 2}
+    with server.http() as http:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar, "BURST_SECONDS", -1)
+            answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == (200 if stream else 400)
+        assert "grammar_failed" in answer.text and "[DONE]" not in answer.text
+        assert http.post("/v1/completions", json={**body, "stream": False}).status_code == 200
 
 
 def test_a_schema_is_not_compiled_for_a_client_that_left(

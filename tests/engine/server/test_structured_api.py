@@ -117,7 +117,7 @@ def nested(depth: int) -> dict[str, Any]:
         ),
         (schema_format({"$ref": "#/nowhere"}), "response_format.json_schema.schema: "),
         (schema_format([]), "response_format.json_schema.schema"),
-        (schema_format(nested(200)), "response_format.json_schema.schema: recursion limit"),
+        (schema_format(nested(90)), "response_format.json_schema.schema: recursion limit"),
         (
             schema_format({"$defs": {"d": {"not": {}}}, "$ref": "#/$defs/d"}),
             "response_format.json_schema.schema/$defs/d: Unimplemented keys",
@@ -132,6 +132,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json: the schema is not valid"),
         ({"guided_json": "5"}, "guided_json"),
+        ({"guided_json": '{"multipleOf": Infinity}'}, "guided_json: the schema is not JSON"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice: ask for one structure"),
     ],
 )
