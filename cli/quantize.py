@@ -11,7 +11,7 @@ import typer
 from ..base.atomic_io import check_output
 from ..base.errors import BadInput
 from ..base.option import at_least, check_limits, keywords_of_words, option
-from ..quant.plan.request import QuantizeRequest
+from ..quant.plan.request import QuantizeRequest, check_free
 from .options.command import From, Words, output_to, with_options
 from .options.shared import ModelOptions, json_option
 
@@ -91,6 +91,7 @@ def quantize(
         _dry_run(request, chosen)
         return
     check_output(request.output, "--output", folder=True)
+    check_free(request.output)
     if chosen.nproc is not None:
         from ..quant.base import workers
 
@@ -120,7 +121,7 @@ def _run(request: QuantizeRequest, as_json: bool) -> None:
 
     from ..quant.base.workers import is_first
     from ..quant.pipeline.pipeline import quantize as run
-    from ..quant.plan.journal import work_folder
+    from ..quant.plan.request import work_folder
     from .output.console import TerminalProgress, result_console
     from .output.quantize_tables import show_result
 

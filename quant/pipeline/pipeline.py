@@ -22,10 +22,10 @@ from ...base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..base import workers
 from ..base.device import PeakMemory, give_back
 from ..model.checkpoint import expert_of, read_json
-from ..plan.journal import Journal, remove_work, work_folder
+from ..plan.journal import Journal, remove_work
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.plan import QuantizePlan
-from ..plan.request import QuantizeRequest, searches
+from ..plan.request import QuantizeRequest, check_free, in_the_way, searches, work_folder
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges
@@ -107,8 +107,7 @@ def _predicted(
 
 def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
     output = request.output
-    if output.exists() and not work_folder(output).exists():
-        raise _in_the_way(output)
+    check_free(output)
     session = prepare(request, progress)
     if request.imatrix is not None and not request.imatrix.exists():
         from ..gguf.imatrix import write_imatrix
@@ -132,7 +131,7 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
     if output.exists():  # a kill came between the final rename and the cleanup
         path = shard_folder(output, session.plan, 0) / MANIFEST_NAME
         if not path.is_file() or read_json(path).get("signature") != session.signature:
-            raise _in_the_way(output)
+            raise in_the_way(output)
         if workers.is_first():
             remove_work(work_folder(output))
     else:
@@ -177,10 +176,6 @@ def _carried_out(
         torch.set_num_threads(threads)
         journal.close()
     return resumed, seconds
-
-
-def _in_the_way(output: Path) -> BadInput:
-    return BadInput(f"{output} exists: remove it, or choose another folder with --output")
 
 
 def _journal(session: Session) -> Journal:

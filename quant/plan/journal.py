@@ -41,10 +41,6 @@ def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
     return dict(zip(shards, workers.shared_out(files, sizes, sha256_of_file), strict=True))
 
 
-def work_folder(output: Path) -> Path:
-    return output.with_name(output.name + ".partial")
-
-
 class Journal:
     """The open journal of one run, with records of the finished layers; `signature` is a digest of everything
     that the bytes of the result depend on, `threads` the thread count of the first run."""

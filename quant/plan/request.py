@@ -12,10 +12,11 @@ from typing import Any, get_args, get_type_hints
 
 from ...base.errors import BadInput
 from ...base.option import device_names, option, option_like, options_of, within
-from ..base.scheme import INT8_CACHE, LARGEST, KvStrategy
+from ..base.scheme import INT8_CACHE, LARGEST, PER_CHANNEL, KvStrategy
 from ..kinds.registry import format_names
 from ..methods.options import MethodOptions, SchemeOptions, check_group_size
 from ..methods.registry import AUTO, AUTO_METHOD, METHODS, check_method, formats_asked
+from ..model.checkpoint import GGUF_SUFFIX, gguf_file_of, read_json
 from ..stream.sources import check_source
 
 # Headings on the help screen.
@@ -232,14 +233,15 @@ class QuantizeRequest:
         """The request for a folder, GGUF file, bundled name or hub id, with the defaults of `llmopt
         quantize`: the best for the method. BadInput for no such model, or options that no model could
         fulfil."""
-        from ..model.checkpoint import GGUF_SUFFIX
         from ..source.models import resolve_model
 
         folder = resolve_model(str(model))
         name = Path(model).name.removesuffix(GGUF_SUFFIX) or folder.resolve().name
         usual = {"rotations": None, "options": MethodOptions.asked()}
         given = {"model_name": name, **usual, **options}
-        return cls(folder, Path(output), **given)
+        request = cls(folder, Path(output), **given)
+        check_groups(request)
+        return request
 
     def __post_init__(self) -> None:
         for name, value in _by_gguf_type(self).items():
@@ -250,6 +252,20 @@ class QuantizeRequest:
     def scheme_options(self) -> SchemeOptions:
         shared = {name: getattr(self, name) for name in options_of(SchemeOptions)}
         return SchemeOptions(**shared, act_order=self.options.act_order)
+
+
+def work_folder(output: Path) -> Path:
+    return output.with_name(output.name + ".partial")
+
+
+def check_free(output: Path) -> None:
+    """Raises BadInput for an output that is there, unless its unfinished run is too."""
+    if output.exists() and not work_folder(output).exists():
+        raise in_the_way(output)
+
+
+def in_the_way(output: Path) -> BadInput:
+    return BadInput(f"{output} exists: remove it, or choose another folder with --output")
 
 
 def _by_gguf_type(request: QuantizeRequest) -> dict[str, str]:
@@ -295,6 +311,25 @@ def check_request(request: QuantizeRequest) -> None:
         )
     if not request.errors:
         _check_data_free(request)
+
+
+def check_groups(request: QuantizeRequest) -> None:
+    """Raises BadInput for a group size that does not divide the hidden size, which most linears have as
+    inputs: from the config, before torch is imported. The plan checks every linear."""
+    method, size = METHODS.get(request.method), request.group_size or PER_CHANNEL
+    is_open = bool(request.overrides or request.ignore) or searches(request)
+    if size == PER_CHANNEL or method is None or not method.grouped or is_open:
+        return
+    if gguf_file_of(request.model) is not None:
+        return
+    config = read_json(request.model / "config.json")
+    text = config.get("text_config")
+    width = (text if isinstance(text, dict) else config).get("hidden_size")
+    if isinstance(width, int) and width % size:
+        raise BadInput(
+            f"group size {size} does not divide the model's hidden size of {width}: choose one that does, or "
+            "leave --group-size out"
+        )
 
 
 def searches(request: QuantizeRequest) -> bool:

@@ -41,6 +41,9 @@ LINES = {
     "quantize --method rtn --target-bpw 4": "belong to --method auto and trellis",
     "quantize --bits 9": "--bits 9: method awq has 2, 3, 4, 5, 6, 8",
     "quantize --method quip --bits 0": "--bits 0: method quip has 2, 3, 4",
+    "quantize --group-size 96": "group size 96 does not divide the model's hidden size of 256: choose",
+    "quantize --output taken": "taken exists: remove it, or choose another folder with --output",
+    "quantize --time": "--time refines the estimate of --dry-run: give both",
     "quantize --group-size 0": "--group-size 0: give a positive number, or -1",
     "quantize stories3": "no model 'stories3'",
     "quantize ~nosuchuser/x": "~nosuchuser/x names the home of nobody here",
@@ -129,6 +132,7 @@ FILES = {
     "key.yaml": "name: a\nmodle: b\nvariants: [{name: b}]\n",
     "model.yaml": "name: a\nmodel: nothere\nvariants: [{name: b}]\n",
     "deep.json": "[" * 100_000,
+    "taken/config.json": "{}",
 }
 RUN = """
 import contextlib, io, json, sys
@@ -146,6 +150,7 @@ for line in json.loads(sys.argv[1]):
 
 def test_every_command_refuses_before_torch(tmp_path: Path) -> None:
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     done = subprocess.run(
         [sys.executable, "-c", RUN, json.dumps([*LINES])],
@@ -160,7 +165,7 @@ def test_every_command_refuses_before_torch(tmp_path: Path) -> None:
         assert said.startswith("error: ") and said.count("\n") == 1, (line, said)
         assert LINES[line] in said
     assert len(told) == len(LINES)
-    assert {path.name for path in tmp_path.iterdir()} == {*FILES}
+    assert {path.name for path in tmp_path.iterdir()} == {Path(name).parts[0] for name in FILES}
 
 
 def takes(method: Method, bits: int) -> bool:

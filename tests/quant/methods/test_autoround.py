@@ -12,8 +12,7 @@ from llmopt.quant.methods import sign_descent
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline import pipeline
 from llmopt.quant.pipeline.pipeline import quantize
-from llmopt.quant.plan.journal import work_folder
-from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest, work_folder
 
 from ...support.quant_support import STORIES, TINY
 from ...support.survey.case import Case, surveyed_types

@@ -18,9 +18,8 @@ from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline import pipeline, prepare
 from llmopt.quant.pipeline.pipeline import QuantizeResult, quantize
-from llmopt.quant.plan.journal import work_folder
 from llmopt.quant.plan.manifest import MANIFEST_NAME
-from llmopt.quant.plan.request import QuantizeRequest
+from llmopt.quant.plan.request import QuantizeRequest, work_folder
 from llmopt.quant.source.load_processor import load_tokenizer
 from llmopt.quant.stream.layer_stream import LayerStream
 from llmopt.recipes import MODELS

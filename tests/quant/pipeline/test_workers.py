@@ -19,7 +19,7 @@ import torch
 from llmopt.cli.main import main
 from llmopt.quant.base import workers
 from llmopt.quant.base.lanes import LANES, LaneSums, share_of
-from llmopt.quant.plan.journal import work_folder
+from llmopt.quant.plan.request import work_folder
 from llmopt.recipes import MODELS
 from transformers import DeepseekV3Config
 
