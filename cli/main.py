@@ -17,26 +17,26 @@ from .output.help_screen import App
 from .output.screen import check_shown, install
 
 COMMANDS = {
-    "quantize": "Quantize a model's weights; an interrupted run is resumed.",
+    "doctor": "Show this machine's hardware, what is wrong and what to do about it; with --all also the "
+    "kernel selected for each operation.",
+    "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
+    "network.",
     "best": "Find the checkpoint for a model, hardware and promises, proven; an interrupted run is resumed.",
+    "quantize": "Quantize a model's weights; an interrupted run is resumed.",
     "verify": "Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was "
     "computed.",
     "convert": "Convert a quantized checkpoint to another format, or to plain weights.",
     "merge": "Fold LoRA and DoRA adapters into the weights of a checkpoint.",
-    "bench": "Measure a model: latency, throughput, quality and memory, in a folder under runs/.",
-    "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",
-    "compare": "Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict.",
     "serve-local": "Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C.",
     "batch": "Answer an OpenAI batch file with the engine in this process; an interrupted run is resumed.",
-    "kv-plan": "Plan memory, speed and price of serving a model, from its config alone. No GPU and no "
-    "network.",
-    "deploy": "Write manifests, a compose file, alert rules and Dockerfiles, as planned.",
+    "bench": "Measure a model: latency, throughput, quality and memory, in a folder under runs/.",
+    "compare": "Compare two runs, or paired starts of two builds: exit 0 pass, 1 regression, 3 no verdict.",
     "report": "Combine runs into one page: speed, quality and size side by side, and the Pareto front.",
+    "freeze": "Write a workload with its token ids, lengths, arrival times and hash.",
     "run": "Run a recipe: bench, quantize, verify, bench again, compare, report.",
-    "doctor": "Show this machine's hardware, what is wrong and what to do about it; with --all also the "
-    "kernel selected for each operation.",
+    "deploy": "Write manifests, a compose file, alert rules and Dockerfiles, as planned.",
 }
-"""Help summaries of the commands. Each command is a function in the module of the same name."""
+"""Help summaries in the order of the workflow. Each command is a function in the module of its name."""
 
 
 def application(*names: str) -> typer.Typer:

@@ -2,7 +2,7 @@
 
 Typer's own tables cut names and types in a narrow terminal, and read brackets in a help text as markup. A
 command that has options which few people need (`rare`, see `cli/options/command.py`) shows them with
-`--help-all`. Each command's lines to copy stand in `EXAMPLES`; a test compares them with its options.
+`--help-all`. Lines to copy stand in `QUESTIONS` and `EXAMPLES`; a test compares them with the options.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ def write_screen(command: Any, context: Any, formatter: Any) -> None:
     command.format_usage(context, formatter)
     formatter.write("\n")
     _write_lines(formatter, _wrapped(cleandoc(command.help or ""), formatter.width - 2))
+    _, _, name = context.command_path.partition("llmopt ")
+    name = name or context.command_path
+    if questions := QUESTIONS.get(name):
+        formatter.write(f"\n{_styled('Questions', bold=True)}\n")
+        for question, line in questions.items():
+            _write_lines(formatter, [question, f"    {_styled(line, fg='cyan')}"])
     rare = () if context.meta.get(SHOW_ALL) else getattr(command.callback, "rare", ())
     panels: dict[str, Rows] = {}
     left_out: Counter[str] = Counter()
@@ -82,18 +88,17 @@ def write_screen(command: Any, context: Any, formatter: Any) -> None:
             left_out[heading] += 1
         else:
             panels.setdefault(heading, []).append(row)
-    for heading, rows in panels.items():
-        _write_section(formatter, heading, rows)
     if commands := getattr(command, "commands", {}):
-        rows = [(name, cleandoc(inner.help or "")) for name, inner in commands.items()]
-        _write_section(formatter, "Commands", rows)
+        rows = [(inner, cleandoc(other.help or "")) for inner, other in commands.items()]
+        panels = {"Commands": rows, **panels}
+    for heading, rows in (panels | CHOICES.get(name, {})).items():
+        _write_section(formatter, heading, rows)
     if left_out:
         counts = (f"{heading} ({count})" for heading, count in left_out.items())
         more = f"{left_out.total()} more options, which --help-all shows: {', '.join(counts)}"
         formatter.write("\n")
         _write_lines(formatter, _wrapped(more, formatter.width - 2))
-    _, _, name = context.command_path.partition("llmopt ")
-    if lines := EXAMPLES.get(name or context.command_path):
+    if lines := EXAMPLES.get(name):
         formatter.write(f"\n{_styled('Examples', bold=True)}\n")
         _write_lines(formatter, lines)
     if command.epilog:
@@ -132,13 +137,41 @@ def _styled(text: str, **style: Any) -> str:
     return typer.style(text, **style) if has_colour else text
 
 
+QUESTIONS: Mapping[str, Mapping[str, str]] = {
+    "llmopt": {
+        "Which format for my card?": "llmopt best ./my-model --gpu l40s --loads-in vllm --dry-run",
+        "Does it fit?": "llmopt kv-plan llama-70b --gpu h100 --ctx 32k --concurrency 16",
+        "Is it slower than last week?": "llmopt compare runs/LAST_WEEK runs/TODAY",
+        "Will this checkpoint load?": "llmopt verify ./my-checkpoint",
+        "Is this server sane?": "llmopt bench --base-url localhost:8000",
+    },
+}
+"""{command: {question: the line that answers it}}."""
+
+CHOICES: Mapping[str, Mapping[str, Rows]] = {
+    "quantize": {
+        "Methods": [
+            ("awq", "integers for vLLM, transformers and llmopt: the default"),
+            ("gptq", "the same in about half the time, at more error"),
+            ("rtn", "in seconds: rounded to nearest, with little data or none"),
+            ("hqq", "integers fitted to the weights alone, without data"),
+            ("autoround", "integers, tuned by the output of each layer"),
+            ("Q4_K_M", "a file for llama.cpp; any GGUF type is a method"),
+            ("auto", "a given size: the best width for each linear"),
+            ("trellis", "least error at 2 to 4 bits, for ExLlamaV3"),
+            ("quip", "2 to 4 bits in lattice codes, for llmopt"),
+            ("fp8", "8-bit floats, for GPUs that multiply them"),
+            ("smoothquant", "8-bit integers, weights and activations"),
+            ("int8", "8-bit weights; for bitsandbytes by --outlier-threshold 6"),
+            ("nvfp4, mxfp4", "4-bit floats, for vLLM on GPUs"),
+            ("nf4, fp4", "4 bits for bitsandbytes, without data"),
+            ("squeezellm", "a table for each channel; only llmopt loads it"),
+        ]
+    }
+}
+"""{command: {heading: values of an option, and when to take each}}."""
+
 EXAMPLES: Mapping[str, Sequence[str]] = {
-    "llmopt": (
-        "llmopt quantize --method awq",
-        "llmopt bench --dataset sharegpt",
-        "llmopt kv-plan --model llama-70b --ctx 128k",
-        "llmopt serve-local",
-    ),
     "quantize": (
         "llmopt quantize --method awq",
         "llmopt quantize ./my-model --method gptq --bits 4 --group-size 128 -o out",
@@ -201,4 +234,4 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "doctor": ("llmopt doctor", "llmopt doctor --all", "llmopt doctor --gpu -o gpu.json"),
 }
-"""{command: its lines}, the shortest first; `llmopt` itself by its name."""
+"""{command: its lines}, the shortest first."""

@@ -43,8 +43,7 @@ class QuantizeRequest:
     output: Path
     method: str = option(
         "awq",
-        "Quantization method: awq, gptq, autoround, rtn, smoothquant, hqq, squeezellm, int8, fp8, "
-        "nf4, fp4, nvfp4, mxfp4, trellis, quip; or auto: gptq with mixed precision under a target.",
+        "Quantization method, or a GGUF type; the list of methods says when to take which.",
         common=True,
     )
     format: str | None = option(

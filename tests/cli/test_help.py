@@ -12,7 +12,8 @@ import pytest
 import typer.main
 from llmopt.cli import main
 from llmopt.cli.options.command import MOST_SHOWN
-from llmopt.cli.output.help_screen import EXAMPLES
+from llmopt.cli.output.help_screen import CHOICES, EXAMPLES, QUESTIONS
+from llmopt.quant.methods.registry import AUTO, METHODS
 
 ROOT: Any = typer.main.get_command(main.application())
 MOST_COMMON = 20
@@ -79,14 +80,21 @@ def test_every_command_takes_help_all(words, capsys) -> None:
 
 @each_command
 def test_a_help_screen_ends_with_examples(words, capsys) -> None:
-    lines = EXAMPLES[" ".join(words) or "llmopt"]
-    assert 2 <= len(lines) <= (4 if not words else 3)
+    if not words:
+        return
+    lines = EXAMPLES[" ".join(words)]
+    assert 2 <= len(lines) <= 3
     screen = shown(capsys, *words, "--help").splitlines()
     assert [f"  {line}" for line in lines] == [line for line in screen if line[2:] in lines]
     assert max(map(len, lines)) <= WIDEST_EXAMPLE
 
 
-@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+ANSWERS = [line for lines in QUESTIONS.values() for line in lines.values()]
+
+
+@pytest.mark.parametrize(
+    "line", [*ANSWERS, *(line for lines in EXAMPLES.values() for line in lines)]
+)
 def test_an_example_parses(line, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, *arguments = shlex.split(line)
@@ -95,6 +103,35 @@ def test_an_example_parses(line, tmp_path, monkeypatch) -> None:
         command = command.commands[arguments.pop(0)]
     command.make_context(command.name, arguments)
     assert not list(Path(tmp_path).iterdir())
+
+
+def test_llmopt_alone_begins_with_questions(capsys) -> None:
+    screens = []
+    for arguments in ([], ["--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main.main(arguments)
+        assert not stop.value.code
+        screens.append(capsys.readouterr().out)
+    screen, asked = screens
+    assert screen == asked
+    assert len(ANSWERS) == 5 and max(map(len, ANSWERS)) <= WIDEST_EXAMPLE
+    texts = [text for pair in QUESTIONS["llmopt"].items() for text in pair]
+    places = [
+        screen.index(text) for text in (*texts, "\nCommands\n", *main.COMMANDS, "\nOptions\n")
+    ]
+    names = [screen.index(f"\n  {name} ") for name in main.COMMANDS]
+    assert places[:10] == sorted(places[:10]) and names == sorted(names)
+    assert max(places[:10]) < places[10] < min(names) and max(names) < places[-1]
+
+
+def test_every_method_is_told_when_to_take_it_in_half_a_line(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    screen = shown(capsys, "quantize", "--help").splitlines()
+    told = CHOICES["quantize"]["Methods"]
+    known = {*METHODS, AUTO, "Q4_K_M"}
+    assert sorted(name for names, _ in told for name in names.split(", ")) == sorted(known)
+    for names, text in told:
+        assert len(text) <= 60 and any(names in line and text in line for line in screen)
 
 
 def test_an_example_that_does_not_parse_is_noticed(tmp_path) -> None:
