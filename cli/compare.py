@@ -73,7 +73,8 @@ def _compare_runs(paths: list[str], limits: LimitOptions, files: VerdictFileOpti
     gate = parse_gate(limits.gate) if limits.gate is not None else ()
     share = parse_share(limits.threshold)
     before, after = (RunData.read(Path(path)) for path in paths)
-    comparison = judge(before, after, threshold=share, limits=gate, gate=quality)
+    speed = limits.gate_speed
+    comparison = judge(before, after, threshold=share, limits=gate, gate=quality, gate_speed=speed)
     if files.output is not None or files.markdown is not None:
         from ..bench.report.comparison import comparison_page
 

@@ -64,6 +64,7 @@ from .score_checks import (
     quality_changes,
     task_changes,
 )
+from .speed_gate import GateSpeed, by_processor, decides, forbids, is_hosted_runner
 from .verdict import (
     FALSE_PASS,
     LimitVerdict,
@@ -133,9 +134,11 @@ def compare(
     threshold: float = 0.05,
     limits: Sequence[Limit] = (),
     gate: QualityGate | None = None,
+    gate_speed: GateSpeed | None = None,
 ) -> Comparison:
     """Judge the single run `new` against `base` by `limits`; by default, by four speed metrics, none of which
-    may get worse by `threshold` (0.05: 5 %)."""
+    may get worse by `threshold` (0.05: 5 %). Without `gate_speed` every limit decides. Raises BadInput: speed
+    shall not decide, and there is no other limit."""
     same = base.result["llmopt"]["run_id"] == new.result["llmopt"]["run_id"]
     comparison = _before_limits([base], [new], threshold)
     if comparison.reasons:
@@ -143,7 +146,13 @@ def compare(
     comparison = replace(comparison, tasks=task_changes(base, new))
     gaps: list[Gap] = []
     chosen = with_waiting(limits) or default_limits(threshold, base.result, new.result)
+    if gate_speed == "auto" and is_hosted_runner():
+        chosen = by_processor(chosen, base, new)
     checks = checks_of([*chosen, *(gate.limits if gate else ())], [base], [new])
+    if gate_speed == "off" and not checks:
+        raise BadInput(
+            "--gate-speed off leaves no limit: give one on quality or memory, such as --max-kl 0.02"
+        )
     comparison = replace(comparison, checks=checks)
     if failed := failure_words([base], [new]):
         if failed[0] is GateOutcome.REGRESSION:
@@ -174,7 +183,7 @@ def compare(
     if not limits:
         passed = f"no metric is {threshold:.1%} worse: a change of that size would show"
         passed = "both are the same run" if same else passed
-    return conclude(comparison, [], gaps, passed, speed)
+    return conclude(comparison, [], gaps, passed, speed, gate_speed)
 
 
 def judge_starts(
@@ -183,6 +192,7 @@ def judge_starts(
     *,
     limits: Sequence[Limit],
     quality: QualityGate | None = None,
+    gate_speed: GateSpeed | None = None,
     max_pairs: int,
     final: bool = False,
 ) -> Comparison:
@@ -217,8 +227,9 @@ def judge_starts(
     deltas, curves = tuple(v for v, _ in judged), tuple(curve for _, curve in judged if curve)
     checks = checks_of([*limits, *(quality.limits if quality else ())], base, new)
     comparison = replace(comparison, deltas=deltas, checks=checks, curves=curves)
-    comparison = conclude(comparison, faults, [*gaps, *unknown], kept_words(len(limits)))
-    is_open = any(delta.outcome is GateOutcome.NO_VERDICT for delta in deltas)
+    passed = kept_words(len(limits))
+    comparison = conclude(comparison, faults, [*gaps, *unknown], passed, gate_speed=gate_speed)
+    is_open = gate_speed != "off" and any(v.outcome is GateOutcome.NO_VERDICT for v in deltas)
     is_over = final or len(base) >= max_pairs or comparison.outcome is GateOutcome.REGRESSION
     return replace(comparison, settled=is_over or not is_open)
 
@@ -280,15 +291,24 @@ def conclude(
     gaps: Sequence[Gap],
     passed: str = "",
     speed: MeasuredVerdict | str = "no limit is on a speed",
+    gate_speed: GateSpeed | None = None,
 ) -> Comparison:
     """The comparison with its outcome: a broken limit or one of `faults` is a regression, an undecided limit
     or one of `gaps` is no verdict, and `passed` describes a pass. `speed` is shown if no limit is on a speed,
-    or says why there is none; faults and gaps concern speeds."""
-    verdicts = comparison.verdicts
-    others = [GateOutcome.REGRESSION for _ in faults] + [GateOutcome.NO_VERDICT for _ in gaps]
+    or says why there is none; faults and gaps concern speeds. With `gate_speed` some speeds do not decide,
+    unless nothing else does."""
+    verdicts = [verdict for verdict in comparison.verdicts if decides(verdict, gate_speed)]
+    open_gaps = [gap for gap in gaps if forbids(gap, gate_speed)]
+    if not (verdicts or faults or open_gaps):
+        verdicts, open_gaps = list(comparison.verdicts), list(gaps)
+    others = [GateOutcome.REGRESSION for _ in faults] + [GateOutcome.NO_VERDICT for _ in open_gaps]
     outcome = GateOutcome.of([*(verdict.outcome for verdict in verdicts), *others])
-    reasons, texts = (passed,), [str(gap) for gap in gaps]
-    conditions = [gap.condition for gap in gaps if isinstance(gap, Difference)]
+    if left_out := [verdict.name for verdict in comparison.verdicts if verdict not in verdicts]:
+        passed = f"{kept_words(len(verdicts))}; informs and does not gate: {', '.join(left_out)}"
+    elif len(open_gaps) < len(gaps):
+        passed = f"{kept_words(len(verdicts))}; speed does not gate: {gaps[0]}"
+    reasons, texts = (passed,), [str(gap) for gap in open_gaps]
+    conditions = [gap.condition for gap in open_gaps if isinstance(gap, Difference)]
     decided_by: list[str] = []
     if outcome is not GateOutcome.PASS:
         decided_by = [verdict.name for verdict in verdicts if verdict.outcome is outcome]
@@ -299,13 +319,18 @@ def conclude(
     elif outcome is GateOutcome.NO_VERDICT:
         sentence = undecided_words(verdicts, texts, by_starts=comparison.num_pairs > 0)
         reasons = sentence or (NO_METRIC,)
-        decided_by += [getattr(gap, "condition", str(gap)) for gap in gaps]
+        decided_by += [getattr(gap, "condition", str(gap)) for gap in open_gaps]
     return replace(
         comparison,
         outcome=outcome,
         reasons=reasons,
         aspects=aspects_of(
-            verdicts, comparison.quality, comparison.memory, faults=faults, gaps=texts, speed=speed
+            comparison.verdicts,
+            comparison.quality,
+            comparison.memory,
+            faults=faults,
+            gaps=[str(gap) for gap in gaps],
+            speed=speed,
         ),
         decided_by=tuple(dict.fromkeys(decided_by)),
         conditions=tuple(dict.fromkeys(conditions)),

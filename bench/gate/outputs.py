@@ -60,15 +60,19 @@ DASHBOARD = {
 
 def junit(comparison: Comparison) -> str:
     """JUnit XML: a test case per limit, and one for the verdict. A regression is a failure, no verdict an
-    error."""
+    error; what a pass leaves undecided is skipped."""
+    kinds = {GateOutcome.REGRESSION: "failure", GateOutcome.NO_VERDICT: "error"}
+    if comparison.outcome is GateOutcome.PASS:
+        kinds = dict.fromkeys(kinds, "skipped")
     cases = [(f"{v.label} {v.limit}", v.outcome, v.reason) for v in comparison.verdicts]
     cases.append(("verdict", comparison.outcome, comparison.sentence))
     suite = ElementTree.Element(
         "testsuite",
         name=clean(f"llmopt compare: {comparison.new} against {comparison.base}"),
         tests=str(len(cases)),
-        failures=str(sum(outcome is GateOutcome.REGRESSION for _, outcome, _ in cases)),
-        errors=str(sum(outcome is GateOutcome.NO_VERDICT for _, outcome, _ in cases)),
+        failures=str(sum(kinds.get(outcome) == "failure" for _, outcome, _ in cases)),
+        errors=str(sum(kinds.get(outcome) == "error" for _, outcome, _ in cases)),
+        skipped=str(sum(kinds.get(outcome) == "skipped" for _, outcome, _ in cases)),
     )
     for name, outcome, reason in cases:
         case = ElementTree.SubElement(
@@ -77,9 +81,9 @@ def junit(comparison: Comparison) -> str:
         if outcome is GateOutcome.PASS:
             ElementTree.SubElement(case, "system-out").text = clean(reason)
         else:
-            kind = "failure" if outcome is GateOutcome.REGRESSION else "error"
-            element = ElementTree.SubElement(case, kind, message=clean(reason), type=outcome.value)
-            element.text = clean(reason)
+            text = clean(reason)
+            element = ElementTree.SubElement(case, kinds[outcome], message=text, type=outcome.value)
+            element.text = text
     suites = ElementTree.Element("testsuites")
     suites.append(suite)
     ElementTree.indent(suites)

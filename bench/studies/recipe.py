@@ -41,6 +41,7 @@ from ...quant.source.models import is_local
 from ...recipes import DEFAULT_MODEL
 from ..gate.limits import Limit, parse_gate, parse_share
 from ..gate.score_checks import QualityGate
+from ..gate.speed_gate import GateSpeed
 from ..machine.environment import without_secrets
 from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads
@@ -243,13 +244,15 @@ class Grid(_Strict):
 
 
 class CompareStep(_Strict):
-    """How variants are compared (`llmopt compare`); `gate`: limits, true: from other keys, false: none."""
+    """How variants are compared (`llmopt compare`); `gate`: limits, true: from other keys, false: none. With
+    `gate_speed` the run begins with the smallest change of speed that this machine can tell."""
 
     gate: bool | str = True
     threshold: str | float = "5%"
     max_ppl_increase: str | float | None = None
     max_kl: float | None = None
     min_top1: str | float | None = None
+    gate_speed: GateSpeed | None = None
 
     @field_validator("gate", mode="before")
     @classmethod

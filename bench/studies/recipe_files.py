@@ -169,7 +169,7 @@ def line_of(root: Node | None, path: Sequence[int | str]) -> int:
     return line
 
 
-JOURNAL_NAME = "journal.json"
+JOURNAL_NAME, REACH_NAME = "journal.json", "speed-reach.json"
 IN_TURNS = "in turns"
 """The stage that measures all models at once is of none of them."""
 # No variant is named so.
@@ -316,6 +316,12 @@ class RecipeRun:
     variants: tuple[VariantRun, ...]
 
     @property
+    def speed_reach(self) -> list[dict[str, Any]]:
+        """What this machine can tell of each limit on speed; empty for a recipe without `gate_speed`."""
+        path = self.folder / REACH_NAME
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+    @property
     def exit_code(self) -> int:
         """1 for a checkpoint that failed its verification; then, if the recipe gates, the worst verdict."""
         if not all(variant.is_sound for variant in self.variants):
@@ -329,6 +335,7 @@ class RecipeRun:
             "recipe": self.recipe.dump(),
             "exit_code": self.exit_code,
             "base": BASE_NAME,
+            "speed_reach": self.speed_reach,
             "variants": {run.variant.name: run.record() for run in self.variants},
         }
 

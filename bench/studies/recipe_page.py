@@ -124,8 +124,10 @@ def quality_key(variant: VariantRun) -> float:
 def gate_sentence(run: RecipeRun) -> str:
     if run.recipe.compare.gate:
         sentences = ["The verdicts gate: a regression makes the command fail."]
+        if reach := "; ".join(limit["words"] for limit in run.speed_reach):
+            sentences.append(f"Before it began, this machine could tell: {reach}.")
         for tried in run.variants:
-            decided = ", ".join(tried.comparison.decided_by) or "every limit is kept"
+            decided = ", ".join(tried.comparison.decided_by) or tried.comparison.sentence
             sentences.append(f"{tried.variant.name}: {tried.comparison.outcome.value} ({decided}).")
         return " ".join(sentences)
     decode = decode_explanation(run.base.result)

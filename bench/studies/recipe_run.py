@@ -26,7 +26,9 @@ from ...quant.plan.manifest import MANIFEST_NAME
 from ...quant.source.models import resolve_model
 from ...recipes import DEFAULT_MODEL
 from ..gate.compare import Comparison, RunData, compare
+from ..gate.limits import speed_limits, with_waiting
 from ..gate.outputs import write_outputs
+from ..gate.speed_gate import by_processor, is_hosted_runner, speed_reach
 from ..load.started_server import served
 from ..options.options import BenchOptions
 from ..options.values import parse_loads
@@ -41,10 +43,12 @@ from ..session.sweep import SweepTarget, sweep_loads
 from ..session.target_sessions import load_engine
 from .jobs import Job, jobs_of, run_on_ray
 from .recipe import BASE_NAME, Recipe, Variant, bench_of
-from .recipe_files import CapacityRun, RecipeRun, Stages, VariantRun
+from .recipe_files import REACH_NAME, CapacityRun, RecipeRun, Stages, VariantRun
 from .recipe_page import recipe_page
 
 SINGLE, SWEEP, PLAN_NAME, JUNIT_NAME = "single", "sweep", "plan.json", "verdict.xml"
+REACH_PASSES = 5
+"""Passes of the original before a recipe with `gate_speed`: four steps between passes tell their noise."""
 
 
 def run_recipe(
@@ -116,6 +120,7 @@ def do_job(stages: Stages, job: Job, progress: Progress) -> None:
             runs = [original, *others]
             with ExitStack() as stack:
                 ready = [stack.enter_context(served(run, progress)) for run in runs]
+                say_speed_reach(stages, ready[0], progress)
                 paired = [with_reference(run, ready[0]) for run in ready]
                 keep(run_interleaved(paired, progress), stages, progress)
         else:
@@ -159,8 +164,15 @@ def verified_files(
 
 
 def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
-    limits, quality = recipe.compare.limits, recipe.compare.quality_gate
-    return compare(base, new, threshold=recipe.compare.share, limits=limits, gate=quality)
+    step = recipe.compare
+    return compare(
+        base,
+        new,
+        threshold=step.share,
+        limits=step.limits,
+        gate=step.quality_gate,
+        gate_speed=step.gate_speed,
+    )
 
 
 def measure(
@@ -169,10 +181,31 @@ def measure(
     """Run a benchmark into its folder, on a server started for it, if asked; joins shared scores."""
     scores = stages.scores(str(wanted.name))
     with served(wanted, progress) as ready:
+        if wanted.name == BASE_NAME:
+            say_speed_reach(stages, ready, progress)
         options = with_reference(ready, original)
         shared = {"shared": SharedScores(scores)} if scores.is_dir() else {}
         keep([run_bench(options, progress, **shared)], stages, progress)
     shutil.rmtree(scores, ignore_errors=True)
+
+
+def say_speed_reach(stages: Stages, original: BenchOptions, progress: Progress) -> None:
+    """Measure the original for some passes, and say the smallest change that its noise lets this machine
+    tell under each limit on speed; only for a recipe with `gate_speed`, once."""
+    step, path = stages.recipe.compare, stages.folder / REACH_NAME
+    if step.gate_speed in (None, "off") or path.is_file():
+        return
+    few = original.model_copy(update={"num_runs": REACH_PASSES, "quality": False})
+    run = run_bench(few, progress)
+    data = RunData(run.result)
+    limits = with_waiting(step.limits) or speed_limits(step.share)
+    if step.gate_speed == "auto" and is_hosted_runner():
+        limits = by_processor(limits, data)
+        progress.note("a runner of GitHub: speed is judged by the processor's work and waiting")
+    reaches = speed_reach(limits, data, stages.recipe.bench.num_runs)
+    for reach in reaches:
+        progress.note(f"this machine: {reach.words}")
+    write_atomically(path, to_json([reach.as_dict() for reach in reaches]))
 
 
 def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:

@@ -206,6 +206,7 @@ class PairedSeries:
             self.new,
             limits=limits,
             quality=self.plan.quality(),
+            gate_speed=self.plan.limits.get("gate_speed"),
             max_pairs=self.plan.max_pairs,
             final=final,
         )

@@ -229,6 +229,11 @@ class LimitOptions:
         parse=parse_nats,
     )
     min_top1: str | None = option(None, "Least top-1 agreement with the reference, such as 95%.")
+    gate_speed: Literal["auto", "off", "only"] | None = option(
+        None,
+        "Which speeds decide: auto (those that this machine can tell), off (none), only (nothing "
+        "else). Default: all limits decide, and a speed that is too noisy ends in no verdict.",
+    )
 
     def quality_gate(self) -> QualityGate:
         """Raises `BadInput` for an invalid share."""
