@@ -1,8 +1,7 @@
 """`llmopt doctor --gpu`: stages in processes that are watched, so that a hang or a crash is a finding.
 
-The process of a stage writes a line before each case and after it. If it ends within a case, or a case takes
-longer than it may, the process group is killed, the case has failed, and a new process continues with the
-next case.
+A stage writes a line before and after each case. If it ends or exceeds its time within one, that case has
+failed, and a new process continues with the next.
 """
 
 from __future__ import annotations

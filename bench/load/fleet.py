@@ -1,8 +1,7 @@
 """The load worker processes of a run, which share a concurrency limit, and the certification of their error.
 
-The client's own error is measured against a server of known latency (`known_server`). It reports in each
-event when it read the request and when it wrote, on the client's clock (`time.perf_counter()` is one clock
-for all processes of a machine). This separates the client's error from the server's lateness.
+The error is measured against `known_server`, which reports when it read the request and when it wrote, on the
+client's clock: this separates the client's error from the server's lateness.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """In-process target: drives the engine directly, in one loop and on one clock; and its decode steps by phase.
 
-Images are decoded and processed when their request is sent, and timed. A hook can stretch a phase of the
-engine's steps, to test that a comparison detects a slowdown. The phases of decode steps, and why smaller
-weights did or did not shorten them, come from a short extra pass: timing phases on a GPU synchronises.
+A hook can stretch a phase, to test that a comparison detects a slowdown. Phases of decode steps come from a
+short extra pass, as timing them on a GPU synchronises.
 """
 
 from __future__ import annotations

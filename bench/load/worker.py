@@ -1,8 +1,7 @@
 """Load worker process: one event loop that sends on schedule, timestamps reads, and parses afterwards.
 
-The protocol is pickles over stdin and stdout (`fleet.Fleet` is the peer): a `Job` in, `"ready"` out when the
-connections are open, the clock's origin in, `"ended"` out per request, a `Report` out. `"stop"` in ends the
-pass early; end of input ends the process.
+Pickles over stdin and stdout (`fleet.Fleet`): a `Job` in, `"ready"` out, the clock's origin in, `"ended"` out
+per request, a `Report` out. `"stop"` in ends the pass early; end of input the process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Benchmarks from options to run folders: one session, paired sessions, passes in turns, verdicts.
 
-In turns each process waits before every pass, because neighbouring passes share the mood of the machine
-(docs/measuring.md). The environment variable LLMOPT_PASS_TURNS of a process holds `read,write,pair`: two open
-file descriptors and the shared id of the pair. The process writes a byte when it is ready for a pass (and,
-after its last pass, for scoring), and goes on when it has read one.
+In turns each process waits before every pass (docs/measuring.md): LLMOPT_PASS_TURNS holds `read,write,pair`,
+two open file descriptors and the pair's id. The process writes a byte when it is ready for a pass, or for
+scoring, and goes on when it has read one.
 """
 
 from __future__ import annotations

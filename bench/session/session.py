@@ -1,8 +1,6 @@
 """Benchmark session: a warmed-up target, measured pass by pass, scored, then recorded; with its progress.
 
-The stages of a run share one bar, by the time that each is expected to take: the mean of those before it of
-its kind; before the first of a kind it is a guess, which is corrected as soon as the stage counts its own
-units. The share that is shown never falls.
+Stages share one bar, by the mean time of those before of the kind, at first a guess; it never falls.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Jobs of a recipe: its stages as one list, for this process or for tasks of Ray.
 
-A job is what one process does alone: it quantizes a variant, scores a share of the windows of a model, or
-measures one. Jobs of one model follow each other, all others are independent. Whoever does a job notes it in
-the journal of the recipe's folder, which all see.
+A job is one process's: to quantize a variant, score windows of a model, or measure one. Jobs of one model
+follow each other, others are independent; each is noted in the recipe's journal.
 """
 
 from __future__ import annotations

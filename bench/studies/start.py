@@ -1,8 +1,7 @@
 """One start: a fresh process on chosen CPUs that loads the weights, makes passes, and writes a run folder.
 
-The two starts of a pair run on the same CPUs, those that were idle longest: one after the other, or alive
-together and in turns pass by pass: neighbouring passes share the mood of the machine, so their change is far
-steadier (`session.pass_turns`).
+Both starts of a pair run on the CPUs that were idle longest, one after the other, or in turns pass by pass:
+neighbouring passes share the mood of the machine (`session.pass_turns`).
 """
 
 from __future__ import annotations

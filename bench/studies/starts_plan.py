@@ -1,8 +1,7 @@
 """Plan of a comparison by starts, `starts.json`: its two builds, their command lines, limits and budget.
 
-A build is a virtual environment, a command line, or the URL of a server that is already running. With
-`--serve` among the options of the benchmark, the first two are the server's, and this installation is the
-client of both. A command line with `{output}` or `{folder}` is the benchmark of another tool, whole.
+A build is a virtual environment, a command line, or a running server's URL. `--serve` makes the first two the
+server's, with this client. `{output}` or `{folder}`: another tool's whole benchmark.
 """
 
 from __future__ import annotations

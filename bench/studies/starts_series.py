@@ -1,8 +1,7 @@
 """Series of paired starts in ABBA order, until the verdict is settled or the budget ends; resumable.
 
-ABBA: the first pair starts with the base, the second with the new build, and so on, so that a machine that
-drifts steadily favours neither. Leading passes of a start are discarded until two in succession agree. A
-finished comparison is written as `comparison.json`, `.html` and `.md`.
+Pairs begin with base and new build in turns, so that steady drift favours neither. Leading passes of a start
+are discarded until two agree. The result is `comparison.json`, `.html` and `.md`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Conversations to workload items: the chat template split into what each turn appends.
 
-An agentic workload is synthetic conversations from a seed: a shared system prompt with tool definitions,
-short JSON calls, growing tool results. The messages have the Hermes form (`<tool_call>`, `<tool_response>`),
-with tool results in user messages, so that any chat template renders them.
+An agentic workload is synthetic conversations: a shared system prompt with tools, short JSON calls, growing
+results. Messages have the Hermes form, results in user messages, so that any template renders them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """ShareGPT conversations by the usual filter of serving benchmarks, and whole multi-turn threads.
 
-The filter's rules are those of vLLM's `benchmark_serving` and its descendants: an entry needs two turns, the
-first is the prompt and the second gives the output length, both are tokenized with the tokenizer's special
-tokens, and pairs that are too short or too long are dropped. Another tokenizer therefore selects other
-prompts, which the hash of the workload shows. vLLM ignores roles; here a system message goes in front of the
-first question, and an answer without a question is skipped.
+As in vLLM's `benchmark_serving`: of two turns the first is the prompt, the second gives the output length, by
+the tokenizer with special tokens; pairs too short or too long are dropped. vLLM ignores roles; here a system
+message joins the first question, and an answer without a question is skipped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Trace replay: arrival times, lengths, shared prefix blocks and dependencies of recorded traffic.
 
-No trace holds prompts, so the tokens are random; equal blocks get equal tokens. By arrival every request is
-sent when it came, and one that repeats the model's own answer not before that has ended; by dependency one
-that was made from another's answer is sent when that has ended and its gap has passed, so that a slower
-server meets the clients that it would have.
+No trace holds prompts, so tokens are random; equal blocks get equal ones. By arrival requests are sent as
+they came, but not before an answer that they repeat; by dependency when the answer they were made from has
+ended and a gap has passed, as a slower server would meet clients.
 """
 
 from __future__ import annotations

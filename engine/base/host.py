@@ -1,8 +1,7 @@
 """Hardware of this machine: CPU topology and cgroup limits, memory, and NVIDIA cards through NVML. No torch.
 
-Every function over sysfs takes its root, so that any machine can be made up as a folder. NVML's names,
-units and codes are those of NVIDIA's API reference; a reading is None where the library or the card does
-not support it.
+Functions over sysfs take its root, so that any machine can be made up as a folder. An NVML reading is None
+where the library or the card does not support it.
 """
 
 from __future__ import annotations
@@ -61,12 +60,7 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a process computes.
-
-    Attributes:
-        cpus: hardware threads to bind the process to; empty: it may run where it may now.
-        node: the NUMA node that they are of; None: all nodes, or there is one.
-    """
+    """Threads of a step, hardware threads to bind to (none: where it may now), and their node (None: all)."""
 
     num_threads: int
     cpus: tuple[int, ...] = ()

@@ -1,8 +1,6 @@
-"""Logits processors and token masks (guided decoding).
+"""Logits processors and token masks (guided decoding): pure functions of the tokens so far.
 
-Both are pure functions of the tokens so far. That makes them correct under every schedule: a recomputed
-sequence gets the same result, the completions of one request share no state, and a rejected draft leaves
-nothing to roll back.
+So every schedule is correct: recomputed sequences get the same, and rejected drafts leave nothing to undo.
 """
 
 from __future__ import annotations
@@ -28,14 +26,11 @@ class TokenMask(Protocol):
     """Allowed next tokens: the interface of guided decoding."""
 
     def allowed(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor | None:
-        """The tokens allowed after `prompt` and `output`; None: all.
+        """The tokens allowed after `prompt` and `output`; None: all. It must be pure, and is called again.
 
-        A boolean mask [vocab], or a packed one, int32 [ceil(vocab / 32)], with bit i % 32 of word i // 32
-        set if token i is allowed (the layout of xgrammar and llguidance). A mask may be shorter than the
-        vocabulary: tokens beyond its end are not allowed. If it allows none, the sequence can only end.
-
-        Must be a pure function of its arguments: it is called again after a preemption, and for drafts that
-        may be rejected.
+        A boolean mask [vocab], or a packed one, int32 [ceil(vocab / 32)] (the layout of xgrammar and
+        llguidance). Tokens beyond a shorter mask are not allowed. If it allows none, the sequence can only
+        end.
         """
         ...
 

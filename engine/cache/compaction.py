@@ -36,9 +36,7 @@ def check_eviction(config: EngineConfig, model: CausalModel) -> None:
 def kept_slots(rule: KvEviction, sums: torch.Tensor) -> torch.Tensor:
     """Slots that each KV head keeps, int64 [kv_heads, budget], ascending: the last, and the best before them.
 
-    `sums` [kv_heads, slots] are key scores. SnapKV's, of the queries in the observation window, are max-
-    pooled over neighbours, so that the surroundings of a key stay too. H2O's heavy hitters count all queries
-    so far.
+    `sums` [kv_heads, slots]: SnapKV's of recent queries are max-pooled; H2O's are of all queries.
     """
     end = sums.shape[1] - rule.num_recent
     scores = sums[:, :end]

@@ -102,11 +102,8 @@ def choose_num_blocks(
 ) -> int:
     """Number of blocks of the KV cache, the null block included, by the planner's rule.
 
-    `layouts` are this rank's, `max_model_len` is the largest number of tokens of a sequence that stay in the
-    cache. `profile_kv_cache_budget` is called only if the config sets no size.
-
-    Raises:
-        BadInput: the configured memory does not hold a single sequence.
+    `layouts` are this rank's, `max_model_len` the most tokens of a sequence that stay. BadInput: the memory,
+    profiled if no size is set, does not hold a sequence.
     """
     if not layouts:  # constant states only: a block is an entry of block tables, without memory
         whole = -(-max_model_len // block_size) * max_num_seqs
@@ -158,9 +155,7 @@ def choose_num_host_blocks(
 class KvCache:
     """Keys and values of all layers in blocks, stored as `dtype`; 8-bit dtypes with their scales.
 
-    On a CPU the pages of a block are committed as it is first written: attention reads only written slots and
-    the null block. `num_host_blocks` blocks on the host are the swap space of preempted sequences; `states`
-    belong to a model with constant state.
+    A CPU commits a block's pages as it is first written. `num_host_blocks` are the swap space.
     """
 
     def __init__(

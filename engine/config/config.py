@@ -32,9 +32,6 @@ class SpeculationConfig:
     same, so that seeded sampling gives the same tokens with and without speculation. "rejection" is the
     rejection sampling of Leviathan et al. (2023), which accepts more of a draft model's tokens and keeps the
     distribution. For greedy decoding they are the same.
-
-    Raises:
-        BadInput: an unknown name, a number out of range, or a draft model that is missing or unused.
     """
 
     PANEL: ClassVar = "Speculative decoding"

@@ -83,11 +83,8 @@ class EngineMemory:
 class LoadedModel:
     """The loaded weights, and what follows from the checkpoint and the device alone.
 
-    Attributes:
-        workers: hold the other shards, if there are any.
-        draft: the weights of the draft-token proposer, if it has any.
-        image_rules: rules of the target model.
-        activation_bits: bits of the inputs of quantized linears on a CPU; 16 for a plain checkpoint.
+    `model` is the target, or its first shard, with `workers` of the others. `draft` and `images` are None
+    without. `activation_bits` are those of quantized linears on a CPU; 16 for a plain checkpoint.
     """
 
     folder: Path

@@ -1,8 +1,7 @@
 """Graph capture and replay of decode steps: CUDA graphs on a GPU, a CPU graph on a CPU.
 
-A step with one token per sequence is the same operations each time, on other values. So it is captured once
-for each batch size, on static input tensors, to which later steps copy their values. A step whose batch size
-was not captured is padded to the next larger one, with rows that write to the null block.
+A step with one token per sequence is captured for each batch size, on static inputs; others are padded to the
+next larger size, with rows that write to the null block.
 """
 
 from __future__ import annotations
@@ -185,12 +184,10 @@ def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
 
 
 class DecodeStep:
-    """CPU graph of the layers on `inputs`, followed by the LM head of its result, also captured.
+    """CPU graph of the layers on `inputs`, then of the LM head; sizes share the logits' memory.
 
-    The logits of all sizes share their memory, as one size runs at a time. If both are kernel launches only
-    (`launches`), the forward pass is one call of C, and the argmax of greedy rows is another. Greedy rows
-    take their tokens and positions from the step before, if it was computed here: the host then writes
-    nothing but new blocks.
+    If both are kernel launches only, the forward pass is one call of C, and the argmax of greedy rows
+    another. These take tokens and positions from the step before: the host writes nothing but new blocks.
     """
 
     @torch.inference_mode()

@@ -1,11 +1,8 @@
 """Static input tensors of decode steps, which graphs are captured on, and their two fillers.
 
-Values that the host knows, of a batch of decode rows, are written by `fill_host`; values that were made on
-the device by `fill_device`.
-
-A step that follows another of its batch changes them in place: every position, slot and length grows by one,
-and where a sequence takes a block, its table has one more entry. So nothing is rebuilt, and nothing but those
-entries and tokens that only the host knows is copied to a GPU.
+`fill_host` writes values of decode rows, `fill_device` those made on the device. A step that follows another
+of its batch changes them in place: positions, slots and lengths grow by one, and a new block is one more
+entry.
 """
 
 from __future__ import annotations
@@ -256,10 +253,8 @@ class DecodeInputs:
 class BlockTables:
     """Block tables [rows, blocks] of a decode batch in NumPy; entries that were written before stay.
 
-    A table is identified by its list, which a sequence only appends to while it runs; entries of sequences
-    that the batch shares with the one before are not read again, though their rows moved up. Another list
-    with the same entries at the same row, as in each step of rows that are no batch, is compared, not
-    written.
+    A table is identified by its list, which a sequence only appends to; shared ones are not read again,
+    though rows moved up. Another list of the same entries is compared, not written.
     """
 
     def __init__(self, rows: int, max_blocks: int) -> None:

@@ -1,10 +1,8 @@
 """Graph capture: capture functions of devices, state that a model's graphs share, tensor-parallel ranks.
 
-Each rank captures and replays its own graphs, with the all-reduces of a step in them, as in vLLM and SGLang.
-For a step rank 0 sends one small message by pipe: the graph to replay, and which part of its static inputs is
-new. The values go from device to device, by broadcasts in the process group. A capture waits for no other
-rank: its collectives are recorded, and left out of the call that warms a CUDA capture up. Then every rank
-tells rank 0 whether it succeeded, so that all ranks have a graph or none.
+Each rank captures and replays its own graphs, all-reduces included. Rank 0 sends one small message a step:
+the graph, and which inputs are new; values go by broadcasts. A capture waits for no other rank: collectives
+are recorded, not run. Then all ranks have a graph or none.
 """
 
 from __future__ import annotations

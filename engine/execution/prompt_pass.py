@@ -1,8 +1,7 @@
 """Prompt passes: batched prefill of whole prompts outside the scheduler, for scoring and embeddings.
 
-The prompts share steps, and each the KV blocks of its beginning with the one before it; nothing is sampled: a
-step returns hidden states, and logits are computed for slices of them, so that memory is independent of
-vocabulary and number of tokens.
+Prompts share steps, and each the KV blocks of its beginning with the one before. Logits are computed for
+slices of hidden states, so that memory is independent of vocabulary and number of tokens.
 """
 
 from __future__ import annotations
@@ -139,11 +138,7 @@ def plan_steps(
     """Steps over all prompts in order, with as many tokens in each as every one of `passes` takes.
 
     A prompt begins once every pass has free KV blocks and state slots for it and for all that have begun.
-    Each prompt fits alone (`PromptPass.check_fits`).
-
-    Args:
-        shared: first tokens of each prompt that the prompt before it has too, and whose hidden states are not
-            needed: whole blocks of them are not computed again.
+    Whole blocks of `shared` first tokens, of the prompt before, are not computed again.
     """
     max_tokens, chunk = min(p.max_tokens for p in passes), min(p.chunk for p in passes)
     free, max_prompts = [p.num_free_blocks for p in passes], min(p.max_prompts for p in passes)

@@ -163,15 +163,11 @@ class DraftChain:
 
 
 def accepted_tokens(chains: Sequence[DraftChain], sampler: Sampler) -> list[list[int]]:
-    """The accepted draft tokens of each chain, followed by the recovered or bonus token.
+    """The accepted draft tokens of each chain, followed by the recovered or bonus token; two syncs in all.
 
-    A draft token x is accepted with probability min(1, p(x) / q(x)). The first rejected one is replaced by
-    the recovered token, sampled from max(0, p - q), normalized; if all are accepted, the bonus token is
-    sampled from p. So every token is distributed by p (Leviathan et al., "Fast Inference from Transformers
-    via Speculative Decoding", 2023; Chen et al., "Accelerating Large Language Model Decoding with Speculative
-    Sampling", 2023).
-
-    The host synchronises with the device twice, whatever the number of chains.
+    A draft token x is accepted with probability min(1, p(x) / q(x)). The first rejected one is replaced by a
+    sample of max(0, p - q), normalized; if all are accepted, the bonus token is sampled from p. So every
+    token is distributed by p (Leviathan et al., 2023; Chen et al., 2023).
     """
     counts = _num_accepted(chains, sampler)
     p = torch.stack([chain.target[count] for chain, count in zip(chains, counts, strict=True)])

@@ -1,8 +1,7 @@
 """Steps before the first request: a profile run that sizes the KV cache, a warm-up that compiles kernels.
 
-A Triton kernel is compiled anew for each combination of its compile-time constants and argument types. Which
-of them a step meets follows from how many tokens, sequences and sampled rows it has, up to powers of two, and
-from the sampling parameters; the warm-up's steps meet each once.
+A Triton kernel is compiled for each combination of constants and argument types, which follow from how many
+tokens, sequences and samples a step has, up to powers of two. The warm-up meets each once.
 """
 
 from __future__ import annotations
@@ -116,11 +115,10 @@ def profile_kv_cache_budget(
 
 
 def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Run the largest steps, which size the KV cache.
+    """Run the largest steps, which size the KV cache; all write the same block, of meaningless values.
 
-    The first has `max_num_batched_tokens` and `max_num_seqs`, a sampled token per sequence, and logprobs of
-    all prompt tokens. The second has as many sequences at the end of their context, with their draft tokens;
-    their keys are split over programs. All sequences write the same block: the values are meaningless.
+    The first has `max_num_batched_tokens` and `max_num_seqs`, a sample each, and all prompt logprobs. The
+    second has as many sequences, at the end of their context, with draft tokens.
     """
     share, rest = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
     longest = min(limits.chunk, limits.max_model_len)

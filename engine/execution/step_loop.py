@@ -26,11 +26,9 @@ class ComputedStep(NamedTuple):
 
 
 class InFlightStep(NamedTuple):
-    """Scheduled step whose outputs are not processed yet.
+    """Scheduled step whose outputs are not processed yet, with `time.perf_counter` of its scheduling.
 
-    Attributes:
-        start, scheduled: begin and end of its scheduling, on the clock of `time.perf_counter`.
-        wait: function that computes it, or waits for its result; a serial loop calls it once.
+    `wait` computes it, or waits for its result; a serial loop calls it once.
     """
 
     plan: StepPlan
@@ -57,11 +55,9 @@ class SerialLoop:
 
 
 class ThreadedLoop:
-    """Async scheduling on the CPU: a thread computes the steps.
+    """Async scheduling on the CPU: a thread computes the steps, and fills in their placeholders.
 
-    Meanwhile the next step is scheduled and the tokens of the previous one are detokenized. The thread puts
-    the tokens of one step in place of the next plan's placeholders; it reads plans and writes results, and
-    accesses nothing else of the engine.
+    Meanwhile the next step is scheduled, and tokens of the previous one are detokenized.
     """
 
     is_overlapped = True

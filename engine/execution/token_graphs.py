@@ -1,7 +1,6 @@
 """Graph capture and replay of steps of few tokens: verification, drafting, chunks with decodes.
 
-One graph serves every step of up to so many tokens, of any sequences: short prompts and chunks with decodes,
-draft tokens to verify, tokens that a draft model has to catch up with. Longer steps are eager: there the
+One graph serves every step of up to so many tokens, of any sequences. Longer steps are eager: there the
 launches take less time than the work.
 """
 

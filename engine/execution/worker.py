@@ -1,8 +1,7 @@
 """Tensor-parallel worker process: holds one shard of the model and executes the calls that rank 0 broadcasts.
 
-Messages go by pipe as pickle; tensors of a GPU follow by NCCL. A worker captures and replays its own graphs
-as rank 0 says. `main` takes its end of the pipe (a file descriptor) and its device from the command line. It
-ends when the other end of the pipe is closed.
+Messages go by pipe as pickle; tensors of a GPU follow by NCCL. `main` takes its end of the pipe and its
+device from the command line; the process ends when the other end is closed.
 """
 
 from __future__ import annotations

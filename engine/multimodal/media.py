@@ -1,8 +1,7 @@
 """Pictures from data URLs, files and named hosts, under limits that hold before a pixel is decoded.
 
-The parts of an encoded image are counted first: a small file of many parts takes minutes. Pillow reads the
-chunks of a header one by one in Python, and keeps them; libjpeg passes over the whole image for each scan of
-a progressive JPEG, however short the scan.
+Parts of an encoded image are counted first, as small files of many parts take minutes: Pillow reads header
+chunks in Python, and libjpeg passes over the image for each scan.
 """
 
 from __future__ import annotations

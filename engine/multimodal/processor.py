@@ -1,8 +1,7 @@
 """The model's own image processor: prompts with images to token ids with placeholders, and pixel tensors.
 
-transformers' processors do the work: they resize, split and normalize, and say which text takes the place of
-an image. They run on Pillow alone, one image at a time, so that what an image becomes does not depend on the
-images next to it, and is known by the hash of its pixels.
+transformers' processors run on Pillow alone, one image at a time, so that what an image becomes does not
+depend on those next to it, and is known by the hash of its pixels.
 """
 
 from __future__ import annotations

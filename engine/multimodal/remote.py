@@ -31,11 +31,10 @@ Address = IPv4Address | IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class RemoteMedia:
-    """Downloads from the hosts that `domains` names.
+    """Downloads from the hosts that `domains` names, and from no private address that it does not name.
 
-    Every redirect is checked like the first URL. A name is resolved once, and what was checked is what the
-    socket connects to, so that a second answer of the DNS cannot lead elsewhere. Private, loopback and
-    link-local addresses are refused, except where the operator names the address itself.
+    Redirects are checked like the first URL. A name is resolved once, and the socket connects to the address
+    that was checked.
     """
 
     domains: frozenset[str]

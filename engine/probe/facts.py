@@ -15,9 +15,7 @@ Law = Literal["growing", "remainder", "constant"]
 class CachedTensor:
     """One tensor of a layer's cache, for one sequence: entries of `heads` x `width` elements.
 
-    Growing: an entry per `stride` tokens, at most `window` entries (0: no limit). Remainder: an entry per
-    token since the last full stride. Constant: one entry, whatever the length. `is_float` tells what a KV
-    dtype may narrow from positions.
+    Growing: an entry per `stride` tokens, at most `window`. Remainder: per token since the last full stride.
     """
 
     name: str

@@ -1,10 +1,8 @@
 """Measure parameters by role, layer and part, and the growth of a cache over passes of several lengths.
 
-Each tensor of a cache is compared between lengths: the dimension that changes is that of the tokens, and how
-it changes is the tensor's law: every token, a window of the last ones, an entry per so many tokens, or a
-constant. A meta tensor has no values, so routing and length checks (`nonzero`, `.item()`) cannot run on it:
-`DataFreeMode` answers `nonzero` and a mask with one hit, a scalar with zero or False, on which sizes do not
-depend.
+The dimension of a tensor that changes is that of the tokens, and tells its law: every token, a window, an
+entry per so many, or a constant. Meta tensors have no values: `DataFreeMode` answers `nonzero` and a mask
+with one hit, a scalar with zero or False, on which sizes do not depend.
 """
 
 from __future__ import annotations

@@ -185,9 +185,8 @@ def hash_block(
 class PrefixCache:
     """An index from the hash chain of a sequence's full blocks to blocks of the pool.
 
-    Only blocks whose tokens have been computed enter, and a hit compares the tokens themselves, so a
-    hash collision costs a miss and never a wrong result. Where the same content was computed twice, the
-    second block is not inserted: block tables of running sequences never change.
+    A hit compares the tokens themselves, so a hash collision costs a miss and never a wrong result. Where
+    content was computed twice, the second block is not inserted: running block tables never change.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True) -> None:

@@ -13,10 +13,8 @@ from .step_plan import DecodeBatch, DecodeRows, ScheduledRow
 class DecodeSchedule:
     """Schedules the steps after one in which every running sequence computed one token and sampled one.
 
-    The next step is the same with every position one further: a sequence takes a block where its last one is
-    full, and nothing else of the step before changes. That ends when a sequence reaches its token limit, when
-    there are too few free blocks, and whenever the running sequences change; then the scheduler looks at each
-    of them again. A schedule is made anew after each step of such rows, so all of it is cheap to make.
+    They are the same with every position one further, and a new block where the last is full: until a
+    sequence reaches its limit, blocks run out, or the running sequences change.
     """
 
     def __init__(

@@ -73,15 +73,10 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class DraftLength:
-    """The draft length with the highest expected throughput.
+    """The draft length k of most `(1 - a^(k+1)) / (1 - a)` tokens in `1 + c k` times a step.
 
-    With draft tokens for k positions, each accepted with probability a, a step yields
-    `(1 - a^(k+1)) / (1 - a)` tokens in `1 + c k` of its time (Leviathan et al. 2023, section 3.5).
-
-    Attributes:
-        longest: maximum number of speculative positions.
-        relative_cost: c, of proposing and verifying the draft tokens of one position.
-        width: draft tokens per position, on average.
+    As in Leviathan et al. 2023, section 3.5, for acceptance a; k is at most `longest`, c is `relative_cost`,
+    and a position has `width` draft tokens on average.
     """
 
     longest: int

@@ -80,9 +80,8 @@ class SwappedSequence:
 class SwapSpace(SchedulerExtension):
     """Allocation of host blocks, and the swap copies of the next step.
 
-    A preempted sequence is swapped out if enough host blocks are free, and recomputed otherwise. When it is
-    admitted again, or ends, its host blocks are free at once: copies out come before copies in, and sequences
-    are preempted before others are admitted, so that the copy of the next owner comes later.
+    A preempted sequence is swapped out if enough host blocks are free, else recomputed. Its host blocks are
+    free at once when it is admitted or ends: copies out come before copies in.
     """
 
     def __init__(self, num_blocks: int = 0, block_size: int = 1) -> None:

@@ -36,11 +36,9 @@ def text_decoder(tokenizer: Any) -> TokenDecoder:
 
 
 class IncrementalDetokenizer:
-    """Text of a growing sequence.
+    """Text of a growing sequence: the difference of two decodings, as text depends on neighbouring tokens.
 
-    A token's text depends on its neighbours (leading spaces, bytes of one character), so each delta is
-    the difference of two decodings that share a few tokens of context: from `_context` to `_shown`, and
-    from `_context` to the end. While the end is an incomplete character, nothing is emitted.
+    While the end is an incomplete character, nothing is emitted.
     """
 
     NUM_CONTEXT_TOKENS = 6

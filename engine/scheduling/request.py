@@ -17,14 +17,10 @@ OUTPUT_PLACEHOLDER = -1
 
 
 class TokenView(Sequence[int]):
-    """The first `length` tokens of `booked`, followed by `last`, if given, which is not appended to it yet.
+    """The first `length` tokens of `booked`, followed by `last`, if given, without a copy.
 
-    A step needs the history of its sequences, which may be long, and seldom reads it: a view copies none of
-    it. `booked` is the list of a Request. The scheduler alone writes that list, and only appends to it; a
-    sequence that loses tokens gets another list. So a view is constant, for any thread.
-
-    Attributes:
-        booked: the list itself; its identity identifies the sequence.
+    `booked` is a Request's list, which identifies it: the scheduler only appends to it, or replaces it. So a
+    view is constant, for any thread.
     """
 
     __slots__ = ("_last", "_length", "booked")
@@ -138,34 +134,19 @@ class RequestTimes:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence: a prompt and the tokens generated after it.
+    """One sequence: a prompt and the tokens generated after it, written by the scheduler alone.
 
-    Written by the scheduler alone (the block hashes by its prefix cache).
+    There is no prefill or decode phase. Keys and values of `num_computed_tokens` of the known `token_ids` are
+    in `block_ids` once the in-flight steps are done; the step that computes the last one samples the next.
+    In-flight steps read `token_ids` through views: it is only appended to, or replaced.
 
-    There is no prefill or decode phase. `token_ids` are the known tokens, the keys and values of
-    `num_computed_tokens` of them are in the blocks `block_ids` once the in-flight steps are done, and each
-    step computes some of the difference. The step that computes the last known token samples the next one.
+    The blocks at the indices `evicted` are freed, out of every later token's window; `num_evicted_tokens`
+    left the cache by compaction to a budget. `num_output_placeholders` counts tokens that in-flight steps
+    will sample; they count as tokens. `num_completions - 1` sequences fork after the prompt. With `pooling`
+    nothing is sampled.
 
-    In-flight steps read `token_ids` through views: it is only appended to, or replaced by another list.
-
-    The blocks at the indices `evicted` of `block_ids` are freed: they are behind the sliding window of every
-    later token.
-
-    `num_evicted_tokens` are not in the cache any more: the sequence was compacted to a KV-cache budget.
-
-    `num_output_placeholders` counts tokens, after `token_ids`, that in-flight steps will sample. They count
-    as tokens, so that the next step can be scheduled, and become known when those steps are processed.
-
-    A request for n > 1 completions is one sequence until its prompt is computed; then
-    `num_completions - 1` sequences fork from it.
-
-    A request with `pooling` samples nothing: it ends when its prompt is computed.
-
-    With M-RoPE, `rope_positions` are those of a prompt with images; None: the indices of its tokens. The
-    tokens of each of `bidirectional_images`, positions in the prompt, attend to each other, so that one step
-    computes what is left of an image.
-
-    A smaller `rank` is served first and preempted last; the scheduler assigns it.
+    `rope_positions` are those of a prompt with images (M-RoPE), None: indices. Tokens of each of
+    `bidirectional_images` attend to each other, in one step. A smaller `rank` is served first.
     """
 
     sequence_id: str

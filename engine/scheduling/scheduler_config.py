@@ -26,8 +26,7 @@ class SchedulerConfig:
 
     Attributes:
         prefill_chunk_size: tokens of one sequence per step; None: as many as the token budget allows.
-        watermark: fraction of the blocks that admission leaves free, so that running sequences can grow for a
-            while before one of them is preempted.
+        watermark: fraction of the blocks that admission leaves free, for running sequences to grow.
         window: the largest attention window of any layer; None: some layer has full attention. Blocks behind
             it are freed.
         drafting: the rule for the number of draft tokens of a sequence; None: no speculative decoding.
@@ -251,17 +250,11 @@ STEPS_PER_DECODE = 4
 
 
 class StepPace:
-    """Tokens of prompts in a step beside sequences that decode, by the time that such steps have taken.
+    """Tokens of prompts in a step with decodes, by the time of such steps: at most `max_seconds`.
 
-    They are raised and lowered by the ratio of the limit to a step's time, at most twofold, so that they
-    settle where a step takes the limit, whatever it costs beside its tokens; whole blocks, for kernels are
-    compiled by the size of a step. Only steps that made use of them count, or a short prompt would raise them
-    for the next long one.
-
-    Args:
-        max_seconds: limit of a step; None: `STEPS_PER_DECODE` times the median decode step.
-        least: tokens, one block, which no limit withholds.
-        most: tokens of a step.
+    They change by the ratio of the limit to a step's time, at most twofold, in whole blocks, from `least` to
+    `most`; None: `STEPS_PER_DECODE` times the median decode step. Only steps that made use of them count, or
+    a short prompt would raise them for the next long one.
     """
 
     def __init__(self, max_seconds: float | None, least: int, most: int) -> None:

@@ -31,12 +31,9 @@ class _Checkpoint(NamedTuple):
 class StatePool(SchedulerExtension):
     """Allocation of state slots, and the state copies of the next step.
 
-    A slot has one owner. A sequence starts from nothing at position 0, from a checkpoint after a prefix-cache
-    hit, and from its parent's slot after a fork. Steps run in order, and in a step copies come first and
-    checkpoints are saved last, so that a slot which is freed may be taken at once.
-
-    `num_checkpoints` bounds the saved states, of which the least recently used is overwritten. With
-    `num_slots` 0 the model has no state, and every sequence has the null slot.
+    A slot has one owner. A sequence starts from nothing, a checkpoint of its prefix, or its parent's slot.
+    Copies come first in a step and checkpoints are saved last, so that a freed slot may be taken at once. At
+    most `num_checkpoints` are saved, by last use. `num_slots` 0: no state, and the null slot for all.
     """
 
     def __init__(self, num_slots: int = 0, num_checkpoints: int = 0, block_size: int = 1) -> None:

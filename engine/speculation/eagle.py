@@ -1,9 +1,8 @@
 """EAGLE: a one-layer draft head that predicts the target's next hidden states, and the proposer that runs it.
 
-Li et al., "EAGLE" (arXiv:2401.15077) and "EAGLE-3" (arXiv:2503.01840). Both map (hidden state at t, token t
-+ 1) to a hidden state at t + 1. EAGLE reads and predicts the hidden states that the target's LM head reads.
-EAGLE-3 reads the inputs of three target layers (auxiliary hidden states), predicts a hidden state of its
-own, and has an LM head over a reduced draft vocabulary.
+EAGLE (arXiv:2401.15077) and EAGLE-3 (arXiv:2503.01840) map (hidden state at t, token t + 1) to a hidden state
+at t + 1. EAGLE reads and predicts what the target's LM head reads, EAGLE-3 the inputs of three target layers
+and a hidden state of its own, with an LM head over a reduced vocabulary.
 """
 
 from __future__ import annotations
@@ -95,14 +94,10 @@ class DraftVocabularyHead:
 
 @dataclass(frozen=True, slots=True)
 class EagleWeights(Weights):
-    """The learned parameters. A forward pass reads all but the embedding, of which it reads rows.
+    """The learned parameters; a pass reads all but the embedding, the target's where the checkpoint has none.
 
-    Attributes:
-        embedding: token embedding; the target's where the checkpoint has none.
-        aux_hidden_state_layers: target layers whose input is read (EAGLE-3).
-        aux_fusion: projects those states, concatenated, to one hidden state; None: the final hidden states,
-            as the target's LM head reads them, are used (EAGLE).
-        scores: the LM head; None: the target's.
+    `aux_fusion` projects the inputs of the target's `aux_hidden_state_layers` (EAGLE-3) to one hidden state;
+    None: the final ones (EAGLE). `scores` is the LM head; None: the target's.
     """
 
     embedding: TokenEmbedding
@@ -219,12 +214,9 @@ class _HeadTree:
 class EagleProposer(CachedProposer):
     """Runs the EAGLE head over every token of every step; expands draft trees from its last hidden states.
 
-    A chain (`width` 1) stays on the device, and the host waits once, after its last token; of a tree it
-    chooses each level's frontier.
-
-    So blocks shared through the prefix cache hold the head's keys and values too. The last slot of a shared
-    prefix holds the pair with the token that followed there, and a forked sequence starts without a hidden
-    state; both only lower acceptance.
+    So shared blocks hold the head's keys and values too. A chain (`width` 1) stays on the device until its
+    last token; of a tree the host chooses each level's frontier. The last slot of a shared prefix, and a
+    fork's missing state, only lower acceptance.
     """
 
     def __init__(

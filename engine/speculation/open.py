@@ -43,16 +43,12 @@ from .proposer import (
 class DraftModel(CachedProposer):
     """A draft model with its own KV cache, addressed by the target's block ids.
 
-    It computes the rows of every step, so blocks shared through the prefix cache hold its keys and values
-    too. A slot may lack them where all draft tokens were accepted and no step followed; that only lowers
-    acceptance.
+    It computes the rows of every step, so shared blocks hold its keys and values; a slot may lack them where
+    all drafts were accepted, which only lowers acceptance. The host waits once, after the last draft token,
+    unless sampling depends on their values.
 
-    The host waits for the draft tokens once, after the last of them, unless a row's sampling depends on
-    their values (penalties, token masks).
-
-    With `independent`, draft tokens are sampled with separate noise, as rejection sampling needs, and
-    their distributions are kept. Without, they are sampled with the noise that the target's token will be
-    sampled with (coupled), so both agree where the distributions do.
+    With `independent` noise, as rejection sampling needs, distributions are kept. Else drafts are sampled
+    with the noise of the target's token (coupled), so both agree where the distributions do.
     """
 
     def __init__(

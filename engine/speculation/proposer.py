@@ -230,17 +230,12 @@ def coupled_chains(
 
 
 class TreeExpansion:
-    """The draft tree of one row.
+    """The draft tree of one row: `parents` of its nodes, and the `frontier` to expand; -1: the last known
+    token.
 
-    A node's value is the product of the preferences (see `SamplingKernel`) along its path, an estimate of
-    the probability that the whole path is accepted. Each level adds the top `width` tokens of every
-    frontier node, and the `width` best nodes of the level are the next frontier. At the end all nodes are
-    reranked, and the best `num_draft_tokens` become the tree.
-
-    Attributes:
-        frontier: indices of the nodes that the next level expands; -1: the last known token.
-        width: the same of all trees that are expanded together.
-        parents: index of each node's parent.
+    A node's value is the product of preferences (see `SamplingKernel`) along its path, an estimate of its
+    acceptance. Each level adds the top `width` tokens of every frontier node, and its `width` best nodes are
+    the next frontier. At the end the best `num_draft_tokens` become the tree.
     """
 
     def __init__(self, row: ScheduledRow, width: int) -> None:

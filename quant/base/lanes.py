@@ -1,8 +1,7 @@
 """Sums over samples that are the same for any number of workers.
 
-Samples are cut into at most `LANES` lanes, whatever the number of workers, and a worker has whole lanes. What
-is summed over samples is summed in order within a lane, and the lanes in a fixed tree of pairs, so that every
-number of workers makes the same bits. A process that is alone has no lanes, and sums everything in order.
+Samples are cut into at most `LANES` lanes, whole ones for a worker. Sums go in order within a lane, and over
+lanes in a fixed tree of pairs. A process that is alone sums everything in order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A tokenizer that its tokenizer.json, or a GGUF file, decides alone: by `tokenizers`, without transformers.
 
-Importing transformers takes half a second of every start. Text to ids and back, and what a start asks of
-a tokenizer, need none of it; whatever else is asked (chat templates, batches, saving) is answered by
-transformers' tokenizer over the same backend, made when it is first asked for.
+Importing transformers takes half a second of every start; it answers chat templates, batches and saving, over
+the same backend, when asked.
 """
 
 from __future__ import annotations

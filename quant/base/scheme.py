@@ -1,8 +1,7 @@
 """`Scheme`: bits, granularity of the scales, and activation quantization of one linear's weight.
 
-Each kind of codes has a frozen dataclass of its own, in `quant/kinds/<kind>/scheme.py`, without torch: plans
-and the planner read schemes before anything heavy is loaded. `kind_of` (`quant/kinds/base/kind.py`) finds the
-rest of a kind. How codes are chosen is up to the method, how they are stored is up to the format.
+Each kind has a frozen dataclass in its `scheme.py`, without torch: plans read schemes before anything heavy
+is loaded. `kind_of` (`quant/kinds/base/kind.py`) finds the rest of a kind.
 """
 
 from __future__ import annotations

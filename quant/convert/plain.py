@@ -1,9 +1,8 @@
 """Plain checkpoints: every weight dequantized, by the names that transformers loads, or adapters merged.
 
-LoRA adds `scale · B·A` to a weight. DoRA (Liu et al., arXiv:2402.09353, section 4) gives each output
-channel of that sum the learned magnitude: `m · (W + scale · B·A) / ‖W + scale · B·A‖`, norms over the input
-channels. A quantized base is dequantized first (QLoRA, Dettmers et al., arXiv:2305.14314): the adapter
-learned on top of those values, so they are what it is added to. Everything is computed in float32.
+LoRA adds `scale · B·A`. DoRA (arXiv:2402.09353, section 4) gives each output channel of the sum the learned
+magnitude: `m · (W + scale · B·A) / ‖W + scale · B·A‖`. A quantized base is dequantized first (QLoRA,
+arXiv:2305.14314), as the adapter learned on those values. All is computed in float32.
 """
 
 from __future__ import annotations

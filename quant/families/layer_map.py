@@ -1,10 +1,8 @@
 """Map of a layer: its linears by the tensor that they read, and where input scales can be folded.
 
-A scale can be folded from a linear's input into the previous operation only where that is linear in each
-channel: the weight of an RMSNorm, the rows of a projection, the `up` half of a gated MLP. Every consumer of
-the input must be scaled too: all linears, and the router of a mixture of experts, or routing would change.
-
-Maps are discovered (`quant/smoothing`), in the names on disk, which for Mixtral differ from transformers'.
+A scale folds only into an operation that is linear in each channel: a norm's weight, rows of a projection,
+the `up` half of a gated MLP. Every consumer of the input must be scaled too, routers included. Maps are
+discovered (`quant/smoothing`), in the names on disk.
 """
 
 from __future__ import annotations

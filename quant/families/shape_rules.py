@@ -1,9 +1,7 @@
 """Rules by which a `config.json` becomes the shape of a decoder: attention windows, biases, norms, experts.
 
-Files on the hub omit whatever equals the default of their transformers config class, so the same missing
-key means different things: no `tie_word_embeddings` is "tied" for Gemma and "untied" for Llama. Model
-types without defaults of their own are completed by transformers, because assumed defaults would be wrong
-silently.
+Files on the hub omit whatever equals the default of their config class, so a missing key means different
+things by class. Model types without defaults here are completed by transformers.
 """
 
 from __future__ import annotations

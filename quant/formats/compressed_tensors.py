@@ -1,9 +1,7 @@
 """compressed-tensors format, read by transformers, vLLM and this engine.
 
-Each kind that it holds has layouts of its own (`CompressedLayouts`, in the `formats.py` of the kind); here
-are the `config_groups`, by which every module finds its layout and scheme. Modules of one model may have
-several schemes; then every config group lists its modules, and where the layouts differ too, the model's
-layout is `mixed-precision`.
+Layouts are the kinds' (`CompressedLayouts`); here are the `config_groups`, by which a module finds its layout
+and scheme. With several schemes groups list modules; with several layouts it is `mixed-precision`.
 """
 
 from __future__ import annotations

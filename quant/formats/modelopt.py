@@ -1,8 +1,7 @@
 """NVIDIA ModelOpt's format (`quant_method: modelopt`), read by TensorRT-LLM, vLLM and SGLang.
 
-Layouts by `quant_algo` in `docs/formats.md`. All scales are multipliers: `weight_scale_2 = max|w| / (448 *
-6)` is the reciprocal of compressed-tensors' global scale, and so is NVFP4's `input_scale`. Source:
-`modelopt/torch/export` of NVIDIA's TensorRT-Model-Optimizer.
+Layouts in `docs/formats.md`. All scales are multipliers: `weight_scale_2 = max|w| / (448 * 6)`, and NVFP4's
+`input_scale`, are reciprocals of compressed-tensors'. Source: `modelopt/torch/export`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Importance matrices in llama.cpp's two file formats: GGUF, and the binary one before it (`.dat`).
 
-An entry is the mean square of each input of a tensor, for each of its matrices (the experts of a layer are
-matrices of one tensor). GGUF files hold sums and counts, `<tensor>.in_sum2` and `<tensor>.counts`; the old
-format holds `i32 entries`, then for each `i32 length, name, i32 calls, i32 values, f32 values × calls`, then
-the number of chunks and the name of the text (llama.cpp's `tools/imatrix/imatrix.cpp`). It has the values of
-all matrices of a tensor in one list, and only the model tells how many there are.
+An entry is the mean square of each input of a tensor, for each of its matrices (experts). GGUF holds sums and
+counts, `<tensor>.in_sum2` and `.counts`; the old format `i32 entries`, then for each `i32 length, name, i32
+calls, i32 values, f32 values × calls`, chunks and the text's name (`tools/imatrix/imatrix.cpp`).
 """
 
 from __future__ import annotations

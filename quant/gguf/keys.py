@@ -1,12 +1,9 @@
 """Treatment of every header key that llama.cpp names, a reader that refuses the rest, and end tokens.
 
-The names are those of llama.cpp's src/llama-arch.cpp; what it reads for an architecture is in src/models/
-and in the common part of src/llama-model.cpp (autumn 2026). A key of the architecture's own namespace, or of
-the tokenizer's, must be used or known to change nothing: a model that is computed without a key that it
-needs gives plausible wrong numbers. Every name that is in no table here is refused.
-
-Tokens that end an answer are found as llama.cpp's src/llama-vocab.cpp collects them: every EOS, EOT and EOM
-token, and every token of certain texts. A file has one key of each kind; others must have such texts.
+Names are those of src/llama-arch.cpp, uses those of src/models/ and src/llama-model.cpp (autumn 2026). A key
+of the architecture or tokenizer must be used or known to change nothing: a model without a key that it needs
+gives plausible wrong numbers. End tokens (EOS, EOT, EOM, and certain texts) are found as by
+src/llama-vocab.cpp.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The tokenizer of a GGUF file, built from its keys: byte-level BPE and SentencePiece-style BPE.
 
-As llama.cpp reads them (src/llama-vocab.cpp): `tokenizer.ggml.model` says which, `tokenizer.ggml.pre` names
-the expressions that cut the text before byte-level merges, and the types of the tokens say which are matched
-whole. A SentencePiece vocabulary has scores in place of merges: a pair of higher score is merged first.
+As src/llama-vocab.cpp reads them: `tokenizer.ggml.model` says which, `tokenizer.ggml.pre` how text is cut,
+token types what is matched whole. SentencePiece merges pairs of higher score first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The registry of quantization kinds: a line each, by which a name finds the modules of a kind.
 
-A kind is a folder `quant/kinds/<kind>/`: its scheme, without torch, in `scheme.py`; `KIND`, its tensor, grid
-and rounding, in `kind.py`; `STORAGE`, how it is stored and who loads it, in `formats.py` (see
-`quant/kinds/base/kind.py`). Modules are imported when they are asked for: a run pays for its own kinds alone.
+A kind is a folder: its scheme, without torch, in `scheme.py`; `KIND` in `kind.py`; `STORAGE` in `formats.py`
+(see `quant/kinds/base/kind.py`), imported when they are asked for.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """AutoRound: tune rounding and ranges of a whole layer by signed gradient descent on the layer's output.
 
-Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", Findings of
-EMNLP 2024 (arXiv:2309.05516). As in auto-round, a layer reads what the quantized layers before it give, and
-its target is the output of the float model. Gradients pass through the rounding as if it were not there
+Cheng et al., Findings of EMNLP 2024 (arXiv:2309.05516). As in auto-round, a layer reads what the quantized
+layers before it give, and its target is the float model's output. Gradients pass through the rounding
 (straight-through estimator), and their signs alone move the parameters.
 
-On an integer grid rounding and ranges are tuned (`int_rounding.py`). On any other grid the groups are fitted
-once; a weight then goes to the point nearest to `w + v s`, where `v` is between -0.5 and 0.5 and `s` is the
-mean distance of points in the group.
+On an integer grid rounding and ranges are tuned (`int_rounding.py`). On any other the groups are fitted once;
+a weight goes to the point nearest to `w + v s`, `v` in ±0.5, `s` the group's mean distance of points.
 
-Scales around transforms are moved by Adam (QuIP#'s fine-tuning; Tseng et al., ICML 2024, arXiv:2402.04396,
-section 5): signs are relaxed to real numbers, which are tuned together with the scales. A weight is
-`diag(sv) C diag(su)` with `C` fixed, so that no graph is needed.
+Scales around transforms are moved by Adam (QuIP#, arXiv:2402.04396, section 5), with signs as real numbers: a
+weight is `diag(sv) C diag(su)` with `C` fixed, so that no graph is needed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """AWQ: search per-channel input scales, fold them into the previous operation, then round.
 
-Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", MLSys 2024
-(arXiv:2306.00978). Input channel `j` of a linear is divided by `s_j` in the previous operation, and column
-`j` of the weight is multiplied: it takes a larger part of its group's range and is rounded more finely. `s`
-is searched on a grid of one exponent per fold, the identity among it, so that no linear becomes worse than
-RTN on the calibration data; only experts that read one norm are judged by their summed error. By default GPTQ
-then solves the scaled layer; with the nearest codes ranges are clipped, where that is better than RTN.
+Lin et al., MLSys 2024 (arXiv:2306.00978). Input channel `j` is divided by `s_j` in the previous operation,
+and column `j` of the weight multiplied: it is rounded more finely. `s` is searched by one exponent per fold,
+the identity among them, so that no linear becomes worse than RTN on the calibration data; experts that read
+one norm are judged by their summed error. GPTQ then solves the layer by default; with nearest codes ranges
+are clipped.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """GPTQ: quantize input channels one by one, with error feedback into the remaining ones.
 
-Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", ICLR
-2023 (arXiv:2210.17323). The feedback matrix and the column loop are in `quant/feedback`; here are the order
-of the linears, their statistics, and the fallback to RTN.
+Frantar et al., ICLR 2023 (arXiv:2210.17323). `error_feedback.py` has the matrix and the column loop; here are
+the order of the linears, their statistics, and the fallback to RTN.
 """
 
 from __future__ import annotations

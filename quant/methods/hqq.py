@@ -1,9 +1,8 @@
 """HQQ: data-free fit of each group's scale and zero point by half-quadratic splitting.
 
-Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023
-(https://mobiusml.github.io/hqq_blog/): the rounding error of a group is measured in an lp norm with p < 1.
-Two closed-form steps alternate: shrink the error (a sparse outlier term), and fit the grid to the rest.
-`docs/quantization.md` has the three differences from the authors' code.
+Badri and Shaji, 2023 (https://mobiusml.github.io/hqq_blog/): the lp norm, p < 1, of a group's error. Two
+closed-form steps alternate: shrink the error, and fit the grid to the rest. `docs/quantization.md` has the
+three differences from the authors' code.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Rounding to nearest (RTN) to any grid, the last step of every method; statistics of experts.
 
-An expert's Gram matrix from fewer tokens than it has columns has directions in which nothing is known, and
-error feedback moves errors into just those. The router reads the same input as every expert's first
-projections, from all tokens: it is the prior. A second projection's input has no such relative, so its prior
-is the mean of its diagonal. (Ledoit and Wolf, "A well-conditioned estimator for large-dimensional covariance
-matrices", 2004, for shrinkage; its weight here is that of as many tokens as there are columns.)
+An expert's Gram matrix from fewer tokens than columns has unknown directions, into which error feedback moves
+errors. Its prior is the router's, of the same input and all tokens; a second projection's is the mean of its
+diagonal. (Shrinkage by Ledoit and Wolf, 2004, weighed as so many tokens as columns.)
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """SmoothQuant (W8A8): migrate activation outliers into the weights, so that both fit into 8 bits.
 
-Xiao et al., "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
-ICML 2023 (arXiv:2211.10438). Input channel `j` is divided by `s_j = max|x_j|^a / max|w_j|^(1-a)`, folded into
-the norm before, and column `j` of the linears that read it is multiplied.
-
-The weight error alone usually grows, so that the errors compared have two parts: the weight quantization
-error, measured on the calibration data, and the activation quantization error, as an upper bound from the
-statistics. Where smoothing does not lower the sum over the linears after a norm, the norm stays as it was.
+Xiao et al., ICML 2023 (arXiv:2211.10438). Input channel `j` is divided by `s_j = max|x_j|^a /
+max|w_j|^(1-a)`, folded into the norm before, and column `j` of its linears multiplied. Errors compared are
+the measured one of weights, and an upper bound of the activations'; where their sum does not fall, the norm
+stays.
 """
 
 from __future__ import annotations

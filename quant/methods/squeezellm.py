@@ -1,10 +1,8 @@
 """SqueezeLLM: sensitivity-weighted k-means tables per output channel, and sparse float weights.
 
-Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", ICML 2024 (arXiv:2306.07629). In place of the paper's
-sensitivity, from gradients of the loss, stands the diagonal of the Gram matrix of the layer's inputs: the
-exact curvature of the layer's output error where input channels are uncorrelated. Of the weights that stay
-floats eight in nine are the largest ones and one in nine the most sensitive ones, as the paper divides 0.4 %
-and 0.05 %. A row whose output error exceeds that of a uniform table keeps the uniform table.
+Kim et al., ICML 2024 (arXiv:2306.07629). Sensitivity is the diagonal of the Gram matrix of the layer's
+inputs, in place of the loss's gradients. Of the float weights eight in nine are the largest and one in nine
+the most sensitive (the paper: 0.4 % and 0.05 %). A row that a uniform table serves better keeps that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The methods `trellis` and `quip`: codes after incoherence processing, solved by error feedback.
 
-Tseng et al., "QTIP", NeurIPS 2024 (arXiv:2406.11235), and "QuIP#", ICML 2024 (arXiv:2402.04396): a weight is
-turned on both sides, and vectors of its input channels are rounded to the nearest codes, each corrected for
-the errors of those before (block LDLQ: GPTQ's feedback on vectors). Then the scales of inputs and outputs are
-fitted to the codes, by least squares, and those of a whole layer are tuned together on the layer's output.
+QTIP (arXiv:2406.11235) and QuIP# (arXiv:2402.04396): a weight is turned on both sides, and vectors of inputs
+are rounded, each corrected for the errors before (block LDLQ). Then scales are fitted to the codes by least
+squares, and a layer's are tuned together on its output.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Fused experts taken apart: those on disk as linears, and modules of transformers.
 
-`with_experts_apart` is a view of a checkpoint whose types keep all experts of a layer in two 3-D tensors, of
-which no format holds codes. Loaders that take each expert by itself read them under the names here, where the
-family says `splits_experts`: transformers 5.23 puts `SequentialLlama4TextExperts` in the place of Llama 4's,
-vLLM 0.32 maps `experts.N.gate_proj` and its kin. gpt-oss is not among them: vLLM reads its experts whole.
-`split_experts` is for calibration, where each expert's input is its routed tokens.
+`with_experts_apart` is a view of a checkpoint with a layer's experts in two 3-D tensors, which no format
+quantizes, where the family says `splits_experts`: transformers 5.23 (Llama 4) and vLLM 0.32 read them apart.
+vLLM reads gpt-oss's whole. `split_experts` is for calibration, by routed tokens.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Parameters of transformers' model of a checkpoint, the tensors they are loaded from, the unquantized ones.
 
-The model is built on the meta device, and names are mapped by transformers' own rules of loading: renamings,
-converters (experts merged, matrices split), and the base model's prefix. A loader that is not told which
-modules stay unquantized looks for codes in each linear, and transformers leaves one without them
-uninitialised. vLLM takes the names on disk, transformers those of its modules: a config lists both.
+Names are mapped by transformers' rules: renamings, converters, prefix. A loader that is not told which
+modules stay unquantized looks for codes in each linear, or leaves it uninitialised. vLLM takes the names on
+disk, transformers those of its modules: a config lists both.
 """
 
 from __future__ import annotations

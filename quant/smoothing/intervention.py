@@ -1,10 +1,9 @@
 """Interventions on a random model: divide a module's channels, restore what reads them, compare the logits.
 
 A pair (source, targets) can be folded iff a division of the source's channels reaches the targets' inputs
-channel by channel and nothing else. So a trial divides each channel by a scale of its own, and gives every
-linear whose input is the former one times such scales its former input back. If the logits are then the
-former ones, all that the division reached was restored: the pair is proven. From the scales follows which
-channel of the source each input channel comes from.
+channel by channel and nothing else. So a trial divides each channel by its own scale, and gives every linear
+whose input is the former one times such scales that back. Equal logits prove the pair; from the scales
+follows which channel each input comes from.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Rotation of heads' values where that leaves the logits as they are, which a small random model proves.
 
-The checkpoint is seen through the rotations: its tensors are turned as they are read. A rotation is a random
-Hadamard matrix: signs that are random, entries that are all equally large. One of order `m * 2**k` is the
-Kronecker product of Sylvester's of order `2**k` and one of order `m` by Paley's first construction (R. E. A.
-C. Paley, "On Orthogonal Matrices", 1933). Orders without one get a random orthogonal matrix.
+Tensors are turned as they are read, by a random Hadamard matrix: of order `m * 2**k`, Sylvester's and one by
+Paley's first construction (1933); orders without one get a random orthogonal matrix.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Small configs of the same structure: widths divided by one factor, fewer experts, tokens and layers.
 
-Every width of a model is a product of counts and of other widths (`hidden = heads * head_dim`,
-`inner = expand * hidden`), so dividing all of them by one factor keeps what the config says true. Counts of
-heads and groups stay, and with them the order of the channels.
+Widths are products (`hidden = heads * head_dim`), so one factor for all keeps what the config says true.
+Counts of heads and groups stay, and with them the order of the channels.
 """
 
 from __future__ import annotations

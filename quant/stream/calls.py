@@ -1,8 +1,7 @@
-"""Calls of decoder layers: their arguments, outcomes, the states that are carried between them, and the
-ranges of keys and values, of which the static scales of an fp8 KV cache are made.
+"""Calls of decoder layers: arguments, outcomes, states between them, and ranges of keys and values, for fp8.
 
-`forward` is the model's own pass with its layers replaced by stubs. Arguments and results are nested values
-of any form; what a layer writes into lists and dicts that it is given is part of its outcome.
+`forward` is the model's pass with stubs as layers. Arguments and results are nested values; what a layer
+writes into lists and dicts that it is given is part of its outcome.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Submodules of a layer whose weights are final: what they gave is kept, and later passes leave them out.
 
-Stage by stage after quantized linears (true-sequential), a layer is run once for each stage and once more
-at the end. Attention whose projections are done gives the same in every later pass; and where a submodule
-returns its last linear's output as it is (`o_proj`, `down_proj`), that linear's input, which is measured
-anyway, is all that is needed of the rest. So most of a layer runs once. The values are those of passes
-without it, to the bit.
+In true-sequential order a layer is run once for each stage and once more. Attention whose projections are
+done gives the same again; where a submodule returns its last linear's output, that linear's input, measured
+anyway, is all that is needed. Values are the same, to the bit.
 """
 
 from __future__ import annotations

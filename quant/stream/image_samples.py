@@ -1,10 +1,7 @@
 """Calibration samples with images: pairs through the model's processor, joined, and filled up with text.
 
-Pairs are rows of a `.jsonl` or `.json` file with `text` or `messages`, and paths of images; LLaVA's rows,
-`{"image": "a.jpg", "conversations": […]}`, are such rows too.
-
-Every sample has one length, as those of text have. As many whole pairs as fit are joined, for an image cannot
-be cut; the rest of the sample is text, and so are the samples after the last pair.
+Pairs are rows of a `.jsonl` or `.json` file with `text` or `messages`, and paths of images, LLaVA's too. As
+many whole pairs as fit a sample are joined; the rest of it is text, and so are later samples.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Layers of any form, by replay: the model's own forward pass leads to a layer's arguments.
 
-The layers before one are replaced by what they returned, so that it gets whatever the model tells it. A dry
-run with zeros as weights shows what each layer returns; which of it a later layer reads is found by changing
-it. That is carried, the rest is dropped. Samples with images are replayed one at a time, with their features,
-which the model's own tower and projector compute once.
+Layers before one are replaced by what they returned. A dry run with zeros as weights shows what each returns;
+what a later layer reads is found by changing it, and carried. Samples with images are replayed one at a time,
+with features computed once.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """Attention metadata of a step: its sequences, block tables and masks, and a layer's rule.
 
-A batch is a flat run of tokens, sequence after sequence. A block table may omit evicted blocks. Draft tokens
-may form a token tree (tree attention): several share a position, and each attends to the known tokens and to
-its ancestors in the tree. The tokens of an image may also attend to its later ones (bidirectional attention).
-
-FlashInfer plans a captured step on the host: the graph has the launches, and a plan, which splits the work of
-the sequences over them, is in buffers that the launches read. The first run of a step makes its plans, before
-the capture; `renew` precedes each replay.
+A batch is a flat run of tokens, sequence after sequence. Draft tokens may form a token tree: several share a
+position, and each attends to known tokens and its ancestors. FlashInfer plans a captured step on the host:
+its first run makes plans, in buffers of the graph, and `renew` precedes each replay.
 """
 
 from __future__ import annotations
@@ -91,7 +87,6 @@ class SequenceSpan:
     """Tokens of one sequence in a batch.
 
     Attributes:
-        begin, end: rows in the batch.
         num_cached: tokens of the sequence so far, these included.
         block_ids: int64, block table without the blocks of the `evicted_span` tokens after the first
             `sink_length`.
@@ -124,13 +119,11 @@ class DecodeCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode sequences of a batch (one query token each), block tables padded to one width.
+    """Decode sequences of a batch, one query token each; int64 [sequences] but for `block_ids`.
 
-    Attributes:
-        rows: int64 [sequences], rows of their tokens in the batch.
-        block_ids: int64 [sequences * width], padded with the null block.
-        evicted_spans: int64 [sequences], evicted tokens after the first `sink_length`.
-        counts: host copy; None in a captured step.
+    `rows` are their rows in the batch. `block_ids` [sequences * width] are padded with the null block.
+    `lengths` are tokens so far, `evicted_spans` those evicted after the first `sink_length`. `counts`: a host
+    copy; None in a captured step.
     """
 
     rows: torch.Tensor

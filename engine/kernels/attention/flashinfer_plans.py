@@ -50,13 +50,10 @@ class Shape(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Sequences of a step: CSR page tables, int32; `indices` on the device, all else on the host.
+    """CSR page tables of a step's sequences, int32; `indices` on the device, all else on the host.
 
-    Attributes:
-        query_begins: [sequences + 1], first query of each.
-        page_begins: [sequences + 1], first page of each in `indices`.
-        lengths: [sequences], tokens in the pages.
-        last_lengths: [sequences], tokens in the last page of each.
+    `query_begins` and `page_begins` [sequences + 1] are the first query and page of each, `lengths` its
+    tokens, `last_lengths` those in its last page.
     """
 
     query_begins: torch.Tensor

@@ -1,12 +1,10 @@
 """Paged attention (vLLM): the call that all kernels take, and torch's own kernel.
 
 The cache of a layer is `keys` [blocks, block_size, kv_heads, head_dim] and `values`, whose head size may
-differ; both are dequantized to the queries' dtype. A token attends to every position up to its own, or the
-last `window` of them and the `num_sink_tokens` sink tokens (StreamingLLM), or those of its `chunk` (Llama 4).
+differ; both are dequantized to the queries' dtype.
 
-For KV eviction the attention weights that each key receives are summed over the prompt's last queries
-(SnapKV, arXiv:2404.14469), or over all (H2O, arXiv:2306.14048). Fused attention does not give them, so they
-are computed again, in float32, for a slice of the queries at a time.
+For KV eviction the attention weights of each key are summed over the prompt's last queries (SnapKV,
+arXiv:2404.14469), or all (H2O, arXiv:2306.14048): computed again, as fused attention does not give them.
 """
 
 from __future__ import annotations
@@ -137,13 +135,10 @@ _QUERIES_PER_SLICE = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredSpan:
-    """Tokens of one sequence whose attention weights are summed.
+    """Tokens `begin` to `end` of a batch, of one sequence, whose attention weights are summed.
 
-    Attributes:
-        begin, end: rows in the batch.
-        num_slots: slots of the sequence; those of these tokens are the last.
-        block_ids: int64, block table.
-        sums: per layer with a cache, float32 [kv_heads, num_slots or more]; the weights are added to it.
+    They are its last `num_slots`. `sums`, of each layer with a cache, are float32 [kv_heads, num_slots or
+    more].
     """
 
     begin: int

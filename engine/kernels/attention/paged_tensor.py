@@ -1,9 +1,7 @@
 """Paged KV cache of a layer: blocks of keys or values, unquantized or int8 / fp8 with per-token-head scales.
 
-e5m2 has the range of 16-bit floats, and so no scales. e4m3 may have none (`WithoutScales`): queries and
-outputs take the calibrated scale of a tensor or a head. Libraries read both. Other elements are `code *
-scale`, so a token's dequantized vectors depend on that token alone, not on batch, chunk or block. Blocks are
-copied within the cache, and to and from the host, by one launch for all layers or by torch's copies.
+e5m2 has the range of 16-bit floats, and so no scales; e4m3 may have none (`WithoutScales`): queries and
+outputs take calibrated ones. A token's dequantized vectors depend on that token alone.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Paged attention in Triton: the tile sizes of a head shape, and the launches of a batch.
 
-A program takes some query tokens of one sequence and the query heads of one KV head as the rows of one tile;
-the heads share the keys that are read. The key tile's size is independent of the block size. Sequences with
-few query tokens would occupy few programs: their keys are split into parts, and a second kernel reduces the
-partial results. The split depends on the sequence alone, so results are batch-invariant. A work list of the
-parts, made on the device, is shared among as many programs as the GPU holds: one long sequence occupies all
-of it, and a captured launch can be replayed for sequences of any length.
+A program takes query tokens of one sequence, and the query heads of one KV head, as rows of a tile. Of
+sequences with few query tokens the keys are split into parts, by the sequence alone, so that results are
+batch-invariant; a second kernel reduces them. Programs share a work list of parts, made on the device: a
+captured launch can be replayed for sequences of any length.
 """
 
 from __future__ import annotations
@@ -23,11 +21,9 @@ from .triton_metadata import MAX_PARTS, PART_TOKENS, AttentionMetadata, Tiles, V
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Shape of a layer's heads and cache, which determines the tiles.
+    """Shape of a layer's heads and cache, which determines the tiles; bytes are an element's.
 
-    Attributes:
-        in_keys: True if the values are the first elements of the keys (MLA).
-        num_queries: 2 if the sink tokens meet queries of their own.
+    `in_keys`: values are the keys' first elements (MLA); `num_queries`: 2 if sink tokens meet their own.
     """
 
     key_dim: int
@@ -69,13 +65,7 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Tile sizes and the depth of the software pipeline.
-
-    Attributes:
-        rows: query rows of a tile: tokens times `group_tile` heads.
-        tile: keys of a tile.
-        stages: Triton's `num_stages`; one is the tile that is multiplied.
-    """
+    """Tile sizes: query `rows`, tokens times `group_tile` heads; keys of a `tile`; Triton's `num_stages`."""
 
     rows: int
     group_tile: int

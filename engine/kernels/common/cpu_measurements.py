@@ -29,10 +29,7 @@ class NoRoofs(RuntimeError):
 class CpuRoofs:
     """Roofline ceilings of the whole machine: bytes and 8-bit operations per second, one sample per round.
 
-    Operations are those of AMX where the system gives its tiles, else of dot products of vectors.
-
-    Raises:
-        NoRoofs: there are no C kernels to measure with.
+    Operations are those of AMX where the system gives its tiles, else of dot products. Raises NoRoofs.
     """
 
     def __init__(self, threads: int) -> None:

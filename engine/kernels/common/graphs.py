@@ -1,13 +1,11 @@
 """Launches of C kernels, and graphs of a step: CPU graphs of launches, and CUDA graphs.
 
-Every C kernel is called by `launch`, so that a capture can record it. A CPU graph records every torch
-operation, C-kernel launch and collective in order. Kernels and collectives do not run, so the result of a
-capture is meaningless. Replay launches the kernels from C and calls the rest again on the same tensors,
-without the model's Python. Inputs and results stay at their addresses: the caller copies new values into the
-captured input tensors.
+A CPU graph records every torch operation, `launch` and collective in order, without running kernels, so the
+result of a capture is meaningless. Replay launches the kernels from C and calls the rest again on the same
+tensors, without the model's Python.
 
-Shapes are static and control flow is frozen at capture. Data-dependent operations raise `NotCapturable`;
-Python that reads values past torch's dispatcher (`Tensor.tolist`) goes unnoticed, and must not be captured.
+Shapes are static. Data-dependent operations raise `NotCapturable`; Python that reads values past torch's
+dispatcher (`Tensor.tolist`) goes unnoticed, and must not be captured.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Kernel verdicts: a candidate earns its place on a device, once per (GPU, driver, torch, Triton, kernels).
 
-The first time that an operation is selected for a kernel query on a CUDA device, every candidate that
-supports it is tried: compiled and run on small inputs, compared with the operation's last candidate (the
-reference), and timed against the candidates after it. A candidate that is wrong, fails or is slower is
-dropped with one warning line; the verdicts are stored in the user's cache folder. A trial that ends the
-process leaves a note, by which a later process drops the candidate. Other devices are not measured: there the
-order decides.
+When an operation is first selected for a query on a CUDA device, each candidate is compared with the last
+one, the reference, and timed against those after it. One that is wrong, fails or is slower is dropped with a
+warning line; verdicts are stored in the user's cache folder. A trial that ends the process leaves a note, by
+which a later process drops the candidate.
 """
 
 from __future__ import annotations
@@ -67,7 +65,6 @@ class Verdict:
     Attributes:
         error: error against the reference, in units of `Trial.tolerance`; None: it failed, or is the
             reference.
-        seconds: median time of each of the trial's calls; empty: not timed.
         dropped: reason why the candidate is not chosen; None: it earned its place.
     """
 

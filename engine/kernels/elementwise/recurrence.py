@@ -227,10 +227,8 @@ def ssd_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [tokens, heads, head_dim] for consecutive tokens of one sequence, and the state after them.
 
-    Args:
-        x: [tokens, heads, head_dim]; `length` [tokens, heads], the step lengths d.
-        into, out_of: [tokens, groups, state_size], B and C.
-        state: [heads, head_dim, state_size]; `rate` [heads], below 0.
+    `x` [tokens, heads, head_dim], `length` [tokens, heads]; `into`, `out_of`, B and C, are [tokens, groups,
+    state_size], `state` is [heads, head_dim, state_size], `rate` [heads] below 0.
     """
     num_tokens, shared = len(x), x.shape[1] // into.shape[1]
     x = in_chunks(x * length[..., None])  # [chunks, heads, size, …], as are all below

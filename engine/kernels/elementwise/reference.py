@@ -1,14 +1,10 @@
 """Norms, gates, RoPE, KV-cache write and quantized activations: interfaces of kernels, references in torch.
 
-Rotary position embedding (RoPE) is of half-split (NeoX) pairs (i, i + width / 2) of each head: Su et al.,
-"RoFormer" (arXiv:2104.09864). QK-norm is RMSNorm of each query and key head before it (Qwen3, Gemma 3).
+RoPE is of half-split (NeoX) pairs (i, i + width / 2) (arXiv:2104.09864); QK-norm comes before it.
 
-A linear kernel with a quantized input declares how it is quantized (`TakesQuantizedInput`). The kernel before
-it may then quantize as it writes (`FusesNormQuant`, `FusesGateQuant`), which saves a pass over the
-activations; if it does not, the linear quantizes its input itself. Quantization (int8, fp8, FP4; dynamic or
-static) is batch-invariant: a token's result depends on that token alone. Two schemes are therefore applied at
-a finer granularity than published: a dynamic per-tensor scale is computed per token, and the outlier columns
-of LLM.int8() are determined per token.
+A linear kernel declares how its input is quantized (`TakesQuantizedInput`); the kernel before may do it as it
+writes (`FusesNormQuant`, `FusesGateQuant`). Quantization is batch-invariant: so a dynamic per-tensor scale is
+computed per token, as are the outlier columns of LLM.int8().
 """
 
 from __future__ import annotations
@@ -164,7 +160,6 @@ class ActivationQuant:
     """Activation quantization of a linear's input.
 
     Attributes:
-        input_scale: float32 [1], static scale from calibration; None: dynamic.
         int8_levels: the int8 code of the largest magnitude; 127.5 in compressed-tensors.
         block: channels that share a scale, as ggml's activations do; 0: as `activations` say.
     """

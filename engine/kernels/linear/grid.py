@@ -233,7 +233,6 @@ class LatticeGrid:
         indices: int64 `[out, in / dim]`, indices of the points.
         points: uint8 `[.., dim]`, magnitudes; without signs 128 + weight. Weights of a type share them.
         signs: uint8 `[out, in / 8]`, bit i is set where weight i is negative; None: the points have them.
-        group: input channels that share a scale.
         scales: uint8 `[out, groups]`, of at most four bits.
         outer_scales: float16 `[out, in / 256]`; `unit` is a power of two.
     """

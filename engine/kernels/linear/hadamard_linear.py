@@ -1,9 +1,7 @@
 """Linears of codes between Hadamard transforms: trellis (EXL3) in C and torch, E8P (QuIP#) in torch.
 
 Transforms go to the activations, codes are decoded as they are read: the weight stays packed. Trellis: `y = H
-(Qᵀ H (x ⊙ suh)) ⊙ svh`. In C tiles of 16 × 16 weights are decoded in registers or in the first-level cache,
-to floats or to integers. E8P: `y = ((x ⊙ su) U Qᵀ Vᵀ) ⊙ sv`, with transforms `U` and `V` of whole widths.
-Torch decodes some rows or tiles of outputs at a time.
+(Qᵀ H (x ⊙ suh)) ⊙ svh`. E8P: `y = ((x ⊙ su) U Qᵀ Vᵀ) ⊙ sv`, with transforms of whole widths.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Linear layers with unquantized weights: `y [tokens, out] = x [tokens, in] @ weight [out, in].T`.
 
-With float32 inputs on a CPU, 16-bit weights stay 16 bits in memory and the kernel widens them: nothing is
-lost, and a token reads half of the bytes.
-
-bfloat16 linears on a CPU take oneDNN's GEMM of a prepacked weight, and `few_rows.c` for decode. oneDNN
-chooses the layout by processor and shape, without documenting it; a trial finds the layout in which all of
-the weight reads back.
+With float32 inputs on a CPU the kernel widens 16-bit weights: a token reads half of the bytes. bfloat16
+linears take oneDNN's GEMM of a prepacked weight, and `few_rows.c` for decode. oneDNN's layout is
+undocumented; a trial finds the one in which all of the weight reads back.
 """
 
 from __future__ import annotations

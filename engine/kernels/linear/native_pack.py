@@ -35,11 +35,9 @@ _IndexCall = struct(
 
 @dataclass(frozen=True, slots=True)
 class PackedScales:
-    """Scales and offsets `[out, groups]`, and how `weight.h` reads them.
+    """Scales and offsets `[out, groups]`, and their `SCALE_...` and `OFFSET_...` kinds (`weight.h`).
 
-    Attributes:
-        kind, offset_kind: `SCALE_...` and `OFFSET_...`.
-        table: float32 `[256]`, which `scales` index if the kind is `SCALE_TABLE`.
+    `SCALE_TABLE` indexes `table`, float32 `[256]`.
     """
 
     scales: torch.Tensor
@@ -99,11 +97,9 @@ WeightStruct = struct(  # `Weight` of `weight.h`
 
 
 class PackedWeight:
-    """A grid in the C kernels' layout: its tensors, and the struct that points at them.
+    """A grid, or a tensor of 16-bit floats, in the C kernels' layout: tensors and the struct of them.
 
-    Args:
-        grid: the weight; a tensor is one of 16-bit floats.
-        max_step: the most input channels that are accumulated before a scale is applied.
+    At most `max_step` input channels are accumulated before a scale is applied.
     """
 
     def __init__(self, grid: NativeGrid | torch.Tensor, max_step: int) -> None:

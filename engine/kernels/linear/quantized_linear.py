@@ -1,8 +1,7 @@
 """Quantized linears: dispatch over GEMM kernels for packed weights, `y = x @ ((codes - zeros) * scales).T`.
 
-The table at the end says for which quantization kinds each kernel is registered. The weight is repacked once
-at load, into the kernel's layout. No kernel keeps a floating-point copy of it: the fallback dequantizes one
-tile at a time. On a GPU the kernels are tried on the weight itself, with few tokens.
+The weight is repacked once at load. No kernel keeps a floating-point copy: the fallback dequantizes a tile at
+a time. On a GPU the kernels are tried on the weight itself, with few tokens.
 """
 
 from __future__ import annotations

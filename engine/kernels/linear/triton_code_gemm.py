@@ -2,16 +2,13 @@
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 """GEMM of transformed inputs with trellis codes, decoded in registers, and their dequantization.
 
-A word tensor is `[ROWS, LANES]` 32-bit words; the words of one lane hold 16 inputs of two outputs (halves). A
-piece is one input of each lane: `[ROWS, LANES]` values, decoded by shifts that are known when the kernel is
-compiled, so that a tile of codes never changes the thread that decodes it. A state is a window of 16 bits,
-cut from two neighbouring words, and a multiplication makes it a value (`quant/kinds/trellis/viterbi.py`).
+A word tensor is `[ROWS, LANES]` 32-bit words; the words of a lane hold 16 inputs of two outputs (halves). A
+piece is one input of each lane, decoded by shifts known at compile time, so that no code changes the thread
+that decodes it. A state is a window of 16 bits of two neighbouring words (`quant/kinds/trellis/viterbi.py`).
 
-A program has 128 outputs, in two halves of 64 rows, and runs of 256 inputs: in a run each of 16 lanes has its
-words, and 16 pieces of 16 inputs are decoded and multiplied one after the other. As in
-`linear/triton_gemm.py` outputs are the rows of a tile and tokens its columns, and runs are split over
-programs (split-K). The partial sums stay apart: the transform of the outputs, which reads them in any case,
-adds them up. How many splits there are depends on the weight alone.
+A program has 128 outputs, in two halves of 64 rows, and runs of 256 inputs, in which each of 16 lanes has its
+words. Runs are split over programs (split-K), by the weight alone; the outputs' transform adds the partial
+sums.
 """
 
 from __future__ import annotations

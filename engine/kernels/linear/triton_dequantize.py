@@ -38,13 +38,10 @@ def nibble_ptx(piece: int, magic: int) -> str:
 def lookup_ptx(entries: Sequence[int]) -> str:
     """Table lookup in registers by byte permutes (PRMT): `$8` and `$9` are words of eight 4-bit codes each.
 
-    `$0` to `$3` are the entries of the codes at bits 0, 4, 8 and 12 of both words, `$4` to `$7` of those at
-    bits 16 to 28: the first word's in the lower half. A permute's selector is four codes as they lie, and it
-    selects among eight bytes; so low and high bytes come from four registers each, and a third permute takes
-    those of the half of the table that a code's highest bit names.
-
-    Args:
-        entries: the bits of the 16 entries, 16 each.
+    `$0` to `$3` are the entries (16 bits each) of the codes at bits 0, 4, 8 and 12 of both words, `$4` to
+    `$7` at bits 16 to 28: the first word's in the lower half. Four codes are a permute's selector among eight
+    bytes; low and high bytes come from four registers each, and a third permute takes the half of the table
+    by a code's highest bit.
     """
     lows, highs = _pools([entry & 255 for entry in entries]), _pools([e >> 8 for e in entries])
     lines = [

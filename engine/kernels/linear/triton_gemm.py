@@ -2,15 +2,12 @@
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
 """Mixed-input GEMM with fused dequantization, `y = x @ weight.T`: one kernel for all grids and input dtypes.
 
-A tile of codes is dequantized in registers to the inputs' dtype: bfloat16, float16, float32, or int8 and e4m3
-for quantized activations. Outputs are the rows of a tile and tokens its columns, because Hopper's tensor
-cores take rows from registers, 64 of them, and as few columns as 8.
+A tile of codes is dequantized in registers to the inputs' dtype: floats, int8 or e4m3. Outputs are the rows
+of a tile and tokens its columns: Hopper's tensor cores take 64 rows from registers, and 8 columns.
 
-Scales are applied to the partial sums of their groups, not to the weights, so 16 bits hold integer codes
-exactly. With few output tiles the input channels are split over programs (split-K), and the one that arrives
-last adds the partial sums; the number of splits depends on the weight alone, and of experts on how many a
-token meets, so the results are batch-invariant up to `FEW_TOKENS` tokens. With a `TokenPermutation` it is a
-grouped GEMM over experts.
+Scales apply to the partial sums of groups, so 16 bits hold integer codes exactly. With few output tiles the
+inputs are split over programs (split-K), by the weight alone; the last to arrive adds the sums. So results
+are batch-invariant up to `FEW_TOKENS` tokens. A `TokenPermutation` makes it a grouped GEMM.
 """
 
 from __future__ import annotations
@@ -243,7 +240,6 @@ class TokenPermutation:
         tiles: int32 `[tiles, 3]`: part of the weight (expert), begin and end of a range of `order`, which may
             be empty.
         order: int64 `[rows]`, the output rows sorted by part.
-        rows: the most rows of a tile.
         top_k: output rows that read the same row of `x`.
         active: parts that one token meets, and so the output rows of a token.
     """

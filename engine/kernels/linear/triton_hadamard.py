@@ -2,9 +2,8 @@
 # pyright: reportPossiblyUnboundVariable=false
 """Linears with trellis codes on Triton, and the Hadamard transforms of their inputs and outputs.
 
-A transform multiplies each block of 128 channels with one matrix, in one launch. That of the inputs scales
-what it reads, and puts channels in the order that the GEMM reads. That of the outputs adds up the partial
-sums of the split-K GEMM, scales, and adds a bias.
+A transform multiplies blocks of 128 channels with a matrix, in one launch: the inputs' scales and orders them
+for the GEMM, the outputs' adds the partial sums of split-K, scales, and adds a bias.
 """
 
 from __future__ import annotations
@@ -78,14 +77,10 @@ def _transform(
 
 @dataclass(frozen=True, slots=True)
 class BlockTransform:
-    """The transform of rows, with what is fused into its launch.
+    """The transform of rows by `matrix`, float32 `[128, 128]` of ±1, with what is fused into its launch.
 
-    Attributes:
-        matrix: float32 `[128, 128]` of ±1, exact in every precision.
-        precision: precision of the products; those of 16-bit rows are taken in tf32.
-        before, after: float32 `[width]`, scales of channels on either side.
-        places: int32 `[width]`, where an output channel is stored.
-        stored: channels of an output row; 0: `width`.
+    `before`, `after`: float32 `[width]` scales; `places`: int32 `[width]`, where an output is stored, in rows
+    of `stored` channels (0: `width`). 16-bit rows are multiplied in tf32.
     """
 
     matrix: torch.Tensor

@@ -1,11 +1,9 @@
 """Packed weights of the Triton GEMM: one layout for all grids.
 
-Codes of up to 4 bits are packed eight per 32-bit word, tile by tile, so that a tile is one contiguous load. A
-run (K tile) of inputs is four pieces; a word has an input of either half of each piece, one in either half of
-its bits: a shift and a mask extract both, already at the low mantissa bits of two 16-bit floats. The halves
-are multiplied one after the other, so that no code changes the thread that decodes it. In pieces of 16, whose
-halves are too short for a tensor core, a word has two neighbours of each. Wider codes and floats are stored
-row by row.
+Codes of up to 4 bits are packed eight per 32-bit word, tile by tile. A run (K tile) of inputs is four pieces;
+a word has an input of either half of each piece, one in either half of its bits: a shift and a mask extract
+both, at the low mantissa bits of two 16-bit floats. No code so changes the thread that decodes it. In pieces
+of 16 a word has two neighbours of each. Wider codes and floats are stored row by row.
 """
 
 from __future__ import annotations
@@ -71,8 +69,6 @@ class TritonPackedWeight:
             codes `lows` is int32 `[runs, padded]`, a byte for each piece.
         is_affine: True if `lows` are minimums (offsets) subtracted after scaling, not zero points before.
         outer_scales, outer_lows: `[groups / nested, padded]`, where scales and lows are int8.
-        table: float32 `[16]`, the lookup table of the codes.
-        order: int64 `[in]`, the input of each column (act-order); None: not permuted.
         num_parts: stacked weights of one shape (the experts of a grouped GEMM).
         entries: the bits of a table of 16-bit floats, for a lookup in registers.
     """

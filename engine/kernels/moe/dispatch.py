@@ -31,8 +31,7 @@ class RoutingRule:
     """How experts are selected and weighed.
 
     Attributes:
-        top_k: experts of a token.
-        softmax: scores are the softmax over all experts; else the sigmoid of each logit.
+        softmax: scores over all experts; else the sigmoid of each logit.
         normalize: the weights are divided by their sum plus `least_sum`.
         scale: factor on the weights after that.
         num_groups, topk_groups: experts are selected from the best `topk_groups` of `num_groups` groups; a

@@ -1,11 +1,8 @@
 """Fused mixture-of-experts: two grouped GEMMs over permuted tokens, without host synchronisation.
 
-A rank that has some of the model's experts (expert parallelism) leaves the rows of all others out: they are
-routed to a last expert that has no weight, so that no tile computes them and no sum reads them.
-
-Experts in block FP8 use DeepGEMM's grouped GEMM in its contiguous layout, which groups rows by expert in
-blocks of 128: our token permutation in tiles of 128 rows, each padded to a block. Which expert a row is of
-lies on the device; the kernel skips blocks without rows.
+With expert parallelism the rows of other ranks' experts go to a last expert without a weight, which no tile
+computes. Block FP8 uses DeepGEMM's grouped GEMM, whose contiguous layout is our token permutation in tiles of
+128 rows; the kernel skips blocks without rows.
 """
 
 from __future__ import annotations

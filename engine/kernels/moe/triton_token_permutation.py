@@ -2,9 +2,8 @@
 # pyright: reportPossiblyUnboundVariable=false
 """Token permutation for grouped GEMMs (vLLM: moe_align_block_size), on the device, without host sync.
 
-A counting sort: the rank of a routed row is the rows of smaller experts, plus those of its own before it. A
-step of few rows takes one launch, whose programs each count all rows; more take two, one that counts blocks
-of rows and one that ranks them, and every program of both reads its block and the counts alone.
+A counting sort: a row's rank is the rows of smaller experts, plus its own expert's before it. Few rows take
+one launch, each of whose programs counts all; more take two, to count and to rank blocks of rows.
 """
 
 from __future__ import annotations
@@ -149,13 +148,10 @@ def permute_tokens(
     *,
     has_others: bool = False,
 ) -> TokenPermutation:
-    """The token permutation of a routing; the number of tiles is the static upper bound.
+    """The token permutation of a routing, expert ids `[tokens * top_k]`; its tiles are the static bound.
 
-    Args:
-        experts: expert ids `[tokens * top_k]`, of `count` experts.
-        top_k: output rows that read the same input row.
-        rows_between: least and most rows of a tile, which otherwise has about as many as an expert.
-        has_others: some rows have the id `count`, of experts that are not here: they are in no tile.
+    `rows_between`: least and most rows of a tile, which otherwise has about as many as an expert.
+    `has_others`: some rows have the id `count`, of experts elsewhere: they are in no tile.
     """
     total = experts.shape[0]
     least, most = rows_between
@@ -267,12 +263,8 @@ def weighted_sum(
 ) -> torch.Tensor:
     """`sum(weights * (rows + bias[experts])) + added` over the `top_k` rows of each token, [tokens, size].
 
-    Args:
-        rows: [tokens * top_k, size]; `experts`, their experts.
-        weights: float32 [tokens, top_k]; None: 1.
-        bias: [experts, size].
-        added: [tokens, size].
-        num_experts: rows of experts from that on are not computed here; None: all are.
+    `rows` [tokens * top_k, size], `weights` float32 [tokens, top_k] or None, `bias` [experts, size]; experts
+    from `num_experts` on are not computed here.
     """
     size, tokens = rows.shape[1], rows.shape[0] // top_k
     out = rows.new_empty(tokens, size)

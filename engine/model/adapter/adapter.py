@@ -1,9 +1,7 @@
 """Transformers backend: causal LMs without a native decoder, over the paged KV cache.
 
-The forward pass runs transformers' modules with the engine's paged attention (`AttentionInterface`). Models
-whose attention cannot be replaced run sequence by sequence, over a `Cache` that reads and writes the blocks.
-Which of the two a model supports, if any, is determined at load by comparing the logits of a few tokens with
-the model's own forward pass.
+transformers' modules run with the engine's paged attention (`AttentionInterface`), or sequence by sequence
+over a `Cache` on the blocks. Which of the two serves a model is found at load, by the logits of a few tokens.
 """
 
 from __future__ import annotations

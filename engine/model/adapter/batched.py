@@ -1,8 +1,7 @@
 """Decode steps of transformers models with constant state: one pass, in which each sequence is a batch row.
 
-States are gathered from their slots into the rows of the model's cache, and written back; attention is the
-engine's, over the blocks. So shapes depend on the number of sequences alone, which lets a graph hold the
-step, and no sequence waits for the pass of another.
+States are gathered from their slots into the model's cache, and written back; attention is the engine's. So
+shapes depend on the number of sequences alone, which lets a graph hold the step.
 """
 
 from __future__ import annotations

@@ -203,7 +203,6 @@ class CachedTensors:
     """The tensors of a model's cache, and an object of it to fill for a sequence.
 
     Attributes:
-        counters: integers that count strides of so many tokens.
         template: the cache without tensors.
         fresh: an empty cache for a new sequence; None: the model makes its own.
     """

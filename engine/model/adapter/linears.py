@@ -39,11 +39,9 @@ class CurrentAdapters:
 
 
 class ProjectedLinear(nn.Module):
-    """A projection in the place of an `nn.Linear`.
+    """A projection in the place of an `nn.Linear`, at `site`, of its input's channels `inputs` (None: all).
 
-    Args:
-        inputs: channels of its input that the projection takes; None: all.
-        read, bias: reader of the whole weight as the checkpoint has it, and the bias.
+    `read` gives the whole weight as the checkpoint has it.
     """
 
     def __init__(
@@ -80,14 +78,11 @@ def _whole(linear: nn.Linear, projection: Projection) -> LinearSite:
 
 
 class QuantizedWeights:
-    """The quantized linears of a checkpoint, for a model that loads everything else itself.
+    """The quantized linears of a checkpoint, for a model that loads the rest itself; BadInput as
+    `read_quantized`.
 
-    transformers renames and merges tensors while it loads them. So each quantized linear is loaded as a
-    placeholder of one element that is expanded to the weight's shape: an `nn.Linear` that then holds the
-    placeholder's memory is the one that the weight belongs to.
-
-    Raises:
-        BadInput: as `read_quantized`.
+    transformers renames and merges tensors as it loads. So a quantized linear is loaded as a placeholder of
+    one element, expanded to the weight's shape: the `nn.Linear` that then holds it is the weight's.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:

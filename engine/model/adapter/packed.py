@@ -1,9 +1,8 @@
 """Variable-length batches through transformers' modules: paged attention in place of their own.
 
-The attention function and the mask function are registered with transformers under one name. A dry run
-records what each layer caches, and the mask that the model's own code makes for it. Of multi-head latent
-attention the cache holds the latents alone: the projection from them to keys and values is absorbed into
-queries and outputs (DeepSeek-V2, section 2.1.2), as in the engine's own decoder.
+Attention and mask functions are registered with transformers. A dry run records what each layer caches, and
+its mask. Of multi-head latent attention latents alone are cached: the projection to keys and values is
+absorbed into queries and outputs (DeepSeek-V2, section 2.1.2).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Forward passes of transformers models sequence by sequence, over the model's own kind of cache.
 
-What that cache holds is measured, from caches of one sequence at two lengths. Entries per token are told
-from constants by the two sizes. Where a cache holds an entry for several tokens (compressed keys and
-values), the planner's probe tells the strides, and the lengths go beyond the largest. A sequence's cache
-object is filled from its blocks and its state slot before the pass, and what the pass added is written back
-after it.
+What it holds is measured, from caches of one sequence at two lengths; the planner's probe tells the strides
+of entries for several tokens. A sequence's cache is filled from its blocks and state slot before the pass,
+and what the pass added is written back.
 """
 
 from __future__ import annotations

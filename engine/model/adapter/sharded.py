@@ -1,8 +1,7 @@
 """Tensor-parallel shards of transformers' modules, by transformers' own plan (`base_model_tp_plan`).
 
-The plan names the linears that are split by outputs (column-parallel) or by inputs (row-parallel, with an
-all-reduce), and the experts that are split inside. Embeddings, norms and whatever the plan leaves out are
-whole on every rank. Attention needs no change: modules infer their heads from the width of a projection.
+It names linears split by outputs (column-parallel) or inputs (row-parallel, with an all-reduce), and experts.
+All else is whole on every rank. Attention infers its heads from the width of a projection.
 """
 
 from __future__ import annotations

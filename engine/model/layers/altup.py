@@ -16,10 +16,8 @@ from .projection import AdapterRows, Projection, Weights
 class PerLayerEmbedding:
     """The inputs of all layers: rows of a table, added to a projection of the token's embedding.
 
-    Attributes:
-        table: [vocabulary, layers * width], scaled by `table_scale`.
-        projection: hidden → layers * width, scaled by `projection_scale` and normed for each layer.
-        is_short: the last tokens of the vocabulary have no row: theirs is the first (Gemma 3n).
+    `table` [vocabulary, layers * width] is scaled, the projection normed too. `is_short`: the last tokens of
+    the vocabulary have no row: theirs is the first (Gemma 3n).
     """
 
     table: torch.Tensor

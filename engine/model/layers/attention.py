@@ -82,10 +82,8 @@ class StepInputs:
         positions: int64 [tokens]; [3, tokens], temporal, height and width, with M-RoPE where they differ.
         slots: int64 [tokens], slot mapping: where each token's keys and values are written.
         batch: attention metadata: block tables, lengths, tree masks.
-        adapters: int64, tokens by LoRA adapter name, None: all tokens; or the mask of their slots.
         aux_hidden_state_layers: layers whose input is returned with the final hidden states (EAGLE-3).
         states: states of the sequences of a model with constant state.
-        scored: tokens whose attention weights are summed, for KV eviction.
         embedded: tokens of images, whose embeddings are not the table's.
     """
 

@@ -172,13 +172,9 @@ CosSin = list[tuple[torch.Tensor, torch.Tensor]]
 class RotaryEmbedding:
     """cos and sin of positions: from a cos/sin cache, or with `stream` computed from the positions.
 
-    With `stream` (StreamingLLM) positions are those within the cache, as if the sink tokens moved along with
-    the window. A rotated score depends on relative distance only, so cached keys are never re-rotated: within
-    the window distances are the true ones, and for the sink tokens queries are rotated to the last cache
-    position (sink queries).
-
-    Source: Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (arXiv:2309.17453),
-    section 3.2.
+    With `stream` (StreamingLLM, arXiv:2309.17453, section 3.2) positions are those within the cache. Scores
+    depend on relative distance, so cached keys are never re-rotated; for sink tokens queries are rotated to
+    the last cache position (sink queries).
     """
 
     def __init__(

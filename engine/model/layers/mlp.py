@@ -103,11 +103,10 @@ class PlainMlp(Weights):
 
 @dataclass(frozen=True, slots=True)
 class Router(Weights):
-    """Top-k router: selects `per_token` experts for each token, with top-k weights.
+    """Top-k router: selects `per_token` experts for each token, with top-k weights, in float32.
 
-    `weight` [experts, hidden], `bias` and `correction` [experts] are float32, and so is the computation:
-    in lower precision other experts could be selected. `expert_scale` [experts] is a factor on the weights.
-    The last `num_shared` ids, after the routed experts', are given to every token with weight 1.
+    In lower precision other experts could be selected. `expert_scale` [experts] is a factor on the weights.
+    The last `num_shared` ids are given to every token with weight 1.
     """
 
     weight: torch.Tensor
@@ -150,11 +149,8 @@ class Router(Weights):
 class MixtureOfExperts(Weights):
     """Weighted sum of the routed experts' outputs, plus the shared expert's; the router reads plain inputs.
 
-    Attributes:
-        experts: kernel of this rank's experts.
-        shared_gate: [1, hidden]; the sigmoid of its product with the input weighs the shared expert's output.
-        total: all-reduce over the tensor-parallel ranks; None without.
-        latent: projections into and out of the width that the routed experts work in; None: the model's.
+    `shared_gate` [1, hidden]: a sigmoid weighs the shared expert. `total` is the ranks' all-reduce, or None.
+    `latent` projects into and out of the width of routed experts; None: the model's.
     """
 
     router: Router

@@ -42,12 +42,8 @@ class PeerLost(Failure):
 class Group:
     """Collectives over the tensor-parallel ranks, after all have called `connect`.
 
-    gloo over the loopback interface on CPUs, NCCL on GPUs, on the current stream: CPU and CUDA graphs capture
-    them. What fails in a CUDA capture is raised as it is.
-
-    Raises:
-        BadInput: this torch lacks the backend for the device.
-        PeerLost: from every operation, where another process has ended.
+    gloo on CPUs, NCCL on GPUs, on the current stream: graphs capture them. BadInput: this torch lacks the
+    backend; PeerLost, by every operation: another process has ended.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -260,14 +256,12 @@ def _refusal(module: str, weight: QuantizedTensor, where: str, step: int | None 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The shard of one of `size` tensor-parallel ranks, and their process group.
+    """The shard of one of `size` tensor-parallel ranks, and their process group (Megatron-LM,
+    arXiv:1909.08053).
 
-    QKV and gate/up are column-parallel (split by outputs), the output and down projections row-parallel
-    (split by inputs) with an all-reduce. With fewer KV heads than ranks, KV heads are replicated. MLA's
-    latent is replicated, its heads are split. Experts are assigned whole (expert parallelism), so that packed
-    weights need no repacking; each rank sums its experts' outputs before the all-reduce.
-
-    Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
+    QKV and gate/up are column-parallel, output and down projections row-parallel with an all-reduce. With
+    fewer KV heads than ranks, they are replicated, as is MLA's latent. Experts are assigned whole (expert
+    parallelism), so that packed weights need no repacking.
     """
 
     rank: int

@@ -1,9 +1,7 @@
 """Linear projections: dense or quantized, single or stacked (QKV, gate/up), with LoRA deltas.
 
-In a captured step the LoRA weights are in slots: all adapters' A are one GEMM, whose result is masked by the
-adapter of each row, and all their B are another. So neither shapes nor addresses depend on which adapters a
-step uses: a graph that is captured once reads the slot of each row, and an adapter that is loaded later is
-copied to a slot.
+In a captured step LoRA weights are in slots: all adapters' A are one GEMM, masked by the adapter of each row,
+and all B another. So shapes and addresses are those of any adapters, loaded later too.
 """
 
 from __future__ import annotations
@@ -105,9 +103,7 @@ Delta = Callable[[torch.Tensor, torch.Tensor, AdapterRows], None]
 class Projection:
     """`y [tokens, out] = x [tokens, in] @ W.T + bias`, where W stacks one or more weights along `out`.
 
-    Weights of one kind (all dense, or all of one quantization scheme) are concatenated into one GEMM; a
-    mixed stack runs one GEMM per consecutive run of one kind. With `input_bits` 8 the kernels of quantized
-    weights may quantize `x` to 8 bits per token.
+    Consecutive weights of one kind are one GEMM. `input_bits` 8: kernels may quantize `x`, per token.
     """
 
     def __init__(

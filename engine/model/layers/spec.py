@@ -32,7 +32,6 @@ class LoadingOptions:
     """How weights are loaded.
 
     Attributes:
-        input_bits: 8 lets the kernels of quantized weights quantize activations (W8A8, W4A8).
         loras: PEFT folders by adapter name; with `max_loras` others may be loaded later.
         stream: StreamingLLM, with which sequences may exceed the model's context.
         cache_dtype: dtype of stored keys and values, for which attention kernels are chosen; None: the
@@ -95,17 +94,11 @@ class ModelSpec:
     """Spec of a decoder-only transformer. Sizes are in elements, in `shape`.
 
     Attributes:
-        ropes: each layer's RoPE; None: the layer has none (NoPE).
         rotary_interleaved: pairs are (2i, 2i + 1) (GPT-J), not (i, i + width / 2) (NeoX).
         bidirectional: layers in which the tokens of an image attend to all of it (Gemma 3 and 4); (): none.
         attention_softcap, logit_softcap: `cap * tanh(x / cap)` on scores and logits.
-        norm_offset: added to the weight of every norm; 1 in Gemma.
         norm_bias: layer norms have a bias; False in Cohere.
         qk_norm_whole: QK-norm is over all heads of a projection, not over each head (OLMo 2, MiniMax-M2).
-        qk_norm_after_rotation: QK-norm follows RoPE (Hunyuan); it has no weights where `shape.qk_norm` is
-            False (Llama 4).
-        logit_scale: factor on the logits (Granite, Cohere).
-        residual_scale: factor on what attention and MLP add to the residual (Granite).
         grouped_qkv: the stacked QKV projection is grouped by KV head: its queries, its key, its value.
         value_norm: values get a norm without weights (Gemma 4).
         per_layer_width, per_layer_vocab: per-layer embeddings: elements of a layer's input, and rows of their

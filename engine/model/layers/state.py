@@ -58,12 +58,9 @@ class RunOfTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepStates:
-    """The states of a step's sequences, and which rows are of which sequence.
+    """Which rows of a step are of which sequence, with several tokens (`runs`) or one, and their states.
 
-    Attributes:
-        rows: int64 [decodes], the rows of the sequences with one token; None: there are none.
-        slots: int64 [decodes], their state slots.
-        fresh: bool [decodes]: no tokens of the sequence came before this one.
+    `rows`, int64 [decodes], None: none; `slots` of states; `fresh`: no tokens came before this one.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -103,11 +100,8 @@ class StepStates:
     ) -> torch.Tensor:
         """Outputs of a recurrence over every sequence's tokens; overwrites its states.
 
-        Args:
-            index: index of its tensor among the states.
-            inputs: [tokens, ...] each, over the rows of the step.
-            run: recurrence over consecutive tokens of one sequence, from its state.
-            step: recurrence over a token of each of several sequences, from their states.
+        `inputs` are [tokens, ...] each. `run` goes over consecutive tokens of one sequence, `step` over a
+        token of each of several; `index` is the tensor's among the states.
         """
         states = self.tensors[index]
         if (rows := self.decoded) is not None:

@@ -1,8 +1,6 @@
 """The parts of a kind in formats that hold several kinds: compressed-tensors, ModelOpt and bitsandbytes.
 
-Each class is a kind's part of one of them; the format itself (`quant/formats`) finds the part by scheme,
-by layout or by algorithm, and knows what all parts share. Below are the fields and tensors that several parts
-have in common.
+The format itself (`quant/formats`) finds a part by scheme, layout or algorithm.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """`Grid`: the points that a scheme can store, as a solver sees them: fit a group, round its columns.
 
-A *solver* (nearest, GPTQ's error feedback, signed gradient descent) decides which point each weight takes;
-a *grid* knows the points. A weight `[out, in]` is divided into groups of consecutive input channels. A group
-is fitted as a whole, which gives *parameters*: scales, zero codes, absmax values, as they are stored. Its
-columns are then rounded one by one, or `vector` at a time where the grid is one of vectors (a lattice, a
-trellis). Codes are not kept while solving: `tensor` finds them again from values and parameters; but for a
-trellis, whose states cannot be told from their values, and whose grid belongs to one weight.
+A *solver* (nearest, GPTQ's error feedback, signed gradient descent) decides which point each weight takes.
+Groups of consecutive input channels are fitted as a whole, which gives *parameters*: scales, zero codes,
+absmax values, as stored. Columns are then rounded one by one, or `vector` at a time (a lattice, a trellis).
+`tensor` finds codes again from values and parameters, but for a trellis, whose grid belongs to one weight.
 
-*Scalar* grids have points `level * step + offset` for every weight by itself, with levels that are integers
-or a table. *Ranged* grids (`ranged.py`) are scalar ones whose ranges can be searched for.
+*Scalar* grids have points `level * step + offset` for every weight; *ranged* ones can search ranges.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
 """Incoherence processing: Hadamard transforms of a weight's inputs and outputs, with signs and scales.
 
-A weight `[in, out]` is `diag(su) H Q Hᵀ diag(sv)`, with `H` an orthonormal Hadamard matrix, of blocks of 128
-channels in EXL3: what is left to quantize, `Q`, is nearly normal whatever the weight looked like (Tseng et
-al., "QuIP#", ICML 2024, arXiv:2402.04396; scales beside the signs are EXL3's).
+A weight `[in, out]` is `diag(su) H Q Hᵀ diag(sv)`, `H` an orthonormal Hadamard matrix, of blocks of 128
+channels in EXL3: what is left to quantize, `Q`, is nearly normal (QuIP#, ICML 2024, arXiv:2402.04396; scales
+beside the signs are EXL3's).
 
-The scales are chosen for the least error. Quantization gives all of `Q` the same noise, so that in a block of
-outputs of root mean square `r` the squared error is `sum(sv^2) sum(r^2 / sv^2)`, which `sv` in proportion to
-`sqrt(r)` makes least; and behind error feedback, where inputs count by the determinant of the Gram matrix,
-`su` in proportion to the root mean square of an input channel. They are fitted again to the codes, in which a
-weight is linear.
+Quantization gives all of `Q` the same noise, so that in a block of outputs of root mean square `r` the
+squared error is `sum(sv^2) sum(r^2 / sv^2)`, which `sv` in proportion to `sqrt(r)` makes least; and behind
+error feedback `su` in proportion to the root mean square of an input channel. They are fitted again to the
+codes.
 
-A width `2^k m` with `m` odd, as QuIP# transforms it as a whole, has the Kronecker product of an orthogonal
-factor of order `m` and Sylvester's Hadamard matrix of order `2^k`. QuIP# has tables of orders `4 m`,
-QuIP-for-all draws the factor at random and stores it; this one is the discrete cosine transform's (DCT-II).
+A width `2^k m` with `m` odd, which QuIP# transforms as a whole, has the Kronecker product of the discrete
+cosine transform (DCT-II) of order `m` and Sylvester's Hadamard matrix.
 
-Codes between the transforms have their tensor, the grid of one weight and their kind here: what a code stands
-for cannot be told from the values alone, so that the grid keeps codes while it is solved over.
+What a code stands for cannot be told from values alone, so that the grid keeps codes while it is solved over.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Kind`, `Storage` and `LoaderRules`: everything that a scheme's folder answers beside the scheme itself.
 
-A caller asks `kind_of(scheme)` for grids, rounding and blank weights, and `storage_of(scheme)` for formats,
-raw readers and the loaders' rules; no caller names a kind. The two are found beside the scheme's class: the
-`KIND` of `kind.py` and the `STORAGE` of `formats.py` in its folder.
+`kind_of(scheme)` has grids, rounding and blank weights (`KIND` in `kind.py`), `storage_of(scheme)` formats,
+raw readers and loaders' rules (`STORAGE` in `formats.py`); no caller names a kind.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Grids with a range for each group of a row, and the search for the best ones.
 
-Ranges of least squared error, weighted by the channels' importance: several are tried, smaller and a little
-larger than minimum to maximum, each end by itself, and steps are refitted to the best one's codes by least
-squares (as llama.cpp's `make_qx_quants` and `make_qkx3_quants` do, for 19 and 36 ranges). On a CPU the sums
-over groups of integers are those of `ranged.c`, elsewhere of torch; on a CPU both have the same bits.
+Several ranges are tried for least weighted error, and steps are refitted to the best one's codes, as in
+llama.cpp's `make_qx_quants` and `make_qkx3_quants`. `ranged.c` sums on a CPU, to the same bits as torch
+there.
 """
 
 from __future__ import annotations

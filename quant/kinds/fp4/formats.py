@@ -1,9 +1,8 @@
 """How 4-bit floats are stored: compressed-tensors, ModelOpt, and the experts of gpt-oss; and who loads them.
 
-Layouts in `docs/formats.md`. gpt-oss (`quant_method: mxfp4`, read only) has all experts of a layer in two
-tensors for each of its projections `P`, `gate_up_proj` and `down_proj`: `P_blocks` uint8
-`[experts, out, in/32, 16]`, two e2m1 codes a byte, the first in the low nibble, and `P_scales` uint8
-`[experts, out, in/32]`, exponents of two with a bias of 127 (OCP Microscaling Formats 1.0, 5.3.3 and 5.4).
+Layouts in `docs/formats.md`. gpt-oss (`quant_method: mxfp4`, read only) has a layer's experts in `P_blocks`
+uint8 `[experts, out, in/32, 16]`, two e2m1 codes a byte, low nibble first, and `P_scales` uint8 `[experts,
+out, in/32]`, exponents of two with a bias of 127 (OCP Microscaling Formats 1.0, 5.3.3 and 5.4).
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """How e4m3 weights are stored: in DeepSeek-V3's block-wise format, compressed-tensors and ModelOpt.
 
-Layouts in `docs/formats.md`. Of `quant_method: fp8` only blocks of 128 × 128 with activations in groups of
-128 channels are read alike by all readers, so only they are written. Scales per tensor and per channel are
-read under both names, `weight_scale` (vLLM) and `weight_scale_inv` (transformers), with `input_scale` or
-`activation_scale` where activations are static.
+Layouts in `docs/formats.md`. Of `quant_method: fp8` only blocks of 128 × 128 are written, as all readers
+agree on them. Scales per tensor and channel are read under vLLM's and transformers' names.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Least-squares steps and offsets for ggml's blocks: of single runs of weights, and of K-quants' sub-blocks.
 
-K-quants are searched after ggml's `make_qkx2_quants` and `make_qx_quants`: several step sizes around the
-min-max one are tried; each gives codes, the codes give the least-squares scale (and offset), and the best is
-kept. The sub-blocks' scales are then quantized under one super-block scale, neighbouring scale codes are
-tried on the stored grid, and the super-block's scales are refitted to the codes where that helps.
+After ggml's `make_qkx2_quants` and `make_qx_quants`: several step sizes around the min-max one are tried;
+each gives codes, these the least-squares scale (and offset), and the best is kept. Sub-blocks' scales are
+quantized under one super-block scale, neighbours are tried, and the super-block's scales refitted.
 
-On a CPU K-quants are searched in C (`search.c`). Sums have one order there and here, so that codes are the
-same without a compiler and with any instructions.
-
-Shapes: a block of 256 weights is `[runs, width]` (sub-blocks, weights), with any leading dimensions.
+On a CPU `search.c` does so, to the same bits. A block of 256 weights is `[runs, width]`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """ggml's blocks with one scale for 32 weights: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, and tables of 16 values.
 
-The tables are those of IQ4_NL, IQ4_XS (256 weights, with a scale for every 32) and MXFP4 (`ggml-common.h`).
-Codes and bytes are those of ggml's reference quantizers (`ggml-quants.c`): `d` is rounded to float16 for
-storage, but codes are chosen with the unrounded one.
+Tables are those of IQ4_NL, IQ4_XS and MXFP4 (`ggml-common.h`). Codes and bytes are those of ggml's reference
+(`ggml-quants.c`): `d` is stored as float16, but codes are chosen with the unrounded one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """ggml's blocks of every type: quantization, dequantization, codes as bytes (in C if it compiles); tensors.
 
-Tensors have the bytes of a GGUF file. Of their exact equivalents, symmetric integers in groups of 32 are Q4_0
-and Q8_0. MXFP4 is MXFP4: both have e2m1 codes and an exponent of two, biased by 127, for every 32 weights;
-ggml's table is that of e2m1 doubled, beside half the power, and its nibbles are 16 weights apart.
+Exact equivalents: symmetric integers in groups of 32 are Q4_0 and Q8_0, and MXFP4 is MXFP4, but that ggml's
+table is e2m1 doubled, beside half the power, and its nibbles are 16 weights apart.
 """
 
 from __future__ import annotations

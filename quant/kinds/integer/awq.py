@@ -1,8 +1,7 @@
 """AWQ format (AutoAWQ, `quant_method: awq`), read by vLLM, transformers and this engine.
 
-Of its layouts (`docs/formats.md`) GEMM is AutoAWQ's default and the only one written. It is transposed to
-torch's `[out, in]`, and its order interleaves even and odd channels, so that a GPU unpacks one word into four
-half2 with few instructions. GEMV, which is read too, is neither; its groups are padded to whole words.
+GEMM is the only layout that is written (`docs/formats.md`), transposed and interleaved, so that a GPU unpacks
+a word into four half2. GEMV, which is read too, is neither; its groups are padded to whole words.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """GPTQ format (AutoGPTQ, GPTQModel; `quant_method: gptq`), read by vLLM, transformers and this engine.
 
-Layout in `docs/formats.md`; it is transposed to torch's `[out, in]`. Version 1 (`checkpoint_format: gptq`)
-cannot store a zero point of 0, so it is used for symmetric weights, and `gptq_v2` for the others. Some tools
-label version 2 as version 1; symmetric zero points are all equal and tell them apart, so the bytes decide.
+Version 1 cannot store a zero point of 0, so it is for symmetric weights, and `gptq_v2` for others. Some tools
+label version 2 as 1: equal zero points, in the bytes, tell them apart.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Dense-and-sparse weights (SqueezeLLM): tensor, grid, the k-means that fits its tables, and kind.
 
-A weight is the value of its row's lookup table, and for a few the sparse matrix has what is missing. Tables
-are fitted by weighted 1-D k-means, batched over output channels: in one dimension a cluster is an interval of
-the sorted values, so its sums are differences of prefix sums, and an iteration costs a binary search per
-boundary instead of a pass over the weights.
+A weight is a value of its row's table, plus what the sparse matrix has. In weighted 1-D k-means a cluster is
+an interval of sorted values: its sums are differences of prefix sums.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Trellis codes between Hadamard transforms (EXL3): tensor, the grid of one weight, its noise, and kind.
 
-Where other grids know each weight's points, this one's depend on the neighbours': a tile is a vector of 16
-input channels for each 16 outputs, which a Viterbi search rounds as a whole. Error feedback over it is QTIP's
-LDLQ. What is left to quantize after the transforms is nearly normal, so the error of the nearest
-paths has one mean square for each width. A search over widths therefore takes noise of that size in place of
-the codes, which would cost as much as the quantization for every width.
+Points depend on the neighbours': a tile is a vector of 16 input channels for each 16 outputs, which a Viterbi
+search rounds as a whole, under error feedback (QTIP's LDLQ). What is quantized is nearly normal, so the error
+has one mean square for each width: a search over widths takes noise of that size.
 """
 
 from __future__ import annotations

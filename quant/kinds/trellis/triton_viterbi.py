@@ -1,10 +1,8 @@
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportOperatorIssue=false
 """The Viterbi search of a trellis in Triton: a program has one sequence at a time, and all its nodes' costs.
 
-The costs of a step, 64 KiB at most, and the codebook stay in the first cache of the multiprocessor, whose
-memory is that of shared memory, which Triton's language cannot address; which transition won goes to a
-program's own part of a workspace, for the way back. Both searches, over the seam and over the whole, are one
-launch for all sequences.
+A step's costs, 64 KiB at most, and the codebook stay in the multiprocessor's first cache; which transition
+won goes to a program's part of a workspace, for the way back.
 """
 
 from __future__ import annotations
