@@ -197,7 +197,6 @@ def _quantize(tensors: dict[str, Any], scheme: IntScheme | FloatScheme) -> list[
 
 
 def _add(engine: Engine, name: str, length: int, num_tokens: int) -> None:
-    """Add a request of random tokens: no two share a prefix, so that no block is shared."""
     draw = random.Random(name)
     prompt = [draw.randrange(engine.vocab_size) for _ in range(length)]
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

@@ -138,7 +138,6 @@ def add_stage(record: Record, stage: Mapping[str, Any]) -> None:
 
 
 def line_of(stage: str, finding: Mapping[str, Any]) -> str:
-    """A finding in one line."""
     mark = "FAILED: " if finding["met"] is False else ""
     expected = f" (expected: {finding['expected']})" if finding["expected"] else ""
     return f"{stage}: {mark}{finding['what']}: {finding['seen']}{expected}"
@@ -213,7 +212,6 @@ class Worker:
         return False
 
     def kill(self) -> None:
-        """Kill the process with all that it started."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

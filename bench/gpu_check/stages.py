@@ -120,7 +120,6 @@ def timed(home: Path, model: TimedModel) -> Iterator[Case]:
 
 
 def quantizers(home: Path) -> Iterator[Case]:
-    """A bundled model by each method."""
     for method in METHODS:
         yield Case(method, partial(_quantized, home / method, method), 20)
 
@@ -146,7 +145,6 @@ CASES: Mapping[str, Callable[[Path], Iterator[Case]]] = {
 
 
 def main() -> None:
-    """Run the stage that the command line names; its lines go to the file that it names next."""
     stage, lines = sys.argv[1], Path(sys.argv[2])
     code = run_cases(
         CASES[stage](lines.parent), lines.with_name(stage), lines, torch.cuda.synchronize

@@ -359,7 +359,6 @@ class Scraper:
         self._thread.start()
 
     def stop(self) -> tuple[list[dict[str, Sample]], int]:
-        """(the samples of each scrape in order, how many scrapes failed); the last is of now."""
         if self._thread is None:
             return [], self._failed
         self._stop.set()

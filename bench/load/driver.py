@@ -109,7 +109,6 @@ class Body:
         return head, tail
 
     def _marked_text(self, item: WorkloadItem) -> str:
-        """The prompt's text with the mark in the place of its first token."""
         first, text = self.decode(item.prompt_token_ids[:1]), self.decode(item.prompt_token_ids)
         if text.startswith(first):
             return _MARK_TEXT + text[len(first) :]
@@ -406,7 +405,6 @@ class HttpDriver:
 
 
 def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
-    """Fraction of prompt tokens from the server's prefix cache, over the responses that report it."""
     answers = [e.answer for e in exchanges if e.answer.cached_tokens is not None]
     tokens = sum(answer.prompt_tokens or 0 for answer in answers)
     hits = sum(answer.cached_tokens or 0 for answer in answers)

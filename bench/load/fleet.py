@@ -239,7 +239,6 @@ def measure_client(
     burden: float = 0.0,
     progress: Progress | None = None,
 ) -> ClientError:
-    """Drive the known-latency server with `streams` concurrent streams for about two seconds."""
     itl_ms = timetable(streams)[0]
     with known_server(TTFT_MS, itl_ms) as port:
         sent = known_pass(fleet, port, streams, itl_ms, burden=burden, progress=progress)

@@ -228,7 +228,6 @@ class InjectedDelay:
 
 
 def injected_delay(factor: float, where: Literal["step", "sampler"]) -> InjectedDelay | None:
-    """The hook for the options `slowdown` and `slowdown_where`; None for a factor of 1."""
     if factor == 1.0:
         return None
     return InjectedDelay("sample" if where == "sampler" else "step", factor)

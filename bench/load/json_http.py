@@ -64,7 +64,6 @@ class JsonClient:
         return answer
 
     def post_again(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """`post`, repeated while the server is full."""
         for wait in RETRY_SECONDS:
             try:
                 return self.post(url, body)

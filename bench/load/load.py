@@ -250,7 +250,6 @@ class Dialogues:
         return Dialogue(item, cycle, due, 0, item.prompt_token_ids, opened=due)
 
     def next_due(self) -> float | None:
-        """When the next turn is due, without further answers; None if nothing waits."""
         times = [self._thinking[0][0]] if self._thinking else []
         if self._next is not None and self._has_place:
             times.append(self._next.due)
@@ -330,7 +329,6 @@ class PassProgress:
             progress.start(description, math.ceil(window), "seconds")
 
     def request_ended(self, seconds: float) -> None:
-        """A request ended, `seconds` into the pass."""
         self._num_ended += 1
         if self._window is None:
             self._progress.advance()

@@ -269,7 +269,6 @@ def server_arguments(options: BenchOptions, chosen: Preset, model: str, port: in
 
 
 def _model(options: BenchOptions, chosen: Preset) -> str:
-    """The model for the server's command line."""
     name = options.model or DEFAULT_MODEL
     path = expanded(name)
     if path.is_file() and gguf_file_of(path) is not None:
@@ -317,7 +316,6 @@ def _wait_until_ready(
 
 
 def is_ready(url: str) -> bool:
-    """True if the server at `url` answers its health check."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url + READY_PATH, timeout=ANSWER_SECONDS) as answer:
@@ -327,7 +325,6 @@ def is_ready(url: str) -> bool:
 
 
 def last_words(log: IO[bytes]) -> str:
-    """The end of a server's log, in one line."""
     size = os.fstat(log.fileno()).st_size
     data = os.pread(log.fileno(), 8192, max(0, size - 8192))
     lines = [line.strip() for line in data.decode("utf-8", "replace").splitlines()]

@@ -182,7 +182,6 @@ def read_pooled(chunks: Sequence[tuple[float, bytes]]) -> Answer:
 
 
 def refusal(status: int, chunks: Sequence[tuple[float, bytes]]) -> str:
-    """The error message of a response with an error status."""
     body = b"".join(data for _, data in chunks)
     try:
         message = _message(json.loads(body))
@@ -313,7 +312,6 @@ def _read_usage(event: dict[str, Any], answer: Answer) -> int | None:
 
 
 def _reasoning_tokens(usage: Mapping[str, Any], count: int) -> int:
-    """Reasoning tokens that `count` includes."""
     details = usage.get("completion_tokens_details")
     tokens = details.get("reasoning_tokens") if isinstance(details, dict) else None
     if not isinstance(tokens, int) or tokens > count:

@@ -119,7 +119,6 @@ class TurnPipe:
         return self.ready()
 
     def close(self) -> None:
-        """Let the process go on alone."""
         if not self.is_over:
             os.close(self._pipes[0][1])
             os.close(self._pipes[1][0])

@@ -63,14 +63,12 @@ class RunProgress:
         return cls(progress or Silent(), "bench", every)
 
     def begin(self, stage: str, what: str) -> None:
-        """Begin the next stage; `what` is its description until it counts units of its own."""
         self.end()
         self._left[stage] = max(0, self._left[stage] - 1)
         self._stage, self._stage_began = stage, self._clock()
         self.start(what, 0, "")
 
     def end(self) -> None:
-        """End the stage; its time enters the expectation of the others of its kind."""
         if self._stage is None:
             return
         seconds, count = self._clock() - self._stage_began, self._measured[self._stage]
@@ -87,7 +85,6 @@ class RunProgress:
 
     @property
     def seconds_left(self) -> float:
-        """Expected time of the stage and those after it."""
         after = sum(count * self._expected[stage] for stage, count in self._left.items())
         if self._stage is None:
             return after

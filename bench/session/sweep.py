@@ -164,7 +164,6 @@ class SweepTarget:
 
 
 def varied_away(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """An identity without the parts that vary between points: the load, and the workload hash."""
     kept = {key: value for key, value in identity.items() if key != "workload_sha256"}
     varied = ("request_rate", "max_concurrency")
     load = {key: value for key, value in identity["load"].items() if key not in varied}

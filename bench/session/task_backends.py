@@ -67,7 +67,6 @@ class EngineBackend:
         ]
 
     def _score_full(self, window: TaskWindow) -> list[TokenLogprobs]:
-        """Score a window that fills the context and leaves no position to generate."""
         from ...engine.sampling.sampler import rows_per_slice, sliced_logprobs
 
         engine = self._engine

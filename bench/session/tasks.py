@@ -239,7 +239,6 @@ def before_stops(text: str, stops: Sequence[str]) -> str:
 
 
 def prefix_token(tokenizer: Any) -> int:
-    """The replacement of an empty context: BOS, else EOS."""
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
@@ -342,7 +341,6 @@ class TaskScorer:
         return [summed(scores) for scores in scored]
 
     def rolling_loglikelihoods(self, texts: Sequence[str]) -> list[float]:
-        """Log-probability of each whole text in nats, in windows where it exceeds the context."""
         prefix, most = prefix_token(self.tokenizer), self.backend.max_inputs
         tokens = (encode(self.tokenizer, text) for text in texts)
         by_text = [list(rolling_windows(ids, prefix, most)) for ids in tokens]

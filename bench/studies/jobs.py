@@ -50,7 +50,6 @@ class Job:
         return f"{self.kind} {self.of}{share}"
 
     def after(self, jobs: Sequence[Job]) -> list[Job]:
-        """The jobs of `jobs` that must have ended before this one begins."""
         earlier = KINDS[: KINDS.index(self.kind)]
         return [job for job in jobs if job.of == self.of and job.kind in earlier]
 

@@ -187,7 +187,6 @@ class Stages:
 
     @classmethod
     def begin(cls, folder: Path, recipe: Recipe, score_shares: int = 1) -> Stages:
-        """A new folder with nothing finished."""
         folder.mkdir(parents=True, exist_ok=True)
         stages = cls(folder, recipe, score_shares=score_shares)
         stages._write()
@@ -218,7 +217,6 @@ class Stages:
         return len(self._done)
 
     def finish(self, name: str) -> None:
-        """Record that a stage's outputs are complete."""
         with self._locked(JOURNAL_NAME):
             self.refresh()
             if name not in self._done:
@@ -239,7 +237,6 @@ class Stages:
             yield
 
     def is_held(self, name: str) -> bool:
-        """True if a process does the stage."""
         with suppress(OSError), self._lock_file(name).open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -341,7 +338,6 @@ class RecipeRun:
 
 
 def all_results(run: RecipeRun) -> dict[str, dict[str, Any]]:
-    """{name: result} of the original and every variant, in order."""
     named: Sequence[RunData] = [run.base, *(variant.data for variant in run.variants)]
     return {data.name: data.result for data in named}
 

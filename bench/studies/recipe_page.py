@@ -107,7 +107,6 @@ def speed_words(comparison: Comparison) -> str:
 
 
 def _share_of_bytes(comparison: Comparison) -> float | None:
-    """New bytes of weights over the base's, both as served."""
     base, new = comparison.memory.get("served_weight_bytes", (None, None))
     return new / base if base and new else None
 

@@ -227,7 +227,6 @@ def run_in_turns(starts: Sequence[Start], *, cpus: frozenset[int] | None, deadli
 
 
 def environment_of(inherit_sources: bool) -> dict[str, str]:
-    """The environment, without variables that would put this installation's sources into another one."""
     hidden = () if inherit_sources else NOT_INHERITED
     return {key: value for key, value in os.environ.items() if key not in hidden}
 

@@ -83,7 +83,6 @@ class Build:
         return arguments
 
     def command(self, options: Sequence[str]) -> list[str]:
-        """The command line of `llmopt bench` for this build with `options`."""
         if self.is_other_tool:
             return self.words()
         if self.is_url:
@@ -139,7 +138,6 @@ def check_options(builds: Sequence[Build], options: Sequence[str]) -> None:
 
 
 def value_of(options: Sequence[str], name: str) -> str | None:
-    """The last value of an option in a command line; None without one."""
     value = None
     for position, word in enumerate(options):
         if word == name:

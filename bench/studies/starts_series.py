@@ -259,7 +259,6 @@ SHOWN = ("duration", "cpu_seconds", "waiting_seconds", "output_throughput", "med
 
 
 def record_of(finished: Finished) -> dict[str, Any]:
-    """`comparison.json`: the verdict, the plan, and each start's values."""
     starts = {
         name: [{key: value_of_start(start, key) for key in SHOWN} for start in side]
         for name, side in (("base", finished.base), ("new", finished.new))

@@ -286,7 +286,6 @@ def _links(item: WorkloadItem) -> dict[str, Any]:
 
 
 def is_frozen(path: Path) -> bool:
-    """True if a file begins with the header of a frozen workload."""
     try:
         with path.open(encoding="utf-8-sig") as lines:
             head = json.loads(lines.readline(1 << 20))

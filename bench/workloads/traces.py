@@ -157,7 +157,6 @@ def read_trace(kind: str, path: Path) -> list[TraceRow]:
 
 
 def fitted(row: TraceRow, factor: float, max_model_len: int) -> TraceRow:
-    """The request with its lengths scaled and cut; at least 1 token each."""
     prompt = max(1, math.floor(row.prompt_len * factor))
     output = max(1, math.floor(row.output_len * factor))
     if prompt + output > max_model_len:

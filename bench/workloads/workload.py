@@ -171,7 +171,6 @@ class Workload:
 
     @property
     def mean_think_seconds(self) -> float:
-        """Mean pause before the later turns of conversations; 0 without any."""
         pauses = [turn.think_seconds for item in self.items for turn in item.turns]
         return sum(pauses) / len(pauses) if pauses else 0.0
 
@@ -188,7 +187,6 @@ class Workload:
         return sum(sum(item.output_lens) for item in self.items)
 
     def with_arrivals(self, offsets: Sequence[float]) -> Workload:
-        """The same requests, due at `offsets` seconds from the start of the run."""
         pairs = zip(self.items, offsets, strict=True)
         items = tuple(replace(item, arrival_seconds=float(offset)) for item, offset in pairs)
         return replace(self, items=items)
@@ -209,7 +207,6 @@ def _common(prompt: Sequence[int], other: Sequence[int]) -> int:
 
 
 def numbered(pairs: Sequence[tuple[Sequence[int], int]]) -> tuple[WorkloadItem, ...]:
-    """Items from (prompt token ids, output length) pairs, with ids by position."""
     return tuple(
         WorkloadItem(f"bench-{number}", tuple(prompt), output_len)
         for number, (prompt, output_len) in enumerate(pairs)
@@ -348,7 +345,6 @@ def openings(workload: Workload, *, endless: bool) -> Iterator[Opening]:
 
 
 def in_cycle(item: WorkloadItem, cycle: int, names: Sequence[int]) -> WorkloadItem:
-    """The item with the first token of its cycle."""
     if not cycle:
         return item
     prompt = (names[cycle % len(names)], *item.prompt_token_ids[1:])
@@ -365,7 +361,6 @@ def cycle_seconds(workload: Workload) -> float:
 
 
 def check_endless(workload: Workload, max_concurrency: int | None) -> None:
-    """Raises BadInput where nothing limits how many requests a run of fixed duration sends at once."""
     if max_concurrency is None and cycle_seconds(workload) == 0:
         raise BadInput(
             "--duration repeats the workload, and nothing limits it: give --max-concurrency or a finite "

@@ -144,7 +144,6 @@ def cache_bytes(root: Path = SYSFS) -> dict[str, int]:
 
 
 def parse_cpus(text: str) -> list[int]:
-    """The numbers of a list such as `0-3,8`, as the kernel writes it."""
     numbers: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")
@@ -163,7 +162,6 @@ def _cpu(root: Path, number: int, node: int) -> Cpu:
 
 
 def _text(path: Path) -> str:
-    """A file's line, or an empty one."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -177,7 +175,6 @@ def usable_cores(root: Path = SYSFS) -> int:
 
 
 def thread_limit() -> int | None:
-    """OMP_NUM_THREADS, if it is a number above 0."""
     limit = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     return int(limit) if limit.isdigit() and int(limit) else None
 
@@ -239,7 +236,6 @@ class Nvml:
             raise OSError(f"NVML knows no GPU {index} (code {code})")
 
     def count(self) -> int:
-        """GPUs of this machine."""
         value = ctypes.c_uint()
         code = self._library.nvmlDeviceGetCount_v2(ctypes.byref(value))
         return value.value if code == SUCCESS else 1
@@ -265,7 +261,6 @@ class Nvml:
         return self._number("nvmlDeviceGetTemperature", TEMPERATURE_GPU)
 
     def clock_mhz(self, which: int) -> int | None:
-        """Current clock of the SMs or of the memory."""
         return self._number("nvmlDeviceGetClockInfo", which)
 
     def application_clock_mhz(self, which: int) -> int | None:

@@ -166,14 +166,12 @@ class MediaLimits:
                 )
 
     def check_count(self, count: int) -> None:
-        """Raises `BadInput` for a prompt of too many images."""
         if count > self.max_images:
             raise BadInput(
                 f"{count} images in a prompt: at most {self.max_images} (--limit-mm-per-prompt)"
             )
 
     def check_prompt_pixels(self, num_pixels: int) -> None:
-        """Raises `BadInput` for images that are too large together."""
         most = PROMPT_PIXELS * self.max_image_pixels
         if num_pixels > most:
             raise BadInput(
@@ -182,7 +180,6 @@ class MediaLimits:
             )
 
     def check_pixels(self, width: int, height: int) -> None:
-        """Raises `BadInput` for an image that is too large to decode."""
         if width * height > self.max_image_pixels:
             raise BadInput(
                 f"an image of {width} x {height} pixels: at most {self.max_image_pixels} "

@@ -109,17 +109,14 @@ class SamplingParams:
 
     @property
     def filters(self) -> bool:
-        """True if any of top-k, top-p and min-p is on."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def changes_scores(self) -> bool:
-        """True if the logits are changed before the temperature."""
         return bool(self.logit_bias) or self.reads_tokens
 
     @property
     def reads_tokens(self) -> bool:
-        """True if the logits are changed as a function of the previous tokens."""
         return bool(self.logits_processors) or self.token_mask is not None or self.penalizes
 
     @property

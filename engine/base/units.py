@@ -49,7 +49,6 @@ def parse_size(text: str) -> int:
 
 
 def format_gib(num_bytes: float) -> str:
-    """In GiB (2^30), or MiB or KiB where it is small."""
     gib = num_bytes / 2**30
     if gib >= 0.1 or num_bytes == 0:
         return f"{gib:,.2f} GiB"
@@ -59,7 +58,6 @@ def format_gib(num_bytes: float) -> str:
 
 
 def format_tokens(count: int) -> str:
-    """`128k` where it is a whole number of 1024, else the digits."""
     for size, letter in ((2**20, "M"), (2**10, "k")):
         if count >= size and count % size == 0:
             return f"{count // size}{letter}"

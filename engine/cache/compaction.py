@@ -23,7 +23,6 @@ POOLING_KERNEL = 7
 
 
 def check_eviction(config: EngineConfig, model: CausalModel) -> None:
-    """Check the KV-cache budget of `config` against the model's layers, or raise BadInput."""
     because = f"kv_budget = {config.kv_budget}"
     if not isinstance(model, Decoder):
         refuse({"kv-budget", "transformers"}, because)

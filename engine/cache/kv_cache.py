@@ -64,7 +64,6 @@ def check_stored_dtype(dtype: CacheDtype, device: torch.device) -> None:
 
 
 def stored_name(dtype: CacheDtype) -> str:
-    """Name of a dtype in `EngineConfig.kv_cache_dtype`."""
     return next(name for name, stored in _STORED.items() if stored == dtype)
 
 
@@ -83,7 +82,6 @@ class _Layers:
 
 
 def kv_block_bytes(layouts: Sequence[KvLayout], dtype: CacheDtype, block_size: int) -> int:
-    """Bytes of a block over all layers, including scales of 8-bit dtypes."""
     return sum(
         vector_bytes(dim, dtype) * layout.entries(block_size)
         for layout in layouts

@@ -65,7 +65,6 @@ class LoadedAdapters:
         return frozenset(self._retired)
 
     def key(self, name: str) -> str:
-        """Raises `BadInput` for an adapter that is not loaded."""
         if name not in self._keys:
             raise BadInput(
                 f"no adapter {name!r}: this engine has {', '.join(self._keys) or 'none'}"

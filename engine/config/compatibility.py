@@ -132,7 +132,6 @@ NOT_ON_MPS: Mapping[str, str] = {
 
 
 def refuse_on_mps(features: Collection[str]) -> None:
-    """Raise BadInput for features that an Apple GPU does not have."""
     for name in sorted(set(features) & NOT_ON_MPS.keys()):
         feature = FEATURES[name]
         raise BadInput(
@@ -141,7 +140,6 @@ def refuse_on_mps(features: Collection[str]) -> None:
 
 
 def refusal_line(pair: frozenset[str]) -> str:
-    """The beginning of the message for an incompatible pair."""
     return (
         " and ".join(FEATURES[key].name for key in FEATURES if key in pair) + " do not go together"
     )

@@ -117,7 +117,6 @@ class SpeculationConfig:
 
     @property
     def width(self) -> int:
-        """Draft tokens per position."""
         if self.tree_width is not None:
             return self.tree_width
         return DEFAULT_TREE_WIDTH if self.method in TREE_METHODS else 1

@@ -344,7 +344,6 @@ def _graph_setting(
     sizes: Sequence[int],
     token_sizes: Sequence[int],
 ) -> GraphSetting:
-    """How the model's steps are captured, by its workers as well."""
     device, dtype, workers = loaded.device, loaded.dtype, loaded.workers
     max_blocks = limits.max_blocks(loaded.max_model_len)
     cached = loaded.model, cache.layers, limits.block_size, max_blocks
@@ -421,7 +420,6 @@ def _kv_cache_budget(
 def _captured_sizes(
     config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig
 ) -> tuple[int, ...]:
-    """Batch sizes of the decode steps that are captured."""
     return () if config.enforce_eager else graph_sizes(loaded.device, limits.max_num_seqs)
 
 

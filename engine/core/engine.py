@@ -135,7 +135,6 @@ class Engine:
         self._next_order += params.num_sequences
 
     def abort(self, request_id: str) -> bool:
-        """End every sequence of a request and free its blocks now; False if there is none."""
         members = [r for r in self.scheduler.requests() if r.request_id == request_id]
         for request in members:
             self.scheduler.abort(request.sequence_id)
@@ -328,7 +327,6 @@ class Engine:
         return self.runner.decoder.logits(self.hidden_states(token_ids, lora))
 
     def hidden_states(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
-        """Final normed hidden states, [tokens, hidden]. Raises as `prompt_logits`."""
         self._check_tokens(token_ids, SamplingParams())
         with self.prompt_pass(lora) as prompts:
             prompts.check_fits(len(token_ids))

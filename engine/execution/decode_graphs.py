@@ -72,7 +72,6 @@ class StepGraphs:
             self.give_up()
 
     def give_up(self) -> None:
-        """Leave every step eager."""
         self._sizes, self.gave_up = (), True
         self._graphs.clear()
         self._plans.clear()
@@ -146,7 +145,6 @@ class StepGraphs:
         return self._graphs[kind]
 
     def capture_padding(self, kind: StepKind) -> None:
-        """Capture a graph while the static inputs hold padding."""
         self._static.clear()
         self._graph(kind)
 

@@ -201,7 +201,6 @@ class GraphSetting:
         return self.model.logits(graph.replay()[:rows])
 
     def give_up(self, kind: str) -> None:
-        """Tell the other ranks to drop the graphs of a kind."""
         if self.ranks is not None:
             self.ranks.broadcast("give_up", kind)
 
@@ -211,7 +210,6 @@ class GraphSetting:
         return (False, True) if bank is not None and bank.has_slots else (False,)
 
     def slot_mask(self, slots: torch.Tensor) -> SlotMask:
-        """Mask of the adapters in these slots, int64 [rows]."""
         assert self.model.lora_bank is not None
         return self.model.lora_bank.mask(slots)
 

@@ -28,7 +28,6 @@ class LoraManager:
 
     @property
     def releasable(self) -> frozenset[str]:
-        """Keys of unloaded adapters that no request uses any more."""
         if not (retired := self.loaded.retired):
             return retired
         return retired - {request.lora for request in self._scheduler.requests()}

@@ -45,7 +45,6 @@ def _by_name(rows: DecodeRows, tokens: Iterable[int]) -> dict[str, list[int]]:
 def _fetch_samples(
     rows: Sequence[ScheduledRow], draw: Draw, result: StepResult, timer: StepTimer
 ) -> StepResult:
-    """Wait for the sampled tokens of rows, and put them into `result`."""
     with timer("fetch_tokens"):
         tokens, logprobs = draw.result()
     begin = 0
@@ -96,14 +95,12 @@ class ModelRunner:
         return (self.cache, *(() if self._proposer is None else self._proposer.caches))
 
     def capture_graphs(self) -> None:
-        """Capture the graphs of decode steps and of steps of few tokens, before the first step."""
         capture_all(self._graphs, self._token_graphs, self._aux_layers)
         proposer = self._proposer
         if isinstance(proposer, CachedProposer):
             proposer.capture_all()
 
     def execute(self, plan: StepPlan, timer: StepTimer = UNTIMED) -> StepResult:
-        """Run one step without output placeholders."""
         return self.launch(plan, timer=timer).wait()
 
     def reads_placeholders(self, plan: StepPlan) -> bool:

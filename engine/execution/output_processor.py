@@ -36,7 +36,6 @@ class OutputProcessor:
             self._pooled = PooledPrompts(self._scheduler)
 
     def forget(self, request_id: str, members: list[Request]) -> None:
-        """Drop the state of a request and its sequences."""
         self._best_of.pop(request_id, None)
         for request in members:
             self._texts.pop(request.sequence_id, None)

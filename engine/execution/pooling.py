@@ -68,7 +68,6 @@ class Pooling:
 
 
 def normalized(vector: Vector) -> Vector:
-    """Vector at length 1; zero stays zero."""
     return vector / np.maximum(np.linalg.norm(vector), np.float32(1e-12))
 
 
@@ -270,7 +269,6 @@ class PooledPrompts:
                 pooled.vector = share
 
     def outputs(self, plan: StepPlan) -> list[RequestOutput]:
-        """The outputs of the prompts that a step completed."""
         if not self._pooled:
             return []
         return [

@@ -97,7 +97,6 @@ class SpeculativeRow:
 
     @property
     def path(self) -> list[int]:
-        """Accepted token ids."""
         return [self.draft.token_ids[index] for index in self.accepted]
 
     def accept(self, token_id: int) -> bool:
@@ -172,7 +171,6 @@ class StepLayout:
 
     @property
     def placeholders(self) -> dict[str, int]:
-        """Indices of output placeholders, by sequence."""
         placed = zip(self.rows, self.begins, strict=True)
         return {
             row.sequence_id: begin + row.num_tokens - 1
@@ -236,7 +234,6 @@ class SampledTokens:
     indices: Mapping[str, int]
 
     def of(self, batch: DecodeBatch) -> torch.Tensor:
-        """Sampled token of each decode row, int64 [rows]."""
         if self.indices is batch.places:
             return self.token_ids
         sources = [self.indices[name] for name in batch.names]

@@ -105,7 +105,6 @@ async scheduling (`is_overlapped`) a plan may be launched before its predecessor
 
 
 def open_loop(runner: ModelRunner, device: torch.device, *, overlapped: bool) -> StepLoop:
-    """The step loop for `device`; `overlapped` is async scheduling."""
     if not overlapped:
         return SerialLoop(runner)
     return DeviceAsyncLoop(runner) if device.type == "cuda" else ThreadedLoop(runner)

@@ -71,7 +71,6 @@ class TokenGraphs:
             self.give_up()
 
     def give_up(self) -> None:
-        """Leave every step eager."""
         self._sizes = ()
         self._graphs.clear()
         self._setting.give_up("tokens")
@@ -136,7 +135,6 @@ class TokenGraphs:
         return self._buffers[kind.size]
 
     def capture_padding(self, kind: StepKind) -> None:
-        """Capture a step of padding."""
         buffer = self._buffers[kind.size]
         buffer.fill([[]] * buffer.columns, ())
         inputs = partial(self._inputs, kind, buffer)
@@ -165,7 +163,6 @@ def token_graph_sizes(device: torch.device, max_tokens: int) -> tuple[int, ...]:
 def capture_all(
     decodes: StepGraphs, tokens: TokenGraphs | None, aux_hidden_state_layers: tuple[int, ...] = ()
 ) -> None:
-    """Capture a model's steps before the first request."""
     decodes.capture_all(aux_hidden_state_layers)
     if tokens is not None:
         if decodes.gave_up:  # these would fail too

@@ -243,7 +243,6 @@ class _Calls:
 
     @torch.inference_mode()
     def capture(self, name: GraphName) -> None:
-        """Capture a graph; replies why it failed, or None."""
         refusal = None
         try:
             self._graphs[name.kind].capture_padding(name.key)
@@ -255,7 +254,6 @@ class _Calls:
 
     @torch.inference_mode()
     def replay(self, step: GraphReplay) -> None:
-        """Replay a graph on the inputs of rank 0."""
         graphs, key = self._graphs[step.name.kind], step.name.key
         graphs.static(key).share(step.unshared, self._group.broadcast)
         graph = graphs.captured(key)
@@ -284,7 +282,6 @@ class _Calls:
 
 
 def main() -> None:
-    """Entry point: `work` on the pipe and device of the command line."""
     device = torch.device(sys.argv[2])
     if device.type == "cuda":
         torch.cuda.set_device(device)

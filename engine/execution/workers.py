@@ -93,7 +93,6 @@ class Workers:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Send no calls of the model to the workers within the block."""
         assert self._model is not None
         before, self._model.broadcast = self._model.broadcast, None
         try:

@@ -85,7 +85,6 @@ class ProbedModel:
     cache: tuple[CachedTensor, ...]
 
     def num_parameters(self, part: Part | None = None) -> int:
-        """Parameters, tied ones once; of one part, or of all."""
         return sum(p.num_elements for p in self.parameters if part in (None, p.part))
 
     def cache_bytes(self, num_tokens: int) -> int:

@@ -50,7 +50,6 @@ class BlockPool:
         return len(self._free)
 
     def kept_block_ids(self) -> list[int]:
-        """Free blocks whose content is still cached, in the order of eviction."""
         return [block_id for block_id, block in self._free.items() if block.is_cached]
 
     def is_cached(self, block_id: int) -> bool:
@@ -94,7 +93,6 @@ class BlockPool:
         self._blocks[block_id].is_cached = is_cached
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that every reference count is the number of `tables` with the block, and 0 if it is free."""
         num_owners = Counter(block_id for table in tables for block_id in table)
         assert NULL_BLOCK not in num_owners and NULL_BLOCK not in self._free, (
             "the null block is in use"
@@ -224,7 +222,6 @@ class PrefixCache:
         return hits
 
     def count(self, request: Request, num_hit_blocks: int) -> None:
-        """Count a query and its hits, when a request is admitted."""
         if self._enabled:
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += num_hit_blocks * self._block_size
@@ -244,12 +241,10 @@ class PrefixCache:
             self._pool.set_cached(block_id, True)
 
     def forget(self, block_id: int) -> None:
-        """Drop the entry of a block that its only owner is about to overwrite."""
         self._evict(block_id)
         self._pool.set_cached(block_id, False)
 
     def reset(self) -> None:
-        """Drop all entries and counters; running sequences keep their blocks."""
         for block_id in self._hash_of:
             self._pool.set_cached(block_id, False)
         self._by_hash.clear()
@@ -257,7 +252,6 @@ class PrefixCache:
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def check_integrity(self) -> None:
-        """Assert that the two directions of the index agree."""
         assert len(self._by_hash) == len(self._hash_of)
         for name, cached in self._by_hash.items():
             assert self._hash_of[cached.block_id] == name

@@ -34,7 +34,6 @@ class DecodeSchedule:
 
     @property
     def first_rows(self) -> DecodeRows:
-        """The rows of the first step."""
         has_placeholders = self._batch.rows[0].has_placeholder
         return DecodeRows(self._batch, 0, has_placeholders=has_placeholders)
 
@@ -74,7 +73,6 @@ class DecodeSchedule:
         return DecodeRows(batch, self._index, has_placeholders=has_placeholders)
 
     def has(self, rows: Sequence[ScheduledRow]) -> TypeGuard[DecodeRows]:
-        """True if these are rows of its steps."""
         return isinstance(rows, DecodeRows) and rows.batch is self._batch
 
     def append(

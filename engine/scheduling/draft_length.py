@@ -14,7 +14,6 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """A tree of width 1."""
         return cls(tuple(range(-1, length - 1)))
 
     @property
@@ -23,7 +22,6 @@ class Tree:
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Depth of each draft token, from 1."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)

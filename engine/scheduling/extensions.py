@@ -17,7 +17,6 @@ class SchedulerExtension:
 
     @property
     def has_free(self) -> bool:
-        """True if one more sequence can run."""
         return True
 
     def chunk(self, request: Request, num_new: int) -> int:
@@ -40,7 +39,6 @@ class SchedulerExtension:
         """Admit a sequence behind `num_hits` shared blocks; `new` are its own by their place in its table."""
 
     def mark(self, request: Request, row: ScheduledRow) -> ScheduledRow:
-        """The row with what the step is to do for the extension."""
         return row
 
     def end_row(self, request: Request | None, row: ScheduledRow) -> None:
@@ -62,7 +60,6 @@ class SchedulerExtension:
         """Drop what the step was to do, as it has no rows and is not executed."""
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        """The plan with the copies that come before its forward pass."""
         return plan
 
     def reset_in_flight(self) -> None:
@@ -124,7 +121,6 @@ class SwapSpace(SchedulerExtension):
             self._release(request)
 
     def forget(self, request: Request) -> None:
-        """Free the host blocks of a sequence, and cancel its copies that are pending."""
         if (swapped := self._swapped.get(request.sequence_id)) is not None:
             for host in swapped.blocks.values():
                 self._out.pop(host, None)
@@ -150,7 +146,6 @@ class SwapSpace(SchedulerExtension):
         return out, back
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
-        """Assert that every host block is free or belongs to one waiting sequence."""
         used = [host for swapped in self._swapped.values() for host in swapped.blocks.values()]
         assert sorted([*used, *self._free]) == list(range(self.num_blocks))
         assert self._swapped.keys() <= {request.sequence_id for request in waiting}

@@ -52,7 +52,6 @@ class KvEviction:
 
     @property
     def num_recent(self) -> int:
-        """Last tokens that stay whatever their scores are."""
         return self.observation_window if self.method == "snapkv" else self.budget // 2
 
     @property

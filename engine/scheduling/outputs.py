@@ -58,7 +58,6 @@ class IncrementalDetokenizer:
         self._shown = len(self._token_ids)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; returns the text that they complete."""
         self._token_ids.extend(token_ids)
         return self._advance(complete_only=True)
 
@@ -107,7 +106,6 @@ class StopStrings:
         return shown, None
 
     def flush(self) -> str:
-        """The text that is held back, at the end of the sequence."""
         shown, self._held = self._held, ""
         return shown
 
@@ -179,12 +177,10 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
     def with_top(self, count: int) -> TokenLogprobs:
-        """With no more than the `count` likeliest tokens."""
         return self if len(self.top) <= count else replace(self, top=self.top[:count])
 
 
 def num_logprobs(scored: Iterable[TokenLogprobs | None] | None) -> int:
-    """Count the log-probabilities of some tokens: each one's own and its top ones'."""
     return sum(1 + len(token.top) for token in scored or () if token)
 
 
@@ -238,7 +234,6 @@ class Completion:
 
     @classmethod
     def part(cls, index: int, output: RequestOutput) -> Completion:
-        """The delta of a step alone, with its text."""
         scores = None if output.logprobs is None else [*output.logprobs]
         ending = output.finish_reason, output.stop_reason
         return cls(index, output.new_text, [*output.new_token_ids], scores, *ending)

@@ -38,12 +38,10 @@ class TokenView(Sequence[int]):
         return self._last == OUTPUT_PLACEHOLDER
 
     def resolved(self, token_id: int) -> TokenView:
-        """The same tokens with `token_id` in place of the placeholder."""
         assert self.has_placeholder
         return TokenView(self.booked, self._length, token_id)
 
     def first(self, count: int) -> TokenView:
-        """The first `count` of these tokens."""
         if count == len(self):
             return self
         assert count <= self._length
@@ -100,7 +98,6 @@ class RopePositions:
     delta: int
 
     def of(self, indices: Sequence[int]) -> Axes:
-        """The positions of the tokens of these indices."""
         count, delta = len(self.axes[0]), self.delta
         temporal, height, width = (
             [axis[i] if i < count else i + delta for i in indices] for axis in self.axes

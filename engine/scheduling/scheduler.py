@@ -287,7 +287,6 @@ class Scheduler:
         request.token_ids = request.token_ids[:num_tokens]
 
     def check_integrity(self) -> None:
-        """Assert that blocks, queues and requests agree with each other."""
         check_queues(self.running, list(self.waiting), self._requests.values(), self.config)
         self.swap.check_integrity(self.waiting)
         self.states.check_integrity(self.running)
@@ -305,7 +304,6 @@ class Scheduler:
         return min(num_new, budget)  # 0 where an image before it took the rest
 
     def _grow(self, request: Request, num_new: int) -> bool:
-        """Allocate the blocks for `num_new` more tokens of `request`, if enough are free."""
         needed = self.config.num_blocks(request.num_slots + num_new) - len(request.block_ids)
         if needed > self.pool.num_free:
             return False
@@ -403,7 +401,6 @@ class Scheduler:
         self._end(request, token_id, eos)
 
     def _end(self, request: Request, token_id: int, eos: frozenset[int]) -> None:
-        """End a sequence if its last token, `token_id`, says so, or its number of tokens."""
         if token_id in request.end_tokens(eos):
             self.finish(request, "stop", None if token_id in eos else token_id)
         elif request.num_output_tokens >= request.max_tokens:

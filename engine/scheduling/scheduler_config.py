@@ -139,7 +139,6 @@ TOKENS_PER_PLACE = 16
 
 
 def first_come(request: Request) -> Rank:
-    """In the order of arrival, without starvation."""
     return (request.order, 0)
 
 
@@ -213,7 +212,6 @@ class WaitingQueue:
         return heapq.heappop(self._ranked)[1]
 
     def remove(self, request: Request) -> None:
-        """Take out a sequence, wherever it is."""
         siblings = self._held.get(request.request_id, [])
         if request in siblings:
             siblings.remove(request)

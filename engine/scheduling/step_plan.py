@@ -57,12 +57,10 @@ class ScheduledRow(NamedTuple):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The tokens to compute; the last may be an output placeholder."""
         return self.tokens[self.start : self.end]
 
     @property
     def history(self) -> TokenView:
-        """All tokens before the one that this step samples."""
         return self.tokens.first(self.end)
 
     @property
@@ -71,7 +69,6 @@ class ScheduledRow(NamedTuple):
 
     @property
     def has_placeholder(self) -> bool:
-        """True if its last token is an output placeholder."""
         return self.tokens.has_placeholder and self.end == len(self.tokens)
 
     @property
@@ -101,7 +98,6 @@ class ScheduledRow(NamedTuple):
         )
 
     def needs_image(self, content_hash: bytes) -> bool:
-        """True if some of its tokens are of that image."""
         return any(
             image.content_hash == content_hash and image.overlaps(self.start, self.end)
             for image in self.images
@@ -176,12 +172,10 @@ class DecodeBatch:
 
     @cached_property
     def takes_largest(self) -> bool:
-        """True if the argmax of each row's logits is all that is sampled of them."""
         return all(row.takes_largest for row in self.rows)
 
     @cached_property
     def reads_tokens(self) -> bool:
-        """True if the sampling of some row reads its previous tokens."""
         return any(row.params.reads_tokens for row in self.rows)
 
     def beginning(self, step: int) -> Sequence[int]:
@@ -223,7 +217,6 @@ class DecodeRows(Sequence[ScheduledRow]):
         return [row.tokens.booked[row.start + step] for row in self.batch.rows]
 
     def resolved(self, sampled: Mapping[str, Sequence[int]]) -> DecodeRows:
-        """The rows with the tokens that the previous step sampled in place of the placeholders."""
         tokens = [sampled[name][0] for name in self.batch.names]
         return DecodeRows(self.batch, self.step, has_placeholders=False, sampled=tokens)
 
@@ -308,27 +301,23 @@ class StepPlan:
 
     @property
     def has_placeholders(self) -> bool:
-        """True if it needs tokens that the previous step samples."""
         if isinstance(self.rows, DecodeRows):
             return self.rows.has_placeholders
         return any(row.tokens.has_placeholder for row in self.rows)
 
     def resolved(self, sampled: Mapping[str, Sequence[int]]) -> StepPlan:
-        """The plan with the previous step's tokens, by sequence, in place of the placeholders."""
         if isinstance(self.rows, DecodeRows):
             return replace(self, rows=self.rows.resolved(sampled))
         return replace(self, rows=tuple(row.resolved(sampled) for row in self.rows))
 
     @property
     def sequence_ids(self) -> Sequence[str]:
-        """The sequence of each row."""
         if isinstance(self.rows, DecodeRows):
             return self.rows.batch.names
         return [row.sequence_id for row in self.rows]
 
     @property
     def num_tokens_of(self) -> dict[str, int]:
-        """Tokens that each sequence computes in this step."""
         return {row.sequence_id: row.num_tokens for row in self.rows}
 
     @property

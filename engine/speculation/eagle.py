@@ -47,7 +47,6 @@ class FusedInput(Weights):
     def __call__(
         self, tokens: torch.Tensor, before: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual, and what the attention reads."""
         hidden = self.fc(torch.cat([tokens, before], dim=-1))
         return hidden, hidden
 
@@ -64,7 +63,6 @@ class ConcatenatedInput(Weights):
     def __call__(
         self, tokens: torch.Tensor, before: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual, and what the attention reads."""
         normed = self.hidden_norm(before)
         residual = normed if self.norms_residual else before
         return residual, torch.cat([self.token_norm(tokens), normed], dim=-1)
@@ -150,7 +148,6 @@ class EagleHead:
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes of weights read per draft position, an LM head included."""
         has_head = self._weights.scores is not None
         return self._weights.weight_bytes + (
             0 if has_head else self._target.weights.head.weight_bytes
@@ -182,7 +179,6 @@ class EagleHead:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits, float32 [rows, vocab], of hidden states of this head."""
         scores = self._weights.scores
         return self._target.logits(hidden) if scores is None else scores(hidden)
 
@@ -207,7 +203,6 @@ class _HeadTree:
         return Run(start, tokens, row.block_ids, tree)
 
     def before(self) -> list[torch.Tensor]:
-        """Hidden states of the frontier tokens' parents."""
         return [self.hidden[self.expansion.parents[index]] for index in self.expansion.frontier]
 
 

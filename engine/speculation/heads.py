@@ -56,7 +56,6 @@ class HeadsCheckpoint(Checkpoint):
         self.shard_of = dict.fromkeys(self._tensors, path.name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU."""
         if name not in self._tensors:
             raise BadInput(f"{self.folder} has no tensor {name!r}")
         return self._tensors[name]

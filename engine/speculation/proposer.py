@@ -249,7 +249,6 @@ class TreeExpansion:
         self.width = width
 
     def path(self, index: int) -> list[int]:
-        """The tokens on the path from the root to a node, that node included."""
         return [self.tokens[i] for i in Tree(tuple(self.parents)).path(index)]
 
     def extend(self, values: Sequence[list[float]], tokens: Sequence[list[int]]) -> None:

@@ -99,7 +99,6 @@ def devices_of(names: str) -> tuple[torch.device, ...]:
 
 
 def creating_on(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which tensors that name no device are created on `device`; none for the host."""
     return nullcontext() if device == HOST else device
 
 

@@ -119,7 +119,6 @@ class Share:
 
     @property
     def count(self) -> int:
-        """Lanes of all workers; of no samples an empty one."""
         return max(1, -(-self.samples // self.size))
 
     @property
@@ -127,12 +126,10 @@ class Share:
         return slice(self.lanes.start * self.size, min(self.samples, self.lanes.stop * self.size))
 
     def rows(self, lane: int) -> slice:
-        """The samples of one of the worker's lanes, counted from its first."""
         start = (lane - self.lanes.start) * self.size
         return slice(start, min(start + self.size, self.own.stop - self.own.start))
 
     def ended(self, stop: int) -> int | None:
-        """The lane that ends before this sample, counted from the worker's first; None: it goes on."""
         lane, rest = divmod(min(stop, self.own.stop - self.own.start) - 1, self.size)
         at_end = rest == self.size - 1 or stop >= self.own.stop - self.own.start
         return self.lanes.start + lane if at_end else None

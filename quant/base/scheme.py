@@ -59,7 +59,6 @@ class Activations:
 
     @property
     def label(self) -> str:
-        """Short form, such as `a-int8-token`."""
         return f"a-{self.kind}-{self.granularity}" + ("" if self.dynamic else "-static")
 
 
@@ -106,7 +105,6 @@ class Scheme(ABC):
 
     @property
     def scale_group(self) -> int:
-        """Input channels that share a scale; 0: all of a row."""
         return 0
 
     def run_length(self, in_features: int) -> int:

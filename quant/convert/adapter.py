@@ -94,7 +94,6 @@ class LoraSettings:
         return settings
 
     def targets_module(self, module: str) -> bool:
-        """True if `target_modules` matches a module, named without PEFT's prefix."""
         if self.targets == "all-linear":
             return True
         if isinstance(self.targets, str):

@@ -26,7 +26,6 @@ def plain_ropes(_: ModelShape, config: Config) -> Choices:
 
 
 def same_rope(shape: ModelShape, config: Config, theta: float = 10000.0) -> Choices:
-    """The same RoPE in every layer, of either form of config; `theta` is the model type's default."""
     return {"ropes": (RopeSpec.from_config(config, theta),) * shape.num_layers}
 
 

@@ -118,7 +118,6 @@ def complete(raw: Config) -> tuple[ModelFamily, dict[str, Any]]:
 
 
 def is_classifier(config: Config) -> bool:
-    """True if a raw `config.json` names a sequence classifier: a head in place of the language head."""
     return any(str(name).endswith(_CLASSIFIER) for name in config.get("architectures") or ())
 
 

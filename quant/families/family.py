@@ -92,12 +92,10 @@ class ImageSettings:
         return self.config.get("vision_config") or {}
 
     def side(self, name: str, default: int) -> int:
-        """A size of the processor in pixels: a number, or the longest of its sides."""
         value = self.processor.get(name, default)
         return int(max(value.values()) if isinstance(value, Mapping) else value)
 
     def vision_size(self, name: str, default: int) -> int:
-        """A size of the tower: a number, or the longest of its sides."""
         value = self.vision.get(name, default)
         return int(max(value) if isinstance(value, list) else value)
 

@@ -40,7 +40,6 @@ To add a family: a module with `FAMILIES`, and its names here.
 
 
 def type_of(config: Any) -> str:
-    """The model type of a raw `config.json` or of transformers' config object; "" where it has none."""
     get = config.get if isinstance(config, Mapping) else partial(getattr, config)
     name = get("model_type", None)
     return name if isinstance(name, str) else ""

@@ -216,7 +216,6 @@ class ModelShape:
 
     @property
     def cached_elements(self) -> int:
-        """KV-cache elements per token and layer."""
         return self.latent.cached_elements if self.latent else 2 * self.num_kv_heads * self.head_dim
 
     def kv_bytes_per_token(self, bytes_per_element: float | Fraction) -> int:

@@ -286,7 +286,6 @@ class Mamba2Spec:
 
     @property
     def conv_width(self) -> int:
-        """Channels of the convolution: inputs, B and C."""
         return self.width + 2 * self.num_groups * self.state_size
 
 

@@ -41,7 +41,6 @@ def _part(scheme: Scheme) -> CompressedLayouts:
 
 
 def layout_of(scheme: Scheme) -> str:
-    """The compressed-tensors layout for a scheme; BadInput where no layout stores it."""
     layout = _part(scheme).layout_of(scheme)
     if layout is None:
         why = " (its library dropped permuted groups)" if scheme.permuted else ""

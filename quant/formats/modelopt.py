@@ -166,7 +166,6 @@ def hf_quant_config(config: Config) -> dict[str, Any]:
 
 
 def _algorithm(scheme: Scheme) -> str:
-    """The `quant_algo` of a scheme; BadInput where there is none."""
     for algorithm, stored in ALGORITHMS.items():
         if stored == scheme:
             return algorithm

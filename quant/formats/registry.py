@@ -129,7 +129,6 @@ def module_scheme(checkpoint: Checkpoint, module: str) -> Scheme:
 
 
 def tensor_names(checkpoint: Checkpoint, module: str) -> set[str]:
-    """Names of the tensors that store a quantized module's weight (without the bias)."""
     names = (module + suffix for suffix in checkpoint_format(checkpoint).suffixes)
     return {name for name in names if name in checkpoint}
 

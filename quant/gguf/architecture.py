@@ -41,7 +41,6 @@ def gguf_families() -> dict[str, GgufRules]:
 
 
 def rules_of(config: Mapping[str, Any]) -> GgufRules:
-    """The rules of a `config.json`'s model type; raises BadInput where it has none."""
     family = model_family(type_of(config))
     if family is None or family.gguf is None or family.name != type_of(config):
         raise BadInput(
@@ -184,7 +183,6 @@ def to_gguf(module: str, architecture: str = "llama") -> str | None:
 
 
 def from_gguf(module: str, rules: GgufRules) -> str | None:
-    """Inverse of `to_gguf` for a model of a family; None: it has no such tensor."""
     layer = _GGUF_LAYER.fullmatch(module)
     stems = _stems_by_name(rules.architecture, rules.stems)
     stem = stems.get(module if layer is None else layer[2])

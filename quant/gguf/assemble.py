@@ -108,7 +108,6 @@ def planned_tensors(
 def planned_bytes(
     source: Checkpoint, tensors: Sequence[TensorToWrite], type_name: str, stem: str
 ) -> int:
-    """The bytes of the file of these tensors that `assemble` writes under the name `stem`."""
     return gguf_bytes(_metadata(source, stem, type_name), tensors)
 
 
@@ -183,7 +182,6 @@ class _Writer:
         self._readers, self._schemes, self._head_types = readers, schemes, head_types
 
     def tensors(self, entries: Mapping[str, Entry]) -> list[TensorToWrite]:
-        """Every tensor of the file, a layer's experts as one. BadInput: they have not all the same type."""
         tensors = {name: self.tensor(name, entry) for name, entry in entries.items()}
         groups: dict[str, list[TensorToWrite]] = {tensor.name: [] for tensor in tensors.values()}
         for name in sorted(entries, key=lambda name: expert_of(name) or 0):

@@ -112,7 +112,6 @@ class GgufCheckpoint(Checkpoint):
         return tensor
 
     def blocks(self, name: str) -> GgufTensor | None:
-        """A matrix as the file has it, in blocks; None: it is in floats there."""
         info = self._infos.get(name)
         if info is None or info.type not in GGUF_BLOCKS or len(info.shape) != 2:
             return None

@@ -197,7 +197,6 @@ class HeaderKeys:
         return float(str(np.float32(value)))
 
     def refuse(self, name: str, reason: str = "") -> BadInput:
-        """The error for a value that the reader cannot follow."""
         value = shortened(self.metadata.get(f"{self.namespace}.{name}"))
         reason = f" ({reason})" if reason else ""
         return BadInput(

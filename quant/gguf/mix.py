@@ -249,7 +249,6 @@ def mix_name(type_name: str) -> str:
 
 
 def mix_of(block: str) -> str:
-    """The mix of a file whose weights are mostly of one block type."""
     name = ALIASES.get(block, block)
     if GGUF_TYPES.get(name, ("", 0))[0] == block:
         return name
@@ -307,7 +306,6 @@ def embedding_type(type_name: str, in_features: int) -> str | None:
 
 
 def fitting(block: str, in_features: int) -> str | None:
-    """`block`, or its fallback for rows of this width."""
     for candidate in (block, _FALLBACKS.get(block)):
         if candidate and in_features % GGUF_BLOCKS[candidate][0] == 0:
             return candidate

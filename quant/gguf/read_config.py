@@ -101,7 +101,6 @@ def _opened(file: GgufFile) -> tuple[ModelFamily, HeaderKeys]:
 
 
 def _shape(file: GgufFile, keys: HeaderKeys) -> dict[str, Any]:
-    """The sizes of a model, by `config.json`'s names."""
     for needed in ("token_embd.weight", "output_norm.weight"):
         if needed not in file.tensors:
             raise BadInput(f"{file.path} lacks tensor {needed}: it is no whole model")

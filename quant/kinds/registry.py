@@ -56,7 +56,6 @@ def classes_in(format_name: str) -> Iterator[type[Scheme]]:
 
 
 def scheme_record(scheme: Scheme) -> dict[str, Any]:
-    """A scheme for JSON; `read_scheme` undoes it."""
     fields: Any = scheme
     return {"grid": scheme.kind_name, **asdict(fields)}
 

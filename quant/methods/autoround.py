@@ -49,7 +49,6 @@ class GridRounding(TunedRounding):
         into.copy_(self._values())
 
     def descend(self, gradient: torch.Tensor, rate: float) -> None:
-        """One step of sign gradient descent, for the gradient of the rounded weight `[out, in]`."""
         sign = gradient.unflatten(1, (-1, self._grid.group)).to(torch.float32).sign()
         self._offset.sub_(sign, alpha=rate).clamp_(-0.5, 0.5)
 

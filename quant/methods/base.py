@@ -86,11 +86,9 @@ class InputStatistics:
 
     @property
     def mean_abs(self) -> torch.Tensor:
-        """Mean magnitude of each input channel `[in]`."""
         return self.abs_sum / max(self.num_tokens, 1)
 
     def to(self, device: torch.device) -> InputStatistics:
-        """The statistics on a device; themselves where they are there."""
         if self.gram.device == device:
             return self
         return self._changed(lambda part: part.to(device), lambda part: part.to(device))

@@ -296,7 +296,6 @@ class _Solver:
             self.error[first:last] = error.flip(0)
 
     def _values(self) -> torch.Tensor:
-        """The rounded weights `[out, in]`, in the grid's order of channels."""
         position = torch.empty_like(self.slots)
         position[self.slots] = torch.arange(len(self.slots))
         values = self.weight.sub_(self.error)

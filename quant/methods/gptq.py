@@ -40,7 +40,6 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 
 
 def quantize_layer(problem: LayerProblem) -> LayerResult:
-    """Quantize the linears of a layer in execution order, by default with group-aware act-order."""
     return quantize_stages(problem, StageWork(problem))
 
 
@@ -93,7 +92,6 @@ class StageWork:
         self._errors: dict[_Measurement, workers.Tried] = {}
 
     def measure(self, linears: set[str]) -> None:
-        """Measure the inputs of these linears after the finished ones."""
         assert self.problem.remeasure is not None
         done = {name: codes.dequantize() for name, codes in self.codes.items()}
         routers = routers_of(self.problem.family, linears)  # experts' are shrunk towards theirs
@@ -125,7 +123,6 @@ class StageWork:
                 self._waiting += [_Measurement(name, held_out) for held_out in sets]
 
     def _costs_of_waiting(self) -> list[float]:
-        """Operations of each measurement that waits, in the unit of `_cost`."""
         shapes = [self.problem.weights[waiting.linear].shape for waiting in self._waiting]
         return [float(columns**2 * min(rows, REPORTED_ROWS)) for rows, columns in shapes]
 
@@ -140,7 +137,6 @@ class StageWork:
                 self._errors[measurement] = errors
 
     def _measured(self, measurement: _Measurement) -> list[float]:
-        """Relative errors of the codes of a linear, and of its weight rounded plainly."""
         problem, name = self.problem, measurement.linear
         with solving(problem, [name]):
             weight = problem.weights[name]

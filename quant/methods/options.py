@@ -107,7 +107,6 @@ class MethodOptions:
 
     @classmethod
     def asked(cls, asymmetric: bool | None = None, **others: Any) -> MethodOptions:
-        """The options of a command line, where `asymmetric` is what is best for the method."""
         return cls(asymmetric=asymmetric, **others)
 
     def __post_init__(self) -> None:

@@ -93,7 +93,6 @@ class Method:
         return bits
 
     def scheme(self, options: SchemeOptions) -> Scheme:
-        """The scheme for the requested options; BadInput for one that is not supported."""
         refuse_options(self.name, options, *self.takes)
         return self.scheme_of(replace(options, bits=self.choose_bits(options.bits)))
 
@@ -101,7 +100,6 @@ class Method:
         return import_module(f".{self.module}", __package__).quantize_layer(problem)
 
     def solver(self, name: str) -> Solver:
-        """The solver of its codes: with `auto` the best."""
         if name == "auto":
             return self.best_solver
         return "gptq" if name == "gptq" else "nearest"

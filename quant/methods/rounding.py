@@ -25,7 +25,6 @@ WORSE_EXPERT = "plain rounding of the expert is better on held-out tokens"
 
 
 def routers_of(family: LayerMap, linears: Collection[str]) -> set[str]:
-    """The routers of the experts among these linears."""
     return {
         router
         for router in family.routers
@@ -44,7 +43,6 @@ def router_of(problem: LayerProblem, linear: str) -> InputStatistics | None:
 
 
 def too_few(problem: LayerProblem, linear: str) -> bool:
-    """True if so few tokens reached an expert that its statistics say nothing."""
     router = router_of(problem, linear)
     if router is None:
         return False

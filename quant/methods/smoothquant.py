@@ -128,7 +128,6 @@ def _judged(
     *,
     smoothed: bool,
 ) -> _Rounded:
-    """The codes of a linear whose columns were scaled, with their errors."""
     weight, unseen = problem.weights[name], problem.held_out.get(name)
     seen = relative(_lost(weight, codes, columns, problem.statistics[name]), problem.energy(name))
     held_out = None
@@ -141,7 +140,6 @@ def _judged(
 def _lost(
     weight: torch.Tensor, codes: QuantizedTensor, columns: torch.Tensor, statistics: InputStatistics
 ) -> float:
-    """Squared output error of quantizing a linear's weight and its inputs."""
     scaled = codes.dequantize()
     by_weights = float(statistics.row_errors(weight - scaled / columns).sum())
     return by_weights + float(scaled.square().sum()) * input_noise(statistics, columns)

@@ -216,7 +216,6 @@ class Checkpoint:
         return frozenset(token for token in ids if token is not None)
 
     def companions(self) -> dict[str, bytes]:
-        """The files that a copy needs beside its config and weights, by name."""
         paths = {path for name in _COMPANIONS for path in self.folder.glob(name)}
         return {path.name: path.read_bytes() for path in sorted(paths) if path.is_file()}
 
@@ -230,7 +229,6 @@ class Checkpoint:
         return other
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, read from its shard onto the CPU, or to where it is placed."""
         if name not in self.shard_of:
             raise BadInput(f"{self.folder} has no tensor {name!r}")
         return self._place(self._open(self.shard_of[name]).get_tensor(name))

@@ -172,7 +172,6 @@ class AttentionBatch:
         )
 
     def kernel_metadata(self, make: Callable[[AttentionBatch], KernelMetadata]) -> KernelMetadata:
-        """A kernel's metadata of the batch, made once for all layers."""
         known: Any = self._static_metadata
         if known is None and (known := self._kernel_metadata.get(make)) is None:
             known = self._kernel_metadata[make] = make(self)

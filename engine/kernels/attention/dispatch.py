@@ -276,7 +276,6 @@ Refusal = Callable[[str, torch.dtype, int, int], str | None]
 
 
 def _refuses_library(refuses: Refusal, query: AttentionKernelQuery) -> str | None:
-    """Reason why a library's kernel does not serve a query; `refuses` has the library's own reasons."""
     if query.mask != "causal":
         return _ONLY_CAUSAL
     if (reason := refuses_rows(query)) is not None:

@@ -126,7 +126,6 @@ class _Wrapper(ABC):
         self._read: torch.cuda.Event | None = None
 
     def plan(self, pages: Pages, owner: Any) -> None:
-        """Plan a step; waits until the device has read the plan before it."""
         if self._read is not None:
             self._read.synchronize()
         self._plan(pages)
@@ -363,7 +362,6 @@ class CapturedPlans:
 
     @torch.inference_mode()
     def renew(self, num_held: Sequence[int]) -> None:
-        """Plan the next replay; the static block tables are filled."""
         self._pages = self._read(num_held)
         for wrapper in self._wrappers.values():
             wrapper.plan(self._pages, self)

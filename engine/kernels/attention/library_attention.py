@@ -39,7 +39,6 @@ causal bound would lose their last key."""
 def refuses_flash_attention(
     device: str, dtype: torch.dtype, key_dim: int, value_dim: int
 ) -> str | None:
-    """Reason why FlashAttention-3 does not support heads of a dtype and size on a device."""
     if (reason := refuses_device(device, (8, 9), dtype)) is not None:
         return reason
     if key_dim != value_dim or key_dim > MAX_HEAD_DIM or key_dim % 8:
@@ -48,7 +47,6 @@ def refuses_flash_attention(
 
 
 def refuses_flashinfer(device: str, dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
-    """Reason why FlashInfer does not support heads of a dtype and size on a device."""
     if (reason := refuses_device(device, (8, 9, 10, 12), dtype)) is not None:
         return reason
     if (key_dim, value_dim) != LATENT_DIMS and (key_dim != value_dim or key_dim not in HEAD_DIMS):

@@ -87,7 +87,6 @@ class AttentionMetadata:
         self._work_lists: dict[tuple[int, Visibility], torch.Tensor] = {}
 
     def tiles(self, tokens: int, short: bool) -> Tiles | None:
-        """Tiles of `tokens` query tokens of the short or of the long sequences; None: there are none."""
         key = (tokens, short)
         if key not in self._made:
             self._made[key] = self._tiles(tokens, short)

@@ -45,7 +45,6 @@ class CpuRoofs:
         self.operations: list[float] = []
 
     def measure(self) -> None:
-        """Take one sample of each."""
         begin = time.perf_counter()
         self._library.llmopt_read(self._data.data_ptr(), READ_BYTES, self._threads)
         middle = time.perf_counter()

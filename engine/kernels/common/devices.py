@@ -54,7 +54,6 @@ def refuses_cpu(device: str) -> str | None:
 
 
 def refuses_native(query: ActivationsQuery, kernel: Callable[[], Native]) -> str | None:
-    """Reason why a C kernel does not serve a query: device, compiler or dtype."""
     is_taken = query.dtype in CPU_DTYPES
     reason = None if is_taken else f"it takes bfloat16 and float32, not {query.dtype}"
     return refuses_cpu(query.device) or kernel().reason or reason

@@ -166,7 +166,6 @@ class CpuGraph:
         self._flush_launches()
 
     def replay(self) -> torch.Tensor:
-        """The result, which the next replay overwrites."""
         if self.is_native:
             for part in self._parts:
                 part()
@@ -235,7 +234,6 @@ class _CaptureMode(TorchDispatchMode):
 
 
 def _storages(values: Any) -> set[int]:
-    """The storages of the tensors in a tree of arguments or results."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
     # Weights that oneDNN has packed have no storage and no views.
     return {tensor.untyped_storage()._cdata for tensor in tensors if not tensor.is_mkldnn}

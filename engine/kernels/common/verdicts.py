@@ -98,7 +98,6 @@ class VerdictTable:
         self._read()
 
     def dropped(self, operation: str, query: str) -> dict[str, str]:
-        """Candidates that lost their place, and why."""
         known = self.verdicts.get(case_name(operation, query), {})
         return {name: kept.dropped for name, kept in known.items() if kept.dropped is not None}
 
@@ -138,7 +137,6 @@ class VerdictTable:
         return self.crossovers[name]
 
     def clear(self) -> None:
-        """Forget everything, on disk too: the next selection tries anew."""
         self.verdicts, self.crossovers, self._trying = {}, {}, {}
         self.path.unlink(missing_ok=True)
 
@@ -200,7 +198,6 @@ class VerdictTable:
             self._trying.pop(name, None)
 
     def _check_device(self, candidate: str, problem: Exception) -> None:
-        """Raise if every call fails, as after an illegal access; the note of the attempt stays."""
         if not torch.cuda.is_available():
             return
         try:
@@ -279,7 +276,6 @@ def case_name(operation: str, query: str) -> str:
 
 
 def relative_error(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest of the tensors' relative errors."""
     errors = [
         (tensor.float() - reference.float()).norm() / reference.float().norm()
         for tensor, reference in zip(got, expected, strict=True)
@@ -358,7 +354,6 @@ def verdict_file(device_name: str, capability: tuple[int, int]) -> Path:
 
 
 def driver_version() -> str:
-    """Version of the NVIDIA driver, or "unknown"."""
     try:
         lines = Path("/proc/driver/nvidia/version").read_text().splitlines()
     except OSError:

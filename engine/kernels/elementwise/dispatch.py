@@ -73,7 +73,6 @@ Timed = Sequence[Callable[[], object]]
 
 
 def norm_trial(query: RowKernelQuery) -> Trial[Any]:
-    """RMSNorm, fused with an addition."""
     random, size = RandomInputs(query.device, query.dtype), query.size
     weight, x, added = random(size), random(COMPARED_ROWS, size), random(COMPARED_ROWS, size)
     rows = [(random(count, size), random(count, size)) for count in TIMED_ROWS]
@@ -141,8 +140,6 @@ def rope_trial(query: RowKernelQuery, stored: torch.dtype | None = None) -> Tria
 
 
 def _refuses_native(channels: int) -> Callable[[RowKernelQuery], str | None]:
-    """Refusal of the C kernel that takes rows of a multiple of `channels`."""
-
     def refuses(query: RowKernelQuery) -> str | None:
         reason = f"it is for multiples of {channels} elements" if query.size % channels else None
         return refuses_native(query, native_layer) or reason

@@ -62,7 +62,6 @@ class HeadNorms:
     eps: float
 
     def apply(self, stacked: torch.Tensor, num_heads: int) -> None:
-        """Norm the queries and keys of `stacked` [tokens, heads, dim] (queries, keys, values) in place."""
         kv_heads = (stacked.shape[1] - num_heads) // 2
         queries, keys, _ = stacked.split([num_heads, kv_heads, kv_heads], dim=1)
         for heads, weight in ((queries, self.query), (keys, self.key)):

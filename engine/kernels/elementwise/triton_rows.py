@@ -110,7 +110,6 @@ def round_rows(x: torch.Tensor, activation_quant: ActivationQuant) -> QuantizedA
 def empty_quantized(
     x: torch.Tensor, size: int, activation_quant: ActivationQuant
 ) -> QuantizedActivations:
-    """Uninitialised quantized activations: as many rows as `x`, of `size` elements each."""
     activations, rows = activation_quant.activations, x.shape[0]
     num_runs = -(-size // RUN) if activations.granularity == "group128" else 1
     dtype = torch.int8 if activations.kind == "int8" else torch.float8_e4m3fn
@@ -131,7 +130,6 @@ def rounding(activation_quant: ActivationQuant, row: int) -> RowRounding:
 def store_arguments(
     rows: QuantizedActivations, activation_quant: ActivationQuant, block: int
 ) -> dict[str, Any]:
-    """Arguments of a kernel that stores its output with `store_quantized`."""
     (fixed,) = or_unread(rows.scales, activation_quant.input_scale)
     num_runs, to = rows.scales.shape[1], rounding(activation_quant, block)
     return {"scale_ptr": rows.scales, "fixed_ptr": fixed, "num_runs": num_runs, "TO": to}
@@ -199,7 +197,6 @@ class TritonNorm:
     def quantized(
         self, x: torch.Tensor, added: torch.Tensor | None, activation_quant: ActivationQuant
     ) -> tuple[torch.Tensor, QuantizedActivations]:
-        """Sum, and quantized norm."""
         rows = empty_quantized(x, x.shape[1], activation_quant)
         arguments = store_arguments(rows, activation_quant, block_of(x.shape[1]))
         return self._run(x, added, rows.codes, arguments), rows

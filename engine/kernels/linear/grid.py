@@ -74,7 +74,6 @@ class CodeGrid:
 
 
 def bytes_of(stored: torch.Tensor | GgufTensor) -> torch.Tensor:
-    """Codes as bytes, uint8 `[out, in]`."""
     if isinstance(stored, torch.Tensor):
         return stored
     blocks = stored.data.reshape(-1, stored.scheme.block[1])
@@ -260,7 +259,6 @@ class LatticeGrid:
         return next(width for width in (0, 1, 2, 4) if bits <= width)
 
     def packed(self) -> torch.Tensor:
-        """Codes in the layout of `lattice.h`, uint8 `[panels, chunks, bytes]`."""
         dim, bits = self.points.shape[1], self.high_bits
         parts = [_chunked((self.indices & 255).to(torch.uint8), CHUNK // dim)]
         if bits:
@@ -368,14 +366,12 @@ def refuses_grid(scheme: Scheme, in_features: int) -> str | None:
 
 
 def refuses_native_grid(scheme: Scheme, in_features: int) -> str | None:
-    """Reason why the C kernels read weights of a scheme in no form, or None."""
     if KIND_GRIDS.get(scheme.kind_name, NO_GRID).has_native(scheme):
         return None
     return refuses_grid(scheme, in_features)
 
 
 def has_whole_codes(scheme: Scheme) -> bool:
-    """True if integer GEMMs of C take weights of a scheme."""
     kind = KIND_GRIDS.get(scheme.kind_name, NO_GRID)
     return kind.whole and (kind.has_native(scheme) or kind.refuses(scheme, 0) is None)
 
@@ -388,7 +384,6 @@ def grid_of(weight: QuantizedTensor) -> CodeGrid | None:
 
 
 def native_grid_of(weight: QuantizedTensor) -> NativeGrid | None:
-    """Form in which the C kernels read a weight whose scheme `refuses_native_grid` supports."""
     kind = KIND_GRIDS[weight.scheme.kind_name]
     if kind.native is not None and kind.has_native(weight.scheme):
         return kind.native(weight)

@@ -61,7 +61,6 @@ class LinearKernelQuery:
 
     @property
     def widens(self) -> bool:
-        """True if the kernel widens the weight."""
         return self.inputs not in (None, self.dtype)
 
     def __str__(self) -> str:
@@ -171,7 +170,6 @@ class OneDnnRows:
         self.weight_bytes = words.nbytes
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weight, `[ids, in]`, for ids int64 `[ids]`."""
         _, pairs, block = self._words.shape
         places = ids // block * (pairs * block) + ids % block
         # Not by indexing, which a graph cannot hold: it may be by a mask.
@@ -221,7 +219,6 @@ def keeps_halves(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def prepare_linear(weight: torch.Tensor, dtype: torch.dtype) -> LinearKernel:
-    """Prepack `weight` [out, in] for the best kernel of its device and dtype, and inputs in `dtype`."""
     kernel_query = LinearKernelQuery(
         weight.device.type, weight.dtype, weight.shape[0], weight.shape[1], dtype
     )

@@ -36,9 +36,7 @@ class LooksUpRows(Protocol):
     @property
     def weight_bytes(self) -> int: ...
 
-    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the dequantized weight, [ids, in], for ids int64 [ids]."""
-        ...
+    def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 _LookupCall = struct("LookupCall", "weight ids y", "rows is_bf16 threads")  # of `lookup.c`

@@ -246,8 +246,6 @@ def _packed_16(weight: QuantizedTensor, dtype: torch.dtype) -> LinearKernel:
 
 
 def _native_trellis(name: str, input_bits: int) -> LinearCandidate:
-    """The C kernel of trellis codes that quantizes inputs to `input_bits`."""
-
     def rest(query: QuantizedLinearKernelQuery) -> str | None:
         wants_8 = wants_8_bit_inputs(query.scheme, query.input_bits)
         scheme = cast("TrellisScheme", query.scheme)

@@ -242,7 +242,6 @@ def _constants(weight: CodeTiles) -> dict[str, Any]:
 
 
 def _ring_bytes(x: torch.Tensor, weight: CodeTiles, rows: int, stages: int) -> int:
-    """Shared memory of the software pipeline."""
     codes = 4 * ROWS * LANES * (weight.bits + 1)
     # Hopper's matrix instructions read inputs from shared memory until they are done.
     buffers = stages if gpu_limits(x.device).capability // 10 == 9 else stages - 1

@@ -294,7 +294,6 @@ def pointers(weight: TritonPackedWeight) -> list[torch.Tensor]:
 
 
 def strides(weight: TritonPackedWeight, outputs: int) -> tuple[int, int, int]:
-    """Strides of the codes between tiles of `outputs`, between runs, and between outputs."""
     if weight.is_packed:
         return weight.codes.stride(0), weight.codes.stride(1), weight.codes.stride(2)
     row = weight.codes.stride(0)

@@ -382,7 +382,6 @@ def _ring_bytes(
 def _stages(
     x: torch.Tensor, weight: TritonPackedWeight, x_run: int, rows: int, outputs: int
 ) -> int:
-    """Software-pipelining stages: of decode-sized tiles as many as leave room for the other programs."""
     room = gpu_limits(x.device).shared_bytes
     if rows <= FEW_ROWS:
         share = (room + RESERVED) // DECODE_SLOTS - RESERVED

@@ -149,7 +149,6 @@ def piece_of(in_features: int, group: int, bits: int, most: int = 64) -> int | N
 
 
 def refuses_packing(scheme: Scheme, in_features: int) -> str | None:
-    """Reason why weights of a scheme cannot be packed, or None."""
     if (reason := refuses_grid(scheme, in_features)) is not None:
         return reason
     group, bits = scheme.scale_group, scheme.bits
@@ -238,7 +237,6 @@ def stack_packed_weights(weights: Sequence[TritonPackedWeight]) -> TritonPackedW
 
 
 def _elements(grid: CodeGrid, elements: Collection[torch.dtype]) -> tuple[Kind, torch.Tensor]:
-    """The kind of the codes, and the codes `[out, in]`."""
     if grid.table is not None:
         return "table", grid.codes
     if grid.is_fp8:

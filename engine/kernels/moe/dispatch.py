@@ -405,8 +405,6 @@ MakeExperts = Callable[[Sequence[RoutedExpert], range, int, bool], ExpertsKernel
 
 
 def _grouped_by(group: Callable[..., ExpertsKernel | None], otherwise: MakeExperts) -> MakeExperts:
-    """Group experts by a kernel, or make them by another where they differ too much for it."""
-
     def make(
         experts: Sequence[RoutedExpert], expert_ids: range, count: int, on_inputs: bool
     ) -> ExpertsKernel:

@@ -112,7 +112,6 @@ class TokenTensor:
 
     @property
     def layout(self) -> KvLayout:
-        """One vector per entry and head; dimensions before the entries' are heads."""
         width = prod(self.shape[self.axis :])
         return KvLayout(prod(self.shape[: self.axis]), width, width, True, self.stride)
 
@@ -149,7 +148,6 @@ class TokenTensor:
         cache.keys.write(new.reshape(-1, layout.num_heads, layout.key_dim), slots)
 
     def _slots(self, of_tokens: torch.Tensor, block_size: int) -> torch.Tensor:
-        """The slots of entries whose last tokens have the slots `of_tokens`."""
         per_block = self.layout.entries(block_size)
         return of_tokens // block_size * per_block + of_tokens % block_size // self.stride
 
@@ -262,7 +260,6 @@ class CachedTensors:
         block_size: int,
         length: int,
     ) -> None:
-        """Write the entries of the last tokens to their `slots`, and the states, after `length` tokens."""
         for tensor, pages in zip(self.paged, caches, strict=True):
             tensor.write(pages, slots, block_size, get(cache, tensor.places[0]), length)
         for tensor, state in zip(self.states, states, strict=True):

@@ -31,7 +31,6 @@ class CurrentAdapters:
         self.rows: AdapterRows = NO_ADAPTERS
 
     def take_sequence(self, rows: AdapterRows, begin: int) -> None:
-        """Narrow the `rows` of a step to those of one sequence, whose first row is `begin`."""
         assert not isinstance(rows, SlotMask), "of captured steps, which these modules have none of"
         self.rows = {
             name: None for name, of in rows.items() if of is None or bool((of == begin).any())
@@ -154,7 +153,6 @@ class QuantizedWeights:
     def place(
         self, model: nn.Module, device: torch.device, input_bits: int, adapters: CurrentAdapters
     ) -> None:
-        """Exchange every linear that holds a placeholder for its quantized projection."""
         for module, name in self.sites(model).items():
             linear = model.get_submodule(name)
             assert isinstance(linear, nn.Linear)
@@ -245,7 +243,6 @@ def described(checkpoint: Checkpoint) -> str:
 
 
 def model_class(config: Any, trusted: bool) -> Any:
-    """The class of a config with its language head: the auto class where the checkpoint brings its code."""
     auto = auto_class(config, trusted)
     if type(config) not in auto._model_mapping:
         return auto

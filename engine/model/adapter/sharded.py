@@ -163,7 +163,6 @@ class _Ranks:
         return self._group.all_reduce(part) if self.are_connected else part
 
     def gather(self, width: int, part: torch.Tensor) -> torch.Tensor:
-        """[rows, width] from all ranks' columns."""
         if self.are_connected:
             return self._group.all_gather_columns(part, width)
         return functional.pad(part, (0, width - part.shape[1]))

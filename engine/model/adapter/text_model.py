@@ -45,7 +45,6 @@ def token_arguments(
 
 
 def own_pass(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Logits, float32 [tokens, vocab], of the model's own forward pass, and the cache that it fills."""
     output = model(input_ids=tokens[None], use_cache=True)
     return output.logits[0].float(), getattr(output, "past_key_values", None)
 

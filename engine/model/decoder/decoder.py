@@ -119,7 +119,6 @@ class SingleLayer(Weights):
     def __call__(
         self, hidden: torch.Tensor, added: torch.Tensor | None, step: Step, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the layer, with the arguments of `DecoderLayer`."""
         hidden, x = self.norm.of_sum(hidden, added, self.block.activation_quant)
         if isinstance(self.block, FeedForward):
             return hidden, self.block(x, step.inputs.adapters)

@@ -151,7 +151,6 @@ def _router(
 
 
 def _latent(reader: CheckpointReader, spec: ModelSpec, layer: str) -> tuple[Projection, Projection]:
-    """The projections into and out of the width that routed experts work in (Nemotron-H)."""
     hidden, width, bias = spec.shape.hidden_size, spec.expert_latent, spec.shape.mlp_bias
     into, out_of = (layer + name for name in spec.names.expert_latent)
     return (

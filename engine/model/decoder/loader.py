@@ -121,7 +121,6 @@ class LayerLoader:
         return head in self.reader and not self.reader.same(head, table)
 
     def _linears(self) -> dict[str, LinearSite]:
-        """Linears that support LoRA, by name below the decoder: the layers', without routed experts."""
         names = self.spec.names
         within, routed = self.base + names.layer.split("{")[0], f".{names.experts}."
         return {
@@ -321,7 +320,6 @@ class LayerLoader:
         )
 
     def _kv_scales(self, layer: str, num_heads: int) -> KvScales | None:
-        """Load the calibrated scales of a layer's KV cache: this rank's heads, or one for all."""
         scales = self.reader.kv_scales(layer, num_heads)
         if scales is None or self.shard is None or scales[0].numel() == 1:
             return scales

@@ -188,7 +188,6 @@ def _mamba2(
 def load_streams(
     reader: CheckpointReader, spec: ModelSpec, altup: AltUpSpec, base: str
 ) -> AltUpStreams:
-    """Load the projections between embedding, streams and output, below the decoder's prefix `base`."""
     hidden, others = spec.shape.hidden_size, range(altup.num_streams - 1)
     into, out_of = (
         [reader.projection([f"{base}{name}.{i}"], hidden, [hidden], bias=False) for i in others]
@@ -246,7 +245,6 @@ def load_per_layer_embedding(
 def load_per_layer_input(
     reader: CheckpointReader, spec: ModelSpec, layer: str, index: int
 ) -> PerLayerInput:
-    """Load what the layer with prefix `layer` does with its input."""
     hidden, width = spec.shape.hidden_size, spec.per_layer_width
     norm = reader.tensor(f"{layer}post_per_layer_input_norm.weight", hidden)
     return PerLayerInput(

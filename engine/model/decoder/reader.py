@@ -129,7 +129,6 @@ class CheckpointReader:
                 self.linears.pop(name)
 
     def numbers(self, name: str, size: int) -> torch.Tensor:
-        """An integer tensor, as int64 [size]."""
         tensor = self._checkpoint.tensor(name)
         if tuple(tensor.shape) != (size,) or tensor.is_floating_point():
             raise BadInput(

@@ -119,7 +119,6 @@ class AltUp(Weights):
         return predicted + error * weights.T[:, :, None]
 
     def scaled(self, computed: torch.Tensor) -> torch.Tensor:
-        """The corrected active stream, as the per-layer input reads it."""
         return computed if self.output_scale is None else computed * self.output_scale
 
     def _route(self, x: torch.Tensor, adapters: AdapterRows) -> torch.Tensor:

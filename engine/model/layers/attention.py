@@ -57,7 +57,6 @@ class LayerCache:
         dtype: CacheDtype,
         index: int = 0,
     ) -> LayerCache:
-        """An uninitialised cache with elements of `dtype`."""
         shape = (num_blocks, layout.entries(block_size), layout.num_heads)
         keys = PagedTensor.empty(*shape, layout.key_dim, device, dtype)
         if layout.values_in_keys:
@@ -128,7 +127,6 @@ class Rotation:
         return self._rotate(x, step.cos_sin)
 
     def sink_queries(self, x: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Queries rotated for the sink tokens; None without sink tokens."""
         return self._rotate(x, step.sink_cos_sin) if step.sink_cos_sin else None
 
     def _rotate(

@@ -218,7 +218,6 @@ class RotaryEmbedding:
         return positions.clamp(max=self._stream.num_visible - 1)
 
     def of_sink_queries(self, cache_positions: torch.Tensor) -> CosSin:
-        """cos and sin of sink queries at `cache_positions`; empty without sink tokens."""
         has_sinks = self._stream is not None and self._stream.sinks
         return self._look_up(cache_positions) if has_sinks else []
 

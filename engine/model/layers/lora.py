@@ -103,7 +103,6 @@ class AdapterBank:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all adapters' weights, with those of free slots."""
         total = 0
         for delta in self._deltas.values():
             total += 0 if delta.slots is None else delta.slots.num_bytes
@@ -117,7 +116,6 @@ class AdapterBank:
 
     @property
     def has_slots(self) -> bool:
-        """True if captured steps may have adapters."""
         return self._slot_of_column is not None
 
     def prepare(self) -> None:

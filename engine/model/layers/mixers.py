@@ -36,7 +36,6 @@ from .state import StateLayout
 
 
 def _kernel_of(conv: torch.Tensor) -> RecurrentKernel:
-    """The kernel for steps of one token of each sequence."""
     return RECURRENT_STEP.select(RowKernelQuery(conv.device.type, conv.dtype, len(conv))).run()
 
 

@@ -67,14 +67,12 @@ class Group:
         self._run(lambda: self._rendezvous(store))
 
     def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum of all ranks' `part`, in place."""
         part, options = part.contiguous(), distributed.AllreduceOptions()
         options.asyncOp = False
         self._collect(lambda: self._processes.allreduce([part], options))
         return part
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Rank 0's values of a contiguous tensor, in place."""
         options = distributed.BroadcastOptions()
         options.rootRank, options.asyncOp = 0, False
         self._collect(lambda: self._processes.broadcast([tensor], options))
@@ -291,7 +289,6 @@ class Shard:
                 raise BadInput(f"{what}: {name} = {count} does not divide into that many")
 
     def spec(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of this rank: its numbers of heads and KV heads."""
         runs = self.heads(spec.shape), self.kv_heads(spec.shape)
         heads, kv_heads = (run.stop - run.start for run in runs)
         return replace(spec, shape=replace(spec.shape, num_heads=heads, num_kv_heads=kv_heads))

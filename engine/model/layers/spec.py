@@ -75,7 +75,6 @@ class KvLayout:
 
     @property
     def vectors(self) -> tuple[int, ...]:
-        """Lengths of the vectors of an entry: the keys', then the values'."""
         dims = (self.key_dim,) if self.values_in_keys else (self.key_dim, self.value_dim)
         return tuple(dim for dim in dims for _ in range(self.num_heads))
 
@@ -173,7 +172,6 @@ class ModelSpec:
 
     @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
-        """The KV-cache layout of each layer with a cache; MLA caches the latent and the rotated key."""
         if self.layers:
             return tuple(
                 KvLayout(layer.num_kv_heads, layer.head_dim, layer.head_dim)
@@ -186,7 +184,6 @@ class ModelSpec:
 
     @property
     def usual_layout(self) -> KvLayout:
-        """The KV-cache layout of a layer whose sizes are those of `shape`."""
         if (latent := self.shape.latent) is not None:
             return KvLayout(1, latent.cached_elements, latent.kv_rank, values_in_keys=True)
         return KvLayout(self.shape.num_kv_heads, self.shape.head_dim, self.shape.head_dim)

@@ -27,7 +27,6 @@ class StateLayout:
         return prod(self.shape) * self.dtype.itemsize
 
     def empty(self, num_slots: int, device: torch.device) -> torch.Tensor:
-        """The tensor for `num_slots` state slots, [slots, *shape], uninitialised."""
         return torch.empty((num_slots, *self.shape), dtype=self.dtype, device=device)
 
 

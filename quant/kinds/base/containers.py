@@ -22,7 +22,6 @@ class Container(ABC):
     """A kind's part of a format that several kinds share."""
 
     def check(self, module: str, out_features: int, in_features: int, scheme: Any) -> None:
-        """Raises BadInput naming the module whose shape does not pack."""
         return
 
     @abstractmethod

@@ -55,9 +55,7 @@ _STREAM = 32  # codes after which a dense bit stream is word-aligned again, for 
 class TensorSource(Protocol):
     """A lookup of tensors by name: a `Checkpoint` or a stand-in."""
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor; BadInput where there is none of that name."""
-        ...
+    def tensor(self, name: str) -> torch.Tensor: ...
 
     def __contains__(self, name: str, /) -> bool: ...
 
@@ -98,7 +96,6 @@ class WeightFormat(ABC):
         self.check_scheme(scheme)
 
     def scale_dtype(self, weights: torch.dtype, scheme: Scheme) -> torch.dtype:
-        """The dtype of stored scales for a model whose weights have dtype `weights`."""
         return torch.float16
 
     def held(self, module: str, tensor: QuantizedTensor) -> QuantizedTensor:
@@ -123,7 +120,6 @@ class WeightFormat(ABC):
         return {}
 
     def kv_scale_name(self, name: str) -> str:
-        """The name on disk of `self_attn.k_scale` or `self_attn.v_scale`."""
         return name
 
     def full_config(

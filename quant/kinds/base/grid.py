@@ -71,7 +71,6 @@ class Grid(ABC):
     def nearest(
         self, weight: torch.Tensor, importance: torch.Tensor | None = None
     ) -> QuantizedTensor:
-        """Round a weight `[out, in]` to nearest; `importance` `[in]` as in `fit`."""
         parameters, grouped = self.fitted(weight, importance)
         return self.tensor(self.round(grouped, parameters).flatten(1), parameters)
 
@@ -170,7 +169,6 @@ class ScalarGrid(Grid):
         return self.scaled_levels(runs, affine).view(values.shape)
 
     def by_run(self, values: torch.Tensor, parameters: Parameters) -> tuple[Affine, torch.Tensor]:
-        """The affine `[out, groups, runs, 1]`, and the values `[out, groups, runs, length]`."""
         affine = _mapped(self.affine(parameters), lambda part: part.unsqueeze(-1))
         return affine, values.reshape(values.shape[0], *affine.step.shape[-3:-1], -1)
 

@@ -135,7 +135,6 @@ class Incoherence:
         return self.turn_outputs.forward(rotated.T).T.contiguous()
 
     def backward(self, values: torch.Tensor) -> torch.Tensor:
-        """The weight `[out, in]` that quantized values `[out, in]` stand for."""
         rotated = self.turn_inputs.backward(values) * self.inputs
         return (self.turn_outputs.backward(rotated.T) * self.outputs).T.contiguous()
 
@@ -284,7 +283,6 @@ class TransformedGrid(Grid, Generic[SchemeT, TensorT]):
         return self.tensor(self.round(values, ()).flatten(1), ())
 
     def yardstick(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight with which errors are compared: rounded to nearest."""
         return self.nearest(weight).dequantize()
 
 

@@ -123,7 +123,6 @@ class Kind(ABC, Generic[SchemeT]):
         """A weight whose every code is 0, to measure the packed size of a format."""
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> QuantizedTensor:
-        """`round`, here to the kind's grid."""
         weight = weight.to(torch.float32)
         tensor = self.grid_for(weight.shape, how).nearest(weight, how.importance)
         try:
@@ -141,7 +140,6 @@ class Kind(ABC, Generic[SchemeT]):
         return self.rounded(weight, Rounding(scale_dtype, **how))
 
     def grid(self, shape: tuple[int, ...], scale_dtype: torch.dtype, **how: Any) -> Grid:
-        """The grid of any weight of a shape `(out, in)`, for a solver; `how` are fields of `Rounding`."""
         return self.grid_for(shape, Rounding(scale_dtype, **how))
 
     @property

@@ -77,7 +77,6 @@ def read_headers(paths: list[Path]) -> Entries:
 
 
 def read_array(entry: Entry, *dtypes: str) -> Array:
-    """The elements of one tensor, which must be of one of `dtypes`, as safetensors spells them."""
     if entry.dtype not in dtypes:
         raise ValueError(f"{entry.dtype} where {' or '.join(dtypes)} belongs")
     with entry.path.open("rb") as file:

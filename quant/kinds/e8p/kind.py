@@ -119,7 +119,6 @@ def nearest(targets: torch.Tensor, bits: int) -> Codes:
 
 
 def values_of(stored: Codes, bits: int) -> torch.Tensor:
-    """The values float32 `[n, 8]` of codes."""
     table = points(stored.codes.device)
     values = table[stored.codes.long() & 0xFFFF]
     if stored.residual is None:
@@ -179,7 +178,6 @@ def pack_codes(codes: torch.Tensor, residual: torch.Tensor | None, bits: int) ->
 
 
 def unpack_codes(words: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Inverse of `pack_codes`: codes, and their residual."""
     if bits == 2:
         return words, None
     stored = words.contiguous().view(torch.uint8).unflatten(1, (-1, bits))

@@ -31,7 +31,6 @@ class FloatScheme(Scheme):
             )
 
     def scale_shape(self, out_features: int, in_features: int) -> tuple[int, int]:
-        """Shape of the scales of a weight; blocks at the edge may be smaller than 128."""
         if self.granularity == "tensor":
             return 1, 1
         if self.granularity == "channel":

@@ -108,7 +108,6 @@ class RunGrid(ScalarGrid):
         """Bytes of blocks from levels `[n, width]` and parameters `[n, ...]`."""
 
     def plain_weights(self, x: torch.Tensor) -> torch.Tensor:
-        """Weights of the squared errors where channels have no importance."""
         return x.square()
 
     def fit(self, values: torch.Tensor, importance: torch.Tensor | None = None) -> Parameters:

@@ -254,7 +254,6 @@ def quantize_lattice(
 
 
 def dequantize_lattice(data: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Weights, float32 `[n, 256]`."""
     indices, signs, scales, head = lattice_fields(data, type_name)
     lattice = LATTICES[type_name]
     values = points(type_name, data.device)[indices].view(len(data), lattice.runs, -1)

@@ -77,7 +77,6 @@ def pack_simple(
 
 
 def dequantize_simple(data: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Dequantize bytes `[n, block bytes]` to float32 `[n, 32]`."""
     scale = read_half(data, 0)
     if type_name == "Q8_0":
         return data[:, 2:].contiguous().view(torch.int8).to(torch.float32) * scale

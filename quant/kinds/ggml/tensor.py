@@ -91,7 +91,6 @@ def quantize_blocks(
 
 
 def dequantize_blocks(data: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Dequantize uint8 `[out, row bytes]` to float32 `[out, in]`."""
     blocks = data.reshape(-1, GGUF_BLOCKS[type_name][1])
     if type_name in _TABLES:
         weights = _TABLES[type_name](blocks)
@@ -165,7 +164,6 @@ def block_codes(data: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def block_codes_torch(data: torch.Tensor, kind: str) -> torch.Tensor:
-    """`block_codes` in torch, on any device."""
     if kind == "Q8_0":
         return data[:, 2:] ^ 128
     if kind in ("IQ4_NL", "IQ4_XS", "MXFP4"):

@@ -223,7 +223,6 @@ class IntKind(Kind[IntScheme]):
 def round_to_nearest(
     weight: torch.Tensor, scheme: IntScheme, scale_dtype: torch.dtype, *, name: str = "weight"
 ) -> IntTensor:
-    """`Kind.round` for a weight `[out, in]`."""
     tensor = IntKind(scheme).round(weight, scale_dtype, name=name)
     assert isinstance(tensor, IntTensor)
     return tensor

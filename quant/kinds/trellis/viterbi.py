@@ -96,7 +96,6 @@ def pack_states(states: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_states(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Inverse of `pack_states`: int32 `[..., 256]`, of 16 bits each."""
     words = (packed.to(torch.int32) & 0xFFFF).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     # The 16 bits that end with a weight's own lie in two neighbouring words, around the end of the tile.
     ends = torch.arange(1, LENGTH + 1, device=packed.device) * bits
