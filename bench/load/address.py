@@ -293,8 +293,7 @@ class Sample:
 
 
 def parse_samples(text: str) -> dict[str, Sample]:
-    """{short name: sample} of known prefixes, summed over labels (shares averaged). ValueError: another
-    format."""
+    """{short name: sample} of known prefixes, summed over labels. ValueError: another format."""
     sources: dict[str, dict[tuple[int, str], list[float]]] = {}
     kinds: dict[str, SampleKind] = {}
     parser = import_extra("a scrape of server metrics", "serve", "prometheus_client.parser")

@@ -313,8 +313,7 @@ class Connection(asyncio.Protocol):
         self.is_open = True
 
     async def exchange(self, message: bytes, response: Response) -> float:
-        """Send a request; returns when, once `response` is whole. NotHttp, or ConnectionError: closed
-        early."""
+        """Send a request; returns when, once `response` is whole. NotHttp, or ConnectionError."""
         assert self._transport is not None
         self._waiter = asyncio.get_running_loop().create_future()
         self._response = response

@@ -349,8 +349,7 @@ class TaskScorer:
         return [math.fsum(summed(next(scores))[0] for _ in windows) for windows in by_text]
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Text for each context, cut on the left if too long, up to a stop. BadInput: no room for new
-        tokens."""
+        """Text for each context, cut on the left, up to a stop. BadInput: no room for new tokens."""
         longest = self.backend.longest
         prompts = []
         for number, (context, wanted) in enumerate(requests):

@@ -89,8 +89,7 @@ class Finished:
 
 @dataclass(slots=True)
 class PairedSeries:
-    """Starts in a folder, resumed. BadInput: an impossible plan, or a base that crashes;
-    KeyboardInterrupt."""
+    """Starts in a folder, resumed. BadInput: an impossible plan, or a base that crashes."""
 
     plan: StartsPlan
     folder: Path

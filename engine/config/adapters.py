@@ -12,8 +12,7 @@ from ...quant.convert.adapter import LoraSettings
 
 
 def servable_settings(folder: Path) -> LoraSettings:
-    """Settings of an adapter next to its base. BadInput: as `LoraSettings.read`, or DoRA, which rescales
-    it."""
+    """Settings of an adapter next to its base. BadInput: as `LoraSettings.read`, or DoRA."""
     settings = LoraSettings.read(folder)
     if settings.is_dora:
         raise BadInput(

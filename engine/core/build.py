@@ -68,8 +68,7 @@ from ..speculation.proposer import CachedProposer, Proposer
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes held by the engine and read per step, over all shards; `draft_bytes`, `state_bytes` with
-    caches."""
+    """Bytes held by the engine and read per step, over all shards; caches of drafts are `draft_bytes`."""
 
     weight_bytes: int
     kv_cache_bytes: int

@@ -59,8 +59,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture_all(self, aux_hidden_state_layers: tuple[int, ...] = ()) -> None:
-        """Capture the sizes now, the largest first, whose memory the others reuse; on a CPU only the
-        extremes."""
+        """Capture the sizes now, the largest first, whose memory others reuse; on a CPU only extremes."""
 
         def capture() -> None:
             early = self._sizes if self._all_early else {*self._sizes[:1], *self._sizes[-1:]}

@@ -26,8 +26,7 @@ from ..scheduling.step_plan import DecodeBatch, DecodeRows
 
 
 class DecodeInputs:
-    """Static inputs of up to `rows` sequences; padding sees one token of the null block. NumPy shares a
-    CPU's."""
+    """Static inputs of up to `rows` sequences; padding sees one token of the null block."""
 
     def __init__(
         self, rows: int, max_blocks: int, block_size: int, device: torch.device, dtype: torch.dtype

@@ -76,8 +76,7 @@ class CaptureFailed(RuntimeError):
 
 
 class SharedGraph:
-    """Rank 0's part of a graph of all ranks. CaptureFailed: another rank has none; PeerLost: one has
-    ended."""
+    """Rank 0's part of a graph of all ranks. CaptureFailed: another has none; PeerLost: one has ended."""
 
     def __init__(
         self,

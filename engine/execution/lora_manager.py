@@ -33,8 +33,7 @@ class LoraManager:
         return retired - {request.lora for request in self._scheduler.requests()}
 
     def read(self, folder: Path) -> AdapterParts:
-        """Read an adapter's weights onto the device, on any thread. BadInput: it is not taken or does not
-        fit."""
+        """Read an adapter's weights onto the device, on any thread. BadInput: it does not fit."""
         try:
             return self._bank.read(folder)
         except torch.OutOfMemoryError as error:
@@ -43,8 +42,7 @@ class LoraManager:
     def load(
         self, name: str, folder: Path, parts: AdapterParts, *, load_inplace: bool = False
     ) -> None:
-        """Serve an adapter that has been read, between steps. BadInput: name taken, or `max_loras`
-        reached."""
+        """Serve an adapter that was read, between steps. BadInput: name taken, or `max_loras` reached."""
         key = self.loaded.add(name, load_inplace=load_inplace)
         self._bank.attach(key, parts)
         if self._model.broadcast is not None:

@@ -117,8 +117,7 @@ class ModelRunner:
     def launch(
         self, plan: StepPlan, sampled: SampledTokens | None = None, timer: StepTimer = UNTIMED
     ) -> LaunchedStep:
-        """Launch a step, after `resolved` if it `reads_placeholders`; `sampled`: the previous step's
-        tokens."""
+        """Launch a step, resolved if it `reads_placeholders`; `sampled`: the previous step's tokens."""
         speculation = self._speculation
         if plan.compactions or plan.copies or speculation is not None:
             with timer("prepare_inputs"), torch.inference_mode():

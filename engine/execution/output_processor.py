@@ -44,8 +44,7 @@ class OutputProcessor:
                 self._pooled.forget(request.sequence_id)
 
     def keep(self, plan: StepPlan, result: StepResult) -> None:
-        """Collect prompt logprobs and pooled shares, step by step, before the scheduler ends their
-        requests."""
+        """Collect prompt logprobs and pooled shares, before the scheduler ends their requests."""
         if self._pooled is not None:
             self._pooled.keep(plan, result)
         if not result.prompt_logprobs:

@@ -72,8 +72,7 @@ def normalized(vector: Vector) -> Vector:
 
 
 def read_pooling(folder: Path) -> Pooling | None:
-    """The pooling of a checkpoint, None if it is no embedding model. BadInput: an unsupported mode or
-    module."""
+    """The pooling of a checkpoint, if it is an embedding model. BadInput: an unsupported mode or module."""
     modules = read_modules(folder)
     default = folder / "1_Pooling"
     if not modules:

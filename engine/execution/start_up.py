@@ -99,8 +99,7 @@ def profile_kv_cache_budget(
     profile_step: Callable[[], object],
     num_processes: int,
 ) -> KvCacheBudget:
-    """KV-cache budget of one of `num_processes` on a host, or a device each. BadInput: utilization of a
-    CPU."""
+    """KV-cache budget of one of `num_processes` on a host or a device. BadInput: utilization of a CPU."""
     if memory is None:
         if utilization is not None:
             raise BadInput(

@@ -124,8 +124,7 @@ def machine() -> Topology:
 
 
 def bind_shard(topology: Topology, rank: int, size: int, num_threads: int | None) -> int:
-    """Bind this thread to its shard's NUMA node; threads: `num_threads`, or its cores, if not measured
-    slower."""
+    """Bind this thread to its shard's NUMA node; returns `num_threads`, or those of its cores."""
     placement = place(topology, rank, size)
     if placement.cpus and (num_threads or 1) <= len(placement.cpus):
         os.sched_setaffinity(0, placement.cpus)

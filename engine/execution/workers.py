@@ -31,8 +31,7 @@ GRACE_SECONDS = 5.0
 
 
 class Workers:
-    """Workers of ranks 1, 2, …; this process is rank 0. Each ends when its pipe is closed, by `close` or
-    exit."""
+    """Workers of ranks 1, 2, …; this process is rank 0. Each ends when its pipe is closed."""
 
     def __init__(self, setup: ShardSetup) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="llmopt-", ignore_cleanup_errors=True)
@@ -66,8 +65,7 @@ class Workers:
             self._send(self._channels[-1:], replace(setup, rank=rank, options=options))
 
     def wait_until_loaded(self) -> None:
-        """Wait for every worker's shard, then join the group. BadInput: one cannot load; PeerLost: one
-        ended."""
+        """Wait for all shards, then join the group. BadInput: one cannot load; PeerLost: one ended."""
         for channel in self._channels:
             loaded: LoadedShard = self._receive(channel)
             if loaded.refusal is not None:

@@ -28,8 +28,7 @@ class EncodingError(BadInput):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedImage:
-    """A row for each embedded token of an image, [num_embeddings, hidden]; `deepstack` for layers
-    (Qwen3-VL)."""
+    """A row for each embedded token of an image, [num_embeddings, hidden]; `deepstack` by layer."""
 
     embeddings: torch.Tensor
     deepstack: tuple[torch.Tensor, ...] = ()
@@ -40,8 +39,7 @@ class EncodedImage:
 
 
 class VisionEncoder:
-    """Embeddings `hidden_size` wide by `get_image_features` of transformers' `model`, equal shapes
-    together."""
+    """Embeddings `hidden_size` wide by `get_image_features` of `model`, images of equal shape together."""
 
     max_images_per_pass = 8
     """Bounds the memory of the tower's activations."""

@@ -80,8 +80,7 @@ class KvEviction:
         return max(0, end - max(start, self._first_scored(point)))
 
     def num_reusable(self, request: Request, num_blocks: int) -> int:
-        """Blocks, of `num_blocks` cached, that may be shared: voting queries need computing, and no
-        compaction."""
+        """Blocks, of `num_blocks` cached, that may be shared: queries that vote need computing."""
         if (point := self.compaction_point(request)) is None:
             return num_blocks
         return min(num_blocks, self._first_scored(point) // self.block_size)
@@ -134,8 +133,7 @@ class Compactor(SchedulerExtension):
         )
 
     def compact(self, request: Request) -> bool:
-        """Have the next step compact a sequence; False: no blocks are free. Shared blocks stay as they
-        are."""
+        """Have the next step compact a sequence; False: no blocks are free. Shared blocks stay."""
         before, num_slots = request.block_ids, request.num_slots
         kept = self._blocks_for(before, -(-self._rule.budget // self._rule.block_size))
         if kept is None:

@@ -168,8 +168,7 @@ class CompletionText:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probability, rank (1 is the likeliest) and top-k of a token, before penalties and
-    temperature."""
+    """Natural-log probability, rank (1: likeliest) and top-k of a token, before penalties, temperature."""
 
     token_id: int
     logprob: float

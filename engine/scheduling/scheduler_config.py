@@ -84,8 +84,7 @@ class SchedulerConfig:
         return min(whole, self.window.max_blocks(self.chunk, self.block_size))
 
     def longest(self, num_usable: int, num_prompt_tokens: int | None = None) -> int:
-        """Tokens of the longest sequence for the context and `num_usable` blocks, by eviction of its
-        prompt."""
+        """Tokens of the longest sequence for the context and `num_usable` blocks, with eviction."""
         # The last token of a sequence is never computed, so it needs no slot.
         longest, capacity = self.max_model_len, num_usable * self.block_size
         if self.max_blocks(longest - 1) > num_usable:
@@ -108,8 +107,7 @@ class SchedulerConfig:
 
 
 def check_length(request: Request, config: SchedulerConfig, num_blocks: int) -> None:
-    """Refuse a sequence longer than the context or `num_blocks`, or an image that no step holds
-    (BadInput)."""
+    """Refuse a sequence or image longer than the context, a step or `num_blocks` (BadInput)."""
     if request.bidirectional_images:
         check_images(request, config)
     count, capacity = request.num_prompt_tokens, num_blocks * config.block_size

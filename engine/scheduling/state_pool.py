@@ -154,8 +154,7 @@ class StatePool(SchedulerExtension):
         )
 
     def _drop_superseded(self, request: Request, num_blocks: int) -> None:
-        """Drop a checkpoint in a sequence's output: only the newest serves the next turn of a
-        conversation."""
+        """Drop a checkpoint in a sequence's output: only the newest serves the conversation's next turn."""
         if num_blocks * self._block_size <= request.num_prompt_tokens:
             return
         if len(request.block_hashes) >= num_blocks and self._checkpoint(request, num_blocks):

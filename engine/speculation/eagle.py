@@ -192,8 +192,7 @@ class _HeadTree:
     order: list[int] = field(default_factory=list)
 
     def run(self) -> Run:
-        """Run of the frontier, after the last known token, whose (state, next token) has the last known
-        slot."""
+        """Run of the frontier, after the last known token, whose (state, next token) has its slot."""
         row, parents = self.expansion.row, self.expansion.parents
         start = row.end - 1 + len(self.order)
         self.order += self.expansion.frontier

@@ -116,8 +116,7 @@ class DraftModel(CachedProposer):
 
 
 def _uncomputed_run(row: ScheduledRow) -> Run:
-    """Tokens of the target's step; before draft tokens also one before, unseen if all drafts were
-    accepted."""
+    """Tokens of the target's step; before drafts one more, unseen if all drafts were accepted."""
     start = max(0, row.start - 1) if row.num_draft_tokens else row.start
     return Run(start, row.tokens[start : row.end], row.block_ids)
 

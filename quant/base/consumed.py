@@ -39,8 +39,7 @@ class Consumed(Mapping[str, Any]):
         return len(self._raw)
 
     def unread(self, irrelevant: Container[str]) -> Iterator[str]:
-        """Paths of unread keys, but for `irrelevant` names, and values that turn nothing on (None, 0,
-        empty)."""
+        """Paths of unread keys, but for `irrelevant` names and values that turn nothing on."""
         for key, value in self._raw.items():
             if key in irrelevant or not value:
                 continue

@@ -59,8 +59,7 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
 
     def expected_distinct(self, tokens: int) -> float:
-        """Expected distinct experts of `tokens` tokens, E·(1 - (1 - t/E)^B): an upper bound, as routing is
-        skewed."""
+        """Expected distinct experts of `tokens` tokens, E·(1 - (1 - t/E)^B): an upper bound."""
         return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
 
 

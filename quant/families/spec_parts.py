@@ -117,8 +117,7 @@ class RopeSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
-        """Parse `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`; `theta`: the
-        default."""
+        """Parse `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling`; `theta`: default."""
         options = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = options.get("rope_type", options.get("type", "default"))
         if kind not in ROPE_KINDS:

@@ -154,8 +154,7 @@ def _rope_parameters(file: GgufFile, keys: HeaderKeys, config: dict[str, Any]) -
 
 
 def _yarn_parameters(keys: HeaderKeys, kind: str, factor: float) -> dict[str, Any]:
-    """YaRN's numbers, none for other scaling; llama.cpp's `attn_factor` multiplies
-    (src/llama-context.cpp)."""
+    """YaRN's numbers, if any; llama.cpp's `attn_factor` multiplies them (src/llama-context.cpp)."""
     is_yarn = kind == "yarn"
     keys.get("rope.scaling.finetuned")
     original = keys.number("rope.scaling.original_context_length", 0.0)

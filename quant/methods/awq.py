@@ -325,8 +325,7 @@ class _Work:
         return self.problem.statistics[name].row_errors(delta)
 
     def _total(self, pair: _Pair, errors: list[torch.Tensor]) -> float:
-        """Summed errors of the targets: relative, or of experts squared, so that one with few tokens counts
-        little."""
+        """Errors of the targets: relative, or of experts squared, so that few tokens count little."""
         sums = [float(error.sum()) for error in errors[: len(pair.targets)]]
         if pair.routers:
             return sum(sums)

@@ -114,8 +114,7 @@ class InputStatistics:
         return quadratic_form(delta, self.gram)
 
     def sampled_errors(self, weight: torch.Tensor, *effective: torch.Tensor) -> list[float]:
-        """Relative output errors of each `effective` on up to 512 output channels, evenly spaced, for
-        speed."""
+        """Relative output errors of each `effective` on up to 512 evenly spaced output channels."""
         rows = slice(None, None, -(-weight.shape[0] // REPORTED_ROWS))
         energy = float(self.row_errors(weight[rows]).sum())
         deltas = (weight[rows] - other[rows] for other in effective)

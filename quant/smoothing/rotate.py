@@ -177,8 +177,7 @@ def rotated(checkpoint: Checkpoint, rotations: tuple[str, ...], seed: int) -> Ch
 def seen_rotated(
     checkpoint: Checkpoint, rotations: tuple[str, ...] | None, seed: int
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The checkpoint seen through rotations, and these; None: R2, if exact and nothing else splits
-    tensors."""
+    """The checkpoint seen through rotations, and these; None: R2, where it is exact and possible."""
     if rotations is not None:
         return (rotated(checkpoint, rotations, seed) if rotations else checkpoint), rotations
     try:

@@ -94,8 +94,7 @@ def _from_hub(hub_id: str) -> Path:
 
 
 def open_checkpoint(path: Path | str, *, trust_remote_code: bool = False) -> Checkpoint:
-    """Open a folder of safetensors, or one of or a `.gguf` file, as a checkpoint; BadInput as
-    `Checkpoint`."""
+    """Open a folder of safetensors, or a `.gguf` file, as a checkpoint; BadInput as `Checkpoint`."""
     file = gguf_file_of(Path(path))
     if file is None:
         return Checkpoint(path, trust_remote_code=trust_remote_code)

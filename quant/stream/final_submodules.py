@@ -67,8 +67,7 @@ class _Submodule:
 
 
 class FinalSubmodules:
-    """Submodules of one loaded layer, run on so many samples, kept up to `most_bytes`, inputs in
-    `compute`."""
+    """Submodules of one loaded layer, run on so many samples, kept up to `most_bytes` in `compute`."""
 
     def __init__(
         self,

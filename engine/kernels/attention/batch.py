@@ -135,8 +135,7 @@ class DecodeGroup:
 
 
 class AttentionBatch:
-    """Attention metadata of a step, built once for all layers; `plans`: of a captured step, by a kernel's
-    host."""
+    """Attention metadata of a step, built once for all layers; `plans`: of a captured step, or None."""
 
     def __init__(
         self,

@@ -128,8 +128,7 @@ MASKS: tuple[Mask, ...] = get_args(Mask)
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernelQuery:
-    """Kernel query of paged attention; `stored` None: the queries' dtype. A batch with images may have trees
-    too."""
+    """Kernel query of paged attention; `stored` None: as the queries. A batch with images may have trees."""
 
     device: str
     dtype: torch.dtype

@@ -109,8 +109,7 @@ def _mix(
     sinks: torch.Tensor | None,
     sink_queries: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1]; `sink_queries` or
-    None."""
+    """Attention of [batch, kv_heads, rows, head_dim]; `sinks` [1, kv_heads, rows, 1]; both may be None."""
     if rule.softcap is None and rule.sinks is None and sink_queries is None:
         return functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=rule.scale
@@ -151,8 +150,7 @@ class ScoredSpan:
 def add_key_scores(
     queries: torch.Tensor, keys: PagedTensor, rule: AttentionRule, span: ScoredSpan, layer: int
 ) -> None:
-    """Add the weights of `queries` [tokens, heads, head_dim], summed by KV head, to a span's sums of
-    `layer`."""
+    """Add the weights of `queries` [tokens, heads, head_dim], by KV head, to a span's sums of `layer`."""
     k = keys.read(span.block_ids, torch.float32).flatten(0, 1)[: span.num_slots]
     slots = torch.arange(span.num_slots, device=k.device)
     for begin in range(span.begin, span.end, _QUERIES_PER_SLICE):

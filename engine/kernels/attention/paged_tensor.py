@@ -50,8 +50,7 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True, slots=True)
 class PagedTensor:
-    """Keys or values of a layer: `codes` [blocks, block_size, kv_heads, head_dim], `scales` without
-    head_dim."""
+    """Keys or values of a layer: `codes` [blocks, block_size, kv_heads, head_dim], and their `scales`."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None = None

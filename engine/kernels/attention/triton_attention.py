@@ -90,8 +90,7 @@ WGMMA_ROWS = 64
 
 
 def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
-    """Tiles that fit the GPU; `is_short`: few query tokens (decode), memory-bound; the others take larger
-    ones."""
+    """Tiles that fit the GPU; `is_short`: few query tokens (decode); the others take larger tiles."""
     is_float32 = heads.query_bytes == 4
     has_wgmma = limits.capability // 10 == 9 and not is_float32
     group_tile = min(power_of_two(heads.group), 64 if has_wgmma or not heads.is_wide else 16)

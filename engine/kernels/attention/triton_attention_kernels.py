@@ -107,8 +107,7 @@ def list_parts(
     SEES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the split keys: `[0]` the number of parts, then query tile * `max_parts` + part. Grid: blocks of
-    tiles."""
+    """List the split keys: number of parts, then query tile * `max_parts` + part. Grid: blocks of tiles."""
     own = tl.program_id(0) * BLOCK
     before = 0
     for begin in range(0, own + 1, BLOCK):

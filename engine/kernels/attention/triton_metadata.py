@@ -93,8 +93,7 @@ class AttentionMetadata:
         return self._made[key]
 
     def work_list(self, tokens: int, visibility: Visibility, num_parts: int) -> torch.Tensor:
-        """Work list of the short sequences' tiles (`list_parts`), int32 [1 + tiles * num_parts]; once for a
-        rule."""
+        """Work list of short sequences' tiles (`list_parts`), int32 [1 + tiles * num_parts], of a rule."""
         if (key := (tokens, visibility)) not in self._work_lists:
             tiles = self.tiles(tokens, True)
             assert tiles is not None

@@ -191,8 +191,7 @@ def _loaded(name: str, load: Callable[[], Any]) -> Backend:
 def refuses_device(
     device: str, majors: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> str | None:
-    """Reason why a library for these compute capabilities (of 16-bit activations, if `dtype`) cannot
-    serve."""
+    """Reason why a library for these compute capabilities (16-bit activations, if `dtype`) cannot serve."""
     if device != "cuda" or not torch.cuda.is_available():
         return "it is a CUDA library"
     major, minor = torch.cuda.get_device_capability()

@@ -112,8 +112,7 @@ class NotCapturable(RuntimeError):
 
 
 class GraphMemoryPool:
-    """Memory pool of captured intermediates; its graphs overwrite each other's: only one may run at a
-    time."""
+    """Memory pool of captured intermediates; its graphs overwrite each other's: one may run at a time."""
 
     def __init__(self) -> None:
         self._free: list[np.ndarray[Any, Any]] = []  # sorted by size, smallest first

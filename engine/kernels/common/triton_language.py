@@ -22,8 +22,7 @@ def await_predecessor(PDL: tl.constexpr):
 
 
 def patch_interpreter() -> bool:
-    """Patch ranges, conditions, `tl.dot`, bfloat16 subtraction and casts; False if Triton does not
-    interpret."""
+    """Patch ranges, conditions, `tl.dot`, bfloat16's subtraction and casts; False without interpreter."""
     if not isinstance(tl.sum, interpreter.InterpretedFunction):
         return False
     patch: Any = interpreter._patch_lang_tensor

@@ -108,8 +108,7 @@ class VerdictTable:
         contenders: Sequence[Candidate[Any, Implementation]],
         make: Callable[[], Trial[Implementation] | None],
     ) -> dict[str, str]:
-        """`dropped`, after every contender is tried; the last is the reference. Failure: the device is
-        unusable."""
+        """`dropped`, after a trial of all; the last is the reference. Failure: the device is unusable."""
         name = case_name(operation, query)
         known = set(self.verdicts.get(name, {}))
         if name not in self._untried and known != {contender.name for contender in contenders}:
@@ -362,8 +361,7 @@ def driver_version() -> str:
 
 
 def seconds_of(call: Callable[[], object]) -> float:
-    """Median seconds of a call from a cold L2 cache: replayed from a graph, if it can be, as decode steps
-    are."""
+    """Median seconds of a call from a cold L2 cache: replayed from a graph, as decode steps are."""
     run = _captured(call)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     times = []

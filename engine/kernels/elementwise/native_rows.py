@@ -226,8 +226,7 @@ native_argmax = beside(__file__, "argmax.c")
 
 
 def argmax_rows(logits: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Greedy tokens of float32 [rows, vocab], int64, first among equals; `out` outlives the replays of a
-    graph."""
+    """Greedy tokens of float32 [rows, vocab], first among equals; `out` outlives a graph's replays."""
     library = native_argmax().library
     if library is None or logits.dtype is not torch.float32 or not logits.is_contiguous():
         return torch.argmax(logits, dim=-1, out=out)

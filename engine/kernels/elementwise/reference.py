@@ -216,8 +216,7 @@ RUN = 128
 def fake_quantize_inputs(
     x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Fake-quantize `x [tokens, in]` by `scheme`; `input_scale` float32 `[1]` is static, or NVFP4's global
-    scale."""
+    """Fake-quantize `x [tokens, in]` by `scheme`; `input_scale` float32 `[1]`: static, or NVFP4's global."""
     if (threshold := scheme.outlier_threshold) is not None:
         codes, scale, outliers = split_outliers(x, threshold)
         return (codes * scale + outliers).to(x.dtype)

@@ -282,8 +282,7 @@ class TritonLatent:
         keys: PagedTensor,
         slots: torch.Tensor,
     ) -> torch.Tensor | None:
-        """Norm and rotate `latent` [tokens, rank + rope] into its slots; returns the normed `queries`, if
-        any."""
+        """Norm and rotate `latent` [tokens, rank + rope] into its slots; returns the normed `queries`."""
         tokens, rank, rope = len(latent), len(latent_norm[0]), cos_sin[0].shape[-1]
         cos, sin = cos_sin
         out = latent if queries is None else queries.new_empty(queries.shape)

@@ -49,8 +49,7 @@ def quantize_block(x, mask, fixed_ptr, TO: tl.constexpr):
 
 @triton.jit
 def store_quantized(x, mask, out, row, SIZE: tl.constexpr, BLOCK: tl.constexpr, TO: tl.constexpr):
-    """Quantize and store a row `x [BLOCK]`; `out`: pointers to codes, scales, a fixed scale, and their
-    number."""
+    """Quantize and store a row `x [BLOCK]`; `out`: pointers to codes, scales, fixed scale; their number."""
     code_ptr, scale_ptr, fixed_ptr, num_runs = out
     RUN: tl.constexpr = TO.run
     RUNS: tl.constexpr = BLOCK // RUN

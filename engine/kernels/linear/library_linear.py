@@ -36,8 +36,7 @@ from ..elementwise.reference import (
 
 
 class TiledDequantLinear:
-    """The reference for all schemes and devices: dequantize `TILE_ROWS` output channels,
-    `functional.linear`."""
+    """The reference of all schemes: dequantize `TILE_ROWS` output channels, then `functional.linear`."""
 
     TILE_ROWS = 1024
 

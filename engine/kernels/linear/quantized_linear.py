@@ -339,8 +339,7 @@ def linear_trial(weight: QuantizedTensor, dtype: torch.dtype, input_bits: int) -
 def prepare_quantized_linear(
     weight: QuantizedTensor, dtype: torch.dtype, input_bits: int = 16
 ) -> LinearKernel:
-    """Repack `weight` for the best kernel; `input_bits` 8 allows int8 inputs. BadInput: the device has
-    none."""
+    """Repack `weight` for the best kernel; `input_bits` 8 allows int8 inputs. BadInput: there is none."""
     device = next(iter(weight.parts().values())).device.type
     shape = weight.out_features, weight.in_features
     query = QuantizedLinearKernelQuery(device, dtype, *shape, weight.scheme, input_bits)

@@ -33,8 +33,7 @@ Gemm = Callable[[torch.Tensor], torch.Tensor]
 
 
 def crossover_tokens(name: str, inputs: torch.Tensor, fused: Gemm, dequantized: Gemm) -> int:
-    """Most of `TOKENS` for which `fused` is no slower than `dequantized`, else 1; `name` is the cache's
-    key."""
+    """Most of `TOKENS` for which `fused` is no slower than `dequantized`, else 1; `name` is the key."""
     verdicts = current_verdicts() if inputs.device.type == "cuda" else None
     if verdicts is None:
         return DEFAULT_CROSSOVER

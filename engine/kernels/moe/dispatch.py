@@ -170,8 +170,7 @@ class ExpertsKernel(Protocol):
 
 
 class LoopedExperts:
-    """Reference: a loop over experts `numbers` of `count`; `on_inputs`: the routing weights multiply
-    inputs."""
+    """Reference: a loop over experts `numbers` of `count`; `on_inputs`: weights multiply the inputs."""
 
     is_capturable = False
 

@@ -109,8 +109,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Run a step and fill the KV caches; logits [tokens, vocab] of all, as what follows the last norm
-        differs."""
+        """Run a step and fill the KV caches; logits [tokens, vocab] of every token."""
         if self.broadcast is not None:
             self.broadcast("forward", inputs)
         self._adapters.rows = inputs.adapters

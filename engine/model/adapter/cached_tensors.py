@@ -228,8 +228,7 @@ class CachedTensors:
         block_size: int,
         length: int,
     ) -> Any:
-        """Cache of a sequence of `length` tokens, from its blocks and its slot's `states`; None: a new
-        sequence."""
+        """Cache of a sequence of `length` tokens, from its blocks and `states`; None: a new sequence."""
         if not length:
             return None if self.fresh is None else copy_structure(self.fresh, copy_leaf)
         cache = copy_structure(self.template)

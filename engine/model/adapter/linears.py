@@ -173,8 +173,7 @@ def projections(model: nn.Module) -> Iterator[Projection]:
 def adapter_sites(
     decoder: nn.Module, model: Any, dtype: torch.dtype, adapters: CurrentAdapters
 ) -> Mapping[str, LinearSite]:
-    """Projections by name in `model`, in place of plain linears; head, embedding, absorbed ones take no
-    LoRA."""
+    """Projections by name, in place of plain linears; head, embedding, absorbed ones take no LoRA."""
     within = set(decoder.modules()) - {model.get_output_embeddings(), *latent_projections(model)}
     for name, linear in list(_linears(model)):
         if linear in within:

@@ -29,8 +29,7 @@ CausalModel: TypeAlias = "Decoder | TransformersModel"
 def open_model(
     checkpoint: Checkpoint, options: LoadingOptions, shard: Shard | None = None
 ) -> tuple[CausalModel, int]:
-    """A model, or a tensor-parallel shard of it, and its `max_model_len`; BadInput, if that is too long
-    too."""
+    """A model, or a tensor-parallel shard of it, and its `max_model_len`; BadInput: it cannot be served."""
     try:
         spec = model_spec(checkpoint.config)
         decoder_base(checkpoint, spec)
@@ -63,8 +62,7 @@ def open_model(
 
 
 def _warn_of_long_factors(spec: ModelSpec, num_positions: int) -> None:
-    """Warn where LongRoPE's factors differ from transformers' for short sequences: cached keys are
-    rotated."""
+    """Warn where LongRoPE's factors differ from transformers' for short sequences, as keys are rotated."""
     originals = {
         int(rope.parameters["original_max_position_embeddings"])
         for rope in spec.ropes

@@ -193,8 +193,7 @@ class CheckpointReader:
         in_features: int,
         transposed: bool = False,
     ) -> Sequence[torch.Tensor | QuantizedTensor]:
-        """Expert weights [out, in], of a tensor [experts, in, out] ([experts, out, in]: `transposed`) or
-        MXFP4."""
+        """Expert weights [out, in], of [experts, in, out] ([experts, out, in]: `transposed`) or MXFP4."""
         if not self._has_mxfp4:
             if transposed:
                 return self.weight(projection, num_experts, out_features, in_features).unbind()

@@ -39,8 +39,7 @@ KvScales = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Paged KV cache of a layer, by `index` among those that have one; `values` may be a view of `keys`
-    (MLA)."""
+    """Paged KV cache of a layer, by `index` among those with one; `values` may be views of `keys` (MLA)."""
 
     keys: PagedTensor
     values: PagedTensor

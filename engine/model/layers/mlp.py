@@ -53,8 +53,7 @@ def gating(
 def sparse_gating(
     activation: str, sparsity: float
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Gating that cuts a share of `sparsity` to 0: up to mean plus deviations, taken from the rest (Gemma
-    3n)."""
+    """Gating that cuts a share of `sparsity` to 0: up to the mean plus deviations (Gemma 3n)."""
     function, deviations = ACTIVATIONS[activation], NormalDist().inv_cdf(sparsity)
 
     def combine(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -232,8 +232,7 @@ class SlottedWeights:
 
 @dataclass(frozen=True, slots=True)
 class LinearSite:
-    """Slice of a projection's outputs: a linear [out_features, in_features]; rows and columns: this
-    rank's."""
+    """Slice of a projection's outputs: a linear [out_features, in_features], and this rank's part of it."""
 
     projection: Projection
     outputs: slice

@@ -81,8 +81,7 @@ class KvLayout:
 
 @dataclass(frozen=True, slots=True)
 class ImageSpec:
-    """How a language model treats image tokens: M-RoPE positions, and attention to each other in some
-    layers."""
+    """How a language model treats image tokens: M-RoPE positions, and attention to each other."""
 
     has_mrope: bool = False
     is_bidirectional: bool = False

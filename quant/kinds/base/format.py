@@ -112,8 +112,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def config(self, schemes: Mapping[str, Scheme], ignore: Sequence[str]) -> dict[str, Any]:
-        """The `quantization_config` of schemes by full name, without `ignore`. BadInput: they cannot be
-        mixed."""
+        """The `quantization_config` of schemes by full name. BadInput: they cannot be mixed."""
 
     def kv_fields(self, kv_cache: str, strategy: str, modules: Collection[str]) -> dict[str, Any]:
         """The fields of the `quantization_config` for scales of a KV cache; BadInput where it has none."""

@@ -53,8 +53,7 @@ class RangedGrid(ScalarGrid):
 
     @abstractmethod
     def refitted(self, line: Line, parameters: Parameters) -> Parameters:
-        """Parameters of least squared error for their codes; `line` goes through the weights against
-        levels."""
+        """Parameters of least squared error for their codes; `line`: of weights against levels."""
 
     def searched(self, values: torch.Tensor, importance: torch.Tensor) -> Parameters:
         """Parameters of least weighted squared error of those that are tried; arguments as for `fit`."""

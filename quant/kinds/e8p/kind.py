@@ -168,8 +168,7 @@ _RESIDUAL_BYTES = {2: 0, 3: 1, 4: 2}
 
 
 def pack_codes(codes: torch.Tensor, residual: torch.Tensor | None, bits: int) -> torch.Tensor:
-    """`Qidxs`, int16 `[out, in / 8]` for 2 bits, else int32 `[out, in * bits / 32]`, of codes and
-    residual."""
+    """`Qidxs` of codes and residual: int16 `[out, in / 8]`, or int32 `[out, in * bits / 32]`."""
     if residual is None:
         return codes
     parts = (part.contiguous().view(torch.uint8) for part in (residual, codes))

@@ -38,8 +38,7 @@ def any_order(values: torch.Tensor) -> torch.Tensor:
 def fit_affine(
     x: torch.Tensor, weights: torch.Tensor, levels: int, add: Add = any_order
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Step and offset of runs `[..., runs]`, for `x ≈ step * code - offset`, positive or 0; `levels`:
-    largest."""
+    """Step and offset of runs `[..., runs]`, for `x ≈ step * code - offset`; `levels`: largest code."""
     low, high = x.aminmax(dim=-1, keepdim=True)
     low = low.clamp(max=0)
     span = high - low
@@ -311,8 +310,7 @@ def search_signed(
     scale_middle: int,
     add: Add = any_order,
 ) -> SignedCodes:
-    """Search blocks with a signed scale a run; its largest weight is tried as `extremes`, off the grid
-    too."""
+    """Search blocks with a signed scale a run; its largest weight is tried as each of `extremes`."""
     steps = fit_signed(x, weights, nearest, extremes, add)
     # An error of the step is multiplied by the codes, which grow with the weights.
     cost = add(weights * x.square()).squeeze(-1) * reciprocal(steps).square()

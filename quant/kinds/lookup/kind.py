@@ -68,8 +68,7 @@ _PIECE = 2**18
 
 
 class LookupGrid(Grid):
-    """A float16 table `[out, 1, 2**bits]` for each row, a group, and the mask of its sparse weights, the
-    largest."""
+    """A float16 table `[out, 1, 2**bits]` for each row, and the mask of its sparse weights, the largest."""
 
     def __init__(self, scheme: LookupScheme, in_features: int):
         self.scheme, self.group = scheme, in_features
