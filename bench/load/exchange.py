@@ -23,9 +23,7 @@ MARK = b"\0"
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """The server that requests are sent to: their `head` without the length, and seconds for a whole one.
-
-    `is_pooled`: responses hold embeddings or scores, not tokens.
-    """
+    `is_pooled`: responses hold embeddings or scores, not tokens."""
 
     host: str
     port: int

@@ -78,11 +78,9 @@ def drive(
     progress: Progress | None = None,
     description: str = "bench",
 ) -> LoadPass:
-    """Send every item when it is due and the concurrency limit allows, and record the deliveries.
-
-    A conversation keeps its permit to its end; a failed turn ends it. With a `window` the workload repeats,
-    then drains. Requests that the trace's client left are counted. An interrupt drops those in flight.
-    """
+    """Send every item when it is due and the concurrency limit allows, and record the deliveries. A
+    conversation keeps its permit to its end; a failed turn ends it. With a `window` the workload repeats,
+    then drains. Requests that the trace's client left are counted. An interrupt drops those in flight."""
     shown = PassProgress(progress or Silent(), description, workload.num_requests, window)
     dialogues = Dialogues(workload, max_concurrency, window)
     in_flight: dict[str, tuple[RequestTrace, Dialogue]] = {}

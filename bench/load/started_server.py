@@ -186,10 +186,8 @@ LOG_LINES = 12
 
 @contextmanager
 def served(options: BenchOptions, progress: Progress | None = None) -> Iterator[BenchOptions]:
-    """Start the server of `options.serve`, if any, yield the options that measure it, and stop it.
-
-    BadInput: an unknown or unfit program, model or argument, or a server that is not ready in time.
-    """
+    """Start the server of `options.serve`, if any, yield the options that measure it, and stop it. BadInput:
+    an unknown or unfit program, model or argument, or a server that is not ready in time."""
     if options.serve is None:
         for name in ("serve_args", "serve_program"):
             if getattr(options, name):

@@ -88,10 +88,8 @@ def read_topology(root: Path = SYSFS, allowed: Collection[int] | None = None) ->
 
 def place(topology: Topology, rank: int = 0, world_size: int = 1) -> Placement:
     """Where a shard computes: on one NUMA node, so that it reads its weights from the memory beside it.
-
     Shards take the nodes in turn, and those of a node share its cores. A process alone takes the largest
-    node: half of its reads from another node's memory would be slower than its cores are more.
-    """
+    node: half of its reads from another node's memory would be slower than its cores are more."""
     nodes = topology.nodes
     if len(nodes) < 2:
         return Placement(max(1, topology.num_usable // world_size))
@@ -195,9 +193,7 @@ _M_ARENA_MAX = -8  # mallopt(3)
 
 def use_one_arena() -> None:
     """Let threads allocate from one heap of glibc, unless `MALLOC_ARENA_MAX` is set; before they start.
-
-    `malloc_trim` does not return what is free at the end of another arena's heap, up to 64 MiB.
-    """
+    `malloc_trim` does not return what is free at the end of another arena's heap, up to 64 MiB."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None and "MALLOC_ARENA_MAX" not in os.environ:
         set_option(_M_ARENA_MAX, 1)

@@ -134,9 +134,7 @@ POOLING_MODES = ("last", "mean", "cls", "max")
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
     """How the final hidden states of a prompt become one vector; BadInput: a mode unknown, or with ids.
-
-    `mode`: last token, mean, first (cls) or max; with last, `token_ids` for their logits instead.
-    """
+    `mode`: last token, mean, first (cls) or max; with last, `token_ids` for their logits instead."""
 
     mode: str
     token_ids: tuple[int, ...] = ()

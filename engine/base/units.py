@@ -75,10 +75,8 @@ _MILLISECONDS = {"": 1.0, "us": 1e-3, "ms": 1.0, "s": 1e3, "m": 60e3, "min": 60e
 
 
 def parse_slo(entries: Iterable[str], option: str = "--goodput") -> dict[str, float]:
-    """`["ttft:200", "tpot:20ms"]`, or one text with both, as {metric: milliseconds}; else BadInput.
-
-    A number may have a unit (us, ms, s, min); without one it is in milliseconds. `e2e` is `e2el`.
-    """
+    """`["ttft:200", "tpot:20ms"]`, or one text with both, as {metric: milliseconds}; else BadInput. A number
+    may have a unit (us, ms, s, min); without one it is in milliseconds. `e2e` is `e2el`."""
     limits: dict[str, float] = {}
     for word in " ".join(entries).replace(",", " ").split():
         name, _, value = word.partition(":")
@@ -115,10 +113,8 @@ class SloResult:
 def highest_near(
     keeps: Callable[[float], bool], guess: float, least: float, most: float, *, whole: bool
 ) -> SloResult:
-    """Highest load from `least` to `most` that keeps the limits.
-
-    Steps away from `guess` until one load keeps them and one fails, then bisects to 5 %, or adjacent ones.
-    """
+    """Highest load from `least` to `most` that keeps the limits. Steps away from `guess` until one load keeps
+    them and one fails, then bisects to 5 %, or adjacent ones."""
     number = round if whole else float
     load, factor = number(min(max(guess, least), most)), 1.25
     good = bad = None

@@ -34,9 +34,7 @@ def check_eviction(config: EngineConfig, model: CausalModel) -> None:
 
 def kept_slots(rule: KvEviction, sums: torch.Tensor) -> torch.Tensor:
     """Slots that each KV head keeps, int64 [kv_heads, budget], ascending: the last, and the best before them.
-
-    `sums` [kv_heads, slots]: SnapKV's of recent queries are max-pooled; H2O's are of all queries.
-    """
+    `sums` [kv_heads, slots]: SnapKV's of recent queries are max-pooled; H2O's are of all queries."""
     end = sums.shape[1] - rule.num_recent
     scores = sums[:, :end]
     if rule.method == "snapkv":
@@ -60,11 +58,9 @@ class SequenceScores:
 
 
 class Evictor:
-    """Key scores of the running sequences, and compaction of their blocks by them.
-
-    A running sequence has a row in every step; a sequence without one has ended or is recomputed, and its
-    scores are dropped. A fork goes on from the scores of a sequence of its request.
-    """
+    """Key scores of the running sequences, and compaction of their blocks by them. A running sequence has a
+    row in every step; a sequence without one has ended or is recomputed, and its scores are dropped. A fork
+    goes on from the scores of a sequence of its request."""
 
     def __init__(self, rule: KvEviction, cache: KvCache) -> None:
         self._rule = rule

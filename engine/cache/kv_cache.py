@@ -45,10 +45,8 @@ _MOST_EMPTY_BLOCKS = 2**16
 
 
 def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> CacheDtype:
-    """How keys and values are stored; "auto": as computed, but bfloat16 on CPUs that compute in float32.
-
-    It takes half the memory, and what it rounds is a hundredth of what 8-bit activations do.
-    """
+    """How keys and values are stored; "auto": as computed, but bfloat16 on CPUs that compute in float32. It
+    takes half the memory, and what it rounds is a hundredth of what 8-bit activations do."""
     if device.type == "cpu" and config.dtype == "auto":
         computed = torch.bfloat16
     return _STORED.get(config.kv_cache_dtype, computed)
@@ -98,11 +96,9 @@ def choose_num_blocks(
     dtype: CacheDtype,
     profile_kv_cache_budget: Callable[[], KvCacheBudget],
 ) -> int:
-    """Number of blocks of the KV cache, the null block included, by the planner's rule.
-
-    `layouts` are this rank's, `max_model_len` the most tokens of a sequence that stay. BadInput: the memory,
-    profiled if no size is set, does not hold a sequence.
-    """
+    """Number of blocks of the KV cache, the null block included, by the planner's rule. `layouts` are this
+    rank's, `max_model_len` the most tokens of a sequence that stay. BadInput: the memory, profiled if no size
+    is set, does not hold a sequence."""
     if not layouts:  # constant states only: a block is an entry of block tables, without memory
         whole = -(-max_model_len // block_size) * max_num_seqs
         return (config.num_blocks or min(whole, _MOST_EMPTY_BLOCKS)) + 1
@@ -151,10 +147,8 @@ def choose_num_host_blocks(
 
 
 class KvCache:
-    """Keys and values of all layers in blocks, stored as `dtype`; 8-bit dtypes with their scales.
-
-    A CPU commits a block's pages as it is first written. `num_host_blocks` are the swap space.
-    """
+    """Keys and values of all layers in blocks, stored as `dtype`; 8-bit dtypes with their scales. A CPU
+    commits a block's pages as it is first written. `num_host_blocks` are the swap space."""
 
     def __init__(
         self,

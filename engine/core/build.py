@@ -80,11 +80,9 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The loaded weights, and what follows from the checkpoint and the device alone.
-
-    `model` is the target, or its first shard, with `workers` of the others. `draft` and `images` are None
-    without. `activation_bits` are those of quantized linears on a CPU; 16 for a plain checkpoint.
-    """
+    """The loaded weights, and what follows from the checkpoint and the device alone. `model` is the target,
+    or its first shard, with `workers` of the others. `draft` and `images` are None without. `activation_bits`
+    are those of quantized linears on a CPU; 16 for a plain checkpoint."""
 
     folder: Path
     config: dict[str, Any]

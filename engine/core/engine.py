@@ -321,9 +321,7 @@ class Engine:
 
     def prompt_logits(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:
         """Logits after each token, float32 [tokens, vocab]; for many tokens take slices of `hidden_states`.
-
-        BadInput: no or unknown tokens, more than fit in the free cache, or an unknown adapter.
-        """
+        BadInput: no or unknown tokens, more than fit in the free cache, or an unknown adapter."""
         return self.runner.decoder.logits(self.hidden_states(token_ids, lora))
 
     def hidden_states(self, token_ids: Sequence[int], lora: str | None = None) -> torch.Tensor:

@@ -84,10 +84,8 @@ class StepGraphs:
         adapter_slots: Sequence[int] = (),
     ) -> Forward | None:
         """Fill a captured step with decode rows, for logits, or input tensors, for hidden states; or None.
-
         `sampled` are tokens [rows] on the device for placeholders; `adapter_slots` has a slot a row, or is
-        empty.
-        """
+        empty."""
         if isinstance(step, StepInputs):
             return self._prepare_inputs(step, adapter_slots)
         rows = len(step)
@@ -181,11 +179,9 @@ def graph_sizes(device: torch.device, max_rows: int) -> tuple[int, ...]:
 
 
 class DecodeStep:
-    """CPU graph of the layers on `inputs`, then of the LM head; sizes share the logits' memory.
-
-    If both are kernel launches only, the forward pass is one call of C, and the argmax of greedy rows
-    another. These take tokens and positions from the step before: the host writes nothing but new blocks.
-    """
+    """CPU graph of the layers on `inputs`, then of the LM head; sizes share the logits' memory. If both are
+    kernel launches only, the forward pass is one call of C, and the argmax of greedy rows another. These take
+    tokens and positions from the step before: the host writes nothing but new blocks."""
 
     @torch.inference_mode()
     def __init__(

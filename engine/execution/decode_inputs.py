@@ -250,11 +250,9 @@ class DecodeInputs:
 
 
 class BlockTables:
-    """Block tables [rows, blocks] of a decode batch in NumPy; entries that were written before stay.
-
-    A table is identified by its list, which a sequence only appends to; shared ones are not read again,
-    though rows moved up. Another list of the same entries is compared, not written.
-    """
+    """Block tables [rows, blocks] of a decode batch in NumPy; entries that were written before stay. A table
+    is identified by its list, which a sequence only appends to; shared ones are not read again, though rows
+    moved up. Another list of the same entries is compared, not written."""
 
     def __init__(self, rows: int, max_blocks: int) -> None:
         self.tables = np.full((rows, max_blocks), NULL_BLOCK, np.int64)

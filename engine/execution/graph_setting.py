@@ -139,9 +139,7 @@ class SteppedModel(Protocol):
 
 class Forward(NamedTuple):
     """Captured step with inputs in place: `run` gives hidden states [tokens, hidden] or logits [rows, vocab].
-
-    They are valid until the next step. `sample`: argmax of rows, after `run`; None: the sampler does it.
-    """
+    They are valid until the next step. `sample`: argmax of rows, after `run`; None: the sampler does it."""
 
     run: Callable[[], torch.Tensor]
     sample: Callable[[], Iterable[int]] | None = None

@@ -15,11 +15,9 @@ from ..scheduling.scheduler import Scheduler
 
 
 class LoraManager:
-    """Loads and unloads adapters between two steps, on the thread that drives the engine.
-
-    A request keeps the weights that it began with: those of an unloaded adapter are freed once no request
-    uses them. The KV cache's budget does not count what is loaded later into no slot.
-    """
+    """Loads and unloads adapters between two steps, on the thread that drives the engine. A request keeps the
+    weights that it began with: those of an unloaded adapter are freed once no request uses them. The KV
+    cache's budget does not count what is loaded later into no slot."""
 
     def __init__(self, config: EngineConfig, model: CausalModel, scheduler: Scheduler) -> None:
         self._model = model

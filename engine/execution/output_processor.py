@@ -136,11 +136,9 @@ class OutputProcessor:
 
 
 class BestOf:
-    """Collects the outputs of a request with `best_of` > `n`, until all of its completions are finished.
-
-    They are ranked as in vLLM, by cumulative logprob, without length normalization. The logprobs are the
-    model's own, before penalties and temperature.
-    """
+    """Collects the outputs of a request with `best_of` > `n`, until all of its completions are finished. They
+    are ranked as in vLLM, by cumulative logprob, without length normalization. The logprobs are the model's
+    own, before penalties and temperature."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params

@@ -52,10 +52,8 @@ class Pooling:
 
     def embedding(self, pooled: Sequence[float], dimensions: int | None = None) -> Vector:
         """Embedding, float32, of a pooled vector; cut to `dimensions`, it is normalized again
-        (arXiv:2205.13147).
-
-        BadInput: more dimensions than the vector has, or a number that the model was not trained for.
-        """
+        (arXiv:2205.13147). BadInput: more dimensions than the vector has, or a number that the model was not
+        trained for."""
         vector = np.asarray(pooled, dtype=np.float32)
         if dimensions is not None:
             if dimensions > len(vector):
@@ -208,10 +206,8 @@ def pooled_rows(
     layout: StepLayout, hidden: torch.Tensor, width: int | None, logits: Logits
 ) -> dict[str, list[float]]:
     """The share of each pooled row of the step, by sequence: a sum, a maximum or a state, float32 [width].
-
     `hidden` [tokens, ...] holds the final states in its first `width` columns; None: it holds logits. One
-    copy to the host brings them all. Rows that contribute nothing have no entry.
-    """
+    copy to the host brings them all. Rows that contribute nothing have no entry."""
     names: list[str] = []
     shares: list[torch.Tensor] = []
     for row, begin in zip(layout.rows, layout.begins, strict=True):
@@ -240,11 +236,8 @@ class _Pooled:
 
 
 class PooledPrompts:
-    """Vectors of pooled prompts that are being computed, by sequence.
-
-    A prompt may take several steps, and starts again after a preemption: a row from position 0 drops the
-    earlier shares.
-    """
+    """Vectors of pooled prompts that are being computed, by sequence. A prompt may take several steps, and
+    starts again after a preemption: a row from position 0 drops the earlier shares."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

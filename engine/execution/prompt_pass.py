@@ -87,11 +87,9 @@ class PromptPass:
             )
 
     def hidden(self, spans: Sequence[Span], prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Run a step; returns the final normed hidden states of its tokens, [tokens, hidden].
-
-        The spans of a prompt come in order. A first span that begins later shares the blocks before it with
-        the prompt before. After its last token the blocks of a prompt are freed.
-        """
+        """Run a step; returns the final normed hidden states of its tokens, [tokens, hidden]. The spans of a
+        prompt come in order. A first span that begins later shares the blocks before it with the prompt
+        before. After its last token the blocks of a prompt are freed."""
         config, runs = self._config, []
         for prompt, begin, end, _ in spans:
             if prompt not in self._tables:
@@ -135,11 +133,9 @@ class PromptPass:
 def plan_steps(
     lengths: Sequence[int], passes: Sequence[PromptPass], shared: Sequence[int] = ()
 ) -> Iterator[list[Span]]:
-    """Steps over all prompts in order, with as many tokens in each as every one of `passes` takes.
-
-    A prompt begins once every pass has free KV blocks and state slots for it and for all that have begun.
-    Whole blocks of `shared` first tokens, of the prompt before, are not computed again.
-    """
+    """Steps over all prompts in order, with as many tokens in each as every one of `passes` takes. A prompt
+    begins once every pass has free KV blocks and state slots for it and for all that have begun. Whole blocks
+    of `shared` first tokens, of the prompt before, are not computed again."""
     max_tokens, chunk = min(p.max_tokens for p in passes), min(p.chunk for p in passes)
     free, max_prompts = [p.num_free_blocks for p in passes], min(p.max_prompts for p in passes)
     unit = math.lcm(*(p.shared_block for p in passes))  # 0 where a pass shares none

@@ -148,9 +148,7 @@ class SpeculativeDecoding:
 @dataclass(frozen=True, slots=True)
 class DraftChain:
     """Draft tokens to verify, with distributions q (None: no drafts), and the target's p [drafts + 1, vocab].
-
-    `seed` is the completion's, `position` that of the first draft token in it.
-    """
+    `seed` is the completion's, `position` that of the first draft token in it."""
 
     target: torch.Tensor
     draft: DraftTokens | None

@@ -114,11 +114,9 @@ def profile_kv_cache_budget(
 
 
 def profile_run(runner: ModelRunner, limits: SchedulerConfig) -> None:
-    """Run the largest steps, which size the KV cache; all write the same block, of meaningless values.
-
-    The first has `max_num_batched_tokens` and `max_num_seqs`, a sample each, and all prompt logprobs. The
-    second has as many sequences, at the end of their context, with draft tokens.
-    """
+    """Run the largest steps, which size the KV cache; all write the same block, of meaningless values. The
+    first has `max_num_batched_tokens` and `max_num_seqs`, a sample each, and all prompt logprobs. The second
+    has as many sequences, at the end of their context, with draft tokens."""
     share, rest = divmod(limits.max_num_batched_tokens, limits.max_num_seqs)
     longest = min(limits.chunk, limits.max_model_len)
     lengths = [min(longest, share + (index < rest)) for index in range(limits.max_num_seqs)]

@@ -26,10 +26,8 @@ class ComputedStep(NamedTuple):
 
 
 class InFlightStep(NamedTuple):
-    """Scheduled step whose outputs are not processed yet, with `time.perf_counter` of its scheduling.
-
-    `wait` computes it, or waits for its result; a serial loop calls it once.
-    """
+    """Scheduled step whose outputs are not processed yet, with `time.perf_counter` of its scheduling. `wait`
+    computes it, or waits for its result; a serial loop calls it once."""
 
     plan: StepPlan
     start: float
@@ -55,10 +53,8 @@ class SerialLoop:
 
 
 class ThreadedLoop:
-    """Async scheduling on the CPU: a thread computes the steps, and fills in their placeholders.
-
-    Meanwhile the next step is scheduled, and tokens of the previous one are detokenized.
-    """
+    """Async scheduling on the CPU: a thread computes the steps, and fills in their placeholders. Meanwhile
+    the next step is scheduled, and tokens of the previous one are detokenized."""
 
     is_overlapped = True
 
@@ -78,9 +74,7 @@ class ThreadedLoop:
 
 class DeviceAsyncLoop:
     """Async scheduling on a GPU: a step's kernels are launched at once, in stream order, on device tokens.
-
-    The host meanwhile detokenizes and schedules; it waits for tokens only if a step needs them there.
-    """
+    The host meanwhile detokenizes and schedules; it waits for tokens only if a step needs them there."""
 
     is_overlapped = True
 

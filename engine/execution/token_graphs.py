@@ -83,10 +83,8 @@ class TokenGraphs:
         adapter_slots: Sequence[int] = (),
     ) -> Forward | None:
         """Fill the static inputs with a step's values; None if the step is not one that is captured.
-
         `fill_placeholders` writes token ids that only the device knows. `adapter_slots` has a slot for each
-        run, or is empty. The caller checks the rest of `StepInputs`.
-        """
+        run, or is empty. The caller checks the rest of `StepInputs`."""
         rows = sum(len(run.token_ids) for run in runs)
         index = bisect_left(self._sizes, rows + 1)
         if index == len(self._sizes) or not all(map(is_plain, runs)):

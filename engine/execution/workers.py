@@ -136,10 +136,8 @@ class Workers:
 def open_shards(
     config: EngineConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> tuple[CausalModel, int, Workers | None]:
-    """Rank 0's model (shard), its `max_model_len`, and the workers, None for one rank.
-
-    BadInput: as `open_model`, or not divisible by `tensor_parallel_size`; PeerLost: a worker ended.
-    """
+    """Rank 0's model (shard), its `max_model_len`, and the workers, None for one rank. BadInput: as
+    `open_model`, or not divisible by `tensor_parallel_size`; PeerLost: a worker ended."""
     size, folder = config.tensor_parallel_size, checkpoint.path
     stored = stored_dtype(config, device, dtype)
     check_stored_dtype(stored, device)  # before kernels are tried with it

@@ -190,9 +190,7 @@ def open_images(
     input_bits: int = 16,
 ) -> ImageSupport:
     """Processor and vision tower of a checkpoint that takes images; BadInput: the tower's weights are broken.
-
-    `through_transformers`: not by the engine's own decoder, so masks are causal.
-    """
+    `through_transformers`: not by the engine's own decoder, so masks are causal."""
     folder = checkpoint.folder
     text_alone = ImageSupport(reason=f"{checkpoint.path} is a model of text alone")
     if not isinstance(checkpoint.config.get("vision_config"), dict):

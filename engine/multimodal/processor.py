@@ -42,9 +42,7 @@ class _Pixels:
 
 class ImageProcessor:
     """Expands placeholders by the checkpoint's processor, on any thread. BadInput: none can be built.
-
-    `image_token` is the placeholder of chat templates, `embedded_id` the id of embedded positions.
-    """
+    `image_token` is the placeholder of chat templates, `embedded_id` the id of embedded positions."""
 
     def __init__(
         self, folder: Path, config: Mapping[str, Any], tokenizer: Any, *, trust_remote_code: bool
@@ -67,10 +65,8 @@ class ImageProcessor:
         max_tokens: int | None = None,
     ) -> PreparedPrompt:
         """Put placeholder tokens into a prompt, one `image_token` for each image; or BadInput.
-
         `add_special_tokens` is false for a chat template's text. Past `max_tokens` no image is processed: its
-        pixels take more memory than files do.
-        """
+        pixels take more memory than files do."""
         processed: list[_Pixels] = []
         num_tokens = 0
         for index, image in enumerate(images):

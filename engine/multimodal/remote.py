@@ -32,10 +32,8 @@ Address = IPv4Address | IPv6Address
 @dataclass(frozen=True, slots=True)
 class RemoteMedia:
     """Downloads from the hosts that `domains` names, and from no private address that it does not name.
-
     Redirects are checked like the first URL. A name is resolved once, and the socket connects to the address
-    that was checked.
-    """
+    that was checked."""
 
     domains: frozenset[str]
     max_bytes: int

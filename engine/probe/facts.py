@@ -13,10 +13,8 @@ Law = Literal["growing", "remainder", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class CachedTensor:
-    """One tensor of a layer's cache, for one sequence: entries of `heads` x `width` elements.
-
-    Growing: an entry per `stride` tokens, at most `window`. Remainder: per token since the last full stride.
-    """
+    """One tensor of a layer's cache, for one sequence: entries of `heads` x `width` elements. Growing: an
+    entry per `stride` tokens, at most `window`. Remainder: per token since the last full stride."""
 
     name: str
     layer: int
@@ -61,10 +59,8 @@ class Parameters:
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
     """A model as measured: its parameters, the tensors of its cache, and the sizes that FLOP depend on.
-
     `num_heads` is 0 without attention; the last `num_shared_layers` layers attend over the keys of earlier
-    ones; `tied` means that the output head is the embedding.
-    """
+    ones; `tied` means that the output head is the embedding."""
 
     family: str
     transformers_version: str

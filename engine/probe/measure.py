@@ -35,11 +35,8 @@ _KV = re.compile(r"(?:^|[._])(?:k_proj|v_proj|key|value|kv_proj)(?:\.|$)")
 
 
 def measure_parameters(model: Any, num_experts: int, per_token: int) -> tuple[Parameters, ...]:
-    """All parameters of a model, equal ones of a layer in one row.
-
-    A parameter that several modules share is counted where it comes first. Of stacked experts, the first
-    dimension counts them.
-    """
+    """All parameters of a model, equal ones of a layer in one row. A parameter that several modules share is
+    counted where it comes first. Of stacked experts, the first dimension counts them."""
     head = model.get_output_embeddings()
     output = None if head is None else getattr(head, "weight", None)
     tables = {

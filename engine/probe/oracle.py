@@ -70,10 +70,8 @@ _PER_TOKEN = (
 def probe(
     raw: Mapping[str, Any], folder: Path | None = None, *, trust_remote_code: bool = False
 ) -> ProbedModel:
-    """Sizes of a raw config's model, run on the meta device at a few lengths.
-
-    BadInput: unknown to transformers, refused by it, or its cache follows no law of the planner's.
-    """
+    """Sizes of a raw config's model, run on the meta device at a few lengths. BadInput: unknown to
+    transformers, refused by it, or its cache follows no law of the planner's."""
     with _quiet():
         config = auto.read_config(raw, folder, trust_remote_code=trust_remote_code)
         model = build_on_meta(config, trust_remote_code=trust_remote_code)

@@ -26,11 +26,9 @@ class KvBlock:
 
 
 class BlockPool:
-    """`num_blocks` blocks with reference counts. Block 0 is the null block and is never allocated.
-
-    A freed block keeps its content until it is allocated again, so that the prefix cache can revive it.
-    Blocks without cached content are reused first; cached ones are evicted in LRU order.
-    """
+    """`num_blocks` blocks with reference counts. Block 0 is the null block and is never allocated. A freed
+    block keeps its content until it is allocated again, so that the prefix cache can revive it. Blocks
+    without cached content are reused first; cached ones are evicted in LRU order."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
@@ -171,9 +169,7 @@ def hash_block(
     parent_hash: bytes, token_ids: Sequence[int], salt: bytes, image_key: bytes = b""
 ) -> bytes:
     """Hash of a full block (BLAKE2b, 128 bits): predecessor, tokens, `image_key` and the tenant's salt.
-
-    Adapters and tenants have other salts; `image_key` tells placeholder tokens apart, which have one id.
-    """
+    Adapters and tenants have other salts; `image_key` tells placeholder tokens apart, which have one id."""
     digest = blake2b(parent_hash, digest_size=16, key=salt[:64])
     digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))
     digest.update(image_key)
@@ -181,11 +177,9 @@ def hash_block(
 
 
 class PrefixCache:
-    """An index from the hash chain of a sequence's full blocks to blocks of the pool.
-
-    A hit compares the tokens themselves, so a hash collision costs a miss and never a wrong result. Where
-    content was computed twice, the second block is not inserted: running block tables never change.
-    """
+    """An index from the hash chain of a sequence's full blocks to blocks of the pool. A hit compares the
+    tokens themselves, so a hash collision costs a miss and never a wrong result. Where content was computed
+    twice, the second block is not inserted: running block tables never change."""
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True) -> None:
         self._pool = pool
@@ -201,11 +195,9 @@ class PrefixCache:
         return len(self._by_hash)
 
     def match(self, request: Request) -> list[int]:
-        """Cached blocks of the longest matching prefix of `request`; has no side effects.
-
-        At least one token is left to compute, because a step needs logits to sample from. Prompt logprobs
-        need the logits of every token, and most ways of pooling its states, so such a request never hits.
-        """
+        """Cached blocks of the longest matching prefix of `request`; has no side effects. At least one token
+        is left to compute, because a step needs logits to sample from. Prompt logprobs need the logits of
+        every token, and most ways of pooling its states, so such a request never hits."""
         hits: list[int] = []
         pools_all = request.pooling is not None and request.pooling.reads_all
         if not self._enabled or request.params.prompt_logprobs is not None or pools_all:

@@ -11,11 +11,9 @@ from .step_plan import DecodeBatch, DecodeRows, ScheduledRow
 
 
 class DecodeSchedule:
-    """Schedules the steps after one in which every running sequence computed one token and sampled one.
-
-    They are the same with every position one further, and a new block where the last is full: until a
-    sequence reaches its limit, blocks run out, or the running sequences change.
-    """
+    """Schedules the steps after one in which every running sequence computed one token and sampled one. They
+    are the same with every position one further, and a new block where the last is full: until a sequence
+    reaches its limit, blocks run out, or the running sequences change."""
 
     def __init__(
         self,

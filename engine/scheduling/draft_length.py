@@ -71,11 +71,9 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class DraftLength:
-    """The draft length k of most `(1 - a^(k+1)) / (1 - a)` tokens in `1 + c k` times a step.
-
-    As in Leviathan et al. 2023, section 3.5, for acceptance a; k is at most `longest`, c is `relative_cost`,
-    and a position has `width` draft tokens on average.
-    """
+    """The draft length k of most `(1 - a^(k+1)) / (1 - a)` tokens in `1 + c k` times a step. As in Leviathan
+    et al. 2023, section 3.5, for acceptance a; k is at most `longest`, c is `relative_cost`, and a position
+    has `width` draft tokens on average."""
 
     longest: int
     relative_cost: float

@@ -75,11 +75,9 @@ class SwappedSequence:
 
 
 class SwapSpace(SchedulerExtension):
-    """Allocation of host blocks, and the swap copies of the next step.
-
-    A preempted sequence is swapped out if enough host blocks are free, else recomputed. Its host blocks are
-    free at once when it is admitted or ends: copies out come before copies in.
-    """
+    """Allocation of host blocks, and the swap copies of the next step. A preempted sequence is swapped out if
+    enough host blocks are free, else recomputed. Its host blocks are free at once when it is admitted or
+    ends: copies out come before copies in."""
 
     def __init__(self, num_blocks: int = 0, block_size: int = 1) -> None:
         self.num_blocks = num_blocks

@@ -37,9 +37,7 @@ def text_decoder(tokenizer: Any) -> TokenDecoder:
 
 class IncrementalDetokenizer:
     """Text of a growing sequence: the difference of two decodings, as text depends on neighbouring tokens.
-
-    While the end is an incomplete character, nothing is emitted.
-    """
+    While the end is an incomplete character, nothing is emitted."""
 
     NUM_CONTEXT_TOKENS = 6
 

@@ -17,11 +17,9 @@ OUTPUT_PLACEHOLDER = -1
 
 
 class TokenView(Sequence[int]):
-    """The first `length` tokens of `booked`, followed by `last`, if given, without a copy.
-
-    `booked` is a Request's list, which identifies it: the scheduler only appends to it, or replaces it. So a
-    view is constant, for any thread.
-    """
+    """The first `length` tokens of `booked`, followed by `last`, if given, without a copy. `booked` is a
+    Request's list, which identifies it: the scheduler only appends to it, or replaces it. So a view is
+    constant, for any thread."""
 
     __slots__ = ("_last", "_length", "booked")
 

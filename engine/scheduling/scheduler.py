@@ -407,11 +407,9 @@ class Scheduler:
             self.finish(request, "length")
 
     def _fork(self, parent: Request, count: int) -> list[Request]:
-        """Split `count` sequences off one whose prompt has just been computed.
-
-        They share its full blocks and copy the partial one, to which parent and child append. Where no block
-        is free for a copy, the child waits and recomputes its prompt, most of it a prefix hit.
-        """
+        """Split `count` sequences off one whose prompt has just been computed. They share its full blocks and
+        copy the partial one, to which parent and child append. Where no block is free for a copy, the child
+        waits and recomputes its prompt, most of it a prefix hit."""
         parent.num_completions = 1
         first = parent.index + 1
         return [self._child(parent, index) for index in range(first, first + count)]
@@ -463,10 +461,8 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Take a sequence out of the running ones, and free its blocks and its state slot, all of them here.
-
         A pending copy may write to one of them. It does no harm: compactions were planned before, copies come
-        before the step writes, and the next owner of the block writes each slot before reading it.
-        """
+        before the step writes, and the next owner of the block writes each slot before reading it."""
         self.running.remove(request)
         self._decode = None
         self.pool.free(request.held_block_ids)

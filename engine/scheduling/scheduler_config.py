@@ -146,11 +146,9 @@ def by_priority(request: Request) -> Rank:
 
 
 def shortest_prefill(request: Request) -> Rank:
-    """Short prompts first, which lowers the mean time to the first token.
-
-    Every place in the order of arrival counts as `TOKENS_PER_PLACE` prompt tokens. So a prompt of P tokens
-    is overtaken by at most P / TOKENS_PER_PLACE of the sequences that come after it, however many they are.
-    """
+    """Short prompts first, which lowers the mean time to the first token. Every place in the order of arrival
+    counts as `TOKENS_PER_PLACE` prompt tokens. So a prompt of P tokens is overtaken by at most P /
+    TOKENS_PER_PLACE of the sequences that come after it, however many they are."""
     return (request.num_prompt_tokens + TOKENS_PER_PLACE * request.order, request.order)
 
 
@@ -299,11 +297,9 @@ def check_images(request: Request, config: SchedulerConfig) -> None:
 
 
 def uncut(request: Request, num_new: int, budget: int) -> int:
-    """At most `num_new` tokens, so that the step cuts no image: it ends before one, or with it.
-
-    An image that comes next takes as many of the `budget` as it needs, those reserved for other sequences
-    too: so a sequence never waits for those after it. 0: it waits for the next step.
-    """
+    """At most `num_new` tokens, so that the step cuts no image: it ends before one, or with it. An image that
+    comes next takes as many of the `budget` as it needs, those reserved for other sequences too: so a
+    sequence never waits for those after it. 0: it waits for the next step."""
     start = request.num_computed_tokens
     end = start + num_new
     image = next((i for i in request.bidirectional_images if i.start < end < i.stop), None)

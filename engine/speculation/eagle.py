@@ -93,10 +93,8 @@ class DraftVocabularyHead:
 @dataclass(frozen=True, slots=True)
 class EagleWeights(Weights):
     """The learned parameters; a pass reads all but the embedding, the target's where the checkpoint has none.
-
     `aux_fusion` projects the inputs of the target's `aux_hidden_state_layers` (EAGLE-3) to one hidden state;
-    None: the final ones (EAGLE). `scores` is the LM head; None: the target's.
-    """
+    None: the final ones (EAGLE). `scores` is the LM head; None: the target's."""
 
     embedding: TokenEmbedding
     aux_hidden_state_layers: tuple[int, ...]

@@ -37,10 +37,8 @@ class DraftTokens:
 
 @dataclass(frozen=True, slots=True)
 class TargetStates:
-    """A row's hidden states after a step, accepted draft tokens included, and the token after each.
-
-    `hidden` [tokens, hidden] is what the LM head reads, then that of `aux_hidden_state_layers`.
-    """
+    """A row's hidden states after a step, accepted draft tokens included, and the token after each. `hidden`
+    [tokens, hidden] is what the LM head reads, then that of `aux_hidden_state_layers`."""
 
     row: ScheduledRow
     hidden: torch.Tensor
@@ -162,10 +160,8 @@ Follow = Callable[
 def draft_chains(
     rows: Sequence[ScheduledRow], logits: torch.Tensor, choose: Choose, follow: Follow
 ) -> dict[str, list[int]]:
-    """`num_draft_tokens` draft tokens of each row, by sequence; the first of `logits`.
-
-    The host, with 0 for a token, waits once after all, unless sampling depends on their values.
-    """
+    """`num_draft_tokens` draft tokens of each row, by sequence; the first of `logits`. The host, with 0 for a
+    token, waits once after all, unless sampling depends on their values."""
     chains: dict[str, list[int]] = {row.sequence_id: [] for row in rows}
     going, waits = list(rows), list[Callable[[], None]]()
     while True:
@@ -281,10 +277,8 @@ def expand_trees(
     draw: SamplingRowOf,
     logits: Callable[[Sequence[TreeExpansion]], torch.Tensor],
 ) -> dict[str, DraftTokens]:
-    """Expand trees level by level, one wait for the device each; draft tokens by sequence id.
-
-    `logits` gives float32 [nodes, vocab] for the frontiers of the trees passed to it, concatenated.
-    """
+    """Expand trees level by level, one wait for the device each; draft tokens by sequence id. `logits` gives
+    float32 [nodes, vocab] for the frontiers of the trees passed to it, concatenated."""
     active = list(expansions)
     while active:
         sampling = [draw(tree.row, tree.path(index)) for tree in active for index in tree.frontier]

@@ -13,10 +13,8 @@ from ...base.errors import BadInput
 
 
 class Consumed(Mapping[str, Any]):
-    """A JSON object at path `at` that records which keys were read, of inner objects too.
-
-    Asking whether a key is there, or iterating over the keys, does not tick it off.
-    """
+    """A JSON object at path `at` that records which keys were read, of inner objects too. Asking whether a
+    key is there, or iterating over the keys, does not tick it off."""
 
     def __init__(self, raw: Mapping[str, Any], at: str = "") -> None:
         self._raw, self._at = raw, at

@@ -107,10 +107,8 @@ def spread(
     devices: Sequence[torch.device],
     run: Callable[[Task, torch.device], Result],
 ) -> list[Result]:
-    """`run` of every task on one of the devices, without gradients, in order, or the first exception.
-
-    A device may be named twice, and has two threads then.
-    """
+    """`run` of every task on one of the devices, without gradients, in order, or the first exception. A
+    device may be named twice, and has two threads then."""
     left = iter(enumerate(tasks))
     lock = threading.Lock()
     results: dict[int, Result] = {}

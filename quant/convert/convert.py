@@ -68,9 +68,7 @@ def convert(
     progress: Progress | None = None,
 ) -> Conversion:
     """Write `source` in the format `target` (`PLAIN`: dequantized), a shard in memory at a time, atomically.
-
-    BadInput: `output` exists, a damaged source, or a weight would change without `allow_loss`.
-    """
+    BadInput: `output` exists, a damaged source, or a weight would change without `allow_loss`."""
     if target == PLAIN:
         return dequantize_checkpoint(source, output, progress or Silent())
     check_format(target)

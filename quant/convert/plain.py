@@ -86,10 +86,8 @@ def plain_tensors(
     progress: Progress,
     what: str,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Every tensor plain: quantized linears and `edited` ones, by `edit`, then the others.
-
-    `dtype` of floats, None: as stored, or the config's. `what` describes the progress.
-    """
+    """Every tensor plain: quantized linears and `edited` ones, by `edit`, then the others. `dtype` of floats,
+    None: as stored, or the config's. `what` describes the progress."""
     quantized = quantized_modules(source)
     modules = sorted({*quantized, *edited})
     taken: set[str] = set()

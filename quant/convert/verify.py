@@ -72,9 +72,7 @@ def verify(
     folder: Path | str, progress: Progress | None = None, *, trust_remote_code: bool = False
 ) -> VerifyReport:
     """Read a checkpoint with the second readers, numpy alone, and compare it with its manifest, if any.
-
-    BadInput: no quantized checkpoint, a kind that cannot be read, or a file that is cut off.
-    """
+    BadInput: no quantized checkpoint, a kind that cannot be read, or a file that is cut off."""
     progress = progress or Silent()
     folder = Path(folder)
     check_local(folder)
@@ -375,9 +373,7 @@ def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
 
 def _lists(entry: str, name: str) -> bool:
     """True if an entry is for a module: `should_convert_module` of transformers 5.23, or a part of its name.
-
-    `mlp.gate` is for `layers.0.mlp.gate`, and not for `layers.0.mlp.gate_proj`.
-    """
+    `mlp.gate` is for `layers.0.mlp.gate`, and not for `layers.0.mlp.gate_proj`."""
     if f".{entry}." in f".{name}." or name.endswith(entry):
         return True
     try:

@@ -30,10 +30,8 @@ def same_rope(shape: ModelShape, config: Config, theta: float = 10000.0) -> Choi
 
 
 def ropes(config: Config, has_rope: Sequence[bool] | None = None) -> Choices:
-    """RoPE of each layer of a completed config: one for all, or one for each of its layer types.
-
-    Layers without `has_rope` have none (NoPE). The partial rotary factor sets the rotated width.
-    """
+    """RoPE of each layer of a completed config: one for all, or one for each of its layer types. Layers
+    without `has_rope` have none (NoPE). The partial rotary factor sets the rotated width."""
     parameters, layers = config["rope_parameters"], config["num_hidden_layers"]
     kinds = config.get("layer_types") or ()
     by_kind = {kind: parameters.get(kind) for kind in set(kinds)}

@@ -85,10 +85,8 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Shape of a decoder-only language model, as far as memory and FLOP depend on it.
-
-    `windows` are attention windows in tokens, None: full; `chunked`: they do not overlap.
-    """
+    """Shape of a decoder-only language model, as far as memory and FLOP depend on it. `windows` are attention
+    windows in tokens, None: full; `chunked`: they do not overlap."""
 
     family: str
     num_layers: int
@@ -182,9 +180,8 @@ class ModelShape:
 
     def tensors(self, stage: range | None = None) -> Iterator[Tensor]:
         """All parameters, tied ones once, without buffers; of a pipeline `stage`, a range of layers, its own.
-
-        The first stage has the embeddings, the last the final norm and the head, a copy of a tied embedding.
-        """
+        The first stage has the embeddings, the last the final norm and the head, a copy of a tied
+        embedding."""
         hidden = self.hidden_size
         part = range(self.num_layers) if stage is None else stage
         layers, first, last = len(part), part.start == 0, part.stop == self.num_layers

@@ -214,10 +214,7 @@ class LayerSizes:
 @dataclass(frozen=True, slots=True)
 class AltUpSpec:
     """Alternating updates of `num_streams`, of which a layer computes the `active` one, and LAuReL (Gemma
-    3n).
-
-    `scales_output`: the corrected stream is scaled before the per-layer input reads it.
-    """
+    3n). `scales_output`: the corrected stream is scaled before the per-layer input reads it."""
 
     num_streams: int
     active: int
@@ -293,10 +290,8 @@ StateMixer = ShortConvSpec | DeltaNetSpec | Mamba2Spec
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Mixer and feed-forward block of a layer, or one of the two, in a norm (Nemotron-H).
-
-    `state` names the module that mixes tokens in place of attention.
-    """
+    """Mixer and feed-forward block of a layer, or one of the two, in a norm (Nemotron-H). `state` names the
+    module that mixes tokens in place of attention."""
 
     state: StateMixer | None = None
     has_mixer: bool = True

@@ -60,10 +60,8 @@ def group_of(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def find_group(config: Config, module: str) -> tuple[str, Config]:
-    """Layout and `config_groups` entry of a module, by name, `re:` or class `Linear`; else BadInput.
-
-    As in `match_targets` 0.20: of patterns the first sorted, of groups with one target the last.
-    """
+    """Layout and `config_groups` entry of a module, by name, `re:` or class `Linear`; else BadInput. As in
+    `match_targets` 0.20: of patterns the first sorted, of groups with one target the last."""
     entries = _groups(config)
     owners = {target: group for group in entries.values() for target in group.get("targets") or []}
     patterns = sorted(target for target in owners if target.startswith("re:"))

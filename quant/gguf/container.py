@@ -231,10 +231,8 @@ class TensorToWrite:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
-    """Write a GGUF file atomically, one tensor in memory at a time; BadInput if the disk is full.
-
-    Values are str, bool, int (stored as u32), float (f32), or a list of str, int (i32) or float.
-    """
+    """Write a GGUF file atomically, one tensor in memory at a time; BadInput if the disk is full. Values are
+    str, bool, int (stored as u32), float (f32), or a list of str, int (i32) or float."""
     with atomic_file(path) as file:
         file.write(_header(metadata, tensors))
         for tensor in tensors:

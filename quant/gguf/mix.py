@@ -109,10 +109,8 @@ def wanted(
     values: int,
     shape: MixShape,
 ) -> str:
-    """Type of a layer's tensor, the `number`th of its category, before the fallback for its width.
-
-    `default` is the type of most weights, `values` the number of `ATTENTION_V` tensors.
-    """
+    """Type of a layer's tensor, the `number`th of its category, before the fallback for its width. `default`
+    is the type of most weights, `values` the number of `ATTENTION_V` tensors."""
     if mix == "MXFP4_MOE":
         return "MXFP4" if tensor.endswith("_exps") else "Q8_0"
     if mix in _LOW:

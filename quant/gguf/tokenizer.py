@@ -209,10 +209,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 def tokenizer_keys(
     folder: Path, vocab_size: int, ends: Collection[int] = frozenset()
 ) -> dict[str, Any]:
-    """`tokenizer.*` keys for tokenizer.json and end tokens, with unused tokens up to `vocab_size`.
-
-    Raises BadInput: no tokenizer.json, more tokens than rows, or kinds and end tokens that GGUF lacks.
-    """
+    """`tokenizer.*` keys for tokenizer.json and end tokens, with unused tokens up to `vocab_size`. Raises
+    BadInput: no tokenizer.json, more tokens than rows, or kinds and end tokens that GGUF lacks."""
     path = folder / "tokenizer.json"
     content = read_json(path)
     model = content.get("model") or {}

@@ -89,9 +89,7 @@ def clip_groups(
     scale_dtype: torch.dtype,
 ) -> Clipped:
     """Clamp each group, alone as in AWQ, to the magnitude of least output error, down to half of it.
-
-    `weight`, float32 `[out, in]`, is scaled by `columns` `[in]`, its input's `gram` is not.
-    """
+    `weight`, float32 `[out, in]`, is scaled by `columns` `[in]`, its input's `gram` is not."""
     out_features, in_features = weight.shape
     size = in_features // scheme.num_groups(in_features)
     clipped = torch.empty_like(weight)
@@ -202,11 +200,9 @@ class _Work:
         return replace(result, norms=self.norms, routers=self.routers, norm_biases=self.norm_biases)
 
     def _search(self, fold: Fold) -> None:
-        """Apply the best scales of one pair's grid that make no linear worse than RTN.
-
-        Experts that read one norm share scales and are judged together. The grid is ranked on a sample of the
-        output channels; the winner is checked on all.
-        """
+        """Apply the best scales of one pair's grid that make no linear worse than RTN. Experts that read one
+        norm share scales and are judged together. The grid is ranked on a sample of the output channels; the
+        winner is checked on all."""
         problem = self.problem
         targets = [name for name in fold.targets if name in problem.weights]
         routers = [name for name in fold.targets if name in problem.routers]

@@ -51,10 +51,8 @@ class Feedback:
 
 
 def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback | None:
-    """Cholesky factorisation of the Gram matrix `[in, in]`, damped by `damp` times its mean diagonal.
-
-    Doubled after each failure, up to 1; then None. A dead channel is rounded to nearest, without errors.
-    """
+    """Cholesky factorisation of the Gram matrix `[in, in]`, damped by `damp` times its mean diagonal. Doubled
+    after each failure, up to 1; then None. A dead channel is rounded to nearest, without errors."""
     diagonal = gram.diagonal()
     alive = diagonal > 0
     mean = diagonal[alive].mean(dtype=torch.float64)
@@ -73,11 +71,9 @@ def feedback(gram: torch.Tensor, order: torch.Tensor, damp: float) -> Feedback |
 
 
 def rounding_order(gram: torch.Tensor, act_order: str, group: int, vector: int) -> torch.Tensor:
-    """Input channels int64 `[in]` in rounding order, those of a `vector` together.
-
-    `none`: as stored; `group-aware`: groups by their sums of the Hessian's diagonal, and within them
-    (GPTQModel); else all by the diagonal.
-    """
+    """Input channels int64 `[in]` in rounding order, those of a `vector` together. `none`: as stored;
+    `group-aware`: groups by their sums of the Hessian's diagonal, and within them (GPTQModel); else all by
+    the diagonal."""
     diagonal = gram.diagonal()
     if act_order == "none":
         return torch.arange(len(diagonal))

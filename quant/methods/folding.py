@@ -12,10 +12,8 @@ from .base import InputStatistics, LayerProblem
 
 
 def can_fold(fold: Fold, problem: LayerProblem) -> bool:
-    """True if the fold can be applied: targets are quantized, and sources have no bias, unless norms.
-
-    Others would round stored floats once more. Grouped-query attention's rows did not help SmolLM2-135M.
-    """
+    """True if the fold can be applied: targets are quantized, and sources have no bias, unless norms. Others
+    would round stored floats once more. Grouped-query attention's rows did not help SmolLM2-135M."""
     if any(name not in problem.weights and name not in problem.routers for name in fold.targets):
         return False
     linears = [problem.weights[name] for name in fold.targets if name in problem.weights]
@@ -60,10 +58,8 @@ def divided_bias(
 def fold_into_norm(
     norm: torch.Tensor, scales: torch.Tensor, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide a norm's weight by scales, in its dtype; returns it and the float32 scales really applied.
-
-    The linears so compensate the rounding too. `offset` is added to the weight (`Fold.norm_offset`).
-    """
+    """Divide a norm's weight by scales, in its dtype; returns it and the float32 scales really applied. The
+    linears so compensate the rounding too. `offset` is added to the weight (`Fold.norm_offset`)."""
     before = norm.to(torch.float32) + offset
     stored = (before / scales - offset).to(norm.dtype)
     exact = before / (stored.to(torch.float32) + offset)
@@ -74,10 +70,8 @@ def fold_into_norm(
 def scaled_problem(
     problem: LayerProblem, columns: Mapping[str, torch.Tensor], rows: Mapping[str, torch.Tensor]
 ) -> LayerProblem:
-    """The layer with its scales folded in: `weight * columns / rows`, inputs divided by `columns`.
-
-    It is measured anew in the unscaled layer, whose inputs are the same, times the scales.
-    """
+    """The layer with its scales folded in: `weight * columns / rows`, inputs divided by `columns`. It is
+    measured anew in the unscaled layer, whose inputs are the same, times the scales."""
     remeasure = problem.remeasure
 
     def measured_again(

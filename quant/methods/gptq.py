@@ -60,10 +60,8 @@ def quantize_stages(problem: LayerProblem, work: StageWork) -> LayerResult:
 
 
 def execution_stages(family: LayerMap, linears: Collection[str]) -> list[list[tuple[str, ...]]]:
-    """Groups of linears that share an input, by stage, in execution order (true-sequential).
-
-    First projections of all experts are one stage. Linears beyond the family's are single stages last.
-    """
+    """Groups of linears that share an input, by stage, in execution order (true-sequential). First
+    projections of all experts are one stage. Linears beyond the family's are single stages last."""
     present = [tuple(name for name in group if name in linears) for group in family.shared_inputs]
     known = {name for group in present for name in group}
     alone = [(name,) for name in linears if name not in known]

@@ -119,9 +119,7 @@ def importance(
     problem: LayerProblem, linear: str, columns: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """Mean square of each column's input, float32 `[in]` (or given), as in llama.cpp; None without tokens.
-
-    Columns are over their scale squared; those that are never activated count a little.
-    """
+    Columns are over their scale squared; those that are never activated count a little."""
     squares = problem.importance.get(linear)
     if squares is None:
         statistics = problem.statistics.get(linear)

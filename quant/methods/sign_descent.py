@@ -72,11 +72,9 @@ def tune(
     rate: float,
     batch_size: int,
 ) -> float:
-    """Tune the roundings, and leave them at the best parameters; the best loss, as a share of the first.
-
-    A batch is judged against the first loss on its samples, as batches differ more than iterations. `rate` is
-    the first. Raises RuntimeError: the block has no gradients.
-    """
+    """Tune the roundings, and leave them at the best parameters; the best loss, as a share of the first. A
+    batch is judged against the first loss on its samples, as batches differ more than iterations. `rate` is
+    the first. Raises RuntimeError: the block has no gradients."""
     weights = {
         name: nn.Parameter(torch.empty(shape, dtype=block.compute))
         for name, shape in shapes.items()

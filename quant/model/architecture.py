@@ -45,9 +45,7 @@ class Architecture:
 
 def architecture_of(checkpoint: Checkpoint) -> Architecture:
     """Layers of a plain checkpoint, by transformers' linears, without routers; maps by `with_smoothing`.
-
-    BadInput: no causal language model in layers, or transposed weights (`Conv1D`).
-    """
+    BadInput: no causal language model in layers, or transposed weights (`Conv1D`)."""
     from .meta_model import MetaModel
 
     name = type_of(checkpoint.config)

@@ -58,11 +58,8 @@ def check_kinds(path: Path, value: Any, kinds: Any) -> None:
 
 
 def kind_fault(value: Any, kind: Any, at: str) -> str:
-    """Place of a JSON value of another kind, as `metrics.ttft is 'x'`, or empty.
-
-    A kind is a type, None, a list (of elements), a mapping (optional keys, `*`: others), or a tuple of
-    alternatives.
-    """
+    """Place of a JSON value of another kind, as `metrics.ttft is 'x'`, or empty. A kind is a type, None, a
+    list (of elements), a mapping (optional keys, `*`: others), or a tuple of alternatives."""
     if isinstance(kind, tuple):
         faults = [kind_fault(value, option, at) for option in kind]
         return "" if "" in faults else faults[-1]
@@ -84,10 +81,8 @@ def kind_fault(value: Any, kind: Any, at: str) -> str:
 
 
 def indexed_shards(folder: Path) -> dict[str, str] | None:
-    """The shard of each tensor by a folder's index. BadInput: it has no `weight_map`.
-
-    None without it, or with `model.safetensors`, which transformers then loads.
-    """
+    """The shard of each tensor by a folder's index. BadInput: it has no `weight_map`. None without it, or
+    with `model.safetensors`, which transformers then loads."""
     if (folder / SINGLE_NAME).is_file() or not (folder / INDEX_NAME).is_file():
         return None
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")

@@ -24,11 +24,9 @@ from .lazy_weights import LazyWeights
 
 
 def decoder_layers(model: Any, num_layers: int) -> tuple[str, nn.ModuleList]:
-    """Path and list of decoder layers, in the nearest module with the token embedding. ValueError: none.
-
-    Of several the outermost, then largest, of `num_layers`; else more (MTP after them) or fewer (one for
-    several).
-    """
+    """Path and list of decoder layers, in the nearest module with the token embedding. ValueError: none. Of
+    several the outermost, then largest, of `num_layers`; else more (MTP after them) or fewer (one for
+    several)."""
 
     def rank(entry: tuple[str, nn.ModuleList]) -> tuple[int, int]:
         return entry[0].count("."), -sum(weight.numel() for weight in entry[1].parameters())

@@ -20,10 +20,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class FoldPattern:
-    """A foldable pair, as `Fold`, names with `*`: of one expert, or in targets alone, of every expert.
-
-    `part` are the source's rows that feed the targets.
-    """
+    """A foldable pair, as `Fold`, names with `*`: of one expert, or in targets alone, of every expert. `part`
+    are the source's rows that feed the targets."""
 
     source: str
     targets: tuple[str, ...]

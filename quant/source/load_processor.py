@@ -16,10 +16,8 @@ from ..model.checkpoint import gguf_file_of
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool = False) -> Any:
-    """Tokenizer of a model from `resolve_model`, or a GGUF file's, by tokenizer.json or its keys.
-
-    BadInput: it does not load. Code of the checkpoint runs only where it is trusted.
-    """
+    """Tokenizer of a model from `resolve_model`, or a GGUF file's, by tokenizer.json or its keys. BadInput:
+    it does not load. Code of the checkpoint runs only where it is trusted."""
     file = gguf_file_of(model)
     folder = model if file is None else file.parent
     try:

@@ -40,10 +40,8 @@ def check_local(folder: Path) -> None:
 
 
 def resolve_model(name: str | None, *, local: bool = False) -> Path:
-    """Local path of a model: directory, GGUF file, bundled name, or hub id, which alone takes network.
-
-    A GGUF header is read first. BadInput: no such model (`local`: here), unreadable, or no download.
-    """
+    """Local path of a model: directory, GGUF file, bundled name, or hub id, which alone takes network. A GGUF
+    header is read first. BadInput: no such model (`local`: here), unreadable, or no download."""
     name = name or DEFAULT_MODEL
     path = expanded(name)
     file = gguf_file_of(path) if path.exists() else None

@@ -353,11 +353,9 @@ def paired(
 
 @dataclass(slots=True)
 class KvRanges:
-    """Largest magnitudes of each KV head's keys (after RoPE) and values, float32 `[kv_heads]`.
-
-    Passed as `past_key_values`: attention calls `update`. Latent attention gives latent and rotated keys,
-    cached as one vector: both have the range of the two.
-    """
+    """Largest magnitudes of each KV head's keys (after RoPE) and values, float32 `[kv_heads]`. Passed as
+    `past_key_values`: attention calls `update`. Latent attention gives latent and rotated keys, cached as one
+    vector: both have the range of the two."""
 
     latent: bool = False
     key: torch.Tensor = field(default_factory=lambda: torch.empty(0))

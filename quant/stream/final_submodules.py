@@ -138,10 +138,8 @@ class FinalSubmodules:
     def passing(
         self, rows: slice, final: Collection[str], measured: Collection[str] = ()
     ) -> Iterator[None]:
-        """A context for a batch: final submodules are kept, kept ones not run, `measured` ones run.
-
-        `final` linears will not change, nor those before them; the pass ends after the `measured` ones.
-        """
+        """A context for a batch: final submodules are kept, kept ones not run, `measured` ones run. `final`
+        linears will not change, nor those before them; the pass ends after the `measured` ones."""
         with ExitStack() as stack:
             for submodule in self._submodules:
                 stack.enter_context(self._pass_through(submodule, rows, final, measured))

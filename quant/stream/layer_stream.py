@@ -49,10 +49,8 @@ _IGNORED_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints; every model compu
 
 class LayerStream:
     """The decoder layers of a checkpoint, materialised one by one; names are on disk, relative to a layer.
-
     GEMMs have dtype `compute`, sums and activations float32. `device` keeps statistics, the host states.
-    Raises BadInput: transformers rejects the config.
-    """
+    Raises BadInput: transformers rejects the config."""
 
     def __init__(
         self,
@@ -259,11 +257,9 @@ class LayerStream:
         kept: Callable[[slice], AbstractContextManager[Any]] = nullcontext,
         share: Share | None = None,
     ) -> dict[str, InputStatistics]:
-        """Run a loaded layer and collect input statistics of `only` its linears and routers, or of all.
-
-        Those with one input share a record; an expert's covers its tokens. `kept` gives a context for each
-        batch's rows. `share` is this worker's part of the samples.
-        """
+        """Run a loaded layer and collect input statistics of `only` its linears and routers, or of all. Those
+        with one input share a record; an expert's covers its tokens. `kept` gives a context for each batch's
+        rows. `share` is this worker's part of the samples."""
         statistics: dict[str, InputStatistics] = {}
         handles = []
         unseen: set[InputStatistics] = set()

@@ -74,9 +74,7 @@ class AttentionRule:
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMask:
     """Tree mask of the draft tokens at the end of a sequence, in the order of their slots; depths start at 1.
-
-    `ancestors` [draft, draft] includes each token itself; `depths` are relative to the last known token.
-    """
+    `ancestors` [draft, draft] includes each token itself; `depths` are relative to the last known token."""
 
     depths: torch.Tensor
     ancestors: torch.Tensor

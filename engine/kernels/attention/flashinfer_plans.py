@@ -27,11 +27,9 @@ PLAN_BYTES = 1 << 20
 
 
 class Shape(NamedTuple):
-    """Parameters of a plan other than the sequences: heads, block size, and a layer's rule.
-
-    `dtype` is the queries' dtype, `stored` the cache's. If keys are wider than values, the values are their
-    first elements (MLA): the other `key_dim - value_dim` are rotated.
-    """
+    """Parameters of a plan other than the sequences: heads, block size, and a layer's rule. `dtype` is the
+    queries' dtype, `stored` the cache's. If keys are wider than values, the values are their first elements
+    (MLA): the other `key_dim - value_dim` are rotated."""
 
     heads: int
     kv_heads: int
@@ -51,10 +49,8 @@ class Shape(NamedTuple):
 
 class Pages(NamedTuple):
     """CSR page tables of a step's sequences, int32; `indices` on the device, all else on the host.
-
     `query_begins` and `page_begins` [sequences + 1] are the first query and page of each, `lengths` its
-    tokens, `last_lengths` those in its last page.
-    """
+    tokens, `last_lengths` those in its last page."""
 
     query_begins: torch.Tensor
     page_begins: torch.Tensor
@@ -256,11 +252,9 @@ class _Latent(_Wrapper):
 
 
 class Workspace:
-    """Memory, and wrappers of eager steps, that all plans on a device share: one step runs at a time.
-
-    Graphs of grouped queries with the same shape share a plan's memory on the device: each is planned before
-    its replay. The pinned copy belongs to each wrapper, and a wrapper of latents allocates both.
-    """
+    """Memory, and wrappers of eager steps, that all plans on a device share: one step runs at a time. Graphs
+    of grouped queries with the same shape share a plan's memory on the device: each is planned before its
+    replay. The pinned copy belongs to each wrapper, and a wrapper of latents allocates both."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

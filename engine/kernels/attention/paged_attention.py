@@ -22,10 +22,8 @@ from .paged_tensor import PagedTensor
 
 
 class AttentionCall(NamedTuple):
-    """The arguments of paged attention: queries are [tokens, heads, head_dim].
-
-    `sink_queries` meet the `num_sink_tokens` sink keys, where those need another rotation; else None.
-    """
+    """The arguments of paged attention: queries are [tokens, heads, head_dim]. `sink_queries` meet the
+    `num_sink_tokens` sink keys, where those need another rotation; else None."""
 
     queries: torch.Tensor
     keys: PagedTensor
@@ -54,11 +52,9 @@ def attention_kernel(compute: Callable[[AttentionCall], torch.Tensor]) -> Attent
 
 @attention_kernel
 def attend_sdpa(call: AttentionCall) -> torch.Tensor:
-    """Scaled dot-product attention of torch over gathered blocks; on any device.
-
-    The query heads of a KV head are folded into the query length, so that keys are read once for all of them:
-    repeating the keys, or `enable_gqa`, is ten times slower on a CPU.
-    """
+    """Scaled dot-product attention of torch over gathered blocks; on any device. The query heads of a KV head
+    are folded into the query length, so that keys are read once for all of them: repeating the keys, or
+    `enable_gqa`, is ten times slower on a CPU."""
     queries, keys, values, batch, rule, sink_queries = call
     heads, head_dim = queries.shape[1:]
     num_kv_heads, value_dim, dtype = values.num_heads, values.dim, queries.dtype
@@ -134,11 +130,8 @@ _QUERIES_PER_SLICE = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredSpan:
-    """Tokens `begin` to `end` of a batch, of one sequence, whose attention weights are summed.
-
-    They are its last `num_slots`. `sums`, of each layer with a cache, are float32 [kv_heads, num_slots or
-    more].
-    """
+    """Tokens `begin` to `end` of a batch, of one sequence, whose attention weights are summed. They are its
+    last `num_slots`. `sums`, of each layer with a cache, are float32 [kv_heads, num_slots or more]."""
 
     begin: int
     end: int

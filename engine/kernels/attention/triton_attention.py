@@ -21,10 +21,8 @@ from .triton_metadata import MAX_PARTS, PART_TOKENS, AttentionMetadata, Tiles, V
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Shape of a layer's heads and cache, which determines the tiles; bytes are an element's.
-
-    `in_keys`: values are the keys' first elements (MLA); `num_queries`: 2 if sink tokens meet their own.
-    """
+    """Shape of a layer's heads and cache, which determines the tiles; bytes are an element's. `in_keys`:
+    values are the keys' first elements (MLA); `num_queries`: 2 if sink tokens meet their own."""
 
     key_dim: int
     value_dim: int

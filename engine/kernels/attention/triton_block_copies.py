@@ -26,11 +26,8 @@ ON_DEVICE, ON_HOST = 0, 1
 def _copy_blocks(
     part_ptr, pair_ptr, SOURCE: tl.constexpr, DESTINATION: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Copy block `pair[0]` to block `pair[1]`. Grid: pairs, parts.
-
-    `part_ptr` int64 [parts, 3]: addresses on the device and on the host, words of a block; `ALIGNED`: blocks
-    begin at multiples of 16 bytes.
-    """
+    """Copy block `pair[0]` to block `pair[1]`. Grid: pairs, parts. `part_ptr` int64 [parts, 3]: addresses on
+    the device and on the host, words of a block; `ALIGNED`: blocks begin at multiples of 16 bytes."""
     part = part_ptr + tl.program_id(1) * 3
     pair = pair_ptr + tl.program_id(0) * 2
     words = tl.load(part + 2)

@@ -165,11 +165,9 @@ class _TileKind:
 
 @dataclass(slots=True)
 class StaticBuffer:
-    """Host and device copies of everything that a replay reads; one copy brings a step.
-
-    In order: `columns` of `size` numbers each (token ids, positions, slots, slots of adapters; the last
-    number is padding), segments, tiles, block table. `num_filled` numbers belong to the last step.
-    """
+    """Host and device copies of everything that a replay reads; one copy brings a step. In order: `columns`
+    of `size` numbers each (token ids, positions, slots, slots of adapters; the last number is padding),
+    segments, tiles, block table. `num_filled` numbers belong to the last step."""
 
     size: int
     max_blocks: int

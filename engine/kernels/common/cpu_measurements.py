@@ -28,9 +28,7 @@ class NoRoofs(RuntimeError):
 
 class CpuRoofs:
     """Roofline ceilings of the whole machine: bytes and 8-bit operations per second, one sample per round.
-
-    Operations are those of AMX where the system gives its tiles, else of dot products. Raises NoRoofs.
-    """
+    Operations are those of AMX where the system gives its tiles, else of dot products. Raises NoRoofs."""
 
     def __init__(self, threads: int) -> None:
         kernels = native(Path(__file__).with_name("roofs.c"))

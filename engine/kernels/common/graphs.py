@@ -145,10 +145,8 @@ class GraphMemoryPool:
 
 
 class CpuGraph:
-    """Captured `call`, if not data-dependent (NotCapturable); a replay overwrites `result`.
-
-    `is_native`: the `launches` are all of it, so that a replay calls nothing of torch.
-    """
+    """Captured `call`, if not data-dependent (NotCapturable); a replay overwrites `result`. `is_native`: the
+    `launches` are all of it, so that a replay calls nothing of torch."""
 
     def __init__(self, call: Callable[[], torch.Tensor], pool: GraphMemoryPool) -> None:
         self._parts: list[Callable[[], object]] = []
@@ -239,11 +237,9 @@ def _storages(values: Any) -> set[int]:
 
 
 class CudaGraph:
-    """Captured `call`; `replay` runs it. Its result is in memory of `pool`, which graphs may share.
-
-    A replay overwrites the results of all graphs of its pool. `warming_up` is entered for the first call,
-    which is not captured.
-    """
+    """Captured `call`; `replay` runs it. Its result is in memory of `pool`, which graphs may share. A replay
+    overwrites the results of all graphs of its pool. `warming_up` is entered for the first call, which is not
+    captured."""
 
     def __init__(
         self,

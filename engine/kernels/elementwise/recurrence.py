@@ -78,10 +78,8 @@ def causal_conv(
     x: torch.Tensor, window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [tokens, channels] in x's dtype for consecutive tokens of one sequence, and the window after
-    them.
-
-    `x` is [tokens, channels], `window` [channels, kernel] before these tokens, `weight` [channels, kernel].
-    """
+    them. `x` is [tokens, channels], `window` [channels, kernel] before these tokens, `weight` [channels,
+    kernel]."""
     kernel = window.shape[1]
     inputs = torch.cat([window.to(x.dtype), x.T], dim=1)
     out = functional.conv1d(inputs[None, :, 1:], weight[:, None], bias, groups=len(weight))
@@ -162,10 +160,8 @@ def delta_rule(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [tokens, heads, value_dim] for consecutive tokens of one sequence, and the state after them.
-
     Query and key are [tokens, heads, key_dim], `log_decay` (at most 0) and `rate` [tokens, heads], `state`
-    [heads, key_dim, value_dim].
-    """
+    [heads, key_dim, value_dim]."""
     num_tokens = len(query)
     rows = [in_chunks(x) for x in (query, key, value, log_decay[..., None], rate[..., None])]
     query, key, value, log_decay, rate = rows  # [chunks, heads, size, …]
@@ -225,11 +221,9 @@ def ssd_scan(
     state: torch.Tensor,
     rate: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [tokens, heads, head_dim] for consecutive tokens of one sequence, and the state after them.
-
-    `x` [tokens, heads, head_dim], `length` [tokens, heads]; `into`, `out_of`, B and C, are [tokens, groups,
-    state_size], `state` is [heads, head_dim, state_size], `rate` [heads] below 0.
-    """
+    """Outputs [tokens, heads, head_dim] for consecutive tokens of one sequence, and the state after them. `x`
+    [tokens, heads, head_dim], `length` [tokens, heads]; `into`, `out_of`, B and C, are [tokens, groups,
+    state_size], `state` is [heads, head_dim, state_size], `rate` [heads] below 0."""
     num_tokens, shared = len(x), x.shape[1] // into.shape[1]
     x = in_chunks(x * length[..., None])  # [chunks, heads, size, …], as are all below
     decay = in_chunks((length * rate)[..., None]).squeeze(-1).cumsum(dim=-1)
@@ -313,11 +307,9 @@ class ConvCall(NamedTuple):
 
 
 class DeltaCall(NamedTuple):
-    """Arguments of the gated delta rule with its norm and gate.
-
-    `mixed` are queries, keys and values after convolution and activation, `projected` has the columns of
-    gate, rate and decay, `states` are float32 [slots, heads, key_dim, value_dim].
-    """
+    """Arguments of the gated delta rule with its norm and gate. `mixed` are queries, keys and values after
+    convolution and activation, `projected` has the columns of gate, rate and decay, `states` are float32
+    [slots, heads, key_dim, value_dim]."""
 
     mixed: torch.Tensor
     projected: torch.Tensor
@@ -329,11 +321,9 @@ class DeltaCall(NamedTuple):
 
 
 class StateSpaceCall(NamedTuple):
-    """Arguments of the state space step with skip, gate and norm of each group.
-
-    `mixed` are inputs, B and C after convolution and activation; `parts` gate [rows, width] and step lengths
-    [rows, heads], columns of one projection; `states` float32 [slots, heads, head_dim, state_size].
-    """
+    """Arguments of the state space step with skip, gate and norm of each group. `mixed` are inputs, B and C
+    after convolution and activation; `parts` gate [rows, width] and step lengths [rows, heads], columns of
+    one projection; `states` float32 [slots, heads, head_dim, state_size]."""
 
     mixed: torch.Tensor
     parts: tuple[torch.Tensor, torch.Tensor]

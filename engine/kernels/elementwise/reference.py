@@ -39,10 +39,7 @@ def apply_rotary_emb(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 def interleaved_to_halves(x: torch.Tensor, width: int) -> torch.Tensor:
     """Reorder interleaved (GPT-J) pairs (2i, 2i + 1) of the first `width` elements to half-split (NeoX) ones,
-    for `apply_rotary_emb`.
-
-    Applied to queries and keys alike, it changes no attention score.
-    """
+    for `apply_rotary_emb`. Applied to queries and keys alike, it changes no attention score."""
     if width < x.shape[-1]:
         return torch.cat([interleaved_to_halves(x[..., :width], width), x[..., width:]], dim=-1)
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -120,11 +117,9 @@ TORCH_GATES: dict[GatedActivation, GateKernel] = {
 
 
 class RopeCall(NamedTuple):
-    """Arguments of fused RoPE + KV-cache write.
-
-    `stacked` [tokens, heads, dim] has queries, keys and values, and may be overwritten. `cos` and `sin` are
-    those of `apply_rotary_emb`; QK-norm (`norms`) precedes the rotation.
-    """
+    """Arguments of fused RoPE + KV-cache write. `stacked` [tokens, heads, dim] has queries, keys and values,
+    and may be overwritten. `cos` and `sin` are those of `apply_rotary_emb`; QK-norm (`norms`) precedes the
+    rotation."""
 
     stacked: torch.Tensor
     num_heads: int
@@ -252,11 +247,9 @@ def fake_quantize_activations(
 def int8_inputs(
     x: torch.Tensor, activations: Activations, input_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize `x [tokens, in]` to int8 for an integer GEMM, per token or with a static scale.
-
-    Returns int8 codes and float32 scales, `[tokens, 1]` or for static activations `[1]`. There are no groups
-    of 128: their partial sums cannot be accumulated as integers.
-    """
+    """Quantize `x [tokens, in]` to int8 for an integer GEMM, per token or with a static scale. Returns int8
+    codes and float32 scales, `[tokens, 1]` or for static activations `[1]`. There are no groups of 128: their
+    partial sums cannot be accumulated as integers."""
     values = x.to(torch.float32)
     scale = _scale(values, activations, input_scale)
     return _int8_codes(values, scale).to(torch.int8), scale

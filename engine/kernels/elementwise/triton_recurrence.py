@@ -47,11 +47,9 @@ def _conv(
     ACTIVATED: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Move the windows on by a token, and convolve. Grid: rows, blocks of channels.
-
-    `place_ptr` has the column of each channel. ACTIVATED: SiLU of the result. GATED: the columns are three
-    parts, the convolution is of the first times the last, and the second multiplies it.
-    """
+    """Move the windows on by a token, and convolve. Grid: rows, blocks of channels. `place_ptr` has the
+    column of each channel. ACTIVATED: SiLU of the result. GATED: the columns are three parts, the convolution
+    is of the first times the last, and the second multiplies it."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     taps = tl.arange(0, TAPS)
@@ -112,11 +110,9 @@ def _delta(
     LEAST_SUM: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """Gated delta rule, norm and gate of a value head. Grid: rows, value heads.
-
-    `mixed_ptr`: queries, keys and values after the convolution; `x_ptr`: the projection that gate, rate and
-    decay are columns of. Of a sequence without a state it begins with zeros.
-    """
+    """Gated delta rule, norm and gate of a value head. Grid: rows, value heads. `mixed_ptr`: queries, keys
+    and values after the convolution; `x_ptr`: the projection that gate, rate and decay are columns of. Of a
+    sequence without a state it begins with zeros."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, values = tl.arange(0, KEYS), tl.arange(0, VALUES)
     is_key, is_value = keys < KEY, values < VALUE

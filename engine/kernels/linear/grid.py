@@ -178,11 +178,9 @@ def with_whole_table(grid: CodeGrid) -> CodeGrid:
 
 
 def with_whole_groups(grid: CodeGrid) -> CodeGrid:
-    """The grid in groups that the C kernels take, 16 or a multiple of 32 input channels.
-
-    Groups of other multiples of 16 become several with the same scale; others, and a shorter last one, are
-    padded with columns of no input channel.
-    """
+    """The grid in groups that the C kernels take, 16 or a multiple of 32 input channels. Groups of other
+    multiples of 16 become several with the same scale; others, and a shorter last one, are padded with
+    columns of no input channel."""
     group, inputs = grid.group, grid.shape[1]
     if group in (PER_CHANNEL, 16) or group % 32 == 0:
         return grid

@@ -81,11 +81,9 @@ class NativeTrellisLinear:
 
 
 def in_spans(trellis: torch.Tensor, bits: int) -> torch.Tensor:
-    """The words of tiles `[in / 16, out / 16, 16 * bits]` in the order of the integer GEMM.
-
-    They go by 128 outputs, 128 inputs, 32 outputs, 16 inputs, the word's number in its span of 16 weights, 16
-    outputs, and the span.
-    """
+    """The words of tiles `[in / 16, out / 16, 16 * bits]` in the order of the integer GEMM. They go by 128
+    outputs, 128 inputs, 32 outputs, 16 inputs, the word's number in its span of 16 weights, 16 outputs, and
+    the span."""
     words = trellis.unflatten(2, (-1, 2)).flip(-1).flatten(2)  # halves of 32-bit words are swapped
     tiles = words.view(trellis.shape[0] // 8, 8, trellis.shape[1] // 8, 4, 2, TILE, bits)
     return tiles.permute(2, 0, 3, 1, 6, 4, 5).contiguous()

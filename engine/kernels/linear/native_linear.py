@@ -210,11 +210,9 @@ class HalfLinear(_Packed):
 
 
 class Packed16Linear(_Packed):
-    """Mixed-input GEMM (W4A16, W8A16): inputs in the engine's dtype, float32 accumulation.
-
-    Where the scheme quantizes activations in a way that has no integer GEMM, they are fake-quantized: to fp8
-    as the GEMM prepares them, else by torch.
-    """
+    """Mixed-input GEMM (W4A16, W8A16): inputs in the engine's dtype, float32 accumulation. Where the scheme
+    quantizes activations in a way that has no integer GEMM, they are fake-quantized: to fp8 as the GEMM
+    prepares them, else by torch."""
 
     def __init__(self, weight: QuantizedTensor, grid: NativeGrid, dtype: torch.dtype) -> None:
         self._scheme: Scheme = weight.scheme

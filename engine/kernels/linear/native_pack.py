@@ -36,9 +36,7 @@ _IndexCall = struct(
 @dataclass(frozen=True, slots=True)
 class PackedScales:
     """Scales and offsets `[out, groups]`, and their `SCALE_...` and `OFFSET_...` kinds (`weight.h`).
-
-    `SCALE_TABLE` indexes `table`, float32 `[256]`.
-    """
+    `SCALE_TABLE` indexes `table`, float32 `[256]`."""
 
     scales: torch.Tensor
     offsets: torch.Tensor | None
@@ -97,10 +95,8 @@ WeightStruct = struct(  # `Weight` of `weight.h`
 
 
 class PackedWeight:
-    """A grid, or a tensor of 16-bit floats, in the C kernels' layout: tensors and the struct of them.
-
-    At most `max_step` input channels are accumulated before a scale is applied.
-    """
+    """A grid, or a tensor of 16-bit floats, in the C kernels' layout: tensors and the struct of them. At most
+    `max_step` input channels are accumulated before a scale is applied."""
 
     def __init__(self, grid: NativeGrid | torch.Tensor, max_step: int) -> None:
         whole_row = -(-grid.shape[1] // CHUNK) * CHUNK

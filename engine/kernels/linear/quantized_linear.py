@@ -68,11 +68,8 @@ MAX_INPUTS = 2**20
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinearKernelQuery:
-    """Kernel query of a quantized linear: device, dtype, shape, scheme.
-
-    `dtype` is the activations'; with `input_bits` 8 a kernel may quantize them where the scheme does not ask
-    for it.
-    """
+    """Kernel query of a quantized linear: device, dtype, shape, scheme. `dtype` is the activations'; with
+    `input_bits` 8 a kernel may quantize them where the scheme does not ask for it."""
 
     device: str
     dtype: torch.dtype

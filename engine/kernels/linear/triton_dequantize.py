@@ -111,10 +111,8 @@ def unpack(packed, piece):
 
 @triton.jit
 def unpack_short(halves, piece: tl.constexpr, MAGIC: tl.constexpr, PTX: tl.constexpr):
-    """The code of a piece that each half of a word (int16) has, or'ed into MAGIC: uint16.
-
-    It becomes the low mantissa bits of 128 (bfloat16) or 1024 (float16): no cast from integers is needed.
-    """
+    """The code of a piece that each half of a word (int16) has, or'ed into MAGIC: uint16. It becomes the low
+    mantissa bits of 128 (bfloat16) or 1024 (float16): no cast from integers is needed."""
     if PTX:
         codes = tl.inline_asm_elementwise(
             nibble_ptx(piece, MAGIC), "=r,r", [halves], dtype=tl.uint16, is_pure=True, pack=2

@@ -258,10 +258,8 @@ def gemm(
     x_scales: torch.Tensor | None = None,
     parts: TokenPermutation | None = None,
 ) -> torch.Tensor:
-    """`x [tokens, in] @ weight.T` in `dtype`; with `parts` a grouped GEMM to [rows, out].
-
-    `x` are floats, or codes with `x_scales`: float32 `[tokens, 1]`, or `[tokens, groups]` for groups of 128.
-    """
+    """`x [tokens, in] @ weight.T` in `dtype`; with `parts` a grouped GEMM to [rows, out]. `x` are floats, or
+    codes with `x_scales`: float32 `[tokens, 1]`, or `[tokens, groups]` for groups of 128."""
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -338,11 +336,9 @@ def most_rows(weight: TritonPackedWeight) -> int:
 
 
 def _warps(x: torch.Tensor, weight: TritonPackedWeight, x_run: int, rows: int) -> int:
-    """Warps of a program. With two, Triton takes no tensor memory (tcgen05), but mma.sync.
-
-    What a thread decodes, and sums that it scales group by group, would move to that memory and back for each
-    piece. All tiles of a decode-sized batch take the same instruction, whose sums they share.
-    """
+    """Warps of a program. With two, Triton takes no tensor memory (tcgen05), but mma.sync. What a thread
+    decodes, and sums that it scales group by group, would move to that memory and back for each piece. All
+    tiles of a decode-sized batch take the same instruction, whose sums they share."""
     if rows > FEW_TOKENS:
         return 8
     by_group = weight.is_packed or x_run > 0

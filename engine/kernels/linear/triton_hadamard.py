@@ -78,10 +78,8 @@ def _transform(
 @dataclass(frozen=True, slots=True)
 class BlockTransform:
     """The transform of rows by `matrix`, float32 `[128, 128]` of ±1, with what is fused into its launch.
-
     `before`, `after`: float32 `[width]` scales; `places`: int32 `[width]`, where an output is stored, in rows
-    of `stored` channels (0: `width`). 16-bit rows are multiplied in tf32.
-    """
+    of `stored` channels (0: `width`). 16-bit rows are multiplied in tf32."""
 
     matrix: torch.Tensor
     width: int

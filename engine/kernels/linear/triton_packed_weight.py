@@ -124,10 +124,8 @@ class TritonPackedWeight:
 
     def with_table_in(self, dtype: torch.dtype) -> TritonPackedWeight:
         """The weight for a GEMM of that dtype, with its lookup table in it, to which the GEMM rounds it.
-
         Entries of 16 bits are too short for asynchronous copies, so a lookup goes to registers and not by way
-        of a buffer in shared memory, whose stages the codes would go without.
-        """
+        of a buffer in shared memory, whose stages the codes would go without."""
         if self.table is None:
             return self
         table, entries = self.table.to(dtype), ()

@@ -149,10 +149,8 @@ def permute_tokens(
     has_others: bool = False,
 ) -> TokenPermutation:
     """The token permutation of a routing, expert ids `[tokens * top_k]`; its tiles are the static bound.
-
     `rows_between`: least and most rows of a tile, which otherwise has about as many as an expert.
-    `has_others`: some rows have the id `count`, of experts elsewhere: they are in no tile.
-    """
+    `has_others`: some rows have the id `count`, of experts elsewhere: they are in no tile."""
     total = experts.shape[0]
     least, most = rows_between
     rows = min(most, max(least, power_of_two(max(1, total // count))))
@@ -262,10 +260,8 @@ def weighted_sum(
     num_experts: int | None = None,
 ) -> torch.Tensor:
     """`sum(weights * (rows + bias[experts])) + added` over the `top_k` rows of each token, [tokens, size].
-
     `rows` [tokens * top_k, size], `weights` float32 [tokens, top_k] or None, `bias` [experts, size]; experts
-    from `num_experts` on are not computed here.
-    """
+    from `num_experts` on are not computed here."""
     size, tokens = rows.shape[1], rows.shape[0] // top_k
     out = rows.new_empty(tokens, size)
     if tokens:

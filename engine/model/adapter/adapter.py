@@ -43,11 +43,8 @@ _CHECKED_TOKENS = 7
 
 
 class TransformersModel:
-    """A causal LM of transformers, with the interface of `Decoder`.
-
-    BadInput: transformers does not support the model, its cache cannot be paged, or weights or adapters do
-    not fit.
-    """
+    """A causal LM of transformers, with the interface of `Decoder`. BadInput: transformers does not support
+    the model, its cache cannot be paged, or weights or adapters do not fit."""
 
     window = None
     """Sliding windows are internal to the modules, so no blocks are evicted."""

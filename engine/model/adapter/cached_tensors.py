@@ -154,11 +154,9 @@ class TokenTensor:
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """A tensor of constant size, at all of `places`, from `since` tokens on.
-
-    With an `axis` it holds the last tokens' entries, at most `shape[axis]`: a window that the cache cuts
-    itself, or with a `stride` the tokens since the last full stride.
-    """
+    """A tensor of constant size, at all of `places`, from `since` tokens on. With an `axis` it holds the last
+    tokens' entries, at most `shape[axis]`: a window that the cache cuts itself, or with a `stride` the tokens
+    since the last full stride."""
 
     places: tuple[Place, ...]
     shape: tuple[int, ...]

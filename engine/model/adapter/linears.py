@@ -39,9 +39,7 @@ class CurrentAdapters:
 
 class ProjectedLinear(nn.Module):
     """A projection in the place of an `nn.Linear`, at `site`, of its input's channels `inputs` (None: all).
-
-    `read` gives the whole weight as the checkpoint has it.
-    """
+    `read` gives the whole weight as the checkpoint has it."""
 
     def __init__(
         self,

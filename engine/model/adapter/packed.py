@@ -202,9 +202,7 @@ def paged_attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function: [rows, heads, tokens, head_dim] → [rows, tokens, heads, ..]; a row is a sequence.
-
-    ValueError: the module gives a mask or a bias that paged attention does not have.
-    """
+    ValueError: the module gives a mask or a bias that paged attention does not have."""
     attention: ModuleAttention | None = getattr(module, _ATTRIBUTE, None)
     rows, tokens = query.shape[0], query.shape[2]
     if attention is None or attention.run is None or 1 not in (rows, tokens):

@@ -264,10 +264,8 @@ class SequentialForward:
         self, tokens: Mapping[str, torch.Tensor], positions: torch.Tensor, length: int, cache: Any
     ) -> tuple[torch.Tensor, Any]:
         """Logits [tokens, vocab] of the last tokens of a sequence of `length`, and its cache after them.
-
         `tokens` are ids [1, tokens] or embeddings [1, tokens, hidden], by the name of the argument; or ids
-        [sequences, 1].
-        """
+        [sequences, 1]."""
         if cache is None and self._is_given_a_cache:
             cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         arguments = {**tokens, "position_ids": positions, "use_cache": True}

@@ -30,9 +30,7 @@ _EXPERTS = "moe_tp_experts"
 
 class ModelShard:
     """Exchanges the modules of `whole`, on the CPU, for this rank's; its sums are partial until `connect`.
-
-    BadInput: no plan, or one of another kind, or a width or number of heads that the ranks do not divide.
-    """
+    BadInput: no plan, or one of another kind, or a width or number of heads that the ranks do not divide."""
 
     def __init__(
         self,

@@ -52,10 +52,8 @@ def own_pass(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, Any]:
 def run_and_drop_uncalled(
     model: nn.Module, decoder: nn.Module, run: Callable[[], Result]
 ) -> Result:
-    """Run a pass of text; free the weights of modules outside `decoder` that it does not call.
-
-    The modules stay, with empty weights. In the decoder nothing is freed: other texts reach other experts.
-    """
+    """Run a pass of text; free the weights of modules outside `decoder` that it does not call. The modules
+    stay, with empty weights. In the decoder nothing is freed: other texts reach other experts."""
     needed = set(decoder.modules())
     if model in needed:
         return run()

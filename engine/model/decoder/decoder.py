@@ -127,11 +127,8 @@ class SingleLayer(Weights):
 
 @dataclass(frozen=True, slots=True)
 class AltUpLayer(Weights):
-    """A layer over residual streams [streams, tokens, hidden], of which it computes one.
-
-    Attention and LAuReL read one norm; their sum is divided by √2. The per-layer input goes to all but the
-    first.
-    """
+    """A layer over residual streams [streams, tokens, hidden], of which it computes one. Attention and LAuReL
+    read one norm; their sum is divided by √2. The per-layer input goes to all but the first."""
 
     altup: AltUp
     laurel: Laurel
@@ -173,11 +170,9 @@ class LayerKernels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """Weights of a decoder. With tied embeddings `head` shares the embedding.
-
-    `ropes` are the distinct RoPEs, indexed by the layers' `Rotation.index`; `linears` are the layers' linears
-    by name below `base`, the prefix of the decoder's tensors, for LoRA.
-    """
+    """Weights of a decoder. With tied embeddings `head` shares the embedding. `ropes` are the distinct RoPEs,
+    indexed by the layers' `Rotation.index`; `linears` are the layers' linears by name below `base`, the
+    prefix of the decoder's tensors, for LoRA."""
 
     embedding: TokenEmbedding
     positions: torch.Tensor | None

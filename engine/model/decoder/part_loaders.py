@@ -43,10 +43,8 @@ def load_embedding(
     *,
     tied: bool,
 ) -> TokenEmbedding:
-    """Load the embedding [vocab, hidden]: packed, if a kernel looks up its rows, else floats.
-
-    A tied head's floats are only prepacked for its GEMM if rows can be looked up there; ranks have a table.
-    """
+    """Load the embedding [vocab, hidden]: packed, if a kernel looks up its rows, else floats. A tied head's
+    floats are only prepacked for its GEMM if rows can be looked up there; ranks have a table."""
     packed = reader.packed_table(name, vocab, hidden) if shard is None else None
     if packed is not None and isinstance(packed.kernel, LooksUpRows):
         return PackedEmbedding(packed, packed.kernel, hidden, dtype)

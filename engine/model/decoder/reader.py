@@ -38,9 +38,7 @@ _log = logging.getLogger(__name__)
 
 class CheckpointReader:
     """Reads weights by module name onto the device in the engine's dtype, and tracks which are unread.
-
-    Quantized ones stay so; with `input_bits` 8 their kernels may quantize activations.
-    """
+    Quantized ones stay so; with `input_bits` 8 their kernels may quantize activations."""
 
     def __init__(
         self, checkpoint: Checkpoint, options: LoadingOptions, shard: Shard | None = None
@@ -209,10 +207,8 @@ class CheckpointReader:
         return weight.to(self._dtype) if is_plain else weight.dequantize(self._dtype)
 
     def kv_scales(self, layer: str, num_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Calibrated scales of a layer's fp8 KV cache, float32 [num_heads] or [1], or None.
-
-        `k_scale` and `v_scale` are the attention's (compressed-tensors) or its projections' (ModelOpt).
-        """
+        """Calibrated scales of a layer's fp8 KV cache, float32 [num_heads] or [1], or None. `k_scale` and
+        `v_scale` are the attention's (compressed-tensors) or its projections' (ModelOpt)."""
         scales: list[torch.Tensor] = []
         for letter in "kv":
             names = (f"{letter}_scale", f"{letter}_proj.{letter}_scale")
@@ -266,10 +262,8 @@ class CheckpointReader:
 
 
 def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
-    """Prefix of the decoder's tensors, where an embedding lies next to layers.
-
-    NotCovered: other names; BadInput: no embedding, or several decoders.
-    """
+    """Prefix of the decoder's tensors, where an embedding lies next to layers. NotCovered: other names;
+    BadInput: no embedding, or several decoders."""
     table, first = f"{spec.names.embedding}.weight", spec.names.layer.format(0)
     tables = (name for name in checkpoint.names if name == table or name.endswith(f".{table}"))
     bases = [name.removesuffix(table) for name in tables]
@@ -371,11 +365,9 @@ def model_spec(raw: Config) -> ModelSpec:
 
 
 def text_config(raw: Config) -> dict[str, Any]:
-    """Config of a text model with every default. NotCovered: an unknown type; BadInput: its class refuses.
-
-    Of a multimodal checkpoint, as in transformers, the outer `tie_word_embeddings` counts. Its placeholder
-    tokens are `placeholder_token_ids`; a text model has none.
-    """
+    """Config of a text model with every default. NotCovered: an unknown type; BadInput: its class refuses. Of
+    a multimodal checkpoint, as in transformers, the outer `tie_word_embeddings` counts. Its placeholder
+    tokens are `placeholder_token_ids`; a text model has none."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from ....quant.model.auto import read_config

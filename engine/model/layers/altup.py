@@ -14,11 +14,9 @@ from .projection import AdapterRows, Projection, Weights
 
 @dataclass(frozen=True, slots=True)
 class PerLayerEmbedding:
-    """The inputs of all layers: rows of a table, added to a projection of the token's embedding.
-
-    `table` [vocabulary, layers * width] is scaled, the projection normed too. `is_short`: the last tokens of
-    the vocabulary have no row: theirs is the first (Gemma 3n).
-    """
+    """The inputs of all layers: rows of a table, added to a projection of the token's embedding. `table`
+    [vocabulary, layers * width] is scaled, the projection normed too. `is_short`: the last tokens of the
+    vocabulary have no row: theirs is the first (Gemma 3n)."""
 
     table: torch.Tensor
     table_scale: float

@@ -411,10 +411,8 @@ def _normed(x: torch.Tensor, norm: Norm | ShardedNorm | None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SharedAttention(Weights):
-    """Grouped-query attention on the cache of an earlier layer, which has written this step's keys.
-
-    Source: Brandon et al., "Cross-Layer Attention" (arXiv:2405.12981).
-    """
+    """Grouped-query attention on the cache of an earlier layer, which has written this step's keys. Source:
+    Brandon et al., "Cross-Layer Attention" (arXiv:2405.12981)."""
 
     num_heads: int
     head_dim: int

@@ -25,10 +25,8 @@ from .projection import Projection
 def rope_frequencies(
     rope: RopeSpec, width: int, num_positions: int = 0
 ) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies of the rotated pairs, float32 [width / 2], and the factor on cos and sin.
-
-    As in vLLM `num_positions` chooses LongRoPE's list: by current length, keys would depend on later tokens.
-    """
+    """Inverse frequencies of the rotated pairs, float32 [width / 2], and the factor on cos and sin. As in
+    vLLM `num_positions` chooses LongRoPE's list: by current length, keys would depend on later tokens."""
     exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -148,9 +146,7 @@ TokenEmbedding = EmbeddingTable | PackedEmbedding
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddedRows:
     """Embeddings of a vision tower, [rows, hidden], in place of the step's tokens `rows`, int64 [rows].
-
-    `deepstack`: [rows, hidden] each, added to the output of the layer of that index (Qwen3-VL).
-    """
+    `deepstack`: [rows, hidden] each, added to the output of the layer of that index (Qwen3-VL)."""
 
     rows: torch.Tensor
     embeddings: torch.Tensor

@@ -79,10 +79,8 @@ AdapterParts = list[tuple[LinearSite, _Part]]
 
 class AdapterBank:
     """The loaded adapters; steps map names to rows. BadInput: a folder is unreadable or does not fit.
-
     `folders` has PEFT folders by adapter name, `linears` those that support LoRA by their names below the
-    decoder, `bases` prefixes that a checkpoint may put before them.
-    """
+    decoder, `bases` prefixes that a checkpoint may put before them."""
 
     def __init__(
         self,

@@ -102,11 +102,9 @@ class PlainMlp(Weights):
 
 @dataclass(frozen=True, slots=True)
 class Router(Weights):
-    """Top-k router: selects `per_token` experts for each token, with top-k weights, in float32.
-
-    In lower precision other experts could be selected. `expert_scale` [experts] is a factor on the weights.
-    The last `num_shared` ids are given to every token with weight 1.
-    """
+    """Top-k router: selects `per_token` experts for each token, with top-k weights, in float32. In lower
+    precision other experts could be selected. `expert_scale` [experts] is a factor on the weights. The last
+    `num_shared` ids are given to every token with weight 1."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -147,10 +145,8 @@ class Router(Weights):
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts(Weights):
     """Weighted sum of the routed experts' outputs, plus the shared expert's; the router reads plain inputs.
-
     `shared_gate` [1, hidden]: a sigmoid weighs the shared expert. `total` is the ranks' all-reduce, or None.
-    `latent` projects into and out of the width of routed experts; None: the model's.
-    """
+    `latent` projects into and out of the width of routed experts; None: the model's."""
 
     router: Router
     experts: ExpertsKernel

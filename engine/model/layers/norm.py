@@ -21,10 +21,8 @@ from .projection import Weights
 
 @dataclass(frozen=True, slots=True)
 class Norm(Weights):
-    """RMS norm (Zhang and Sennrich, 2019), or with `centered` layer norm; weight, bias [size] or None.
-
-    With a weight of a wider dtype than the input the whole norm is computed in it, as Gemma's is.
-    """
+    """RMS norm (Zhang and Sennrich, 2019), or with `centered` layer norm; weight, bias [size] or None. With a
+    weight of a wider dtype than the input the whole norm is computed in it, as Gemma's is."""
 
     size: int
     eps: float
@@ -73,10 +71,8 @@ class Norm(Weights):
 
 @dataclass(frozen=True, slots=True)
 class ShardedNorm(Weights):
-    """RMS norm of a column-parallel linear's outputs: `total` sums the squares of all ranks.
-
-    All ranks have `width` outputs, each on `copies` of them; `weight` is of this rank's.
-    """
+    """RMS norm of a column-parallel linear's outputs: `total` sums the squares of all ranks. All ranks have
+    `width` outputs, each on `copies` of them; `weight` is of this rank's."""
 
     weight: torch.Tensor
     eps: float

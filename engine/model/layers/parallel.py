@@ -40,11 +40,9 @@ class PeerLost(Failure):
 
 
 class Group:
-    """Collectives over the tensor-parallel ranks, after all have called `connect`.
-
-    gloo on CPUs, NCCL on GPUs, on the current stream: graphs capture them. BadInput: this torch lacks the
-    backend; PeerLost, by every operation: another process has ended.
-    """
+    """Collectives over the tensor-parallel ranks, after all have called `connect`. gloo on CPUs, NCCL on
+    GPUs, on the current stream: graphs capture them. BadInput: this torch lacks the backend; PeerLost, by
+    every operation: another process has ended."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         cuda = device.type == "cuda"

@@ -102,9 +102,7 @@ Delta = Callable[[torch.Tensor, torch.Tensor, AdapterRows], None]
 
 class Projection:
     """`y [tokens, out] = x [tokens, in] @ W.T + bias`, where W stacks one or more weights along `out`.
-
-    Consecutive weights of one kind are one GEMM. `input_bits` 8: kernels may quantize `x`, per token.
-    """
+    Consecutive weights of one kind are one GEMM. `input_bits` 8: kernels may quantize `x`, per token."""
 
     def __init__(
         self,

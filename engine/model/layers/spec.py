@@ -55,10 +55,8 @@ class LoadingOptions:
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """KV-cache layout of a layer: per token `num_heads` keys of `key_dim` and values of `value_dim` elements.
-
     With `values_in_keys` the values are the first `value_dim` elements of the keys and take no memory (MLA).
-    With a `stride` there is an entry per so many tokens, in the block of the last of them.
-    """
+    With a `stride` there is an entry per so many tokens, in the block of the last of them."""
 
     num_heads: int
     key_dim: int

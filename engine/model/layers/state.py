@@ -32,10 +32,8 @@ class StateLayout:
 
 @dataclass(frozen=True, slots=True)
 class StateBatch:
-    """The states of a step's sequences: `tensors` [slots, *shape], `slots` int64 [sequences].
-
-    At position 0 a state is whatever its slot's last owner left, and counts as nothing.
-    """
+    """The states of a step's sequences: `tensors` [slots, *shape], `slots` int64 [sequences]. At position 0 a
+    state is whatever its slot's last owner left, and counts as nothing."""
 
     tensors: tuple[torch.Tensor, ...] = ()
     slots: torch.Tensor | None = None
@@ -58,9 +56,7 @@ class RunOfTokens:
 @dataclass(frozen=True, slots=True)
 class StepStates:
     """Which rows of a step are of which sequence, with several tokens (`runs`) or one, and their states.
-
-    `rows`, int64 [decodes], None: none; `slots` of states; `fresh`: no tokens came before this one.
-    """
+    `rows`, int64 [decodes], None: none; `slots` of states; `fresh`: no tokens came before this one."""
 
     tensors: tuple[torch.Tensor, ...]
     runs: tuple[RunOfTokens, ...]
@@ -97,11 +93,9 @@ class StepStates:
     def advance(
         self, index: int, inputs: Sequence[torch.Tensor], run: Recurrence, step: Recurrence
     ) -> torch.Tensor:
-        """Outputs of a recurrence over every sequence's tokens; overwrites its states.
-
-        `inputs` are [tokens, ...] each. `run` goes over consecutive tokens of one sequence, `step` over a
-        token of each of several; `index` is the tensor's among the states.
-        """
+        """Outputs of a recurrence over every sequence's tokens; overwrites its states. `inputs` are [tokens,
+        ...] each. `run` goes over consecutive tokens of one sequence, `step` over a token of each of several;
+        `index` is the tensor's among the states."""
         states = self.tensors[index]
         if (rows := self.decoded) is not None:
             return stepped(states, rows, inputs, step)

@@ -30,10 +30,8 @@ class Columns(Protocol):
     def errors(
         self, targets: torch.Tensor, weights: torch.Tensor, first: int, *, out: torch.Tensor
     ) -> None:
-        """Write `weights` less the nearest points to `targets` into `out`, all float32 `[vector, out]`.
-
-        The two differ by the errors of earlier columns. `first` is the first column's channel of the group.
-        """
+        """Write `weights` less the nearest points to `targets` into `out`, all float32 `[vector, out]`. The
+        two differ by the errors of earlier columns. `first` is the first column's channel of the group."""
         ...
 
 

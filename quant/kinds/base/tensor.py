@@ -60,10 +60,8 @@ class QuantizedTensor(ABC):
     def stored_as(
         self, dtype_of: Callable[[torch.dtype], torch.dtype] | None, inverts: bool
     ) -> Self:
-        """The weight with its scales as a format stores them; BadInput where that changes one.
-
-        `dtype_of` is the stored dtype, None: any; `inverts`: reciprocals of whole weights' scales are stored.
-        """
+        """The weight with its scales as a format stores them; BadInput where that changes one. `dtype_of` is
+        the stored dtype, None: any; `inverts`: reciprocals of whole weights' scales are stored."""
         if dtype_of is None or not self.has_open_dtype:
             return self
         named: Any = self

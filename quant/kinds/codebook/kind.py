@@ -87,11 +87,9 @@ _PIECE = 2**18
 
 
 class CodebookGrid(RangedGrid):
-    """A table of 16 values times the absmax of a block (nf4, fp4): float32 `[out, groups]`.
-
-    If blocks run over a row's end, or absmax values are quantized, the weight is one group, whose parameters
-    are the dequantized absmax of all blocks and the tensors they are stored in.
-    """
+    """A table of 16 values times the absmax of a block (nf4, fp4): float32 `[out, groups]`. If blocks run
+    over a row's end, or absmax values are quantized, the weight is one group, whose parameters are the
+    dequantized absmax of all blocks and the tensors they are stored in."""
 
     of_integers = False
 
@@ -189,11 +187,9 @@ def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 @cache
 def dynamic_map(device: torch.device = HOST) -> torch.Tensor:
-    """The 256 values of bitsandbytes' signed "dynamic" 8-bit type, ascending, float32.
-
-    For each of seven decades `10**-6 .. 1`, the means of 1, 2, .. 64 equal steps from 0.1 to 1, with both
-    signs, and 0 and 1. The least value is -1, to which bitsandbytes' CPU code moves it before use.
-    """
+    """The 256 values of bitsandbytes' signed "dynamic" 8-bit type, ascending, float32. For each of seven
+    decades `10**-6 .. 1`, the means of 1, 2, .. 64 equal steps from 0.1 to 1, with both signs, and 0 and 1.
+    The least value is -1, to which bitsandbytes' CPU code moves it before use."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device=HOST)

@@ -77,9 +77,7 @@ def points(device: torch.device = CPU) -> torch.Tensor:
 @lru_cache
 def residual_points(device: torch.device = CPU) -> torch.Tensor:
     """256 points of E8 float32 `[256, 8]`: those of squared norm up to 2, then 15 of the 16 with one ±2.
-
-    Whole numbers come first, in lexicographic order, then halves (QuIP#, `latticee8_padded12_rvq3bit.py`).
-    """
+    Whole numbers come first, in lexicographic order, then halves (QuIP#, `latticee8_padded12_rvq3bit.py`)."""
     inside = [
         point
         for values in ((-1, 0, 1), (-0.5, 0.5))

@@ -60,9 +60,7 @@ class Fp8Tensor(QuantizedTensor):
 
 class FloatGrid(ScalarGrid):
     """e4m3, with a scale for each output channel, tensor or block of 128; its parameters are the scales.
-
-    Blocks of all rows are fitted together; a row or tensor is one group, as is a row with a smaller block.
-    """
+    Blocks of all rows are fitted together; a row or tensor is one group, as is a row with a smaller block."""
 
     def __init__(self, scheme: FloatScheme, shape: tuple[int, ...], how: Rounding):
         self.scheme, self._shape, self._how = scheme, shape, how

@@ -202,10 +202,8 @@ def _search_in_c(
     rounds: int,
     squares: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """Scales, codes, minimums (none of signed codes) and heads.
-
-    Ranges of codes and their scales; `factors` to try for steps, then scales; `squares`: weights squared.
-    """
+    """Scales, codes, minimums (none of signed codes) and heads. Ranges of codes and their scales; `factors`
+    to try for steps, then scales; `squares`: weights squared."""
     x, weights = (None if part is None else part.contiguous() for part in blocks)
     assert x is not None
     count, runs, _ = x.shape
@@ -230,10 +228,8 @@ def _native(x: torch.Tensor) -> ctypes.CDLL | None:
 def search_affine(
     x: torch.Tensor, weights: torch.Tensor | None, levels: int, scale_levels: int, rounds: int
 ) -> AffineCodes:
-    """Search blocks, float32 `[n, runs, width]`, with a scale and a minimum for each run.
-
-    `levels` and `scale_levels` are the largest codes; each of `rounds` passes tries neighbouring scale codes.
-    """
+    """Search blocks, float32 `[n, runs, width]`, with a scale and a minimum for each run. `levels` and
+    `scale_levels` are the largest codes; each of `rounds` passes tries neighbouring scale codes."""
     library = _native(x)
     if library is None:
         weights = error_weights(x, None) if weights is None else weights

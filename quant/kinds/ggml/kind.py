@@ -90,11 +90,9 @@ def _affine(
 
 
 class RunGrid(ScalarGrid):
-    """Blocks that are divided into runs with a scale each, which are searched.
-
-    Parameters, float32: codes of the runs' scales `[out, groups, runs]`, with an offset codes of the runs'
-    minimums too, and the block's float16 numbers `[out, groups, heads]`: d, with an offset dmin too.
-    """
+    """Blocks that are divided into runs with a scale each, which are searched. Parameters, float32: codes of
+    the runs' scales `[out, groups, runs]`, with an offset codes of the runs' minimums too, and the block's
+    float16 numbers `[out, groups, heads]`: d, with an offset dmin too."""
 
     def __init__(self, scheme: GgufScheme, runs: int):
         self.scheme, self.runs, self.group = scheme, runs, scheme.block[0]

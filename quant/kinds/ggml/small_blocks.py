@@ -29,10 +29,8 @@ WIDTH = 32
 def quantize_simple(
     blocks: torch.Tensor, type_name: str, importance: torch.Tensor | None
 ) -> torch.Tensor:
-    """Blocks float32 `[n, 32]` as bytes uint8 `[n, block bytes]`, to ggml's bytes without importance.
-
-    With it, of least weighted error (not Q8_0), after ggml's `quantize_row_q4_0_impl` and its like.
-    """
+    """Blocks float32 `[n, 32]` as bytes uint8 `[n, block bytes]`, to ggml's bytes without importance. With
+    it, of least weighted error (not Q8_0), after ggml's `quantize_row_q4_0_impl` and its like."""
     if type_name == "Q8_0":
         scale = blocks.abs().amax(dim=-1, keepdim=True) / 127
         scaled = blocks * reciprocal(scale)

@@ -54,10 +54,7 @@ def quantize_blocks(
     name: str = "weight",
 ) -> torch.Tensor:
     """Quantize a weight `[out, in]` to blocks along its rows, uint8 `[out, row bytes]`, by `importance`
-    `[in]`.
-
-    Raises BadInput: NaN, infinite or too large weights, or rows that are no whole blocks.
-    """
+    `[in]`. Raises BadInput: NaN, infinite or too large weights, or rows that are no whole blocks."""
     out_features, in_features = weight.shape
     width, block_bytes = GGUF_BLOCKS[type_name]
     if in_features % width:

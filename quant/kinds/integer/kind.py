@@ -142,11 +142,9 @@ class IntGrid(RangedGrid):
 
 
 def group_ranges(grouped: torch.Tensor, scheme: IntScheme, dtype: torch.dtype) -> Pair:
-    """Min-max scales in `dtype` and zeros uint8 `[...]` of groups float32 `[..., group_size]`.
-
-    Symmetric: `scale = max|w| / ((2**b - 1) / 2)`, as in compressed-tensors. Asymmetric: `scale = (max - min)
-    / (2**b - 1)` with 0 inside the range, `zero = round(-min / scale)`, by the rounded scale.
-    """
+    """Min-max scales in `dtype` and zeros uint8 `[...]` of groups float32 `[..., group_size]`. Symmetric:
+    `scale = max|w| / ((2**b - 1) / 2)`, as in compressed-tensors. Asymmetric: `scale = (max - min) / (2**b -
+    1)` with 0 inside the range, `zero = round(-min / scale)`, by the rounded scale."""
     return range_grid(*grouped.aminmax(dim=-1), scheme, dtype)
 
 

@@ -16,10 +16,8 @@ _GGML_BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class IntScheme(Scheme):
-    """Integer weights of one width; a scale per group of input channels, -1: per output channel.
-
-    `symmetric`: the zero code is `2**(bits-1)`. Raises BadInput: no method here can produce it.
-    """
+    """Integer weights of one width; a scale per group of input channels, -1: per output channel. `symmetric`:
+    the zero code is `2**(bits-1)`. Raises BadInput: no method here can produce it."""
 
     kind_name: ClassVar[str] = "int"
     searches_ranges: ClassVar[bool] = True

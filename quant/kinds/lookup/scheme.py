@@ -11,10 +11,8 @@ from ...base.scheme import Scheme
 
 @dataclass(frozen=True, slots=True)
 class LookupScheme(Scheme):
-    """A lookup table per output channel, and a sparse float matrix (SqueezeLLM, arXiv:2306.07629).
-
-    Codes of `bits`; `sparse_fraction` of the weights are kept in 16 bits.
-    """
+    """A lookup table per output channel, and a sparse float matrix (SqueezeLLM, arXiv:2306.07629). Codes of
+    `bits`; `sparse_fraction` of the weights are kept in 16 bits."""
 
     kind_name: ClassVar[str] = "lookup"
 

@@ -43,10 +43,8 @@ from .viterbi import (
 
 @dataclass(frozen=True, slots=True)
 class TrellisTensor(TransformedTensor):
-    """`w = (diag(suh) H Q H diag(svh))ᵀ`, with `Q` `[in, out]` the values of the states.
-
-    `trellis` has packed states of tiles, int16 `[in / 16, out / 16, 16 * bits]`; `suh`, `svh` are float16.
-    """
+    """`w = (diag(suh) H Q H diag(svh))ᵀ`, with `Q` `[in, out]` the values of the states. `trellis` has packed
+    states of tiles, int16 `[in / 16, out / 16, 16 * bits]`; `suh`, `svh` are float16."""
 
     trellis: torch.Tensor
     suh: torch.Tensor

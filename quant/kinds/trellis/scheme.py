@@ -14,10 +14,8 @@ TRELLIS_CODEBOOKS = ("3inst", "mcg", "mul1")
 
 @dataclass(frozen=True, slots=True)
 class TrellisScheme(Scheme):
-    """Trellis codes of weights between Hadamard transforms (QTIP, arXiv:2406.11235, in EXL3's form).
-
-    Each weight adds `bits` to its tile's state, whose value `codebook` computes: 3inst, mcg or mul1.
-    """
+    """Trellis codes of weights between Hadamard transforms (QTIP, arXiv:2406.11235, in EXL3's form). Each
+    weight adds `bits` to its tile's state, whose value `codebook` computes: 3inst, mcg or mul1."""
 
     kind_name: ClassVar[str] = "trellis"
     searched_widths: ClassVar[tuple[tuple[int, ...], ...]] = (tuple(range(1, 9)),)

@@ -141,10 +141,8 @@ def search_in_triton(
     programs: int,
 ) -> torch.Tensor:
     """Both searches of `nearest_states` in one launch, `side` targets each side of the seam for the first.
-
     `values`: codebook `[65536]`; `rounding`: bound and factor of targets, if integers, highest cost, and
-    steps after which the least cost is 0 again.
-    """
+    steps after which the least cost is 0 again."""
     count, length = targets.shape
     largest, factor, most, stretch = rounding
     nodes, device = len(values) >> bits, targets.device

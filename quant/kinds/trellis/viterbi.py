@@ -119,10 +119,8 @@ _TRIED = 3, 40  # sequences and targets that Triton's search is held against tor
 
 
 def nearest_states(targets: torch.Tensor, bits: int, name: str) -> torch.Tensor:
-    """States int32 `[sequences, length]` nearest to `targets`, with values of codebook `name`.
-
-    Each shares its upper `16 - bits` bits with the one before, the first with the last.
-    """
+    """States int32 `[sequences, length]` nearest to `targets`, with values of codebook `name`. Each shares
+    its upper `16 - bits` bits with the one before, the first with the last."""
     if not _triton_problem(targets.device, bits, name):
         return _triton_states(targets, bits, name)
     return _composed_states(targets, bits, name)
