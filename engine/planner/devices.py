@@ -36,8 +36,9 @@ class HourPrice:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device. `memory_bytes` is the memory visible to a process; `bandwidth` is in bytes/s and `peaks` in
-    dense FLOP/s by data type, both None for a device known by its memory only."""
+    """A device. `memory_bytes` is the memory visible to a process, of unified memory the GPU's share;
+    `bandwidth` is in bytes/s and `peaks` in dense FLOP/s by data type, both None for a device known by its
+    memory only. One that `is_single` is a machine by itself, which no link joins with others."""
 
     name: str
     memory_bytes: int
@@ -46,6 +47,7 @@ class Device:
     peaks: Mapping[str, float] | None = None
     link_bytes_per_second: float = PCIE_BYTES_PER_SECOND
     kind: str = "cuda"
+    is_single: bool = False
     source: str = ""
     price: HourPrice | None = None
 
@@ -62,41 +64,60 @@ class Device:
 
 @cache
 def devices() -> tuple[Device, ...]:
-    """The bundled table, in its order: the most common cards first."""
+    """The bundled table, in its order: the most common cards first, unified memory in its largest size."""
     return tuple(_read(row) for row in _rows())
 
 
 DEFAULT_DEVICES = ("H100 SXM", "A100 80GB SXM", "H200 SXM", "B200", "MI300X", "L40S", "RTX 4090")
+MEMORY_TOLERANCE = 0.08
+"""Share by which a memory in a name may differ from the label: drivers name a B300 by 270 GB, not 288."""
 
 
 def find_device(name: str) -> Device:
     """Look up a device by name or alias, ignoring case, separators and what people add to a name (NVIDIA,
-    GeForce, SXM5, 80GB). Raises BadInput: no such device; close matches are named."""
-    named = {_key(row["name"]): row["name"] for row in _rows()}
-    named |= {_key(alias): row["name"] for row in _rows() for alias in row["aliases"]}
-    wanted = next((key for key in _spellings(name) if key in named), None)
-    if wanted is None:
+    GeForce, SXM5, 80GB). Raises BadInput: no such device, with close matches, or not with that memory."""
+    named = {_key(row["name"]): row for row in _rows()}
+    named |= {_key(alias): row for row in _rows() for alias in row["aliases"]}
+    row = next((named[key] for key in _spellings(name) if key in named), None)
+    if row is None:
         close = get_close_matches(_key(name), named, n=3, cutoff=0.4)
-        near = dict.fromkeys(named[key] for key in close) or DEFAULT_DEVICES
+        near = dict.fromkeys(named[key]["name"] for key in close) or DEFAULT_DEVICES
         raise BadInput(
             f"no GPU {name!r} in the table: {'near are' if close else 'it has'} {', '.join(near)}; kv-plan "
             "--list names all, kv-plan --gpu-memory 80GiB plans any"
         )
-    return next(device for device in devices() if device.name == named[wanted])
+    stated = re.search(r"(?<![a-z0-9])(\d+)\s*g(?:i?b)?(?![a-z0-9])", name.lower())
+    if stated is None or _key(name) == _key(row["name"]):
+        return _read(row)
+    sizes = row["visible_bytes"].get("by_gb") or {str(row["label_gb"]): None}
+    gigabytes = int(stated[1])
+    fitting = [size for size in sizes if abs(gigabytes / int(size) - 1) <= MEMORY_TOLERANCE]
+    if not fitting:
+        raise BadInput(
+            f"--gpu {name}: {row['name']} has {', '.join(sizes)} GB, not {gigabytes}; kv-plan --gpu-memory "
+            f"{gigabytes}GB plans any"
+        )
+    return _read(row, fitting[0])
 
 
-_MAKERS = frozenset({"nvidia", "amd", "geforce", "instinct", "tesla"})
+_ADDITIONS = frozenset(
+    {
+        *("nvidia", "amd", "intel", "apple", "geforce", "instinct", "tesla", "radeon"),
+        *("generation", "blackwell", "workstation", "server", "edition"),
+    }
+)
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """Keys of a name, from as it is written to without maker, form and memory."""
+    """Keys of a name, from as it is written to without additions, form and memory."""
     yield _key(name)
-    parts = [word for word in re.findall(r"[a-z0-9]+", name.lower()) if word not in _MAKERS]
-    parts = [re.sub(r"^sxm\d$", "sxm", word) for word in parts]
-    yield "".join(parts)
-    parts = [word for word in parts if not re.fullmatch(r"\d+g(i?b)?", word)]
-    yield "".join(parts)
-    yield "".join(word for word in parts if word not in ("sxm", "hbm3", "hbm3e"))
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+(g(?:i?b)?)\b", r"\1\2", name.lower()))
+    parts = [re.sub(r"^sxm\d$", "sxm", word) for word in words if word not in _ADDITIONS]
+    formless = [word for word in parts if word not in ("sxm", "hbm3", "hbm3e")]
+    for kept in (parts, formless):
+        yield "".join(kept)
+    for kept in (parts, formless):
+        yield "".join(word for word in kept if not re.fullmatch(r"\d+g(i?b)?", word))
 
 
 _COUNTED = re.compile(
@@ -121,7 +142,7 @@ def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Devic
     for name in names:
         if name.lower() == "cpu":
             memory, source = available_memory_bytes(), "/proc/meminfo, available now"
-            chosen.append(Device("cpu", memory, kind="cpu", source=source))
+            chosen.append(Device("cpu", memory, kind="cpu", is_single=True, source=source))
         else:
             chosen += devices() if name.lower() == "all" else [find_device(name)]
     return chosen or [find_device(name) for name in DEFAULT_DEVICES]
@@ -139,17 +160,22 @@ def hour_prices() -> Mapping[str, HourPrice]:
     return {name: HourPrice(**entry) for name, entry in json.loads(text)["prices"].items()}
 
 
-def _read(row: dict) -> Device:
-    visible = row["visible_bytes"]
-    link = row["nvlink_gb_s"]
+def _read(row: dict, gigabytes: str | None = None) -> Device:
+    """The device of a row; of unified memory the one with so many gigabytes, or the most."""
+    visible, link, name = row["visible_bytes"], row["nvlink_gb_s"], row["name"]
+    if sizes := visible.get("by_gb"):
+        gigabytes = gigabytes or max(sizes, key=int)
+        name = f"{name} {gigabytes}GB"
     return Device(
-        name=row["name"],
-        memory_bytes=visible["value"],
+        name=name,
+        memory_bytes=sizes[gigabytes] if sizes else visible["value"],
         memory_is_estimated=visible.get("estimated", False),
         bandwidth=row["bandwidth_gb_s"]["value"] * 1e9,
         peaks={dtype: peak["value"] * 1e12 for dtype, peak in row["peaks"].items()},
         # The table gives bidirectional bandwidth, as data sheets do.
         link_bytes_per_second=link * 1e9 / 2 if link else PCIE_BYTES_PER_SECOND,
+        kind=row.get("kind", "cuda"),
+        is_single=row.get("is_single", False),
         source=f"{visible['source']}; {row['bandwidth_gb_s']['source']} ({row['date']})",
         price=hour_prices().get(row["name"]),
     )

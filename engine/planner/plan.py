@@ -224,7 +224,7 @@ def _on_device(solver: Solver, model: PlannedModel, device: Device, setup: Setup
     load = None
     if workload.load is not None and device.bandwidth is not None and device.peaks:
         planner = LoadPlanner(workload.load, solver, device, setup, model.name)
-        varied = workload.load.slo is not None and setup.has_free_sizes and device.kind != "cpu"
+        varied = workload.load.slo is not None and setup.has_free_sizes and not device.is_single
         load = planner.plan(solver.machine_arrangements() if varied else [deployment])
         if load is not None:
             deployment = load.deployment

@@ -51,14 +51,17 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     if block_size is None:
         block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
     engine, beside = ask.engine, None
+    devices = _on_metal(devices, ask)
     if (host := _host(ask, on_cpu)) is not None and engine is None:
         engine = ENGINES[0]
-    if engine in (
-        None,
-        "all",
-    ):  # without a choice vLLM and llmopt; llmopt alone for what only it has
-        only_llmopt = on_cpu or ask.measured is not None or ask.kv_budget is not None
-        engine, beside = ("llmopt", None) if only_llmopt else ("vllm", "llmopt")
+    if engine in (None, "all"):
+        # Without a choice vLLM and llmopt; llmopt alone for what only it has.
+        if on_cpu or ask.measured is not None or ask.kv_budget is not None:
+            engine = "llmopt"
+        elif any(device.kind == "mps" for device in devices):
+            engine = "llama.cpp"
+        else:
+            engine, beside = "vllm", "llmopt"
     load = _load(ask)
     workload = PlannedWorkload(
         _context(ask, model, load),
@@ -134,6 +137,23 @@ def _with_count(ask: PlanRequest) -> PlanRequest:
             f"--gpu {given}: --tp x --pp x --attention-dp are {arranged} GPUs; leave the number or them out"
         )
     return replace(ask, gpus=names)
+
+
+_OF_METAL = ("llama.cpp", "llmopt", "transformers")
+"""Engines that run on Apple's GPUs."""
+
+
+def _on_metal(devices: list[Device], ask: PlanRequest) -> list[Device]:
+    """The devices that the engine runs on: of `all` those without Apple's where it does not run on them."""
+    if ask.engine in (*_OF_METAL, "all"):
+        return devices
+    if any(name.lower() == "all" for name in ask.gpus):
+        return [device for device in devices if device.kind != "mps"]
+    if ask.engine is not None and (apple := [d.name for d in devices if d.kind == "mps"]):
+        raise BadInput(
+            f"--engine {ask.engine} does not run on {apple[0]}: choose {', '.join(_OF_METAL)}"
+        )
+    return devices
 
 
 def _context(ask: PlanRequest, model: PlannedModel, load: PlannedLoad | None) -> int:

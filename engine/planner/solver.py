@@ -112,13 +112,13 @@ class Solver:
         tp, pp = self._setup.tp, self._setup.pp
         if self._setup.host is not None and device.kind != "cpu":
             return self._with_ram(device)
-        if device.kind == "cpu":
+        if device.is_single:
             tp, pp = tp or 1, pp or 1
         if tp is not None or pp is not None:
             # Not self.deployment: an invalid request must raise with its reason.
             requested = self._build(tp or 1, pp or 1, self._recipe, self.workload.kv_dtype)
             tried = [(requested.tp, requested.pp), *self.arrangements]
-            if device.kind == "cpu":
+            if device.is_single:
                 tried = tried[:1]
             elif tp is None:
                 tried = [(ranks, requested.pp) for ranks in RANKS]
@@ -225,7 +225,7 @@ class Solver:
                 changed.append(f"--weights {recipe.name}")
             if len(changed) == 1:
                 yield changed[0], other, self.reserve(other, device)
-        if device.kind != "cpu":
+        if not device.is_single:
             for more in ((2 * tp, pp), (tp, 2 * pp)):
                 if (wider := self.deployment(*more)) is not None:
                     option = f"--tp {more[0]}" if more[0] != tp else f"--pp {more[1]}"
@@ -235,7 +235,7 @@ class Solver:
     def dtypes_that_fit(self, device: Device) -> list[DtypeChoice]:
         """For every number of devices, the least reduced dtypes with which the workload fits."""
         choices = []
-        for tp, pp in self.arrangements if device.kind != "cpu" else [(1, 1)]:
+        for tp, pp in [(1, 1)] if device.is_single else self.arrangements:
             fitting = (
                 (recipe, kv)
                 for recipe, kv in self._ladder(include_current=True)

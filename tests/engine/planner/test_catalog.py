@@ -133,9 +133,9 @@ def test_the_device_table_is_dense_and_consistent() -> None:
 
 @pytest.mark.parametrize("device", devices(), ids=lambda device: device.name)
 def test_ridges_are_plausible(device) -> None:
-    """A wrong unit, or a sparse figure, leaves this range."""
+    """A wrong unit, or a sparse figure, leaves this range; Apple's M2 to M4 and the H20 are its low end."""
     peak = device.peak_flops(16, "bf16")
-    assert 70 < peak / device.bandwidth < 430
+    assert 20 < peak / device.bandwidth < 430
 
 
 def test_devices_can_be_named_all_or_left_out() -> None:
