@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 SMALL_GPU_BYTES = 50 * 2**30
 """Memory below which a GPU is one that people own, and for which weights in RAM are worth a word."""
 
+FLEETS = 4
+"""Kinds of GPU that are named for a rate."""
+
 
 def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
     """A line for each question."""
@@ -45,6 +48,7 @@ def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
         more = device.relaxations[0]
         limit += f"; {more.change} brings {counted(more.gained_sequences, 'sequence')} more"
     answers = {
+        "fleet": _fleet(plan),
         "fits": _fit(plan, answer),
         "start": _start(plan, answer),
         "users": _users(plan, answer),
@@ -86,6 +90,22 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         yield f"--ram 64GB plans one {device.gpu} with weights in RAM"
 
 
+def _fleet(plan: DeploymentPlan) -> Iterator[str]:
+    """The fewest GPUs for the rate that is asked for, and other kinds of GPU."""
+    if not plan.fleets or plan.workload.load is None:
+        return
+    best = plan.fleets[0]
+    share = plan.workload.load.load.rate or 0.0
+    for fleet in plan.fleets[:FLEETS]:
+        replica = f"{counted(fleet.replicas, 'replica')} of {sizes(fleet.deployment)}"
+        price = fleet.dollars_per_hour
+        line = f"{fleet.gpus:,} x {fleet.device.name}: {replica}"
+        line += "" if price is None else f", ${price:,.4g} an hour"
+        if fleet is best:
+            line += f"; each takes {share:.3g} requests/s and keeps about {fleet.kept_rate:.3g}"
+        yield line + ("" if fleet.simulated else " (closed form, not simulated)")
+
+
 def _start(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     """The command that starts an engine with weights in RAM."""
     device, work = answer.device, plan.workload
@@ -113,7 +133,7 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
             f"{full.clients:,} at once, then TTFT {full.state.ttft_seconds:.3g} s, TPOT "
             f'{1e3 * full.state.tpot_seconds:.3g} ms; --slo "ttft:2s tpot:50ms" finds how many keep that'
         )
-    elif device.fits:
+    elif device.fits and not plan.fleets:
         yield f"{device.max_concurrent_sequences:,} at once"
 
 

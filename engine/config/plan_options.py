@@ -161,6 +161,12 @@ class PlanRequest:
         panel=_LOAD,
         common=True,
     )
+    target_request_rate: float | None = option(
+        None,
+        "Find the fewest GPUs, and their division, that keep --slo under so many requests per second.",
+        panel=_LOAD,
+        common=True,
+    )
     slo_by: str = option("concurrency", "concurrency or rate: what --slo varies.", panel=_LOAD)
     slo_share: float = option(
         SLO_SHARE, "Fraction of requests that must meet the limits.", panel=_LOAD

@@ -107,8 +107,8 @@ def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:
 
 def _savings(plan: DeploymentPlan, first: DevicePlan) -> list[Saving]:
     """Other GPUs with these weights, and this one with lighter ones, that cost less by 5 % or more."""
-    is_owned = first.device.kind == "cpu" or plan.setup.host is not None
-    if not first.fits or first.price is None or is_owned:
+    is_settled = first.device.kind == "cpu" or plan.setup.host is not None or plan.fleets
+    if not first.fits or first.price is None or is_settled:
         return []
     priced = [d for d in devices() if d.name != first.gpu and plan.setup.price_of(d) is not None]
     planned = plan.model, plan.recipe, plan.workload, plan.setup

@@ -99,6 +99,25 @@ class LoadPlanner:
             if self._num_blocks(deployment) // deployment.pp > ceil(longest / deployment.block_size)
         ]
 
+    def kept_rate(self, deployment: Deployment) -> float | None:
+        """The highest rate within the SLO, in closed form; None if not even one request keeps it."""
+        if not self._fitting([deployment]):
+            return None
+        state = self._steady(deployment, self._near_concurrency(deployment), at_once=False)
+        output = self._asked.load.mean_lengths()[1]
+        return state.throughput / output if self._is_near(state) else None
+
+    def at_rate(self, deployment: Deployment, rate: float) -> LoadPlan:
+        """A deployment under that rate, simulated in bundles."""
+        assert self._asked.slo is not None
+        bundle = ceil(self._in_flight(deployment, rate) / SEARCHED_SEQUENCES)
+        return self._at(deployment, self._asked.slo, rate, bundle)
+
+    def keeps(self, plan: LoadPlan) -> bool:
+        """True if a simulated load keeps the SLO."""
+        assert self._asked.slo is not None
+        return self._asked.slo.kept_by(plan.load, plan.result)
+
     def nearest(self, deployments: Iterable[Deployment]) -> tuple[Deployment, Prediction] | None:
         """The deployment of least GPU time per token within the SLO, and its means, in closed form; None if
         none keeps the SLO."""
@@ -178,9 +197,9 @@ class LoadPlanner:
         return replace(plan, searched=SloResult(value, failed))
 
     def _at(self, deployment: Deployment, slo: Slo, value: float, bundle: int = 1) -> LoadPlan:
-        load = replace(self._asked.load, concurrency=int(value), rate=None)
-        if slo.by == "rate":
-            load = replace(self._asked.load, concurrency=None, rate=value)
+        by_rate = slo.by == "rate"
+        clients, rate = (None, value) if by_rate else (int(value), None)
+        load = replace(self._asked.load, concurrency=clients, rate=rate)
         counted = max(SEARCHED_REQUESTS, load.concurrency or bundle * SEARCHED_SEQUENCES)
         return self._simulated(deployment, load, counted, bundle)
 

@@ -22,6 +22,7 @@ from .catalog import PlannedModel
 from .devices import Device, HourPrice
 from .engine_rules import RULES, engine_rule, resident_tokens
 from .expected import Expectation, fitted_efficiency
+from .fleet import Fleet
 from .load import Prediction
 from .load_plan import LoadPlan, LoadPlanner, order_of
 from .memory import Deployment, EvictedCache, Reserve, check_evictable
@@ -116,7 +117,8 @@ class DevicePlan:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentPlan:
-    """Plans of a model and a workload, one per device."""
+    """Plans of a model and a workload, one per device. `fleets` are those of a rate that was asked for, the
+    fewest GPUs first; the devices then are those of a replica of the first one."""
 
     model: PlannedModel
     recipe: WeightRecipe
@@ -124,6 +126,7 @@ class DeploymentPlan:
     setup: Setup
     devices: tuple[DevicePlan, ...]
     warnings: tuple[str, ...]
+    fleets: tuple[Fleet, ...] = ()
 
     @property
     def weight_bytes(self) -> int:

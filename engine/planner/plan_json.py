@@ -17,6 +17,7 @@ from .devices import Device
 from .engine_rules import RULES, CacheKnobs, engine_rule
 from .error_bands import MEASURES
 from .expected import Expectation
+from .fleet import fleet_as_dict
 from .load import ImageLoad, Prediction
 from .load_plan import LoadPlan
 from .memory import Deployment, Reserve
@@ -124,6 +125,7 @@ def plan_as_dict(plan: DeploymentPlan) -> dict[str, Any]:
         "efficiency": asdict(plan.efficiency),
         "speed_from": "fit" if plan.setup.measured is None else "measured",
         "gpus": [_device_dict(device) for device in plan.devices],
+        **({"fleets": [fleet_as_dict(fleet) for fleet in plan.fleets]} if plan.fleets else {}),
     }
 
 

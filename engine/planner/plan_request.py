@@ -25,10 +25,11 @@ from .cache_size import DEFAULT_BLOCK_SIZE, kv_dtype
 from .catalog import PlannedModel, find_model
 from .devices import Device, choose_devices, counted_name, find_device
 from .engine_rules import engine_rule
+from .fleet import Fleet, FleetPlanner
 from .load import Lengths, Load, PlannedLoad, Slo, dataset_lengths, image_load
 from .offload import ENGINES, Host, parse_host
 from .own_runs import MeasuredRun, lost_models, own_rows, read_runs, sent_in, together
-from .plan import DeploymentPlan, make_plan
+from .plan import DeploymentPlan, make_plan, solvers_on
 from .setup import PlannedWorkload, Prices, Setup, Speculation
 from .solver import RANKS
 from .weights import RECIPES, UNQUANTIZED_BYTES, WeightRecipe, chosen_group, recipe_for
@@ -103,6 +104,15 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         keeps_float32=ask.weights is not None and recipe.plain_bytes == recipe.bits / 8,
     )
     ranked = any(name.lower() == "all" for name in ask.gpus)
+    fleets: list[Fleet] = []
+    if ask.target_request_rate is not None:
+        fleets = _fleets(ask.target_request_rate, model, recipe, workload, devices, setup)
+        best, beside = fleets[0], None
+        devices = [best.device]
+        division = {name: getattr(best.deployment, name) for name in sizes}
+        setup = replace(setup, **division)
+        share = ask.target_request_rate / best.replicas
+        workload = replace(workload, load=_at_rate(workload.load, share))
     plan = make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked, beside=beside)
     lost = [
         f"runs of {path} in {ask.measured} are left out: the model is no longer there"
@@ -113,7 +123,30 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
             "the checkpoint is float32, which engines hold in 16 bits on a GPU: --weights float32 plans "
             "--dtype float32"
         )
-    return replace(plan, warnings=(*plan.warnings, *lost))
+    return replace(plan, warnings=(*plan.warnings, *lost), fleets=tuple(fleets))
+
+
+def _fleets(
+    rate: float,
+    model: PlannedModel,
+    recipe: WeightRecipe,
+    workload: PlannedWorkload,
+    devices: Sequence[Device],
+    setup: Setup,
+) -> list[Fleet]:
+    """The fewest GPUs for a rate. Raises BadInput: a request that has no such answer."""
+    load = workload.load
+    if load is None:
+        raise BadInput('--target-request-rate needs limits to keep: --slo "ttft:1s tpot:30ms"')
+    if load.load.rate is not None:
+        raise BadInput("--target-request-rate and --request-rate are two rates: leave one out")
+    planner = FleetPlanner(load, rate, setup, model.name)
+    return planner.fleets(solvers_on(devices, model, recipe, workload, setup), devices)
+
+
+def _at_rate(load: PlannedLoad | None, rate: float) -> PlannedLoad:
+    assert load is not None
+    return PlannedLoad(replace(load.load, concurrency=None, rate=rate), dataset=load.dataset)
 
 
 def _with_count(ask: PlanRequest) -> PlanRequest:
@@ -238,6 +271,8 @@ def _host(ask: PlanRequest, on_cpu: bool) -> Host | None:
         return None
     if on_cpu:
         raise BadInput("--ram is for a GPU that lacks memory: name one with --gpu, not cpu")
+    if ask.measured is not None:
+        raise BadInput("--ram and --measured: a run of one GPU tells nothing of weights in RAM")
     if (ask.tp, ask.pp, ask.ep, ask.attention_dp) not in ((None, None, 1, 1), (1, None, 1, 1)):
         raise BadInput("--ram plans one GPU: leave out --tp, --pp, --ep and --attention-dp")
     if ask.engine not in (None, *ENGINES):

@@ -1,0 +1,147 @@
+"""Fewest GPUs for a rate of requests within an SLO: replicas of a deployment, each with an equal share.
+
+The closed form gives the rate that each division of each GPU keeps, and so the number of replicas. The best
+of them are simulated with Poisson arrivals, and get more replicas until they keep the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf
+from typing import Any
+
+from ...base.errors import BadInput
+from .devices import Device
+from .load import PlannedLoad
+from .load_plan import LoadPlan, LoadPlanner
+from .memory import Deployment
+from .setup import Setup
+from .solver import Solver
+
+SIMULATED_KINDS, SIMULATIONS = 3, 4
+"""Kinds of GPU that are simulated at most, and simulations of each."""
+MOST_GPUS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """GPUs of one kind for a rate. `kept_rate` is the highest rate that a replica keeps in closed form;
+    `simulated` is a replica under its share, where it was simulated."""
+
+    device: Device
+    deployment: Deployment
+    replicas: int
+    kept_rate: float
+    dollars_per_hour: float | None
+    simulated: LoadPlan | None = None
+
+    @property
+    def gpus(self) -> int:
+        return self.replicas * self.deployment.gpus
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Fewest GPUs first, then dollars, then replicas."""
+        price = inf if self.dollars_per_hour is None else self.dollars_per_hour
+        return self.gpus, price, self.replicas
+
+    def resized(self, replicas: int, simulated: LoadPlan | None) -> Fleet:
+        price = self.dollars_per_hour
+        if price is not None:
+            price *= replicas / self.replicas
+        return replace(self, replicas=replicas, dollars_per_hour=price, simulated=simulated)
+
+
+class FleetPlanner:
+    """Searches the fewest GPUs for `rate` requests per second within the load's SLO.
+
+    Raises:
+        BadInput: the load has no SLO, or is no rate.
+    """
+
+    def __init__(self, load: PlannedLoad, rate: float, setup: Setup, model: str) -> None:
+        if load.slo is None:
+            raise BadInput('--target-request-rate needs limits to keep: --slo "ttft:1s tpot:30ms"')
+        if not 0 < rate < inf:
+            raise BadInput(
+                f"--target-request-rate {rate:g}: requests per second, above 0, are needed"
+            )
+        slo = replace(load.slo, by="rate")
+        self._load, self._rate = replace(load, slo=slo), rate
+        self._setup, self._model = setup, model
+
+    def fleets(self, solvers: Sequence[Solver], devices: Sequence[Device]) -> list[Fleet]:
+        """The best fleet of each kind of GPU, the fewest GPUs first.
+
+        Raises:
+            BadInput: no GPU keeps the limits, not even for one request.
+        """
+        planners: dict[str, LoadPlanner] = {}
+        fleets = []
+        for solver, device in zip(solvers, devices, strict=True):
+            if device.bandwidth is None or not device.peaks or device.kind == "cpu":
+                continue
+            planner = LoadPlanner(self._load, solver, device, self._setup, self._model)
+            planners[device.name] = planner
+            deployments = [solver.choose(device)[0]]
+            if self._setup.has_free_sizes:
+                deployments = [*solver.machine_arrangements()]
+            kinds = [self._near(planner, device, option) for option in deployments]
+            if best := min(filter(None, kinds), key=lambda fleet: fleet.order, default=None):
+                fleets.append(best)
+        if not fleets:
+            raise BadInput(
+                "no division of these GPUs keeps the limits of --slo, not even for one request: raise a "
+                "limit, or name other GPUs"
+            )
+        return self._simulated(planners, fleets)
+
+    def _near(self, planner: LoadPlanner, device: Device, deployment: Deployment) -> Fleet | None:
+        kept = planner.kept_rate(deployment)
+        if kept is None or (replicas := ceil(self._rate / kept)) * deployment.gpus > MOST_GPUS:
+            return None
+        price = self._setup.price_of(device)
+        dollars = None if price is None else price.dollars * replicas * deployment.gpus
+        return Fleet(device, deployment, replicas, kept, dollars)
+
+    def _simulated(self, planners: dict[str, LoadPlanner], fleets: list[Fleet]) -> list[Fleet]:
+        """The fleets with the best ones simulated, until the best one is."""
+        for _ in range(SIMULATED_KINDS):
+            fleets.sort(key=lambda fleet: fleet.order)
+            if fleets[0].simulated is not None:
+                break
+            fleets[0] = self._with_least_replicas(planners[fleets[0].device.name], fleets[0])
+        return sorted(fleets, key=lambda fleet: fleet.order)
+
+    def _with_least_replicas(self, planner: LoadPlanner, fleet: Fleet) -> Fleet:
+        """The fleet with the fewest replicas that keep the limits, found around its own number."""
+        fails, replicas = 0, fleet.replicas
+        for _ in range(SIMULATIONS):
+            plan = planner.at_rate(fleet.deployment, self._rate / replicas)
+            if planner.keeps(plan):
+                fleet = fleet.resized(replicas, plan)
+                another = (fails + replicas) // 2 if fails else replicas - ceil(replicas / 10)
+            else:
+                fails = replicas
+                another = (
+                    (fails + fleet.replicas) // 2 if fleet.simulated else ceil(1.25 * replicas)
+                )
+            if not another or (fleet.simulated and another in (fails, fleet.replicas)):
+                return fleet
+            replicas = another
+        return fleet if fleet.simulated else fleet.resized(replicas, None)
+
+
+def fleet_as_dict(fleet: Fleet) -> dict[str, Any]:
+    """JSON form of a fleet."""
+    sizes = {name: getattr(fleet.deployment, name) for name in ("tp", "pp", "ep", "attention_dp")}
+    return {
+        "gpu": fleet.device.name,
+        "gpus": fleet.gpus,
+        "replicas": fleet.replicas,
+        **sizes,
+        "kept_rate_per_replica": round(fleet.kept_rate, 4),
+        "dollars_per_hour": fleet.dollars_per_hour,
+        "is_simulated": fleet.simulated is not None,
+    }
