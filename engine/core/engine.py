@@ -75,6 +75,7 @@ class Engine:
         *,
         arrival_seconds: float | None = None,
         priority: int = 0,
+        turn: int = 0,
         cache_salt: bytes = b"",
         lora: str | None = None,
         pooling: PoolingParams | None = None,
@@ -83,9 +84,10 @@ class Engine:
         """Queue a prompt, as text or as token ids.
 
         `arrival_seconds` is on the clock of `time.perf_counter`, now by default. A smaller `priority`
-        is served first under the priority policy. `lora` names an adapter that is loaded. With `pooling`
-        nothing is generated: the only output is a vector of the prompt's hidden states. `images` are those of
-        a prepared prompt, whose token ids then are the prompt.
+        is served first under the priority policy, a smaller `turn` under first come first served. `lora`
+        names an adapter that is loaded. With `pooling` nothing is generated: the only output is a vector of
+        the prompt's hidden states. `images` are those of a prepared prompt, whose token ids then are the
+        prompt.
 
         Raises:
             BadInput: an empty prompt, a token outside the vocabulary, an id in use, an unknown adapter, a
@@ -118,6 +120,7 @@ class Engine:
             order=self._next_order,
             times=RequestTimes(time.perf_counter() if arrival_seconds is None else arrival_seconds),
             priority=priority,
+            turn=turn,
             num_completions=params.num_sequences,
             cache_salt=cache_salt if adapter is None else adapter_salt(adapter, cache_salt),
             lora=adapter,

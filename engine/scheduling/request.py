@@ -142,6 +142,7 @@ class Request:
 
     `rope_positions` are those of a prompt with images (M-RoPE), None: indices. Tokens of each of
     `bidirectional_images` attend to each other, in one step. A smaller `rank` is served first.
+    `turn` is the place between the clients of a server.
     """
 
     sequence_id: str
@@ -155,6 +156,7 @@ class Request:
     order: int
     times: RequestTimes
     priority: int = 0
+    turn: int = 0
     num_completions: int = 1
     cache_salt: bytes = b""
     lora: str | None = None
@@ -230,6 +232,7 @@ class Request:
             order=self.order + index,
             times=RequestTimes(self.times.arrival, self.times.first_scheduled),
             priority=self.priority,
+            turn=self.turn,
             cache_salt=self.cache_salt,
             lora=self.lora,
             images=self.images,

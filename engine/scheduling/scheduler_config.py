@@ -137,7 +137,8 @@ TOKENS_PER_PLACE = 16
 
 
 def first_come(request: Request) -> Rank:
-    return (request.order, 0)
+    """In the order of arrival, without starvation; between the clients of a server in turns."""
+    return (request.turn, request.order)
 
 
 def by_priority(request: Request) -> Rank:

@@ -125,7 +125,7 @@ def create_app(
     if options.lora_folders:
         add_adapters(app, service, engine, options)
     app.include_router(ollama_router(service, engine))
-    add_page(app, loop)
+    add_page(app, loop, options)
     add_operations(app, engine, loop, service)
     return app
 

@@ -307,7 +307,7 @@ async def viewers(target: Target) -> None:
         target.answers[str(response.status)] += 1
         async for _ in response.content.iter_chunked(1 << 16):
             pass
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(3.0)
 
 
 async def hosted_tools(target: Target) -> None:

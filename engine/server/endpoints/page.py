@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.responses import Response
 
 from ...config.adapters import adapter_name
 from ...core.engine import Engine
 from ...scheduling.request import Request, RequestStatus
 from ..protocol.errors import ApiError, Unavailable
+from ..protocol.server_options import ServerOptions
 from ..requests.loop import EngineLoop
 from ..requests.metrics import ServerMetrics, speed_features
+from ..requests.request_record import record_of
 from .service import EventStream, server_sent
 
 INTERVAL_SECONDS = 0.25
+MAX_VIEWERS = 32
+"""Live views at a time. Each takes one of the connections that are reserved for probes."""
 MAX_WAITING = 40
 """Number of waiting sequences listed; the rest are only counted."""
 
@@ -148,7 +153,7 @@ HEADERS = {
 }
 
 
-def add_page(app: FastAPI, loop: EngineLoop) -> None:
+def add_page(app: FastAPI, loop: EngineLoop, options: ServerOptions) -> None:
     files = {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir())}
     feed = StateFeed(loop)
 
@@ -163,6 +168,7 @@ def add_page(app: FastAPI, loop: EngineLoop) -> None:
         return Response(files[name], media_type=MEDIA_TYPES[Path(name).suffix], headers=HEADERS)
 
     @app.get("/engine/state", include_in_schema=False)
-    async def state() -> Response:
+    async def state(request: HttpRequest) -> Response:
         """Engine snapshots as server-sent events, four per second."""
+        record_of(request).hold("live views", 1, options.share_of_key(MAX_VIEWERS))
         return EventStream(feed.events(), lambda: None, "text/event-stream")

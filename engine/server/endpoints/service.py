@@ -220,6 +220,8 @@ class Service:
             )
             for index, token_ids in enumerate(prompts)
         ]
+        num_sequences = len(jobs) * params.num_sequences
+        record.hold("sequences", num_sequences, self.loop.max_sequences_of_key)
         stream = await self.loop.submit(jobs)
         record.begin(response_id, name, params if prepared.pooling is None else None, stream)
         return ResponseContext(response_id, name, int(time.time()), stream)

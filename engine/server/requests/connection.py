@@ -23,7 +23,7 @@ from .request_record import FULL_KEY, WRITE_KEY
 
 MAX_HEADER_LINES = 256
 RESERVED_CONNECTIONS = 64
-"""Connections beyond `--max-connections`, for the requests of `RequestMiddleware.PROBES`."""
+"""Connections beyond `--max-connections`, for requests of `middleware.PROBES`."""
 PIECE_BYTES = 4096
 """Bytes of a chunked body between two turns of other clients; at the same time the limit of its trailers."""
 CHUNK_BYTES, SPARE_CHUNKS = 256, 256
@@ -33,13 +33,17 @@ LINGER_SECONDS = 2.0
 """Time for which what still comes is dropped unread after a refusal. Closing at once would reset the
 connection before the client has the response."""
 
+BEGUN_AT_A_TIME = 4
+"""Requests that begin in one turn of the event loop: a thousand at once would take it for a second."""
+
 _CODES = {408: "timeout", 431: "headers_too_large", 503: "too_many_connections"}
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 def bounded_connections(options: ServerOptions) -> type[BoundedConnection]:
     """uvicorn's protocol class with the limits of `options`."""
-    shared = {"options": options, "quiet": {}, "refused": set()}
+    turns = asyncio.Semaphore(BEGUN_AT_A_TIME)
+    shared = {"options": options, "quiet": {}, "refused": set(), "turns": turns}
     return type("ConfiguredConnection", (BoundedConnection,), shared)
 
 
@@ -52,11 +56,13 @@ class BoundedConnection(H11Protocol):
     Attributes:
         quiet: connections on which the server waits for a request, or the rest of one, by address.
         refused: connections that are being closed for another.
+        turns: what requests wait for before they begin, but for `/health` and `/ready`.
     """
 
     options: ServerOptions
     quiet: dict[str, dict[BoundedConnection, None]]
     refused: set[BoundedConnection]
+    turns: asyncio.Semaphore
     _head_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
 
@@ -120,6 +126,9 @@ class BoundedConnection(H11Protocol):
                     )
             await send(message)
 
+        if scope["path"] not in ("/health", "/ready"):
+            async with self.turns:
+                await asyncio.sleep(0)
         await self._app(scope, partial(self._receive, cycle), respond)
 
     async def _receive(self, cycle: RequestResponseCycle) -> Any:

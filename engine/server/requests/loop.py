@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -118,6 +119,7 @@ class EngineLoop:
 
     Attributes:
         unavailable: why the engine does not serve; None while it does.
+        max_sequences_of_key: sequences that an API key may have waiting or running.
         is_draining: True if the server is shutting down: requests in flight finish, then it stops.
     """
 
@@ -132,6 +134,9 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_EngineCall | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._drive, name="llmopt-engine", daemon=True)
         self._streams: dict[str, OutputStream] = {}
+        num_running = engine.scheduler.config.max_num_seqs
+        self.max_sequences_of_key = options.share_of_key(options.max_waiting) + num_running
+        self._turns: Counter[int] = Counter()
         self._calls: set[asyncio.Future[Any]] = set()
         self._stopping = False
         self.is_draining = False
@@ -338,6 +343,7 @@ class EngineLoop:
                     arrival_seconds=job.arrival_seconds,
                     lora=job.lora,
                     priority=job.priority,
+                    turn=self._turn(engine, job),
                     cache_salt=job.cache_salt,
                     pooling=job.pooling,
                     images=job.images,
@@ -347,6 +353,14 @@ class EngineLoop:
                     engine.abort(added.request_id)
                 raise
         self.metrics.note_added([job.params for job in jobs if job.pooling is None])
+
+    def _turn(self, engine: Engine, job: Job) -> int:
+        """Place of a key's next request among those of other keys: start-time fair queueing by sequences."""
+        head, turns = engine.scheduler.waiting.head, self._turns
+        now = max(turns.values(), default=0) if head is None else head.turn
+        turn = max(now, turns[job.key])
+        turns[job.key] = turn + job.params.num_sequences
+        return turn
 
 
 def _warm_up(engine: Engine) -> None:

@@ -20,13 +20,23 @@ from ..protocol.body import parsed
 from ..protocol.errors import ApiError, error_response
 from ..protocol.server_options import ServerOptions
 from .observe import LogEvent, body_text
-from .request_record import FULL_KEY, WRITE_KEY, KeyRing, Principal, RequestRecord, record_of
+from .request_record import (
+    FULL_KEY,
+    WRITE_KEY,
+    KeyRing,
+    Principal,
+    RequestRecord,
+    record_of,
+)
 
 _log = logging.getLogger(__name__)
 
 MAX_VALUES, MAX_OPENED = 2**20, 2**17
 """Values of a body at most, and lists and objects, but for a context that is longer: Python's lock is held
 while they are read and freed, and 14 MiB of small lists would silence every other client for seconds."""
+
+PROBES = frozenset({"/health", "/ready", "/metrics", "/engine/state"})
+"""Paths for which the server has connections in reserve."""
 
 BODIES_PER_KEY = 16
 """Bodies of the largest size, or their bytes in smaller ones, that a key may have in memory at a time."""
@@ -38,7 +48,6 @@ class RequestMiddleware:
 
     OPEN_PATHS = frozenset({"/", "/health", "/ready"})
     OPEN_PREFIX = "/page/"
-    PROBES = frozenset({"/health", "/ready", "/metrics", "/engine/state"})
     ADMIN_PATHS = frozenset(
         {"/metrics", "/engine/state", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     )
@@ -78,7 +87,7 @@ class RequestMiddleware:
             record.let_go()
 
     def _check_share(self, scope: Scope, record: RequestRecord) -> None:
-        if scope["path"] in self.PROBES:
+        if scope["path"] in PROBES:
             return
         if scope.get(FULL_KEY):
             headers = {"Retry-After": "1"}

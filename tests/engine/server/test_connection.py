@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import h11
 import pytest
+from llmopt.engine.server.endpoints import page
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests import connection
 
@@ -148,3 +149,39 @@ def test_names_of_hosts_and_schemes_have_no_case(strict: RunningServer) -> None:
         for scheme in ("bearer", "BEARER"):
             headers = {"Authorization": f"{scheme} sesame"}
             assert http.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_a_key_waits_for_its_own_requests_alone(strict: RunningServer) -> None:
+    """The only request of a key is served before those that another has waiting."""
+    finished: list[str] = []
+
+    def ask(key: str) -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        with strict.http(headers=headers) as http:
+            body = {"prompt": ["hi"] * (30 if key == "sesame" else 1), "max_tokens": 8}
+            http.post("/v1/completions", json=body).raise_for_status()
+        finished.append(key)
+
+    with ThreadPoolExecutor(2) as pool, held_steps(strict):
+        asked = [pool.submit(ask, "sesame")]
+        eventually(lambda: len(strict.loop._streams) == 30)
+        asked.append(pool.submit(ask, "rosebud"))
+        eventually(lambda: len(strict.loop._streams) == 31)
+    for answer in asked:
+        answer.result()
+    assert finished == ["rosebud", "sesame"]
+
+
+def test_sequences_and_live_views_of_a_key_are_bounded(
+    strict: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strict.loop, "max_sequences_of_key", 4)
+    monkeypatch.setattr(page, "MAX_VIEWERS", 2)
+    with strict.http(headers={"Authorization": "Bearer sesame"}) as http:
+        body = {"prompt": ["hi"] * 3, "n": 2, "max_tokens": 1}
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code == 429 and "sequences" in refused.text
+        with http.stream("GET", "/engine/state") as first:
+            lines = first.iter_lines()  # whose end would close the stream
+            next(lines)
+            assert http.get("/engine/state").status_code == 429
