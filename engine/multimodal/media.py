@@ -7,7 +7,8 @@ chunks in Python, and libjpeg passes over the image for each scan.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -82,6 +83,20 @@ def sent_bytes(url: str, limits: MediaLimits) -> bytes:
 
 def decode_image(data: bytes, limits: MediaLimits, name: str = "the image") -> Image.Image:
     """RGB, transparency on white, turned by EXIF. BadInput: another format, too many pixels, broken."""
+    with _opened(data, limits, name) as image:
+        image.load()
+        return _rgb(ImageOps.exif_transpose(image))
+
+
+def num_pixels(data: bytes, limits: MediaLimits) -> int:
+    """Pixels of an encoded image, by its header; raises as `decode_image`."""
+    with _opened(data, limits, "the image") as image:
+        return image.width * image.height
+
+
+@contextmanager
+def _opened(data: bytes, limits: MediaLimits, name: str) -> Iterator[Image.Image]:
+    """The image with its header read; errors in the block become `BadInput` too."""
     if len(data) > limits.max_image_bytes:
         raise _too_long(limits)
     check_parts(data)
@@ -90,8 +105,7 @@ def decode_image(data: bytes, limits: MediaLimits, name: str = "the image") -> I
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             limits.check_pixels(*image.size)
-            image.load()
-            return _rgb(ImageOps.exif_transpose(image))
+            yield image
     except BadInput:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

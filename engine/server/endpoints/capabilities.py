@@ -12,6 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +25,7 @@ from ...base.logits import TokenMask
 from ...base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
 from ...core.engine import Engine
 from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
-from ...multimodal.media import is_data_url, load_images, sent_bytes
+from ...multimodal.media import is_data_url, load_images, num_pixels, sent_bytes
 from ..protocol.errors import ApiError, TooMany, bad_field
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
 
@@ -37,8 +39,54 @@ T = TypeVar("T")
 
 NUM_FETCHES = 32
 """Downloads at a time: they wait for hosts."""
-NUM_DECODES = 2
-"""Prompts at a time whose images are decoded: with the pixels of a prompt that bounds memory."""
+SMALL_PIXELS = 1 << 21
+"""Pixels of a prompt whose images do not wait for those of larger prompts."""
+
+
+class SizedPool:
+    """Two worker threads: one for work up to the size `small`, one for larger work, the smallest first. Work
+    that has not begun is dropped when its caller stops waiting."""
+
+    def __init__(self, name: str, small: int) -> None:
+        prefixes = (f"llmopt-{name}", f"llmopt-large-{name}")
+        self._threads = [ThreadPoolExecutor(1, prefix) for prefix in prefixes]
+        self._small = small
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = count()
+        self._is_busy = False
+
+    async def run(self, size: int, work: Callable[[], T]) -> T:
+        """Return the result of `work`."""
+        loop = asyncio.get_running_loop()
+        if size <= self._small:
+            return await loop.run_in_executor(self._threads[0], work)
+        turn = loop.create_future()
+        heappush(self._waiting, (size, next(self._order), turn))
+        self._begin_next()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it had just begun
+                self._end()
+            raise
+        working = loop.run_in_executor(self._threads[1], work)
+        working.add_done_callback(self._end)
+        return await working
+
+    def _begin_next(self) -> None:
+        while self._waiting and not self._is_busy:
+            turn = heappop(self._waiting)[2]
+            if not turn.done():
+                self._is_busy = True
+                turn.set_result(None)
+
+    def _end(self, _: object = None) -> None:
+        self._is_busy = False
+        self._begin_next()
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 class PromptImages:
@@ -61,7 +109,7 @@ class PromptImages:
         self._support, self._limits, self._reason = support, limits, reason
         self._max_model_len = max_model_len
         self._fetching = ThreadPoolExecutor(NUM_FETCHES, thread_name_prefix="llmopt-media")
-        self._decoding = ThreadPoolExecutor(NUM_DECODES, thread_name_prefix="llmopt-images")
+        self._decoding = SizedPool("images", SMALL_PIXELS)
 
     @property
     def are_taken(self) -> bool:
@@ -80,13 +128,14 @@ class PromptImages:
         `BadInput`: an image that cannot be had or decoded, or that the model's processor refuses."""
         # An error cancels nothing: the fetches that have begun end at their deadline.
         sent = await asyncio.gather(*(self._sent(url) for url in urls))
+        encoded = await self._decoding.run(0, lambda: [_encoded(s, self._limits) for s in sent])
 
         def prepare() -> PreparedPrompt:
-            images = load_images(sent, self._limits)
+            images = load_images([data for data, _ in encoded], self._limits)
             limit = self._max_model_len
             return self._support.prepare(text, images, add_special_tokens=False, max_tokens=limit)
 
-        return await asyncio.get_running_loop().run_in_executor(self._decoding, prepare)
+        return await self._decoding.run(sum(num_pixels for _, num_pixels in encoded), prepare)
 
     async def _sent(self, url: str) -> str | bytes:
         """A data URL as it is, which waits for no host; else the bytes of the image."""
@@ -100,8 +149,14 @@ class PromptImages:
             raise BadInput(f"an image did not arrive within {seconds:g} s") from error
 
     def close(self) -> None:
-        for pool in (self._fetching, self._decoding):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
+        self._decoding.close()
+
+
+def _encoded(sent: str | bytes, limits: MediaLimits) -> tuple[bytes, int]:
+    """Bytes of an image, and its pixels by its header. Raises `BadInput`: as the functions that it calls."""
+    data = sent if isinstance(sent, bytes) else sent_bytes(sent, limits)
+    return data, num_pixels(data, limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import re
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+from pydantic import BaseModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ....base.errors import BadInput
@@ -18,6 +17,7 @@ from ...base.chat_template import render_chat, renders_text
 from ..parsing.formats import ReasoningFormat, ToolFormat, format_of_template, reasoning_of_template
 from ..protocol.chat_protocol import ChatMessage, Tool
 from ..protocol.generation_protocol import Prompt
+from .capabilities import SizedPool
 
 MAX_PAIR_CHARACTERS = 16 << 20
 """Limit of all pairs of a request: the tokenizer has one thread."""
@@ -48,10 +48,15 @@ class TokenText:
     length: int
 
 
+SHORT_CHARACTERS, CHUNK_CHARACTERS = 1 << 15, 1 << 16
+"""Characters of the texts of a request that do not wait for longer ones, and of the parts of a text whose
+tokens are counted before the whole is tokenized."""
+
+
 class Tokenization:
-    """The server's tokenizer: a copy, because the engine thread uses the original. Encoding runs on one
-    worker thread, so that a long prompt does not block the event loop. Decoding single tokens runs on the
-    event loop; both only read the tokenizer, once its first call has set it up."""
+    """The server's tokenizer: a copy, because the engine thread uses the original. Encoding runs on two
+    worker threads, one for long texts, with a copy each, because a call may set the truncation; `tokenizers`
+    encodes batches without Python's lock. Decoding single tokens runs on the event loop, and only reads."""
 
     def __init__(
         self,
@@ -75,10 +80,11 @@ class Tokenization:
             self._tokenizer.chat_template = chat_template
         self.tool_format = tool_format or format_of_template(self.template_text)
         self.reasoning_format = reasoning_format or reasoning_of_template(self.template_text)
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llmopt-tokenizer")
+        self._workers = SizedPool("tokenizer", SHORT_CHARACTERS)
+        self._for_long = copy.deepcopy(self._tokenizer)
         self._special = frozenset(self._tokenizer.all_special_ids)
         self._guard = SpecialTexts(self._tokenizer)
-        self._prefix_id = self._encode_text("a")[-1]
+        self._prefix_id = self._encode_text("a", 1)[-1]
         self._prefix_text = self.decode([self._prefix_id], skip_special_tokens=False)
         self._texts: dict[int, TokenText] = {}
         # Templates of some image-text models read lists of parts alone.
@@ -120,14 +126,15 @@ class Tokenization:
         """Tokenize prompts, with the special tokens that the tokenizer adds. `max_tokens` truncates them, -1
         to the context length. Raises `BadInput`: text that is not valid Unicode."""
         limit = self._limit(max_tokens)
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
         def encode(prompt: Prompt) -> list[int]:
             if not isinstance(prompt, str):
                 return list(prompt)[:limit]
             how: dict[str, Any] = {"add_special_tokens": add_special_tokens, "max_tokens": limit}
-            return self._encode_text(prompt, **how)
+            return self._encode_text(prompt, size, **how)
 
-        return await self._on_worker(lambda: [encode(prompt) for prompt in prompts])
+        return await self._workers.run(size, lambda: [encode(prompt) for prompt in prompts])
 
     async def encode_pairs(
         self,
@@ -145,8 +152,10 @@ class Tokenization:
             raise BadInput(
                 f"{len(pairs)} pairs have {num_characters} characters, at most {MAX_PAIR_CHARACTERS} may"
             )
-        how = (template, limit)
-        return await self._on_worker(lambda: [self._encode_pair(*pair, *how) for pair in pairs])
+        how = (num_characters, template, limit)
+        return await self._workers.run(
+            num_characters, lambda: [self._encode_pair(*pair, *how) for pair in pairs]
+        )
 
     async def encode_chat(
         self,
@@ -156,13 +165,15 @@ class Tokenization:
     ) -> list[int]:
         """Tokenize a conversation, with the generation prompt unless the template's `options` say otherwise.
         Raises `BadInput`: the model's template rejects the conversation, or text is not valid Unicode."""
+        size = await self._checked_size(messages, tools)
 
         def encode() -> list[int]:
             text = self._render_chat(messages, tools, options or {})
             # The model's template renders special tokens itself.
-            return self._encode_text(text, add_special_tokens=self.template_source == "plain")
+            is_plain = self.template_source == "plain"
+            return self._encode_text(text, size, add_special_tokens=is_plain)
 
-        return await self._on_worker(encode)
+        return await self._workers.run(size, encode)
 
     async def render_chat(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: Mapping[str, Any]
@@ -174,17 +185,19 @@ class Tokenization:
                 "messages: the model has no chat template, which says where images stand; give one with "
                 "--chat-template"
             )
-        return await self._on_worker(
+        return await self._workers.run(
+            await self._checked_size(messages, tools),
             # The processor of images tokenizes by itself.
-            lambda: self._checked_text(self._render_chat(messages, tools, options, guarded=False))
+            lambda: self._checked_text(self._render_chat(messages, tools, options, guarded=False)),
         )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     async def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Decode a long list on the worker thread, special tokens included."""
-        return await self._on_worker(lambda: self.decode(token_ids, skip_special_tokens=False))
+        """Decode a long list on a worker thread, special tokens included."""
+        decode = partial(self.decode, token_ids, skip_special_tokens=False)
+        return await self._workers.run(len(token_ids), decode)
 
     def token(self, token_id: int) -> TokenText:
         """Text, bytes and length of a token; cached."""
@@ -194,16 +207,13 @@ class Tokenization:
         return text
 
     def close(self) -> None:
-        self._worker.shutdown(wait=False, cancel_futures=True)
-
-    async def _on_worker(self, work: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        self._workers.close()
 
     def _limit(self, max_tokens: int | None) -> int | None:
         return self._max_model_len if max_tokens == -1 else max_tokens
 
     def _encode_pair(
-        self, query: str, document: str, template: str | None, max_tokens: int | None
+        self, query: str, document: str, size: int, template: str | None, max_tokens: int | None
     ) -> list[int]:
         names = self.template_text
         if all(f'"{role}"' in names or f"'{role}'" in names for role in ("query", "document")):
@@ -215,25 +225,71 @@ class Tokenization:
         else:
             for text in (query, document):
                 self._checked_text(text)
-            return list(self._tokenizer(query, document, **_truncation(max_tokens)).input_ids)
-        return self._encode_text(text, add_special_tokens=False, max_tokens=max_tokens)
+            tokenizer = self._for_long if size > SHORT_CHARACTERS else self._tokenizer
+            return list(tokenizer(query, document, **_truncation(max_tokens)).input_ids)
+        return self._encode_text(text, size, add_special_tokens=False, max_tokens=max_tokens)
 
     def _encode_text(
-        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+        self,
+        text: str,
+        size: int,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
     ) -> list[int]:
+        """Tokenize one of the texts of a request, which have `size` characters in all."""
+        tokenizer = self._for_long if size > SHORT_CHARACTERS else self._tokenizer
+        text = self._bounded(tokenizer, self._checked_text(text), max_tokens)
         options = {"add_special_tokens": add_special_tokens, **_truncation(max_tokens)}
-        encoded = self._tokenizer(self._checked_text(text), **options)
+        encoded = tokenizer(text, **options)
         ids = list(encoded.input_ids)
         if BREAK not in text or not encoded.is_fast:  # without offsets nothing was broken
             return ids
         spans = zip(ids, encoded[0].offsets, strict=True)
         return [token for token, (begin, end) in spans if text[begin:end] != BREAK]
 
-    def _checked_text(self, text: str) -> str:
-        if self._max_characters is not None and len(text) > self._max_characters:
-            # Tokenizing it could take minutes on the only worker thread.
+    def _bounded(self, tokenizer: Any, text: str, max_tokens: int | None) -> str:
+        """The text, cut after twice the tokens that truncation keeps. Raises `BadInput`: it has twice the
+        tokens of the context, which would take memory for nothing."""
+        limit = self._max_model_len if max_tokens is None else max_tokens
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if limit is None or len(text) <= max(2 * limit, CHUNK_CHARACTERS) or backend is None:
+            return text
+        backend.no_truncation()
+        num_tokens = 0
+        for end in range(CHUNK_CHARACTERS, len(text) + CHUNK_CHARACTERS, CHUNK_CHARACTERS):
+            (encoded,) = backend.encode_batch([text[end - CHUNK_CHARACTERS : end]])
+            # Half of them: a token that is cut, and breaks, count several times.
+            num_tokens += len(encoded) // 2
+            if num_tokens > limit and max_tokens is None:
+                raise BadInput(
+                    f"more than {num_tokens} prompt tokens exceed the context length of {limit} tokens"
+                )
+            if num_tokens > limit and tokenizer.truncation_side == "right":
+                return text[:end]
+        return text
+
+    async def _checked_size(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
+        """Characters of a conversation. Raises `BadInput`: no prompt of the context has as many."""
+        size = 0
+        for message in messages:
+            texts = (call.function.arguments for call in message.tool_calls or ())
+            texts = (message.content, message.reasoning_content, *texts)
+            size += sum(len(text) for text in texts if text)
+        if tools:
+            functions = [tool.function for tool in tools]
+            size += await self._workers.run(0, lambda: sum(map(num_characters, functions)))
+        self._check_characters(size)
+        return size
+
+    def _check_characters(self, size: int) -> None:
+        if self._max_characters is not None and size > self._max_characters:
+            # Tokenizing it could take minutes of a worker thread.
             problem = "its tokens exceed the model's context length"
-            raise BadInput(f"the prompt has {len(text)} characters: {problem}")
+            raise BadInput(f"the prompt has {size} characters: {problem}")
+
+    def _checked_text(self, text: str) -> str:
+        self._check_characters(len(text))
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -282,29 +338,43 @@ BREAK = "\ufdd0"
 
 class SpecialTexts:
     """Special tokens that a message or a tool spells out, which are text there: `<|im_end|>` ends no turn. A
-    break within each, before the template is rendered, keeps the tokenizer from taking it whole; the tokens
-    of breaks are left out of the prompt."""
+    break after the first character of each, before the template is rendered, keeps the tokenizer from taking
+    it whole; the tokens of breaks are left out of the prompt."""
 
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         added = {} if backend is None else backend.get_added_tokens_decoder()
         special = (token.content for token in added.values() if token.special)
-        several = sorted(text for text in special if len(text) > 1)
-        # Where one begins, not the whole of it: another may begin within. Most places have none of the first
-        # characters, which one look tells.
-        first = "".join(re.escape(text) for text in sorted({text[0] for text in several}))
-        pattern = f"(?=[{first}])(?=(?:{'|'.join(map(re.escape, several))}))(.)"
-        self._pattern = re.compile(pattern, re.DOTALL) if several else None
+        self._texts = sorted(text for text in special if len(text) > 1 and BREAK not in text)
 
     def broken(self, value: Any) -> Any:
         """A message or a tool for the template, with a break in each special token of its texts."""
-        if self._pattern is None:
-            return value
         if isinstance(value, str):
-            return self._pattern.sub(rf"\1{BREAK}", value)
+            for text in self._texts:
+                while text in value:  # one may begin within another of the same text
+                    value = value.replace(text, f"{text[0]}{BREAK}{text[1:]}")
+            return value
         if isinstance(value, dict):
             return {self.broken(key): self.broken(inner) for key, inner in value.items()}
         return [self.broken(inner) for inner in value] if isinstance(value, list) else value
+
+
+def num_characters(value: Any) -> int:
+    """Characters of the texts in a JSON value or a model of one, and one for each other value."""
+    size, waiting = 0, [value]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                size += len(text)
+            case dict() as inner:
+                waiting += (*inner, *inner.values())
+            case list() as inner:
+                waiting += inner
+            case BaseModel() as model:
+                waiting += model.__dict__.values()
+            case _:
+                size += 1
+    return size
 
 
 def _truncation(max_tokens: int | None) -> dict[str, Any]:
