@@ -17,8 +17,8 @@ class Progress(Protocol):
         """Begin a new task of `total` units, 0 where they cannot be counted; ends the previous one."""
         ...
 
-    def advance(self, count: int = 1) -> None:
-        """`count` more units are done."""
+    def advance(self, count: float = 1) -> None:
+        """`count` more units are done, or a part of one."""
         ...
 
     def status(self, text: str) -> None:
@@ -39,7 +39,7 @@ class ProgressUpdate:
     """How far a task is: `done` of `total` units, and a status text."""
 
     description: str
-    done: int
+    done: float
     total: int
     unit: str
     status: str = ""
@@ -55,7 +55,7 @@ class ProgressCallback:
     def start(self, description: str, total: int, unit: str) -> None:
         self._tell(ProgressUpdate(description, 0, total, unit))
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: float = 1) -> None:
         self._tell(replace(self._now, done=self._now.done + count))
 
     def status(self, text: str) -> None:
@@ -93,7 +93,7 @@ class Silent:
     def start(self, description: str, total: int, unit: str) -> None:
         pass
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: float = 1) -> None:
         pass
 
     def status(self, text: str) -> None:

@@ -119,7 +119,7 @@ def _dry_run(request: QuantizeRequest, chosen: RunOptions) -> None:
 def _run(request: QuantizeRequest, as_json: bool) -> None:
     import time
 
-    from ..quant.base.workers import is_first
+    from ..quant.base.workers import is_first, is_worker
     from ..quant.pipeline.pipeline import quantize as run
     from ..quant.plan.request import work_folder
     from .output.console import TerminalProgress, result_console
@@ -134,7 +134,7 @@ def _run(request: QuantizeRequest, as_json: bool) -> None:
         )
 
     began = time.monotonic()
-    with TerminalProgress(kept) as progress:
+    with TerminalProgress(kept, names_load=not is_worker()) as progress:
         result = run(request, progress)
     if not is_first():
         return

@@ -24,6 +24,10 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 
 from ...base.progress import SHARE, in_words
+from ...bench.machine.machine_meter import CpuTimes, other_load
+
+LOAD_TO_NAME = 0.25
+"""Share of the processors, taken by other programs, from which an estimate names it."""
 
 # A bracket in a message, a path or a table's cell is itself: what is coloured is a `Text`.
 people = Console(stderr=True, highlight=False, markup=False)
@@ -80,17 +84,21 @@ def facts_table(facts: Iterable[tuple[str, Any]], style: str = "bold") -> Table:
 class TerminalProgress:
     """A `quant.progress.Progress`: a rich bar on a terminal, otherwise a plain line every few seconds, and
     where nothing advances a line that says so. As a context it is finished at the end. With
-    `when_interrupted`, Ctrl-C within prints that sentence and exits with 130."""
+    `when_interrupted`, Ctrl-C within prints that sentence and exits with 130. With `names_load`, for a task
+    of this process alone, it says how much of the processors other programs take."""
 
     PLAIN_EVERY_SECONDS = 5.0
     SILENT_SECONDS = 20.0
 
-    def __init__(self, when_interrupted: Callable[[], str] | None = None) -> None:
-        self._when_interrupted = when_interrupted
+    def __init__(
+        self, when_interrupted: Callable[[], str] | None = None, *, names_load: bool = False
+    ) -> None:
+        self._when_interrupted, self._names_load = when_interrupted, names_load
         self._bar: RichProgress | None = None
         self._description = self._unit = self._status = ""
-        self._total = self._done = 0
+        self._total, self._done = 0, 0.0
         self._began = self._printed = 0.0
+        self._used: CpuTimes | None = None
         self._over = threading.Event()
 
     def __enter__(self) -> Self:
@@ -104,8 +112,9 @@ class TerminalProgress:
 
     def start(self, description: str, total: int, unit: str) -> None:
         self.finish()
-        self._description, self._total, self._unit, self._done = description, total, unit, 0
+        self._description, self._total, self._unit, self._done = description, total, unit, 0.0
         self._status = ""
+        self._used = CpuTimes.now() if self._names_load else None
         self._began = self._printed = time.monotonic()
         if people.is_terminal:
             counted = () if unit == SHARE else (MofNCompleteColumn(), TextColumn(unit))
@@ -126,7 +135,7 @@ class TerminalProgress:
             self._over = threading.Event()
             threading.Thread(target=self._speak_up, args=(self._over,), daemon=True).start()
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: float = 1) -> None:
         self._done += count
         if self._bar is not None:
             self._bar.advance(self._task, count)
@@ -136,7 +145,7 @@ class TerminalProgress:
     def status(self, text: str) -> None:
         self._status = text
         if self._bar is not None:
-            self._bar.update(self._task, status=text)
+            self._bar.update(self._task, status=", ".join(filter(None, [text, self._load()])))
 
     def note(self, message: str) -> None:
         people.print(message, soft_wrap=True)
@@ -163,12 +172,21 @@ class TerminalProgress:
         self._printed, passed = now, now - self._began
         parts = [f"{self._description}: {in_words(passed)}"]
         if self._total and self._unit == SHARE:
-            parts = [f"{self._description}: {100 * self._done // self._total} %"]
+            parts = [f"{self._description}: {int(100 * self._done / self._total)} %"]
         elif self._total:
-            parts = [f"{self._description}: {self._done}/{self._total} {self._unit}"]
+            done = int(self._done + 1e-6)  # of parts that add up to whole units
+            parts = [f"{self._description}: {done}/{self._total} {self._unit}"]
             if self._done:
                 parts.append(f"{self._done / max(passed, 1e-9):.2g} {self._unit}/s")
         if self._done and self._total:
             left = passed * (self._total - self._done) / self._done
-            parts.append(f"about {in_words(left)} left")
+            load = self._load()
+            parts.append(f"about {in_words(left)} left{load and f' at this pace: {load}'}")
         people.print(", ".join(filter(None, [*parts, self._status])), soft_wrap=True)
+
+    def _load(self) -> str:
+        """The share of the processors that other programs took since the task began, if it is large."""
+        others = self._used and other_load(self._used, CpuTimes.now())
+        if others is None or others < LOAD_TO_NAME:
+            return ""
+        return f"other programs take {others:.0%} of the processors"

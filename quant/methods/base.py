@@ -234,6 +234,7 @@ class LayerProblem:
         layer_error: squared error of the layer's output with these weights; None: not asked for.
         importance: given mean squares of inputs `[in]`, in place of the statistics' for ggml's blocks.
         measures_errors: True to have errors in the reports; an expert, whose codes depend on them, has them.
+        step: called after each linear, or group of them, that is solved or measured.
     """
 
     prefix: str
@@ -254,6 +255,7 @@ class LayerProblem:
     options: MethodOptions = field(default_factory=MethodOptions)
     importance: dict[str, torch.Tensor] = field(default_factory=dict)
     measures_errors: bool = True
+    step: Callable[[], None] | None = None
     _energies: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def part(self, linears: Collection[str], device: torch.device) -> LayerProblem:
@@ -345,6 +347,8 @@ def solving(problem: LayerProblem, linears: Collection[str]) -> Iterator[None]:
             raise
         names = [f"{problem.prefix}.{name}".lstrip(".") for name in linears]
         raise Unsolved(names, error) from error
+    if problem.step is not None:
+        problem.step()
 
 
 def each_linear(problem: LayerProblem, solve: Callable[[str], Answer]) -> dict[str, Answer]:

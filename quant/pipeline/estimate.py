@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 from operator import add
 from typing import ParamSpec, TypeVar
 
+import torch
+
 from ...base.atomic_io import entry_bytes
 from ...base.progress import Progress
 from ..base.device import HOST
@@ -383,6 +385,20 @@ def quick_tokens() -> int:
     return (CPU_SAMPLES + CPU_SAMPLES // _HELD_OUT) * CPU_SEQ_LEN
 
 
+class Stopwatch:
+    """Seconds of this process since it was started: of a clock, or of a processor where that is less, because
+    other programs took it for the rest. A GPU's work takes none."""
+
+    def __init__(self, device: torch.device = HOST) -> None:
+        self._device = device
+        self._began, self._used = time.perf_counter(), time.process_time()
+
+    @property
+    def seconds(self) -> float:
+        passed, used = time.perf_counter() - self._began, time.process_time() - self._used
+        return min(passed, used) if self._device == HOST else passed
+
+
 def time_layer(session: Session, progress: Progress) -> LayerTime | None:
     """Quantize the first layer on little text; None where images would be cut, or nothing is quantized."""
     plan, stream, calibration = session.plan, session.stream, session.calibration
@@ -408,15 +424,15 @@ def time_layer(session: Session, progress: Progress) -> LayerTime | None:
 
     def timed(call: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
         def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
-            began = time.perf_counter()
+            watch = Stopwatch(plan.device)
             try:
                 return call(*arguments, **named)
             finally:
-                seconds[0] += time.perf_counter() - began
+                seconds[0] += watch.seconds
 
         return run
 
-    began = time.perf_counter()
+    watch = Stopwatch(plan.device)
     tensors = stream.tensors(0)
     measured = timed(source.measure)(0, tensors)
     if measured.remeasure is not None:
@@ -434,7 +450,7 @@ def time_layer(session: Session, progress: Progress) -> LayerTime | None:
     timed(source.finish)(0, work)
     for weight_format in plan.formats:
         work.packed(plan, weight_format)
-    whole = time.perf_counter() - began
+    whole = watch.seconds
     plan.checkpoint.release()
     progress.finish()
     return LayerTime(whole - seconds[0], seconds[0], text.num_tokens, weights)

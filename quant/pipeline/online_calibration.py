@@ -293,6 +293,7 @@ class StreamedBlock:
                 target = self._targets.tensors[name][samples].to(output.device)
                 error = (output.to(torch.float32) - target).square().flatten(1).sum(dim=1)
                 total = total + error * self._weights[name]
+        self._stream.step()
         return total
 
     def _weight(self, target: torch.Tensor) -> float:

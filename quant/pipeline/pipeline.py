@@ -36,7 +36,15 @@ from .preflight import Preflight, preflight
 from .prepare import outline, prepare, statistics_path
 from .publish import write_final_files
 from .quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
-from .stages import Session, Stage, layer_folder, shard_folder, source_of, stages_of
+from .stages import (
+    LayerProgress,
+    Session,
+    Stage,
+    layer_folder,
+    shard_folder,
+    source_of,
+    stages_of,
+)
 
 if TYPE_CHECKING:
     from ..gguf.imatrix import ImportanceMatrix
@@ -217,9 +225,13 @@ def _quantize_layers(
         progress.note(f"going on after layer {min(first, last)} of {last}")
     if first == total:
         return
+    within = LayerProgress(progress)
+    for stage in stages:
+        stage.stream.step = within.step
     solve = partial(
         quantize_tensors,
         plan,
+        step=within.step,
         revert_worse=session.request.revert_worse,
         allow_fallback=session.request.allow_fallback,
     )
@@ -233,6 +245,7 @@ def _quantize_layers(
     progress.start("quantizing", total, "layers")
     progress.advance(first)
     for index in range(first, total):
+        within.begin()
         if index == stage.end and stage is not stages[-1]:
             stage = stages[1]
             source = source_of(session, stage, journal, None, progress)
@@ -260,7 +273,7 @@ def _quantize_layers(
         known = None not in errors
         error = f"error {sum(errors) / max(1, len(errors)):.2e}, " if known else ""
         progress.status(f"{error}{memory.bytes / 2**20:.0f} MiB")
-        progress.advance()
+        within.end()
     progress.finish()
 
 

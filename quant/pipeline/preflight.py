@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +29,7 @@ from ..stream.sources import CPU_SAMPLES, CPU_SEQ_LEN
 from .estimate import (
     LayerTime,
     MemoryEstimate,
+    Stopwatch,
     estimate_memory,
     estimate_operations,
     quick_tokens,
@@ -331,10 +331,10 @@ def _kinds(plan: QuantizePlan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
 
 
 def _operations_per_second() -> float:
-    """Measured float32 GEMM rate of this machine, with the current thread count."""
+    """Measured float32 GEMM rate of this machine, with the current thread count and no other program."""
     square = torch.ones(512, 512)
     torch.mm(square, square)  # warm-up
-    began, rounds = time.perf_counter(), 8
+    watch, rounds = Stopwatch(), 8
     for _ in range(rounds):
         torch.mm(square, square)
-    return rounds * 2 * 512**3 / (time.perf_counter() - began)
+    return rounds * 2 * 512**3 / watch.seconds

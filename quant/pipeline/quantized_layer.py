@@ -110,9 +110,11 @@ def quantize_tensors(
     revert_worse: bool,
     allow_fallback: bool = False,
     measures_errors: bool = True,
+    step: Callable[[], None] | None = None,
 ) -> QuantizedLayer:
     """Quantize the linears of a layer, whose tensors are in the checkpoint's dtype by relative name, and
-    whose linears may be in memory in float32; BadInput where the method fails and may not fall back."""
+    whose linears may be in memory in float32; `step` is called after each that is solved. BadInput where the
+    method fails and may not fall back."""
     began = time.perf_counter()
     device = plan.device
     linears = [name for name in family.linears if full_name(prefix, name) in plan.modules]
@@ -154,6 +156,7 @@ def quantize_tensors(
             if full_name(prefix, name) in plan.importance
         },
         measures_errors=measures_errors,
+        step=step,
     )
     with torch.no_grad(), creating_on(device):
         result = _solved(plan, problem, allow_fallback) if linears else LayerResult({}, {}, [])

@@ -6,6 +6,8 @@ read from what was written.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +38,33 @@ class Session:
     statistics: StatisticsFolder | None
     notes: tuple[str, ...]
     vision: LayerStream | None = None
+
+
+class LayerProgress:
+    """Progress within a layer: each step of its work (a linear that is solved, a batch that is run) counts as
+    the share of the layer's time that it had passed in the layer before."""
+
+    def __init__(self, progress: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._progress, self._clock = progress, clock
+        self._shares: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        self._began, self._steps, self._shown = self._clock(), list[float](), 0.0
+
+    def step(self) -> None:
+        self._steps.append(self._clock() - self._began)
+        number = len(self._steps)
+        if not self._shares:
+            self._progress.status(f"step {number} of the first layer")
+        elif number <= len(self._shares):
+            self._progress.advance(self._shares[number - 1] - self._shown)
+            self._shown = self._shares[number - 1]
+
+    def end(self) -> None:
+        passed = max(self._clock() - self._began, 1e-9)
+        self._shares = [seconds / passed for seconds in self._steps]
+        self._progress.advance(1 - self._shown)
 
 
 def shard_folder(checkpoint: Path, plan: QuantizePlan, number: int) -> Path:

@@ -50,7 +50,7 @@ _IGNORED_BUFFER = "rotary_emb.inv_freq"  # in old checkpoints; every model compu
 class LayerStream:
     """The decoder layers of a checkpoint, materialised one by one; names are on disk, relative to a layer.
     GEMMs have dtype `compute`, sums and activations float32. `device` keeps statistics, the host states.
-    Raises BadInput: transformers rejects the config."""
+    `step` is called after each batch of a pass. Raises BadInput: transformers rejects the config."""
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class LayerStream:
         self.vocab_size = int(self._meta_model.config.vocab_size)
         self.hidden_size = int(self._meta_model.config.hidden_size)
         self.is_latent = bool(checkpoint.text_config.get("kv_lora_rank"))
+        self.step: Callable[[], None] = lambda: None
         self._prepared: Walk | None = None
 
     def prefix(self, index: int) -> str:
@@ -155,6 +156,7 @@ class LayerStream:
         batch = self.rows(states.token_ids)
         for start in range(0, len(states), batch):
             yield slice(start, start + batch)
+            self.step()
 
     def tensors(self, index: int) -> dict[str, torch.Tensor]:
         """The tensors of a layer in the checkpoint's dtype."""

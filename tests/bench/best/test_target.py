@@ -178,8 +178,8 @@ def test_a_budget_makes_the_finalists_that_it_has_time_for(monkeypatch: pytest.M
     made = {"method": "gptq", "bits": 4, "num_samples": 2, "seq_len": 64}
 
     def most(budget: float, tick: float) -> int:
-        clock = itertools.count(step=tick)
-        fake = SimpleNamespace(perf_counter=lambda: next(clock))
+        clock, used = itertools.count(step=tick), itertools.count(step=2 * tick)
+        fake = SimpleNamespace(perf_counter=lambda: next(clock), process_time=lambda: next(used))
         monkeypatch.setattr(estimate, "time", fake)
         target = Target.of(BestRequest(budget=budget), "stories3M")
         return affordable(target, [{"quantize": made}], 8, Silent())

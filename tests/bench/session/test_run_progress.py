@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from llmopt.base.progress import SHARE, Silent, in_words
+from llmopt.bench.machine.machine_meter import CpuTimes
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.session.run_sessions import run_bench
 from llmopt.bench.session.session import LOAD, PASS, QUALITY, REPORT, RunProgress
+from llmopt.cli.output import console
 from llmopt.cli.output.console import TerminalProgress
 
 
@@ -101,6 +105,30 @@ def test_a_line_comes_where_nothing_advances(
     capsys.readouterr()
     time.sleep(0.1)
     assert capsys.readouterr().err == ""  # it is over
+
+
+@pytest.mark.parametrize(
+    ("busy", "words"),
+    [
+        (200.0, "about 3 min left at this pace: other programs take 75% of the processors\n"),
+        (60.0, "about 3 min left\n"),
+    ],
+)
+def test_an_estimate_names_what_other_programs_take(
+    busy: float, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 100 seconds of two processors this process took 50."""
+    times = [CpuTimes(0.0, 1000.0, 0.0), CpuTimes(100.0, 1000.0 + busy, 50.0)]
+    clock = Clock()
+    monkeypatch.setattr(CpuTimes, "now", lambda: times[0] if len(times) == 1 else times.pop(0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=clock))
+    progress = TerminalProgress(names_load=True)
+    progress.start("quantizing", 30, "layers")
+    clock.now = 100.0
+    progress.advance(10)
+    assert words in capsys.readouterr().err
+    progress.finish()
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from llmopt.base.progress import Silent
 from llmopt.quant.methods.options import MethodOptions
-from llmopt.quant.pipeline import pipeline
-from llmopt.quant.pipeline.estimate import LayerTime, quick_tokens, time_layer
+from llmopt.quant.pipeline import estimate, pipeline
+from llmopt.quant.pipeline.estimate import LayerTime, Stopwatch, quick_tokens, time_layer
 from llmopt.quant.pipeline.pipeline import predict, quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import outline, prepare
@@ -33,6 +35,16 @@ def test_passes_grow_with_the_text_and_solving_does_not() -> None:
     assert RECORDED.seconds(weights, 0) == pytest.approx(30 * 4)
     assert RECORDED.seconds(weights, 10 * RECORDED.tokens) == pytest.approx(30 * 24)
     assert quick_tokens() == (64 + 8) * 512
+
+
+def test_time_that_other_programs_took_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds passed, and this process ran for three of them; two threads ran for fifteen."""
+    for used, seconds in ((3.0, 3.0), (15.0, 10.0)):
+        clocks = {"perf_counter": iter([0.0, 10.0, 10.0]), "process_time": iter([0.0, used, used])}
+        fake = {name: partial(next, clock) for name, clock in clocks.items()}
+        monkeypatch.setattr(estimate, "time", SimpleNamespace(**fake))
+        assert Stopwatch().seconds == seconds
+    monkeypatch.undo()
 
 
 def test_a_long_run_is_told_beside_a_quick_one(tmp_path: Path) -> None:
