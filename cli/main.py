@@ -70,9 +70,9 @@ def _empty() -> typer.Typer:
 
 def _show_version(is_given: bool) -> None:
     if is_given:
-        from importlib.metadata import version
+        from ..base.version import VERSION
 
-        print(f"llmopt {version('llmopt')}")
+        print(f"llmopt {VERSION}")
         raise typer.Exit
 
 

@@ -145,7 +145,7 @@ PRESETS = {
     "llmopt": Preset(
         None,
         _filling("-m", "llmopt.cli.main", "serve-local", *SERVED, *WHERE),
-        ("-c", "from importlib.metadata import version; print(version('llmopt'))"),
+        ("-c", "import llmopt; print(llmopt.__version__)"),
         "it is part of llmopt",
         adapters=lambda folders: [
             word for adapter in _named(folders) for word in ("--lora", adapter)

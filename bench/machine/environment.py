@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.processor import CPUINFO, cpu_model
+from ...base.version import VERSION
 from ...engine.base.host import CLOCK_MEMORY, CLOCK_SM, Nvml, usable_cores
 from ...quant.model.checkpoint import gguf_file_of
 
@@ -92,6 +93,8 @@ def read_line(path: Path) -> str | None:
 
 
 def library_version(name: str) -> str | None:
+    if name == "llmopt":
+        return VERSION
     with suppress(PackageNotFoundError):
         return version(name)
     return None

@@ -10,7 +10,6 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -198,7 +197,7 @@ def _job_on_node(
     node = socket.gethostname()
     if llmopt != VERSION:
         raise BadInput(
-            f"node {node} has llmopt {version('llmopt')}, this command is {llmopt}: install one everywhere"
+            f"node {node} has llmopt {VERSION}, this command is {llmopt}: install one everywhere"
         )
     folder = Path(journal).parent
     if not Path(journal).is_file():

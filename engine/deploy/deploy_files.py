@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from ...base.errors import BadInput
 from .deployment import GIB, PORT, SHARED_MEMORY_BYTES, STEP_ASIDE_SECONDS, ServerDeployment
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -58,7 +59,12 @@ def deploy_files(deployment: ServerDeployment) -> dict[str, str]:
     if deployment.choices.engine != "llmopt":
         return files
     pins = pinned_requirements("llmopt", "serve")
-    torch = next(pin for pin in pins if pin.startswith("torch=="))
+    torch = next((pin for pin in pins if pin.startswith("torch==")), None)
+    if torch is None:
+        raise BadInput(
+            "deploy: llmopt runs from a checkout that is not installed, so the versions for the image are "
+            "unknown: install it (pip install -e .) and run again"
+        )
     for device in ("cpu", "cuda"):
         image = {"on_gpus": device == "cuda", "torch": torch}
         files[f"docker/Dockerfile.{device}"] = _render("docker/Dockerfile", deployment, **image)

@@ -15,6 +15,7 @@ import torch
 
 from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
+from ...base.version import VERSION
 from ...recipes import DATA
 from ..base import workers
 from ..base.device import HOST
@@ -160,7 +161,7 @@ def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
         "compute": str(plan.compute),
         "device": plan.device.type,
         "rotated": [*plan.rotations, request.seed] if plan.rotations else [],
-        "versions": [version(name) for name in ("llmopt", "torch", "transformers")],
+        "versions": [VERSION, version("torch"), version("transformers")],
     }
     if workers.together():
         facts["lanes"] = LANES
