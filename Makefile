@@ -19,7 +19,7 @@ LOWEST_TESTS := tests/packaging/test_wheel.py tests/bench/report tests/bench/rec
 	tests/engine/model/test_lora.py tests/quant/gguf/test_gguf_blocks.py tests/quant/gguf/test_gguf_files.py \
 	tests/quant/formats/test_formats.py
 
-.PHONY: demo best-demo test test-all test-rest test-random test-jitter bench-check test-profiles test-arm nightly real gpu-matrix gpu-check gpu-doctor lint lint-deploy resolve lowest install owners agents docs clean
+.PHONY: demo best-demo test test-all test-rest test-random test-jitter bench-check test-profiles test-arm nightly real gpu-matrix gpu-check gpu-doctor gpu-rehearsal lint lint-deploy resolve lowest install owners agents docs clean
 
 # Bench, quantize, verify and compare the bundled model; writes a report under runs/.
 demo: $(INSTALLED)
@@ -75,6 +75,7 @@ test-arm: $(INSTALLED)
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(PYTEST) tests/engine/scheduling/test_scheduler_walk.py
 	$(VENV)/bin/python -m tools.agents
+	$(VENV)/bin/python -m tools.gpu_rehearsal
 	$(VENV)/bin/python -m tools.imported_tools
 	$(VENV)/bin/python -m tools.record_streams build/streams
 	LLMOPT_STREAMS=$(CURDIR)/build/streams $(PYTEST) -rs tests/strangers/test_streams.py
@@ -99,6 +100,11 @@ gpu-check: $(LINKS)/llmopt
 # `llmopt doctor --gpu` without an install: the first nine minutes on any card.
 gpu-doctor: $(LINKS)/llmopt
 	$(PYTHON) -m llmopt doctor --gpu $(GPU_DOCTOR)
+
+# The first run on a GPU machine without one: CUDA builds of torch on the CPU, the pretended card, every kernel compiled.
+# Downloads 4 GB the first time. `make gpu-rehearsal REHEARSAL=--short`: two steps in the project's own environment.
+gpu-rehearsal: $(INSTALLED) $(LINKS)/llmopt
+	$(VENV)/bin/python -m tools.gpu_rehearsal $(REHEARSAL)
 
 $(LINKS)/llmopt:
 	mkdir -p $@

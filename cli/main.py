@@ -143,6 +143,12 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
         verb = "open" if error.errno == errno.ENAMETOOLONG else "write"
         print(f"error: cannot {verb}{path}: {error.strerror}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        package = (error.name or "llmopt").partition(".")[0]
+        if debug or package == "llmopt":  # a module of its own is a fault of llmopt
+            raise
+        print(f"error: {package} is not installed: pip install {package}", file=sys.stderr)
+        return 2
     except Exception as error:
         # A usage error. Typer vendors click, whose exceptions have no public name there.
         format_message = getattr(error, "format_message", None)

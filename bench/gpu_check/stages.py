@@ -119,15 +119,16 @@ def timed(home: Path, model: TimedModel) -> Iterator[Case]:
             yield Case(f"{phase}, batch {batch}", measure)
 
 
-def quantizers(home: Path) -> Iterator[Case]:
+def quantizers(home: Path, device: str = "cuda") -> Iterator[Case]:
+    """A bundled model by each method."""
     for method in METHODS:
-        yield Case(method, partial(_quantized, home / method, method), 20)
+        yield Case(method, partial(_quantized, home / method, method, device), 20)
 
 
-def _quantized(output: Path, method: str) -> Iterator[Finding]:
+def _quantized(output: Path, method: str, device: str) -> Iterator[Finding]:
     # A tenth of the method's 200 iterations shows what an iteration costs.
     options = MethodOptions(iters=20) if method == "autoround" else MethodOptions()
-    sizes: dict[str, Any] = {"num_samples": 16, "seq_len": 128, "device": "cuda"}
+    sizes: dict[str, Any] = {"num_samples": 16, "seq_len": 128, "device": device}
     model, begin = MODELS / "stories3M", time.perf_counter()
     request = QuantizeRequest(model, output, method, options=options, **sizes)
     summary = quantize(request).manifest["summary"]

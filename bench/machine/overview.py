@@ -178,7 +178,7 @@ def _missing() -> list[dict[str, Any]]:
     """Packages that are missing, or older or newer than the distribution needs; `extra`: the extra that needs
     it, None for a package that is always needed."""
     missing: dict[str, dict[str, Any]] = {}
-    for requirement in map(Requirement, requires("llmopt") or ()):
+    for requirement in map(Requirement, _requirements()):
         marker, installed = requirement.marker, library_version(requirement.name)
         extras = [e for e in ("", *EXTRAS) if marker is None or marker.evaluate({"extra": e})]
         fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
@@ -187,6 +187,16 @@ def _missing() -> list[dict[str, Any]]:
             about = {"package": needed, "extra": extras[0] or None, "installed": installed}
             missing.setdefault(requirement.name, about)
     return list(missing.values())
+
+
+def _requirements() -> Sequence[str]:
+    """Requirements of the installed distribution, or those of a checkout without extras."""
+    try:
+        return requires("llmopt") or ()
+    except PackageNotFoundError:
+        path = Path(__file__).resolve().parents[2] / "pyproject.toml"
+        text = path.read_text(encoding="utf-8") if path.is_file() else "[project]"
+        return tomllib.loads(text)["project"].get("dependencies", ())
 
 
 def _native_problems(native: Mapping[str, Any]) -> list[Problem]:
