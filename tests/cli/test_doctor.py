@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from llmopt.bench.machine import kernel_table, roofline
+from llmopt.bench.machine import overview as machine_overview
 from llmopt.bench.machine.kernel_table import SCHEMES, table
 from llmopt.bench.machine.overview import EXTRAS, overview, problems
-from llmopt.cli.main import main
+from llmopt.cli.main import main, run_guarded
 from llmopt.engine.kernels.common.dispatch import Candidate
 from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
 from llmopt.engine.kernels.elementwise.dispatch import GATE
@@ -43,6 +45,36 @@ def test_a_screen_without_torch_that_compiles_one_kernel(tmp_path: Path) -> None
     assert facts <= rows and "--all" in out
     assert len(list(tmp_path.rglob("*.so"))) <= 1
     assert "No such file" not in out
+
+
+def test_a_checkout_that_is_not_installed_is_held_against_its_project_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def requires(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    def version_of(name: str) -> str | None:
+        return None if name == "pydantic" else library_version(name)
+
+    library_version = machine_overview.library_version
+    monkeypatch.setattr(machine_overview, "requires", requires)
+    monkeypatch.setattr(machine_overview, "library_version", version_of)
+    missing = overview()["missing"]
+    assert [(entry["package"].partition(">")[0], entry["extra"]) for entry in missing] == [
+        ("pydantic", None)
+    ]
+
+
+def test_a_package_that_is_not_there_is_named_in_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def without(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    assert run_guarded(partial(without, "pydantic.fields"), debug=False) == 2
+    assert capsys.readouterr().err == ("error: pydantic is not installed: pip install pydantic\n")
+    with pytest.raises(ModuleNotFoundError):
+        run_guarded(partial(without, "llmopt.bench.gone"), debug=False)
 
 
 @needs_x86

@@ -75,18 +75,10 @@ STEPS = (
         ),
     ),
     Step(
-        "README: bench",
-        (
-            "-m",
-            "llmopt",
-            "bench",
-            "--dataset",
-            "sharegpt",
-            "--device",
-            "cpu",
-            "--output",
-            "{folder}/bench",
-        ),
+        "README: bench names what to install",
+        ("-m", "llmopt", "bench", "--dataset", "sharegpt", "--device", "cpu"),
+        code=2,
+        text="pip install pydantic",
     ),
     Step("README: kv-plan", ("-m", "llmopt", "kv-plan", "--model", "llama-70b", "--ctx", "128k")),
     Step(

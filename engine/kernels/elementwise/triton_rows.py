@@ -1,7 +1,7 @@
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 """Row kernels in Triton: activation quantization, fused add + RMSNorm, and gated activations (SwiGLU, GeGLU).
 
-Quantization per token or group is bit-identical to `fake_quantize_activations`; norms and gates can quantize
+Quantization per token or group is, up to rounding, `fake_quantize_activations`; norms and gates can quantize
 their output as they store it.
 """
 

@@ -93,7 +93,7 @@ def test_what_stays_of_a_row(
         patched.setattr(triton_thresholds, "MOST_CANDIDATES", most)
         threshold, last = triton_thresholds.thresholds(logits, floats, integers)
     for index, (temperature, min_p, top_p, top_k) in enumerate(filters):
-        heated = logits[index] / temperature
+        heated = logits[index] / floats[index, 0]  # CUDA divides by a number through its reciprocal
         tokens = torch.arange(vocab, device=ON)
         stays = (heated > threshold[index]) | (
             (heated == threshold[index]) & (tokens <= last[index])
@@ -105,6 +105,8 @@ def test_what_stays_of_a_row(
         ordered, order = heated.sort(descending=True, stable=True)
         wanted = torch.zeros_like(stays).index_copy_(0, order, filter_mask(ordered, params))
         differs = ((stays != wanted) & possible)[order]
+        if ON == "cuda":  # whose kernels divide to two units in the last place
+            differs &= ~torch.isclose(ordered, threshold[index], rtol=1e-6, atol=0.0)
         if differs.any():
             # Of what min-p and top-k leave.
             left = filter_mask(ordered, replace(params, top_p=1.0))
