@@ -111,8 +111,9 @@ _ADDITIONS = frozenset(
 def _spellings(name: str) -> Iterator[str]:
     """Keys of a name, from as it is written to without additions, form and memory."""
     yield _key(name)
-    words = re.findall(r"[a-z0-9]+", re.sub(r"(\d)\s+(g(?:i?b)?)\b", r"\1\2", name.lower()))
-    parts = [re.sub(r"^sxm\d$", "sxm", word) for word in words if word not in _ADDITIONS]
+    joined = re.sub(r"(\d)\s+(g(?:i?b)?)\b", r"\1\2", name.lower())
+    parts = [word for word in re.findall(r"[a-z0-9]+", joined) if word not in _ADDITIONS]
+    parts = [re.sub(r"^sxm\d$", "sxm", word) for word in parts]
     formless = [word for word in parts if word not in ("sxm", "hbm3", "hbm3e")]
     for kept in (parts, formless):
         yield "".join(kept)
