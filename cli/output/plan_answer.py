@@ -18,6 +18,7 @@ from .console import facts_table
 if TYPE_CHECKING:
     from ...engine.planner.answer import Answer
     from ...engine.planner.load import PlannedLoad, Quantiles
+    from ...engine.planner.load_plan import LoadPlan
     from ...engine.planner.memory import Deployment
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
 
@@ -54,6 +55,7 @@ def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
         "users": _users(plan, answer),
         "speed": _speed(plan, answer),
         "cost": _cost(plan, answer),
+        "weights": _formats(answer),
         "cheaper": cheaper,
         "limit": [limit],
     }
@@ -127,6 +129,8 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
                 f"{load:.4g} requests/s keep" if by_rate else f"{counted(int(load), 'client')} keep"
             )
         yield f"{result} {limits} on {where}"
+        if answer.asked is not None:
+            yield _asked(*answer.asked)
         return
     if (full := answer.full) is not None:
         yield (
@@ -135,6 +139,35 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         )
     elif device.fits and not plan.fleets:
         yield f"{device.max_concurrent_sequences:,} at once"
+
+
+def _asked(plan: LoadPlan, share: float) -> str:
+    """The load that was asked for, next to the highest one."""
+    means, load = plan.predicted, plan.load
+    asked = counted(load.concurrency or 0, "client")
+    if load.rate is not None:
+        asked = f"{load.rate:.4g} requests/s"
+    if plan.queue_growth:
+        return f"{asked} are more than it serves"
+    ttft, tpot = plan.result.ttft, plan.result.tpot
+    return (
+        f"{asked}: TTFT {means.ttft_seconds:.3g} s (p99 {ttft.p99:.3g}), TPOT {1e3 * means.tpot_seconds:.3g} "
+        f"ms (p99 {1e3 * tpot.p99:.3g}); {share:.0%} of their requests keep the limits"
+    )
+
+
+def _formats(answer: Answer) -> Iterator[str]:
+    """The weight formats by their speed at this load, and with all places taken."""
+    if len(answer.formats) < 2:
+        return
+    speeds = answer.formats
+    with_few = ", ".join(f"{speed.weights} {rate(speed.tokens_per_second)}" for speed in speeds)
+    yield f"with {counted(speeds[0].clients, 'client')}: {with_few} tokens/s"
+    with_all = ", ".join(
+        f"{speed.weights} {rate(speed.tokens_per_second_full)} ({speed.places:,} places)"
+        for speed in sorted(speeds, key=lambda speed: -speed.tokens_per_second_full)
+    )
+    yield f"with all places taken: {with_all}"
 
 
 def _speed(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:

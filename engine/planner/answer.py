@@ -19,11 +19,12 @@ from .catalog import PlannedModel
 from .devices import Device, devices
 from .engine_rules import engine_rule
 from .expected import Expectation
+from .formats import FormatSpeed, format_speeds
 from .load import Prediction
-from .load_plan import LoadPlanner
+from .load_plan import LoadPlan, LoadPlanner
 from .memory import Deployment
 from .plan import DeploymentPlan, DevicePlan, solvers_on
-from .plan_json import rounded
+from .plan_json import load_as_dict, rounded
 from .setup import PlannedWorkload, Setup
 from .solver import Solver
 from .weights import WeightRecipe, lighter_recipes
@@ -57,13 +58,16 @@ class Answer:
     """Answers about `device`, the first one of a plan that fits, or its first one: options with which devices
     that do not fit would, and one device where several are needed; the load with all places taken (None
     without a known speed, or if a given load is simulated); the highest load within the SLO, in clients or
-    requests per second; and cheaper ways, the cheapest first."""
+    requests per second; cheaper ways, the cheapest first; the load of the request next to the highest one,
+    with the share of its requests that keep the SLO; and weight formats, the fastest first."""
 
     device: DevicePlan
     would_fit: tuple[Change, ...]
     full: FullLoad | None
     users: float | None
     savings: tuple[Saving, ...]
+    asked: tuple[LoadPlan, float] | None
+    formats: tuple[FormatSpeed, ...]
 
 
 def answer_of(plan: DeploymentPlan) -> Answer:
@@ -71,9 +75,8 @@ def answer_of(plan: DeploymentPlan) -> Answer:
     first = plan.first_that_fits
     searched = None if first.load is None else first.load.searched
     full = None
-    has_places = (
-        first.deployment.offload is None
-    )  # with weights in RAM they are as many as asked for
+    # With weights in RAM the places are as many as asked for.
+    has_places = first.deployment.offload is None
     if first.expectation is not None and first.load is None and has_places:
         clients = first.max_concurrent_sequences
         state = first.expectation.loaded_by(plan.workload, clients, clients)
@@ -86,7 +89,26 @@ def answer_of(plan: DeploymentPlan) -> Answer:
         full,
         None if searched is None else searched.best,
         tuple(_savings(plan, first))[:MOST_LINES],
+        _asked(plan, first),
+        tuple(format_speeds(plan, first)),
     )
+
+
+def _asked(plan: DeploymentPlan, first: DevicePlan) -> tuple[LoadPlan, float] | None:
+    """The clients or the rate that are asked for, on the division that keeps the highest load."""
+    load = plan.workload.load
+    is_given = load is not None and (load.load.rate is not None or plan.workload.sequences > 1)
+    if load is None or load.slo is None or first.load is None or not is_given:
+        return None
+    solver, device = _solver(plan, first.device), first.device
+    planner = LoadPlanner(load, solver, device, plan.setup, plan.model.name)
+    asked = planner.asked(first.load.deployment)
+    return asked, load.slo.share_of(asked.result)
+
+
+def _solver(plan: DeploymentPlan, device: Device) -> Solver:
+    (solver,) = solvers_on([device], plan.model, plan.recipe, plan.workload, plan.setup)
+    return solver
 
 
 def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:
@@ -182,12 +204,18 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
             "dollars_per_million_output_tokens": rounded(full.dollars_per_million),
         },
         "highest_load_within_slo": answer.users,
+        **({} if answer.asked is None else {"asked_load": _asked_dict(*answer.asked)}),
+        **({"formats": [asdict(speed) for speed in answer.formats]} if answer.formats else {}),
         "dollars_per_million_output_tokens": rounded(answer.device.dollars_per_million),
         "cheaper": [
             {**asdict(saving), "saved": rounded(saving.saved)} for saving in answer.savings
         ],
         "limit": answer.device.binding_constraint,
     }
+
+
+def _asked_dict(asked: LoadPlan, share: float) -> dict[str, Any]:
+    return {**load_as_dict(asked), "share_within_slo": round(share, 4)}
 
 
 HIGH_UTILIZATION = 0.95

@@ -245,11 +245,15 @@ class Slo:
         """True if a load keeps it; a rate must be kept up with, too."""
         if load.rate is not None and result.requests_per_second < load.rate:
             return False
+        return self.share_of(result) >= self.share
+
+    def share_of(self, result: LoadResult) -> float:
+        """Share of the requests that keep every limit."""
         good = sum(
             _meets(self.limits_ms, 1e3 * request.ttft, 1e3 * request.tpot, 1e3 * request.e2e)
             for request in result.requests
         )
-        return good / len(result.requests) >= self.share
+        return good / len(result.requests)
 
     def near(self, state: Prediction, output: float) -> bool:
         """True if the means of a steady state meet the limits."""

@@ -86,7 +86,7 @@ class LoadPlanner:
         if not deployments:
             return None
         if slo is None:
-            return self._simulated(deployments[0], self._asked.load, COUNTED)
+            return self.asked(deployments[0])
         near = sorted(deployments, key=self._near_cost)[:SIMULATED_ARRANGEMENTS]
         plans = [self._searched(deployment, slo) for deployment in near]
         return self._confirmed(min(plans, key=order_of), slo)
@@ -112,6 +112,10 @@ class LoadPlanner:
         assert self._asked.slo is not None
         bundle = ceil(self._in_flight(deployment, rate) / SEARCHED_SEQUENCES)
         return self._at(deployment, self._asked.slo, rate, bundle)
+
+    def asked(self, deployment: Deployment) -> LoadPlan:
+        """The load of the request itself on a deployment, simulated."""
+        return self._simulated(deployment, self._asked.load, COUNTED)
 
     def keeps(self, plan: LoadPlan) -> bool:
         """True if a simulated load keeps the SLO."""

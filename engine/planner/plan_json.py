@@ -227,7 +227,7 @@ def _device_dict(plan: DevicePlan) -> dict[str, Any]:
         "tpot_limit": plan.decode and plan.decode.bound,
         "throughput_tokens_per_s": rounded(plan.tokens_per_second, 2),
         "throughput_bound_tokens_per_s": rounded(plan.tokens_per_second_bound, 2),
-        "load": None if plan.load is None else _load_dict(plan.load),
+        "load": None if plan.load is None else load_as_dict(plan.load),
         "predicted": predicted,
         "loaded": predicted,
         "operators": [
@@ -257,7 +257,7 @@ def _offload_dict(deployment: Deployment) -> dict[str, Any]:
     return {"offload": values}
 
 
-def _load_dict(plan: LoadPlan) -> dict[str, Any]:
+def load_as_dict(plan: LoadPlan) -> dict[str, Any]:
     """A device under load. `throughput_tokens_per_s` is output; TTFT counts from the arrival."""
     load, result, searched = plan.load, plan.result, plan.searched
     prompt, output = load.mean_lengths()

@@ -1,0 +1,72 @@
+"""Weight formats at one load: which of them gives the most tokens per second to few clients, and to many.
+
+A format that only stores fewer bits (W4A16) wins where reading weights takes the time. It loses where
+computing does, because it is multiplied in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import ceil
+
+from ...base.errors import BadInput
+from .expected import Expectation
+from .plan import DeploymentPlan, DevicePlan, solvers_on
+from .weights import WeightRecipe, recipe_for
+
+COMPARED = ("bf16", "fp8", "int4")
+
+
+@dataclass(frozen=True, slots=True)
+class FormatSpeed:
+    """Tokens per second of a weight format on one deployment, in closed form: with `clients`, and with all
+    `places` taken."""
+
+    weights: str
+    clients: int
+    tokens_per_second: float
+    places: int
+    tokens_per_second_full: float
+
+
+def format_speeds(plan: DeploymentPlan, device: DevicePlan) -> list[FormatSpeed]:
+    """The planned format and other ones on the same GPUs, the fastest with the plan's clients first; none
+    where the speed is not known from the fit."""
+    is_fitted = plan.setup.measured is None and device.expectation is not None
+    if not is_fitted or device.device.kind == "cpu" or device.deployment.offload is not None:
+        return []
+    speeds = [_speed_of(plan, device, recipe) for recipe in _recipes(plan)]
+    return sorted(filter(None, speeds), key=lambda speed: -speed.tokens_per_second)
+
+
+def _recipes(plan: DeploymentPlan) -> Iterator[WeightRecipe]:
+    """The planned format, and those of `COMPARED` that suit the model's widths and have other bits."""
+    yield plan.recipe
+    for name in COMPARED:
+        with suppress(BadInput):
+            recipe = recipe_for(name, plan.model.shape, plain_bytes=plan.model.plain_bytes)
+            if recipe.bits != plan.recipe.bits:
+                yield recipe
+
+
+def _speed_of(plan: DeploymentPlan, device: DevicePlan, recipe: WeightRecipe) -> FormatSpeed | None:
+    """The speed of a format on the division of the plan; None where it does not hold the clients."""
+    work, model, setup = plan.workload, plan.model, plan.setup
+    (solver,) = solvers_on([device.device], model, recipe, work, setup)
+    run = setup.run_recipe(recipe, model.shape, device.device)
+    deployment = replace(device.deployment, recipe=run)
+    places = solver.sequences(deployment, device.device)
+    clients = work.sequences if device.predicted is None else ceil(device.predicted.clients)
+    if places < clients:
+        return None
+    expected = Expectation.of(deployment, device.device, model.name, setup)
+    lengths = work.prompt_tokens, work.answer_tokens
+    if work.load is not None:
+        lengths = tuple(map(ceil, work.load.load.mean_lengths()))
+    few, full = (
+        expected.loaded(*lengths, count, places, work.cached_tokens).throughput
+        for count in (clients, places)
+    )
+    return FormatSpeed(recipe.name, clients, few, places, full)
