@@ -129,8 +129,8 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
                 f"{load:.4g} requests/s keep" if by_rate else f"{counted(int(load), 'client')} keep"
             )
         yield f"{result} {limits} on {where}"
-        if answer.asked is not None:
-            yield _asked(*answer.asked)
+        if answer.requested is not None:
+            yield _requested(*answer.requested)
         return
     if (full := answer.full) is not None:
         yield (
@@ -141,17 +141,17 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         yield f"{device.max_concurrent_sequences:,} at once"
 
 
-def _asked(plan: LoadPlan, share: float) -> str:
+def _requested(plan: LoadPlan, share: float) -> str:
     """The load that was asked for, next to the highest one."""
     means, load = plan.predicted, plan.load
-    asked = counted(load.concurrency or 0, "client")
+    senders = counted(load.concurrency or 0, "client")
     if load.rate is not None:
-        asked = f"{load.rate:.4g} requests/s"
+        senders = f"{load.rate:.4g} requests/s"
     if plan.queue_growth:
-        return f"{asked} are more than it serves"
+        return f"{senders} are more than it serves"
     ttft, tpot = plan.result.ttft, plan.result.tpot
     return (
-        f"{asked}: TTFT {means.ttft_seconds:.3g} s (p99 {ttft.p99:.3g}), TPOT {1e3 * means.tpot_seconds:.3g} "
+        f"{senders}: TTFT {means.ttft_seconds:.3g} s (p99 {ttft.p99:.3g}), TPOT {1e3 * means.tpot_seconds:.3g} "
         f"ms (p99 {1e3 * tpot.p99:.3g}); {share:.0%} of their requests keep the limits"
     )
 
@@ -176,8 +176,8 @@ def _speed(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         return
     load = counted(plan.workload.sequences, "client")
     if (planned := device.load) is not None:
-        asked, clients = planned.load.rate, planned.load.concurrency
-        load = f"{asked:.4g} requests/s" if asked else counted(clients or 0, "client")
+        per_second, clients = planned.load.rate, planned.load.concurrency
+        load = f"{per_second:.4g} requests/s" if per_second else counted(clients or 0, "client")
         if planned.queue_growth:
             yield (
                 f"{load} are not kept: {planned.result.requests_per_second:.3g} are served, and the queue "

@@ -66,7 +66,7 @@ class Answer:
     full: FullLoad | None
     users: float | None
     savings: tuple[Saving, ...]
-    asked: tuple[LoadPlan, float] | None
+    requested: tuple[LoadPlan, float] | None
     formats: tuple[FormatSpeed, ...]
 
 
@@ -89,12 +89,12 @@ def answer_of(plan: DeploymentPlan) -> Answer:
         full,
         None if searched is None else searched.best,
         tuple(_savings(plan, first))[:MOST_LINES],
-        _asked(plan, first),
+        _requested(plan, first),
         tuple(format_speeds(plan, first)),
     )
 
 
-def _asked(plan: DeploymentPlan, first: DevicePlan) -> tuple[LoadPlan, float] | None:
+def _requested(plan: DeploymentPlan, first: DevicePlan) -> tuple[LoadPlan, float] | None:
     """The clients or the rate that are asked for, on the division that keeps the highest load."""
     load = plan.workload.load
     is_given = load is not None and (load.load.rate is not None or plan.workload.sequences > 1)
@@ -102,8 +102,8 @@ def _asked(plan: DeploymentPlan, first: DevicePlan) -> tuple[LoadPlan, float] | 
         return None
     solver, device = _solver(plan, first.device), first.device
     planner = LoadPlanner(load, solver, device, plan.setup, plan.model.name)
-    asked = planner.asked(first.load.deployment)
-    return asked, load.slo.share_of(asked.result)
+    requested = planner.asked(first.load.deployment)
+    return requested, load.slo.share_of(requested.result)
 
 
 def _solver(plan: DeploymentPlan, device: Device) -> Solver:
@@ -204,7 +204,11 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
             "dollars_per_million_output_tokens": rounded(full.dollars_per_million),
         },
         "highest_load_within_slo": answer.users,
-        **({} if answer.asked is None else {"asked_load": _asked_dict(*answer.asked)}),
+        **(
+            {}
+            if answer.requested is None
+            else {"requested_load": _requested_dict(*answer.requested)}
+        ),
         **({"formats": [asdict(speed) for speed in answer.formats]} if answer.formats else {}),
         "dollars_per_million_output_tokens": rounded(answer.device.dollars_per_million),
         "cheaper": [
@@ -214,8 +218,8 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _asked_dict(asked: LoadPlan, share: float) -> dict[str, Any]:
-    return {**load_as_dict(asked), "share_within_slo": round(share, 4)}
+def _requested_dict(requested: LoadPlan, share: float) -> dict[str, Any]:
+    return {**load_as_dict(requested), "share_within_slo": round(share, 4)}
 
 
 HIGH_UTILIZATION = 0.95

@@ -36,7 +36,7 @@ def test_the_clients_of_the_request_stand_next_to_the_highest_load(
 ) -> None:
     load = ("--input-len", "512", "--output-len", "32", "--slo", "ttft:200ms")
     found = answer(capsys, *LLAMA, *load, "--concurrency", "20")["answer"]
-    asked = found["asked_load"]
+    asked = found["requested_load"]
     assert asked["concurrency"] == 20
     assert 0 < asked["ttft_ms"]["mean"] < asked["ttft_ms"]["p99"]
     assert (asked["share_within_slo"] >= 0.95) == (found["highest_load_within_slo"] >= 20)
@@ -45,4 +45,4 @@ def test_the_clients_of_the_request_stand_next_to_the_highest_load(
     assert f"20 clients: TTFT {asked['ttft_ms']['mean'] / 1e3:.3g} s" in words
     assert "of their requests keep the limits" in words
     alone = answer(capsys, *LLAMA, *load)["answer"]
-    assert "asked_load" not in alone
+    assert "requested_load" not in alone
