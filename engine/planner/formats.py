@@ -62,11 +62,11 @@ def _speed_of(plan: DeploymentPlan, device: DevicePlan, recipe: WeightRecipe) ->
     if places < clients:
         return None
     expected = Expectation.of(deployment, device.device, model.name, setup)
-    lengths = work.prompt_tokens, work.answer_tokens
+    prompt, output = work.prompt_tokens, work.answer_tokens
     if work.load is not None:
-        lengths = tuple(map(ceil, work.load.load.mean_lengths()))
+        prompt, output = map(ceil, work.load.load.mean_lengths())
     few, full = (
-        expected.loaded(*lengths, count, places, work.cached_tokens).throughput
+        expected.loaded(prompt, output, count, places, work.cached_tokens).throughput
         for count in (clients, places)
     )
     return FormatSpeed(recipe.name, clients, few, places, full)
