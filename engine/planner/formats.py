@@ -62,11 +62,12 @@ def _speed_of(plan: DeploymentPlan, device: DevicePlan, recipe: WeightRecipe) ->
     if places < clients:
         return None
     expected = Expectation.of(deployment, device.device, model.name, setup)
-    prompt, output = work.prompt_tokens, work.answer_tokens
+    prompt, output, cached = work.prompt_tokens, work.answer_tokens, work.cached_tokens
     if work.load is not None:
         prompt, output = map(ceil, work.load.load.mean_lengths())
+        cached = work.load.load.cached_tokens(prompt)
     few, full = (
-        expected.loaded(prompt, output, count, places, work.cached_tokens).throughput
+        expected.loaded(prompt, output, count, places, cached).throughput
         for count in (clients, places)
     )
     return FormatSpeed(recipe.name, clients, few, places, full)

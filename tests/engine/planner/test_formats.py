@@ -31,6 +31,12 @@ def test_formats_that_do_not_fit_are_left_out(capsys: pytest.CaptureFixture[str]
     assert "formats" not in memory["answer"]
 
 
+def test_lengths_and_prefix_are_those_of_the_load(capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--dataset", "sharegpt", "--request-rate", "1", "--prefix-hit-rate", "0.5")
+    found = answer(capsys, *LLAMA, "--ctx", "32k", *load)["answer"]["formats"]
+    assert {entry["weights"] for entry in found} == {"bf16", "fp8", "int4"}
+
+
 def test_the_clients_of_the_request_stand_next_to_the_highest_load(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
