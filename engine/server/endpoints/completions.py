@@ -14,7 +14,7 @@ from ...scheduling.outputs import Completion, RequestOutput, TokenLogprobs, num_
 from ..parsing.formats import Arguments, CallStart, Event, Parsed, Reasoning, Text
 from ..parsing.parser import OutputFormat, OutputParser
 from ..protocol.chat_protocol import ChatRequest, NamedTool, chat_call
-from ..protocol.errors import ApiError
+from ..protocol.errors import ApiError, bad_field
 from ..protocol.generation_protocol import CompletionRequest, StreamOptions
 from ..requests.request_record import record_of
 from .capabilities import FairPool
@@ -26,6 +26,10 @@ MAX_LOGPROBS = 1 << 20
 """Log-probabilities in a response that is not streamed, and of its prompts: they are held in memory."""
 MAX_LOGPROBS_PER_KEY = 4 * MAX_LOGPROBS
 """Maximum log-probabilities of prompts in flight per API key."""
+MAX_ECHOED = 16 << 20
+"""Characters of prompts that the choices of a response begin with."""
+CHARACTERS_PER_SCORE = 64
+"""Characters of a text that take as long to write as a log-probability, or longer."""
 LOGPROBS_ON_LOOP = 4096
 """Log-probabilities that are written on the event loop, in a few milliseconds; more on a worker thread."""
 LOWEST = -9999.0
@@ -94,7 +98,7 @@ class ChoicesResponse(ABC):
             choices = [self.whole(c, job, whole) for c, (job, whole) in sorted(completions.items())]
             return self._envelope(self.object_name, choices) | {"usage": self._usage.whole()}
 
-        num_scores += sum(map(num_logprobs, self._prompt_scores.values()))
+        num_scores += sum(self.weight(job) for job, _ in completions.values())
         if num_scores <= LOGPROBS_ON_LOOP and not self.holds_json:
             return document()
         return await self._workers.run(self._key, lambda: b"".join(json_pieces(document())))
@@ -105,6 +109,10 @@ class ChoicesResponse(ABC):
     async def write_scores(self, job: int) -> None:
         """Write the scores of a prompt, as soon as they have come; by default they wait for the choices."""
         return
+
+    def weight(self, job: int) -> int:
+        """Log-probabilities that the first part of a choice contains, or the like of them."""
+        return num_logprobs(self._prompt_scores.get(job))
 
     async def run(self, num_scores: int, work: Callable[[], T]) -> T:
         """The result of `work`, which writes so many log-probabilities."""
@@ -133,9 +141,9 @@ class ChoicesResponse(ABC):
                     yield begin + compact_json(self.part(choice, job, delta, first=False)) + end
                     continue
                 started.add(choice)
-                num_scores = num_logprobs(self._prompt_scores.get(job))
                 write = partial(self.part, choice, job, delta, first=True)
-                part = await self.run(num_scores, lambda write=write: compact_json(write()))
+                weight = self.weight(job)
+                part = await self.run(weight, lambda write=write: compact_json(write()))
                 yield begin + part + end
             if options.include_usage:
                 last = self._envelope(self.chunk_name, []) | {"usage": self._usage.whole()}
@@ -238,19 +246,21 @@ class CompletionResponse(ChoicesResponse):
         text: Tokenization,
         workers: FairPool,
         body: CompletionRequest,
+        echoed: Sequence[str] | None,
     ) -> None:
+        """`echoed`: texts of the prompts, if the choices begin with them."""
         super().__init__(context, text, workers)
-        self._body = body
+        self._body, self._echoed = body, echoed
         self._written: dict[int, bytes] = {}
         self.holds_json = body.prompt_logprobs is not None
         self._name: Callable[[int], str] = lambda token_id: text.token(token_id).name
         if body.return_tokens_as_token_ids:
             self._name = lambda token_id: f"token_id:{token_id}"
-        self._echoed: Sequence[str] | None = None
-        if body.echo:
-            prompts = body.prompts
-            self._echoed = [p if isinstance(p, str) else text.decode(p) for p in prompts]
         self._offsets: dict[int, int] = {}
+
+    def weight(self, job: int) -> int:
+        echoed = "" if self._echoed is None else self._echoed[job]
+        return super().weight(job) + len(echoed) // CHARACTERS_PER_SCORE
 
     async def write_scores(self, job: int) -> None:
         num_top = self._body.prompt_logprobs
@@ -390,17 +400,28 @@ def add_completions(app: FastAPI, service: Service) -> None:
         service.check(body, request)
         params = await service.params(request, body)
         token_ids = await service.text.encode(body.prompts)
+        # A prompt that is echoed is written once for each choice.
+        num_copies = params.n if body.echo else 1
         if (wanted := params.prompt_logprobs) is not None:
             kind = "log-probabilities of prompts"
-            num_scores = (1 + wanted) * sum(map(len, token_ids))
+            num_scores = num_copies * (1 + wanted) * sum(map(len, token_ids))
             if num_scores > MAX_LOGPROBS:
                 remedy = "send fewer prompts at once, or ask for fewer of each token"
                 problem = f"{num_scores:,} {kind}, at most {MAX_LOGPROBS:,}: {remedy}"
                 raise ApiError(400, problem, param="prompt")
             record_of(request).hold(kind, num_scores, MAX_LOGPROBS_PER_KEY)
+        echoed: list[str] | None = None
+        if body.echo:
+            texts = (p if isinstance(p, str) else service.text.decode(p) for p in body.prompts)
+            echoed = await service.off_loop(request, lambda: [*texts])
+            if (size := num_copies * sum(map(len, echoed))) > MAX_ECHOED:
+                problem = f"{size:,} characters in all choices, at most {MAX_ECHOED:,}"
+                raise bad_field("echo", problem)
         return await service.respond(
             Asked(request, body, params, token_ids, "cmpl-", arrival_seconds),
-            lambda context: CompletionResponse(context, service.text, service.workers, body),
+            lambda context: CompletionResponse(
+                context, service.text, service.workers, body, echoed
+            ),
         )
 
     @app.post("/v1/chat/completions", response_model=None)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -122,7 +123,7 @@ class ConversationResponse(ABC):
         self._has_reasoning = has_reasoning
 
     @abstractmethod
-    async def document(self) -> dict[str, Any]:
+    async def document(self) -> dict[str, Any] | bytes:
         """The whole response."""
 
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
@@ -176,7 +177,9 @@ async def _declared_calls(
 ) -> SamplingParams:
     """The parameters under which a call, once it has begun, names a declared tool and has valid arguments."""
     assert form.tools is not None
-    tag = calls_in_text(form.tools, form.schemas, form.reasoning, in_reasoning=form.in_reasoning)
+    how = {"in_reasoning": form.in_reasoning}
+    write = partial(calls_in_text, form.tools, form.schemas, form.reasoning, **how)
+    tag = await service.off_loop(request, write)
     constraint = Constraint("structural_tag", tag, "tools", sent=form.schemas)
     tenant = record_of(request).tenant
     try:

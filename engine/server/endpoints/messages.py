@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ...scheduling.outputs import RequestOutput
 from ..parsing.formats import Arguments, CallStart, Event, Reasoning, Text
@@ -18,6 +19,7 @@ from ..protocol.chat_protocol import (
     MAX_MESSAGES,
     ChatRequest,
     ToolName,
+    bounded_parts,
     chat_call,
     image_part,
 )
@@ -26,7 +28,7 @@ from ..protocol.generation_protocol import client_tools
 from .conversation import ConversationResponse, converse, render
 from .service import Service, note_ignored, server_sent
 
-Content = str | list[dict[str, Any]]
+Content = Annotated[str | list[dict[str, Any]], BeforeValidator(bounded_parts)]
 
 
 class AnthropicMessage(BaseModel):
@@ -359,18 +361,20 @@ def add_messages(app: FastAPI, service: Service) -> None:
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         note_ignored(request, body.model_extra or ())
+        translate = partial(body.chat_request, takes_images=service.images.are_taken)
         return await converse(
             service,
             request,
-            body.chat_request(takes_images=service.images.are_taken),
+            await service.off_loop(request, translate),
             "msg_",
             lambda context, form: MessageResponse(context, form, has_reasoning=body.thinks),
         )
 
     @app.post("/v1/messages/count_tokens")
-    async def count_tokens(body: MessagesPrompt) -> dict[str, int]:
+    async def count_tokens(body: MessagesPrompt, request: Request) -> dict[str, int]:
         """Count the tokens of a prompt."""
-        chat = body.for_chat(takes_images=service.images.are_taken)
+        translate = partial(body.for_chat, takes_images=service.images.are_taken)
+        chat = await service.off_loop(request, translate)
         service.check_model(body.model)
         prompt = await render(service, chat.messages, chat.usable_tools, chat.template_options)
         return {"input_tokens": len(prompt.token_ids)}

@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +283,8 @@ async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: R
         prepared = Asked(request, plain, params, prompts, ID_PREFIX, arrival_seconds)
         form = OutputFormat()
     else:
-        chat = body.chat_request(service.max_model_len)
+        translate = partial(body.chat_request, service.max_model_len)
+        chat = await service.off_loop(request, translate)
         prepared, form = await prepare(service, request, chat, ID_PREFIX)
     contents, how = message_of, {"has_reasoning": body.think is not False}
     if isinstance(body, OllamaGenerate):

@@ -16,10 +16,10 @@ from ..parsing.formats import Arguments, CallStart, Event, Reasoning, Text
 from ..parsing.parser import OutputFormat
 from ..protocol.chat_protocol import without_images
 from ..protocol.errors import ApiError
-from ..protocol.responses_protocol import ResponsesRequest, TextFormat
+from ..protocol.responses_protocol import ResponsesChat, ResponsesRequest, TextFormat
 from .completions import chat_logprobs
 from .conversation import ConversationResponse, converse
-from .service import ResponseContext, Service, server_sent
+from .service import ResponseContext, Service, compact_json, server_sent
 from .tokenization import Tokenization
 
 Fields = dict[str, Any]
@@ -157,9 +157,11 @@ class ItemResponse(ConversationResponse):
         form: OutputFormat,
         body: ResponsesRequest,
         text: Tokenization,
+        echo: bytes,
     ) -> None:
+        """`echo`: the members of a response that repeat the request's, as JSON."""
         super().__init__(context, form)
-        self._body, self._text = body, text
+        self._body, self._text, self._echo = body, text, echo
         self._items: list[Item] = []
         self._is_open = False
         self._logprobs: list[dict[str, Any]] = []
@@ -167,10 +169,10 @@ class ItemResponse(ConversationResponse):
 
     def opening(self) -> Iterator[bytes]:
         begun = self._response("in_progress", [])
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
+        yield self._response_event("created", begun)
+        yield self._response_event("in_progress", begun)
 
-    async def document(self) -> dict[str, Any]:
+    async def document(self) -> bytes:
         async for output, events in self.read():
             deque(self.sent(output, events), 0)
         deque(self._end(), 0)
@@ -187,13 +189,11 @@ class ItemResponse(ConversationResponse):
 
     def ending(self) -> Iterator[bytes]:
         yield from self._end()
-        whole = self._finished()
-        yield self._event(f"response.{whole['status']}", response=whole)
+        yield self._response_event(self._status, self._finished())
 
     def failed(self, error: ApiError) -> bytes:
-        response = self._response("failed", [])
-        response["error"] = {"code": "server_error", "message": str(error)}
-        return self._event("response.failed", response=response)
+        problem = {"code": "server_error", "message": str(error)}
+        return self._response_event("failed", self._response("failed", [], error=problem))
 
     def _grown(self, event: Event) -> Iterator[bytes]:
         match event:
@@ -262,16 +262,16 @@ class ItemResponse(ConversationResponse):
         number, self._sequence_number = self._sequence_number, self._sequence_number + 1
         return server_sent({"type": kind, "sequence_number": number, **fields}, kind)
 
-    def _finished(self) -> dict[str, Any]:
+    def _response_event(self, status: str, response: bytes) -> bytes:
+        event = self._event(f"response.{status}", response=None)
+        return event.removesuffix(b"null}\n\n") + response + b"}\n\n"
+
+    def _finished(self) -> bytes:
         status, counted = self._status, self.usage.whole()
         output = [item.document("completed") for item in self._items[:-1]]
         output += [item.document(status) for item in self._items[-1:]]
-        response = self._response(status, output)
-        response["completed_at"] = int(time.time())
-        if status == "incomplete":
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
         cached = {"cached_tokens": self.usage.num_cached_tokens, "cache_write_tokens": 0}
-        response["usage"] = {
+        usage = {
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": cached,
             "output_tokens": counted["completion_tokens"],
@@ -279,13 +279,12 @@ class ItemResponse(ConversationResponse):
             "total_tokens": counted["total_tokens"],
             "seconds": counted["seconds"],
         }
-        return response
+        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        more = {"completed_at": int(time.time()), "incomplete_details": details, "usage": usage}
+        return self._response(status, output, **more)
 
-    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        body = self._body
-        form = TextFormat() if body.text is None else body.text.format
-        choice = body.tool_choice or "auto"
-        return {
+    def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> bytes:
+        response = {
             "id": self.context.id,
             "object": "response",
             "created_at": self.context.created,
@@ -294,6 +293,18 @@ class ItemResponse(ConversationResponse):
             "output": output,
             "error": None,
             "incomplete_details": None,
+            "usage": None,
+            **more,
+        }
+        return compact_json(response).removesuffix(b"}") + b"," + self._echo.removeprefix(b"{")
+
+
+def echo_of(body: ResponsesRequest) -> bytes:
+    """The members of a response that repeat the request's, as a JSON object."""
+    form = TextFormat() if body.text is None else body.text.format
+    choice = body.tool_choice or "auto"
+    return compact_json(
+        {
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -308,8 +319,8 @@ class ItemResponse(ConversationResponse):
             "top_logprobs": body.top_logprobs,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
-            "usage": None,
         }
+    )
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
@@ -317,13 +328,18 @@ def add_responses(app: FastAPI, service: Service) -> None:
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """Generate a response to a text or a conversation."""
         service.check(body, request)
-        turns = body.turns
-        if not service.images.are_taken:  # an agent sends what it has once seen with every turn
-            turns = without_images(turns)
+
+        def translated() -> tuple[ResponsesChat, bytes]:
+            turns = body.turns
+            if not service.images.are_taken:  # an agent sends what it has once seen with every turn
+                turns = without_images(turns)
+            return body.chat_request(turns), echo_of(body)
+
+        chat, echo = await service.off_loop(request, translated)
         return await converse(
             service,
             request,
-            body.chat_request(turns),
+            chat,
             "resp_",
-            lambda context, form: ItemResponse(context, form, body, service.text),
+            lambda context, form: ItemResponse(context, form, body, service.text, echo),
         )

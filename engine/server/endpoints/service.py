@@ -32,6 +32,7 @@ from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import GenerationRequest, PoolingRequest, StreamOptions
 from ..protocol.server_options import ScriptedText
 from ..requests.loop import EngineLoop
+from ..requests.middleware import MAX_ON_LOOP
 from ..requests.request_record import (
     WRITE_KEY,
     Job,
@@ -160,6 +161,13 @@ class Service:
         self.images.close()
         self.constrainer.close()
         self.workers.close()
+
+    async def off_loop(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of `work` on the request's body, on a worker thread if the body is a large one."""
+        record = record_of(request)
+        if record.held["bytes of bodies"] <= MAX_ON_LOOP:
+            return work()
+        return await self.workers.run(record.tenant, work)
 
     def check(self, body: GenerationRequest, request: Request | None = None) -> None:
         """Reject a request for an unknown model or with unsupported fields, with `ApiError`; fields that are

@@ -55,6 +55,13 @@ def chat_call(call_id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def bounded_parts(content: Any) -> Any:
+    """A message's content. Raises `ValueError`: it has too many parts."""
+    if isinstance(content, list) and len(content) > MAX_PARTS:
+        raise ValueError(f"{len(content)} content parts: at most {MAX_PARTS}")
+    return content
+
+
 def _part(part: Any) -> ContentPart:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
@@ -121,9 +128,7 @@ class ChatMessage(BaseModel):
             value = {**value, "tool_calls": calls}
         content, parts = value.get("content"), ()
         if isinstance(content, list):
-            if len(content) > MAX_PARTS:
-                raise ValueError(f"{len(content)} content parts: at most {MAX_PARTS}")
-            parts = tuple(map(_part, content))
+            parts = tuple(map(_part, bounded_parts(content)))
             content = "".join(part.text or "" for part in parts)
         if content is None and not value.get("tool_calls") and not value.get("reasoning_content"):
             raise ValueError("content is missing")

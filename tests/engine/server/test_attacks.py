@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 from llmopt.base import build
 from llmopt.engine.sampling import grammar
-from llmopt.engine.server.endpoints import capabilities, completions
+from llmopt.engine.server.endpoints import capabilities, completions, service
 from llmopt.engine.server.protocol import structure
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests import connection, request_record
@@ -324,6 +324,68 @@ def test_log_probabilities_of_prompts_leave_as_they_come_and_are_bounded(
             assert refused.status_code == 429 and "at most 100 may be" in refused.text
             small = http.post("/v1/completions", json={**body, "prompt": "Once"})
             assert small.status_code == 200
+
+
+def test_echoes_of_all_choices_are_bounded(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": ["Once upon a time"] * 2, "max_tokens": 1, "echo": True, "logprobs": 2}
+    monkeypatch.setattr(completions, "MAX_LOGPROBS", 100)
+    with server.http() as http:
+        assert http.post("/v1/completions", json=body).status_code == 200
+        for more in ({"n": 8}, {"n": 8, "stream": True}):
+            refused = http.post("/v1/completions", json={**body, **more})
+            assert refused.status_code == 400 and "log-probabilities of prompts" in refused.text
+        monkeypatch.setattr(completions, "MAX_ECHOED", 100)
+        del body["logprobs"]
+        assert http.post("/v1/completions", json=body).status_code == 200
+        refused = http.post("/v1/completions", json={**body, "n": 8})
+        assert refused.status_code == 400 and "echo: 256 characters" in refused.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 1}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 1, "stream": True}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/api/chat", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 1, "echo": True}),
+    ],
+)
+def test_large_bodies_are_translated_on_worker_threads(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    """The answer is that of a small body, whose translation runs on the event loop."""
+    threads: list[str] = []
+    large, off_loop = {**body, "user": "x" * 100_000}, service.Service.off_loop
+
+    async def noting(self: Any, request: Any, work: Any) -> Any:
+        def noted() -> Any:
+            threads.append(threading.current_thread().name)
+            return work()
+
+        return await off_loop(self, request, noted)
+
+    monkeypatch.setattr(service.Service, "off_loop", noting)
+    with server.http() as http:
+        assert [http.post(path, json=sent).status_code for sent in (body, large)] == [200, 200]
+    assert [name.startswith("llmopt-json") for name in threads] == [False, True]
+
+
+def test_a_response_repeats_its_tools(server: RunningServer) -> None:
+    """In all events, as JSON that is written once."""
+    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(50)}}
+    tool = {"type": "function", "name": "f", "parameters": parameters}
+    body = {"input": "hi", "max_output_tokens": 2, "tools": [tool], "tool_choice": "none"}
+    with server.http() as http:
+        whole = http.post("/v1/responses", json=body).json()
+        lines = http.post("/v1/responses", json={**body, "stream": True}).text.splitlines()
+    sent = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    shown = [whole, *(event["response"] for event in sent if "response" in event)]
+    assert len(shown) == 4 and shown[3]["status"] == whole["status"] == "incomplete"
+    assert all(response["tools"][0]["parameters"] == parameters for response in shown)
 
 
 def test_an_unread_stream_holds_its_sequences_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,13 @@ def contents(message: Any) -> list[tuple[str, str]]:
     return [(b.type, b.thinking if b.type == "thinking" else b.text) for b in message.content]
 
 
+def test_a_message_has_a_number_of_parts(server: RunningServer) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": ""}] * 5000}
+    with server.http() as http:
+        refused = http.post("/v1/messages/count_tokens", json={"messages": [message]})
+    assert refused.status_code == 400 and "at most 4096" in refused.text
+
+
 def test_a_text_whole_and_streamed(served: RunningServer) -> None:
     asked: Any = {**FIELDS, "messages": USER, "system": "Be brief.", "max_tokens": 12}
     whole = client(served).messages.create(**asked)
