@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -12,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from ...scheduling.outputs import RequestOutput
-from ..parsing.formats import Arguments, CallStart, Event, Reasoning, Text
+from ..parsing.formats import Arguments, CallStart, Event, Reasoning, Text, json_value
 from ..parsing.parser import OutputFormat
 from ..protocol.chat_protocol import without_images
 from ..protocol.errors import ApiError
@@ -131,7 +130,7 @@ class CustomItem(CallItem):
     @property
     def input(self) -> str:
         try:
-            return str(json.loads(self.text)["input"])
+            return str(json_value(self.text)["input"])
         except (ValueError, TypeError, KeyError):
             return self.text
 

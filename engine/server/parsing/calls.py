@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from ...scheduling.outputs import overlap
-from .formats import SEPARATORS, Arguments, CallStart, Event, Tags, ToolFormat, call_id
+from .formats import SEPARATORS, Arguments, CallStart, Event, Tags, ToolFormat, call_id, json_value
 
 Waiting = Generator[None, None, None]
 Emit = Callable[[str], object]
@@ -183,8 +183,8 @@ def value_of(text: str) -> str:
     """A value as JSON: itself if it is JSON, Python's constants, else a string."""
     stripped = text.strip()
     try:
-        json.loads(stripped)
-    except (ValueError, RecursionError):
+        json_value(stripped)
+    except ValueError:
         return json.dumps(_PYTHON.get(stripped, text), ensure_ascii=False)
     return stripped
 
@@ -284,7 +284,7 @@ class CallReader:
                     continue
                 early = yield from self._json_text()
                 with suppress(ValueError):  # a string may hold the object
-                    early = str(json.loads(early)) if first == '"' else early
+                    early = str(json_value(early)) if first == '"' else early
                 if name is not None:
                     self.argue(early)
             else:
@@ -299,7 +299,7 @@ class CallReader:
         """A JSON string; None for another value or a broken one."""
         text = yield from self._json_text()
         try:
-            value = json.loads(text)
+            value = json_value(text)
         except ValueError:
             return None
         return value if isinstance(value, str) else None

@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from ....base.errors import BadInput
 
 _NAME = r"(?P<name>[A-Za-z0-9_.\-]+)"
@@ -291,6 +293,14 @@ def call_id(seed: str, number: int) -> str:
     return hashlib.sha256(f"{seed}/{number}".encode()).hexdigest()[:9]
 
 
+def json_value(text: str) -> Any:
+    """The value of a JSON text. Raises `ValueError`: it is not JSON, or no response could contain it: half a
+    surrogate pair, a number beyond float64, hundreds of levels."""
+    value = from_json(text, allow_inf_nan=False)
+    json.dumps(value, allow_nan=False)  # 1e999 is infinite
+    return value
+
+
 @dataclass(slots=True)
 class ParsedCall:
     """A whole tool call; `arguments` is a JSON object, as text."""
@@ -303,7 +313,7 @@ class ParsedCall:
     def value(self) -> Any:
         """The arguments' value; an empty object where they were cut off."""
         try:
-            return json.loads(self.arguments)
+            return json_value(self.arguments)
         except ValueError:
             return {}
 

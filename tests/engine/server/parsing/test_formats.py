@@ -355,3 +355,21 @@ def test_the_template_shows_the_reasoning() -> None:
     assert reasoning_of_template("{% split('</think>') %}") is THINK
     assert reasoning_of_template("[/THINK]") is MISTRAL_THINK
     assert reasoning_of_template("{{ messages }}") is None
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"name": "clock", "arguments": {"a": NaN}}',
+        '{"name": "clock", "arguments": {"a": 1e999}}',
+        '{"name": "clock", "arguments": {"a": "\\ud800"}}',
+        '{"name": "clock", "arguments": "{\\"a\\": \\"\\ud800\\"}"}',
+        '{"name": "cl\\ud800ock", "arguments": {}}',
+        '{"name": ' + "[" * 3000 + "]" * 3000 + "}",
+        '{"name": "clock", "arguments": ' + '{"a":' * 3000 + "1" + "}" * 3000 + "}",
+    ],
+)
+def test_values_that_no_response_can_contain(written: str) -> None:
+    whole = parsed(OutputFormat(HERMES, schemas=SCHEMAS), [f"<tool_call>{written}</tool_call>"])
+    shown = [whole.text, *((call.name, call.value) for call in whole.calls)]
+    assert json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()
