@@ -79,6 +79,24 @@ def as_progress(given: Progress | Callable[[ProgressUpdate], None] | None) -> Pr
     return ProgressCallback(given) if callable(given) else given
 
 
+class SubRun:
+    """The progress of a part of a command: each task begins with its purpose. Of the notes, only those that
+    begin with one of `notes` are shown."""
+
+    def __init__(
+        self, inner: Progress, purpose: Callable[[], str], notes: tuple[str, ...] = ()
+    ) -> None:
+        self._inner, self._purpose, self._notes = inner, purpose, notes
+        self.advance, self.status, self.finish = inner.advance, inner.status, inner.finish
+
+    def start(self, description: str, total: int, unit: str) -> None:
+        self._inner.start(f"{self._purpose()}, {description}", total, unit)
+
+    def note(self, message: str) -> None:
+        if message.startswith(self._notes):
+            self._inner.note(message)
+
+
 def in_words(seconds: float) -> str:
     """A time as people say it: `40 s`, `25 min`, `17 h`, `4 days`."""
     for limit, size, unit in ((100, 1, "s"), (100 * 60, 60, "min"), (48 * 3600, 3600, "h")):

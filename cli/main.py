@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -63,7 +64,8 @@ def _empty() -> typer.Typer:
     app.callback(
         help="Quantize a language model, prove the checkpoint, serve it and benchmark it, on one machine.",
         epilog="Exit codes: 0 done or pass, 1 regression or failed verification, 2 bad input, "
-        "3 no verdict. Every command takes --debug, which shows the traceback of an error.",
+        "3 no verdict. Every command takes --debug, which shows the traceback of an error and "
+        "lines of libraries.",
     )(_root)
     return app
 
@@ -104,6 +106,9 @@ def main(argv: list[str] | None = None) -> None:
     install()
     given = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in given or bool(os.environ.get("LLMOPT_DEBUG"))
+    if debug:
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("llmopt").setLevel(logging.DEBUG)
     arguments = [word for word in given if word != "--debug"]
     # `bench` takes a model, so it cannot have sub-commands; a model of that name is `./freeze`.
     if arguments[:2] == ["bench", "freeze"]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...base.atomic_io import write_atomically
 from ...base.option import words_of
-from ...base.progress import Progress, ProgressUpdate, as_progress, in_words
+from ...base.progress import Progress, ProgressUpdate, SubRun, as_progress, in_words
 from ...base.version import VERSION
 from ...engine.planner.catalog import find_model
 from ...quant.model.checkpoint import gguf_file_of
@@ -189,28 +189,17 @@ def results(
     if stages is None:
         return []
     points = _points(searched)
+    # The notes of `quantize` are left to the manifests.
+    shown = SubRun(progress, lambda: _step_of(stages), ("quantize", "verify", "warning"))
     return [
         result_of(target, run, points[run.variant.name], stages.folder, searched["kv_dtype"])
-        for run in run_recipe(stages, Steps(progress, stages), on_ray=on_ray).variants
+        for run in run_recipe(stages, shown, on_ray=on_ray).variants
     ]
 
 
-class Steps:
-    """The progress of a whole recipe: every task is a step of it, and the notes of `quantize` are left to the
-    manifests."""
-
-    def __init__(self, inner: Progress, stages: Stages) -> None:
-        self._inner, self._stages = inner, stages
-        self.advance, self.status, self.finish = inner.advance, inner.status, inner.finish
-
-    def start(self, description: str, total: int, unit: str) -> None:
-        steps = len(jobs_of(self._stages))
-        step = min(self._stages.num_done + 1, steps)
-        self._inner.start(f"step {step} of {steps}, {description}", total, unit)
-
-    def note(self, message: str) -> None:
-        if message.startswith(("quantize", "verify", "warning")):
-            self._inner.note(message)
+def _step_of(stages: Stages) -> str:
+    steps = len(jobs_of(stages))
+    return f"step {min(stages.num_done + 1, steps)} of {steps}"
 
 
 def _points(searched: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -24,7 +24,7 @@ from ...base.atomic_io import write_atomically
 from ...base.errors import BadInput
 from ...base.extras import require
 from ...base.option import offer
-from ...base.progress import Progress
+from ...base.progress import Progress, SubRun
 from ...engine.config.plan_options import PlanRequest
 from ...engine.planner.catalog import find_model
 from ...engine.planner.devices import Device, choose_devices
@@ -196,7 +196,7 @@ def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
             name=MACHINE,
             device="cpu",
         )
-        run = run_bench(options, progress)
+        run = run_bench(options, SubRun(progress, lambda: "speed of this machine", ("warning",)))
         if run.interrupted:
             raise KeyboardInterrupt
         write_run(run, folder, with_report=False)

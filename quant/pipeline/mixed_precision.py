@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +40,7 @@ from .cached_calibration import StatisticsFolder, StoredNumbers
 from .candidates import Choice, Search, is_gguf, too_small
 from .divergence import divergences, solver_facts
 
+_log = logging.getLogger(__name__)
 _POINTS = 16  # of the front
 _BLOCKS = 10  # of layers, each with a scale of its costs
 _SCALED_BITS = 4.0  # of the kind by which scales are measured
@@ -304,7 +307,7 @@ def _solved(choices: Sequence[Choice], budget: int) -> tuple[tuple[int, ...], fl
     most, scale = budget // unit * unit + unit / 2, sizes.max() or 1
     one_each = csr_array((np.ones(len(pairs)), ([at for at, _ in pairs], np.arange(len(pairs)))))
     for _ in range(_TRIES):
-        with c_prints_on_stderr():
+        with c_prints_logged():
             result = milp(
                 costs / (costs.max() or 1.0),
                 integrality=np.ones(len(pairs)),
@@ -326,14 +329,18 @@ def _solved(choices: Sequence[Choice], budget: int) -> tuple[tuple[int, ...], fl
 
 
 @contextlib.contextmanager
-def c_prints_on_stderr() -> Iterator[None]:
-    """HiGHS prints from C where it repairs a rounded solution, and stdout is the result's alone."""
+def c_prints_logged() -> Iterator[None]:
+    """Log what C prints on stdout, for `--debug`: HiGHS prints where it repairs a rounded solution."""
     kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError, TypeError):
-            ctypes.CDLL(None).fflush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError, TypeError):
+                ctypes.CDLL(None).fflush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
+            file.seek(0)
+            for line in file.read().decode(errors="replace").splitlines():
+                _log.debug("%s", line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 
 import pytest
 import typer
@@ -86,3 +87,15 @@ def test_debug_shows_the_traceback_and_a_bug_is_never_hidden():
         run_guarded(raising(BadInput("x")), debug=True)
     with pytest.raises(ZeroDivisionError):
         run_guarded(raising(ZeroDivisionError()), debug=False)
+
+
+def test_debug_logs_what_is_kept_off_the_screen(capsys, monkeypatch) -> None:
+    logger = logging.getLogger("llmopt")
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    for words, level in (
+        (["--version"], logging.NOTSET),
+        (["--debug", "--version"], logging.DEBUG),
+    ):
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
+        assert run(capsys, *words)[0] == 0
+        assert logger.level == level

@@ -173,6 +173,31 @@ def test_a_command_line_writes_the_loader_in_any_case() -> None:
     assert (given["loads_in"], given["max_kl"]) == ("vllm", 0.02)
 
 
+def test_the_bar_of_the_machine_says_what_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+
+    class Shown(Silent):
+        def start(self, description: str, total: int, unit: str) -> None:
+            shown.append(description)
+
+        def note(self, message: str) -> None:
+            shown.append(message)
+
+    def bench(options: Any, progress: Any) -> Any:
+        progress.note("sharegpt: the prompts are a stand-in")
+        progress.start("bench", 1000, "%")
+        progress.note("warning: the clock drifts")
+        return SimpleNamespace(interrupted=True)
+
+    monkeypatch.setattr(search, "run_bench", bench)
+    target = Target.of(BestRequest(gpu="cpu"), "stories260K")
+    with pytest.raises(KeyboardInterrupt):
+        search.measure_machine(target, tmp_path, Shown())
+    assert shown == ["speed of this machine, bench", "warning: the clock drifts"]
+
+
 def test_a_budget_makes_the_finalists_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that goes on five seconds at every look; one is made however little time there is."""
     made = {"method": "gptq", "bits": 4, "num_samples": 2, "seq_len": 64}

@@ -25,7 +25,7 @@ from llmopt.quant.pipeline.candidates import Choice
 from llmopt.quant.pipeline.mixed_precision import (
     Lane,
     allocate,
-    c_prints_on_stderr,
+    c_prints_logged,
     front,
     mixed_plan,
 )
@@ -131,11 +131,14 @@ def test_an_allocation_is_the_best_of_all_within_the_bound(
     assert len(set(same.chosen)) == 1
 
 
-def test_stdout_is_free_of_what_the_solver_prints(capfd: pytest.CaptureFixture[str]) -> None:
-    with c_prints_on_stderr():
+def test_the_screen_is_free_of_what_the_solver_prints(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", "llmopt"), c_prints_logged():
         ctypes.CDLL(None).puts(b"from C")
     print("the result")
-    assert capfd.readouterr() == ("the result\n", "from C\n")
+    assert capfd.readouterr() == ("the result\n", "")
+    assert caplog.messages == ["from C"]
 
 
 @pytest.mark.parametrize(
