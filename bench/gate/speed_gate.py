@@ -124,9 +124,9 @@ def speed_reach(limits: Sequence[Limit], run: RunData, planned: int) -> list[Spe
         steps = np.diff(np.log(values))
         cv = math.sqrt(float(np.mean(steps**2)) / 2)
         allowed = allowed_worsening(limit)
-        told = (n for n in range(2, MOST_PASSES + 1) if smallest_visible_change(cv, n) <= allowed)
+        enough = (n for n in range(2, MOST_PASSES + 1) if smallest_visible_change(cv, n) <= allowed)
         smallest = smallest_visible_change(cv, planned)
         reaches.append(
-            SpeedReach(limit.quantity.label, limit.text, smallest, planned, next(told, None))
+            SpeedReach(limit.quantity.label, limit.text, smallest, planned, next(enough, None))
         )
     return reaches

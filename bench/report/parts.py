@@ -142,7 +142,7 @@ def named_caveats(results: Mapping[str, Mapping[str, Any]]) -> dict[str, list[st
 def named(
     results: Mapping[str, Mapping[str, Any]], read: Callable[[Mapping[str, Any]], list[str]]
 ) -> list[str]:
-    """What is read of several runs, each sentence once: first those of all runs, then the others with the
+    """Caveats that `read` finds in several runs, each once: first those of all runs, then the others with the
     names."""
     holders: dict[str, list[str]] = {}
     for name, result in results.items():

@@ -314,7 +314,7 @@ class RecipeRun:
 
     @property
     def speed_reach(self) -> list[dict[str, Any]]:
-        """What this machine can tell of each limit on speed; empty for a recipe without `gate_speed`."""
+        """Reach of this machine under each limit on speed; empty for a recipe without `gate_speed`."""
         path = self.folder / REACH_NAME
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
