@@ -23,6 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 FOLDERS = ("base", "bench", "cli", "engine", "quant", "recipes")
+PACKAGES = {"CPU": 103, "CUDA": 121}
+"""Packages that an install for developers takes, by build of torch: `python tools/resolve.py --count`."""
+LINE_END = "\r" if sys.stdout.isatty() else "\n"
 PACKAGE = "package"
 """The folder whose files are those of `llmopt` itself."""
 
@@ -40,7 +43,13 @@ def install(folder: Path, extras: str = "dev") -> None:
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True, symlinks=True)
-    print("installing llmopt and what it needs: a few minutes the first time", flush=True)
+    count = PACKAGES["CUDA" if cuda_is_welcome() else "CPU"]
+    build = "" if cuda_is_welcome() else " with the CPU build of torch"
+    print(
+        f"installing llmopt and about {count} packages{build} from the index that pip is configured with; "
+        "what pip has in its cache is not fetched again",
+        flush=True,
+    )
     if not cuda_is_welcome() and not has_torch(python):
         install_cpu_torch(python)
     if reason := pip_install(python, "--editable", f"{ROOT}[{extras}]"):
@@ -76,13 +85,44 @@ def install_cpu_torch(python: Path) -> None:
 
 
 def pip_install(python: Path, *arguments: str) -> str | None:
-    """None if pip installed it, within the constraints; else the last line of what pip says."""
-    command = [python, "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS, *arguments]
-    run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode == 0:
+    """None if pip installed it, within the constraints; else the last line of pip's errors."""
+    command = [python, "-m", "pip", "install", "--progress-bar", "off", "--constraint", CONSTRAINTS]
+    with subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as pip:
+        assert pip.stdout is not None
+        lines = [FETCHED.read(line.strip()) for line in pip.stdout]
+    if pip.returncode == 0:
         return None
-    said = [line for line in run.stderr.splitlines() if line.startswith("ERROR")]
-    return (said or run.stderr.splitlines() or ["it says nothing"])[-1].removeprefix("ERROR: ")
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines or ["it prints nothing"])[-1].removeprefix("ERROR: ")
+
+
+class Fetched:
+    """Packages that pip has resolved so far, and the bytes that it fetches for them, shown as a bar."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.megabytes = 0.0
+
+    def read(self, line: str) -> str:
+        """Take a line of pip's output into account, and return it."""
+        if found := re.match(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)", line):
+            self.names.add(found[1].lower())
+        elif found := re.match(r"Downloading (\S+) \(([\d.]+) ([kMG]B)\)", line):
+            self.megabytes += float(found[2]) * {"kB": 1e-3, "MB": 1, "GB": 1e3}[found[3]]
+            print(f"{self.bar} {found[1].partition('-')[0][:24]:<24}", end=LINE_END, flush=True)
+        return line
+
+    @property
+    def bar(self) -> str:
+        most = PACKAGES["CUDA" if cuda_is_welcome() else "CPU"]
+        done = min(len(self.names) / most, 1.0)
+        count = f"{len(self.names)} of about {most} packages, {self.megabytes:,.0f} MB"
+        return f"[{'#' * round(20 * done):<20}] {count}"
+
+
+FETCHED = Fetched()
 
 
 def link_sources(folder: Path) -> None:

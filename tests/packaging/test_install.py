@@ -90,3 +90,27 @@ def test_pip_says_why_not_in_one_line(
     nothing = ("--no-index", "--find-links", str(SCRIPT.parent), "no-such-distribution-of-ours")
     reason = installer.pip_install(Path(sys.executable), *nothing)
     assert reason == "No matching distribution found for no-such-distribution-of-ours"
+
+
+def test_the_bar_says_how_much_is_fetched(
+    installer: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installer, "cuda_is_welcome", lambda: False)
+    fetched = installer.Fetched()
+    for line in (
+        "Requirement already satisfied: torch==2.13.0+cpu in somewhere",
+        "Collecting numpy (from llmopt)",
+        "Downloading numpy-2.4.0-cp312.whl (16.5 MB)",
+        "Collecting numpy>=2 (from scipy)",
+        "Downloading six-1.17.0-py2.py3-none-any.whl.metadata (1.7 kB)",
+    ):
+        assert fetched.read(line) == line
+    assert (len(fetched.names), round(fetched.megabytes, 1)) == (2, 16.5)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith("[") and "2 of about 103 packages, 16 MB numpy" in shown[0]
+
+
+def test_the_number_of_packages_is_that_of_the_documents(installer: ModuleType) -> None:
+    page = (SCRIPT.parents[1] / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    row = next(line.split() for line in page.splitlines() if line.startswith("llmopt[dev]"))
+    assert [int(cell) for cell in row[1:]] == list(installer.PACKAGES.values())

@@ -35,6 +35,9 @@ def test_the_images_are_pinned_not_root_and_healthy_when_ready(device: str) -> N
     assert re.search(r"^ARG PYTHON_IMAGE=python:\d+\.\d+\.\d+-", text, re.MULTILINE)
     assert f"\nUSER {USER_ID}:{USER_ID}\n" in text
     assert "--constraint /build/constraints.txt" in text and "/ready" in text
+    # Without a network: pip takes the wheels of the folder alone, and a base image with gcc needs no Debian mirror.
+    assert "\nARG PIP_NO_INDEX\nCOPY constraints.txt *.whl /build/\n" in text
+    assert "--find-links /build" in text and "command -v gcc || { apt-get update" in text
     assert (f"torch=={version('torch').split('+')[0]}+cpu" in text) is (device == "cpu")
     assert ("NVIDIA_VISIBLE_DEVICES" in text) is (device == "cuda")
     words = json.loads(text.rsplit("\nCMD ", 1)[1])
