@@ -25,7 +25,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 FOLDERS = ("base", "bench", "cli", "engine", "quant", "recipes")
 PACKAGES = {"CPU": 103, "CUDA": 121}
 """Packages that an install for developers takes, by build of torch: `python tools/resolve.py --count`."""
-LINE_END = "\r" if sys.stdout.isatty() else "\n"
+NAMED = re.compile(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)|Processing \S*/(\w+)-")
 PACKAGE = "package"
 """The folder whose files are those of `llmopt` itself."""
 
@@ -107,12 +107,23 @@ class Fetched:
 
     def read(self, line: str) -> str:
         """Take a line of pip's output into account, and return it."""
-        if found := re.match(r"(?:Collecting|Requirement already satisfied:) ([\w.-]+)", line):
-            self.names.add(found[1].lower())
+        if found := NAMED.match(line):
+            name = (found[1] or found[2]).lower().replace("_", "-")
+            if name not in self.names:
+                self.names.add(name)
+                self._show(name, is_milestone=len(self.names) % 20 == 0)
         elif found := re.match(r"Downloading (\S+) \(([\d.]+) ([kMG]B)\)", line):
-            self.megabytes += float(found[2]) * {"kB": 1e-3, "MB": 1, "GB": 1e3}[found[3]]
-            print(f"{self.bar} {found[1].partition('-')[0][:24]:<24}", end=LINE_END, flush=True)
+            megabytes = float(found[2]) * {"kB": 1e-3, "MB": 1, "GB": 1e3}[found[3]]
+            self.megabytes += megabytes
+            self._show(found[1].partition("-")[0], is_milestone=megabytes >= 10)
         return line
+
+    def _show(self, name: str, *, is_milestone: bool) -> None:
+        """Redraw the bar on a terminal; in a log, a line for each milestone."""
+        if sys.stdout.isatty():
+            print(f"{self.bar} {name[:24]:<24}", end="\r", flush=True)
+        elif is_milestone:
+            print(f"{self.bar} {name}", flush=True)
 
     @property
     def bar(self) -> str:
