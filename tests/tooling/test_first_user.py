@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.first_user import LOAD, QUANTIZATIONS, FirstUser, agrees, rows
+from tests.support.cli_process import run_llmopt
+from tools.first_user import LOAD, MISTAKES, QUANTIZATIONS, FirstUser, Timed, agrees, rows
 
 SMALL = ("--num-prompts", "8", "--output-len", "8", "--num-runs", "2", "--quality-tokens", "512")
 
@@ -33,3 +34,20 @@ def test_a_number_agrees_with_its_rounding_alone() -> None:
         {"metric": "a", "base": "1"},
         {"metric": "b", "base": "2"},
     ]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_refused_with_one_line(line: str, tmp_path: Path) -> None:
+    words = ["stories3M" if word == "MODEL" else word for word in line.split()]
+    done = run_llmopt(*words, cwd=tmp_path)
+    refused = Timed(line, done.returncode, done.stderr.strip(), 0.0, 0.0)
+    assert refused.problem is None
+    assert not list(tmp_path.iterdir()), "nothing half-written"
+
+
+def test_the_walk_has_twenty_mistakes() -> None:
+    assert len(set(MISTAKES)) == 20
+    late = Timed(MISTAKES[0], 2, "error: no", 9.0, 1.5)
+    assert late.problem is not None and "after 1.5 s of processor time" in late.problem
+    assert Timed(MISTAKES[0], 2, "error: no\nTraceback", 0.1, 0.1).problem is not None
