@@ -73,6 +73,9 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     device, work = answer.device, plan.workload
     where = f"{device.deployment.gpus} x {device.gpu}"
     what = f"{counted(work.sequences, 'sequence')} of {format_tokens(work.context)} tokens"
+    if work.output_tokens is None and (work.load is None or work.load.dataset is None):
+        prompt, answer_length = map(format_tokens, (work.prompt_tokens, work.answer_tokens))
+        what += f" (prompt {prompt}, answer {answer_length})"
     line = f"{'yes' if device.fits else 'no'}: {what} in {device.engine} on {where}"
     if not device.fits and device.predicted is not None:
         places = device.max_concurrent_sequences

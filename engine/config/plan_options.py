@@ -58,7 +58,8 @@ class PlanRequest:
     )
     context: str | None = option(
         None,
-        "Tokens per sequence: 4096, 128k, 1M. Default: the model's context.",
+        "Tokens per sequence, a quarter of them the answer without --output-len: 4096, 128k, 1M. Default: "
+        "the model's context.",
         flag="--ctx",
         panel=_SERVED,
         common=True,

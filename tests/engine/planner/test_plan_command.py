@@ -95,6 +95,24 @@ def test_a_plan_is_written_as_it_is_printed(
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
 
 
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--ctx", "128k"), "of 128k tokens (prompt 96k, answer 32k) in vllm"),
+        (("--ctx", "128k", "--output-len", "1000"), "of 128k tokens in vllm"),
+        (("--input-len", "500", "--output-len", "100"), "of 600 tokens in vllm"),
+        (("--dataset", "azure"), "tokens in vllm"),
+    ],
+)
+def test_how_a_context_divides_is_said_next_to_it(
+    options: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--model", "llama-8b", "--gpu", "h100", *options) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert line in printed
+    assert ("answer 32k" in printed) == (len(options) == 2 and options[0] == "--ctx")
+
+
 def test_a_plan_is_written_although_nobody_reads_the_screen(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
