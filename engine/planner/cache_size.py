@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Protocol
 
 from ...base.errors import BadInput, DoesNotFit
+from ...base.option import offer
 from ...quant.families.shapes import ModelShape
 from ..base.units import format_gib
 from .probed_shape import ElementBytes, ProbedShape
@@ -147,10 +148,10 @@ fp8_e4m3, has one per layer, and e5m2 none."""
 
 def kv_dtype(name: str) -> KvDtype:
     """The KV dtype of that name, or of vLLM's name for it. Raises BadInput: an unknown dtype."""
-    name = VLLM_NAMES.get(name, name)
-    if name not in KV_DTYPES:
-        raise BadInput(f"no KV dtype {name!r}: choose {', '.join(KV_DTYPES)}")
-    return KV_DTYPES[name]
+    key = VLLM_NAMES.get(name.lower(), name.lower())
+    if key not in KV_DTYPES:
+        raise BadInput(f"no KV dtype {name!r}: {offer(key, KV_DTYPES)}")
+    return KV_DTYPES[key]
 
 
 DEFAULT_BLOCK_SIZE = {"cpu": 32, "cuda": 16, "mps": 32}
