@@ -9,16 +9,19 @@ Each question shows the lines of the command's output that answer it.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .document_part import put_part
 
 PAGE, PART = "docs/commands/kv-plan.md", "plan_questions.py"
-COLUMNS = 110
+WIDTH = 126
+"""Columns of a line in the page; the command itself gets more, so that it breaks no line."""
 LENGTHS = "--input-len 1024 --output-len 256"
 SLO = '--slo "ttft:1s tpot:30ms"'
 OTHER_PROGRAMS = ("--n-cpu-moe", "--cpu-moe", "--cpu-offload-gb")
@@ -72,7 +75,7 @@ QUESTIONS = (
     Question(
         "Which weight format wins at our load?",
         "llama-8b --ctx 1k --concurrency 8 --gpu h100",
-        ("weights",),
+        ("formats",),
     ),
     Question(
         "What does a million tokens cost, and what would be cheaper?",
@@ -106,7 +109,7 @@ QUESTIONS = (
 def answer_of(question: Question) -> str:
     """The lines of the output that answer a question; a line without indent begins a new label."""
     words = shlex.split(question.options)
-    environment = {**os.environ, "COLUMNS": str(COLUMNS)}
+    environment = {**os.environ, "COLUMNS": "400"}
     run = subprocess.run(
         [sys.executable, "-m", "llmopt", "kv-plan", *words],
         capture_output=True,
@@ -123,7 +126,9 @@ def _chosen(output: str, labels: tuple[str, ...]) -> Iterator[str]:
         if not line.startswith(" "):
             is_chosen = line.startswith(labels)
         if is_chosen and line.strip():
-            yield line.rstrip()
+            label = re.match(r"\S.*?  +|\s*", line)
+            indent = " " * (label.end() if label else 0)
+            yield from textwrap.wrap(line.rstrip(), WIDTH, subsequent_indent=indent)
 
 
 def part() -> str:

@@ -55,7 +55,7 @@ def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
         "users": _users(plan, answer),
         "speed": _speed(plan, answer),
         "cost": _cost(plan, answer),
-        "weights": _formats(answer),
+        "formats": _formats(answer),
         "cheaper": cheaper,
         "limit": [limit],
     }
