@@ -107,8 +107,8 @@ def _fleet(plan: DeploymentPlan) -> Iterator[str]:
         line = f"{fleet.gpus:,} x {fleet.device.name}: {replica}"
         line += "" if price is None else f", ${price:,.4g} an hour"
         if fleet is best:
-            line += f"; each takes {share:.3g} requests/s and keeps about {fleet.kept_rate:.3g}"
-        yield line + ("" if fleet.simulated else " (closed form, not simulated)")
+            line += f"; each takes {share:.3g} requests/s"
+        yield line + ("" if fleet.simulated else " (estimated)")
 
 
 def _start(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Fewest GPUs for a rate of requests within an SLO: replicas of a deployment, each with an equal share.
 
 The closed form gives the rate that each division of each GPU keeps, and so the number of replicas. The best
-of them are simulated with Poisson arrivals, and get more replicas until they keep the limits.
+of them are simulated with Poisson arrivals, with the fewest replicas that keep the limits.
 """
 
 from __future__ import annotations
@@ -106,13 +106,21 @@ class FleetPlanner:
         return Fleet(device, deployment, replicas, kept, dollars)
 
     def _simulated(self, planners: dict[str, LoadPlanner], fleets: list[Fleet]) -> list[Fleet]:
-        """The fleets with the best ones simulated, until the best one is."""
+        """The fleets with the best ones simulated, until the best one is. The others get more replicas than in
+        closed form by the same factor, because it is the load's spread that takes them."""
+        ratio = 1.0
         for _ in range(SIMULATED_KINDS):
             fleets.sort(key=lambda fleet: fleet.order)
-            if fleets[0].simulated is not None:
+            first = fleets[0]
+            if first.simulated is not None:
                 break
-            fleets[0] = self._with_least_replicas(planners[fleets[0].device.name], fleets[0])
-        return sorted(fleets, key=lambda fleet: fleet.order)
+            fleets[0] = self._with_least_replicas(planners[first.device.name], first)
+            ratio = max(ratio, fleets[0].replicas / first.replicas)
+        scaled = [
+            fleet if fleet.simulated else fleet.resized(ceil(ratio * fleet.replicas), None)
+            for fleet in fleets
+        ]
+        return sorted(scaled, key=lambda fleet: (fleet.simulated is None, *fleet.order))
 
     def _with_least_replicas(self, planner: LoadPlanner, fleet: Fleet) -> Fleet:
         """The fleet with the fewest replicas that keep the limits, found around its own number."""
