@@ -70,10 +70,12 @@ test-profiles: $(INSTALLED)
 test-arm: $(INSTALLED)
 	$(PYTEST) -rs -p tests.support.aarch64_plugin -n 3 --dist worksteal --durations 5 $(ARM_TESTS)
 
-# The random walk over scheduler and block pool, of more than 20,000 steps, the newest agents and clients, the newest
-# benchmarks whose files `compare` reads, and the streams of the newest servers that can be installed.
+# The random walk over scheduler and block pool, of more than 20,000 steps, every field of the server's endpoints with values
+# of every kind, the newest agents and clients, the newest benchmarks whose files `compare` reads, and the streams of the
+# newest servers that can be installed.
 nightly: $(INSTALLED)
 	LLMOPT_WALK_EXAMPLES=2000 $(PYTEST) tests/engine/scheduling/test_scheduler_walk.py
+	LLMOPT_FUZZ=all $(PYTEST) tests/engine/server/test_field_fuzz.py
 	$(VENV)/bin/python -m tools.agents
 	$(VENV)/bin/python -m tools.gpu_rehearsal
 	$(VENV)/bin/python -m tools.imported_tools
