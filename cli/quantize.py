@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -101,9 +102,18 @@ def quantize(
 
 
 def _dry_run(request: QuantizeRequest, chosen: RunOptions) -> None:
+    from ..engine.base.units import format_gib
+    from ..engine.planner.catalog import facts_of
+    from ..quant.plan.sketch import sketched_bytes
+    from .output.console import TerminalProgress, emit_json, result_console, say
+
+    if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the first
+        size = sketched_bytes(request)
+        result = "" if size is None else f"; quantized about {format_gib(size)}"
+        say(f"{request.model_name}: {facts_of(request.model).line}{result}")
+    # What follows imports torch and transformers' model.
     from ..quant.base.workers import is_first
     from ..quant.pipeline.pipeline import predict
-    from .output.console import TerminalProgress, emit_json, result_console
     from .output.quantize_tables import show_preflight
 
     with TerminalProgress() as progress:

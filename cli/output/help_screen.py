@@ -91,7 +91,7 @@ def write_screen(command: Any, context: Any, formatter: Any) -> None:
     if commands := getattr(command, "commands", {}):
         rows = [(inner, cleandoc(other.help or "")) for inner, other in commands.items()]
         panels = {"Commands": rows, **panels}
-    for heading, rows in (panels | CHOICES.get(name, {})).items():
+    for heading, rows in [*panels.items(), *CHOICES.get(name, {}).items()]:
         _write_section(formatter, heading, rows)
     if left_out:
         counts = (f"{heading} ({count})" for heading, count in left_out.items())

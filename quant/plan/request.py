@@ -19,6 +19,7 @@ from ..methods.registry import AUTO, AUTO_METHOD, METHODS, check_method, formats
 from ..model.checkpoint import GGUF_SUFFIX, gguf_file_of, read_json
 from ..stream.sources import check_source
 
+DEFAULT_GROUP_SIZES = (128, 64, 32, 16)
 # Headings on the help screen.
 _GRID, _METHOD, _DATA, _RUN = "Grid", "Method", "Calibration data", "Run"
 

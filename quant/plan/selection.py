@@ -24,7 +24,7 @@ from ..methods.registry import METHODS
 from ..model.architecture import Architecture
 from ..model.checkpoint import Checkpoint
 from ..model.meta_model import MetaModel
-from .request import Override, QuantizeRequest, compiled
+from .request import DEFAULT_GROUP_SIZES, Override, QuantizeRequest, compiled
 
 VISION, PROJECTOR, TEXT = "vision", "projector", "text"
 _PROJECTOR = re.compile(
@@ -181,7 +181,6 @@ def vision_misfits(
     return tuple(misfits)
 
 
-DEFAULT_GROUP_SIZES = (128, 64, 32, 16)
 HEAD = "lm_head"
 TORCH_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 BYTES_OF = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}

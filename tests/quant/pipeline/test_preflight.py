@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from llmopt.quant.plan.loaders import CheckpointContents, loaders, loads_in, sto
 from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.plan.selection import split_fusions
+from llmopt.quant.plan.sketch import sketched_bytes
 
 from ...support.quant_support import STORIES
 
@@ -96,6 +99,49 @@ def test_a_dry_run_reads_config_and_headers_alone(
     monkeypatch.setattr(Checkpoint, "tensor", refuse)
     assert replace(predict(asked, Silent(), 2), seconds=whole.seconds) == whole
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"method": "awq"}, 0.0),
+        ({"method": "rtn", "bits": 8, "group_size": -1}, 0.01),
+        ({"method": "fp8"}, 0.01),
+        ({"method": "nf4"}, 0.01),
+        ({"method": "squeezellm"}, 0.1),  # its sparse weights are not counted
+    ],
+    ids=str,
+)
+def test_the_first_line_has_about_the_size_of_the_table(
+    tmp_path: Path, options: dict[str, Any], error: float
+) -> None:
+    asked = QuantizeRequest.of(STORIES, tmp_path / "out", **options)
+    size = next(iter(predict(asked, Silent()).tensor_bytes.values()))
+    assert sketched_bytes(asked) == pytest.approx(size, rel=error)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "Q4_K_M"},
+        {"method": "auto", "target_bpw": 4.0},
+        {"ignore": ("o_proj",)},
+        {"method": "rtn", "group_size": 512},
+    ],
+    ids=str,
+)
+def test_a_size_that_takes_the_model_itself_is_left_out(options: dict[str, Any]) -> None:
+    assert sketched_bytes(QuantizeRequest(STORIES, Path("out"), **options)) is None
+
+
+def test_the_first_line_of_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from llmopt.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "quantize", str(STORIES), "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    first, _, rest = done.stderr.partition("\n")
+    assert first.startswith("stories3M: llama, 3.08M parameters, bfloat16, 5.88 MiB, context 512; ")
+    assert first.endswith("; quantized about 1.72 MiB") and not done.stdout
+    assert "import of torch halted" in rest
 
 
 def test_memory_follows_the_layer_and_not_the_number_of_layers(tmp_path: Path) -> None:
