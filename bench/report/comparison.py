@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -201,10 +201,9 @@ def comparison_page(
     base: RunData,
     new: RunData,
     comparison: Comparison,
-    *,
-    template: str = "report/comparison.jinja",
-    **more: Any,
+    starts: Mapping[str, Any] | None = None,
 ) -> Page:
+    """The page of two runs; of paired `starts` with a table of them."""
     results = {base.name: base.result, label_of(base, new): new.result}
     caveats = named_caveats(results)
     figures = captioned(
@@ -219,7 +218,7 @@ def comparison_page(
         },
     )
     return report_page(
-        template,
+        "report/comparison.jinja",
         base=base,
         new=new,
         results=results,
@@ -233,7 +232,7 @@ def comparison_page(
         limits=deltas_table(comparison.deltas, checks=comparison.checks),
         others=[*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)],
         operating_table=operating_table,
-        **more,
+        starts=starts,
     )
 
 

@@ -202,22 +202,26 @@ def write_sweep(record: Mapping[str, Any], target: Path) -> Path:
 
 
 def sweep_page(
-    record: Mapping[str, Any], template: str = "report/sweep.jinja", **more: Any
+    record: Mapping[str, Any],
+    verdict: ReportVerdict | None = None,
+    capacity: Mapping[str, Any] | None = None,
 ) -> Page:
+    """The page of a sweep; with the plan of a `capacity` in front of it."""
     figures = {}
     if any(point["latency_ms"] for point in record["points"]):
         caption = "Every point is one load. Up is higher throughput, right is higher latency."
         svgs = {"throughput-latency": throughput_latency_svg(record)}
         figures = captioned(svgs, **{"throughput-latency": caption})
-    page = {"verdict": sweep_verdict(record), "units": UNITS[record["kind"]], **more}
     return page_of(
-        template,
+        "report/sweep.jinja",
+        verdict=verdict or sweep_verdict(record),
+        units=UNITS[record["kind"]],
+        capacity=capacity,
         sweep=record,
         figures=figures,
         points=points_table(record),
         knee=knee_point(record),
         STEADY_FORMULAS=STEADY_FORMULAS,
-        **page,
     )
 
 

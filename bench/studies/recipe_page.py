@@ -268,11 +268,6 @@ def capacity_table(run: CapacityRun) -> ReportTable:
 
 
 def capacity_page(run: CapacityRun) -> Page:
-    return sweep_page(
-        run.sweep,
-        "studies/capacity.jinja",
-        verdict=capacity_verdict(run),
-        fits=run.record["predicted_sequences"],
-        plan=capacity_table(run),
-        CAPACITY_FORMULAS=FORMULAS,
-    )
+    fits = run.record["predicted_sequences"]
+    capacity = {"fits": fits, "plan": capacity_table(run), "formulas": FORMULAS}
+    return sweep_page(run.sweep, capacity_verdict(run), capacity)

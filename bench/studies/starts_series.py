@@ -20,7 +20,7 @@ from ...base.progress import Progress, Silent
 from ..gate.compare import Comparison, judge_starts
 from ..gate.limits import MEASURED, GateOutcome, Limit, Measured
 from ..gate.measured import value_of_start
-from ..page.page import Page, page_of
+from ..page.page import Page
 from ..record.result import RunData, has_result, plain, to_json
 from ..report.comparison import comparison_page, verdict_of
 from .start import (
@@ -275,23 +275,20 @@ def write_comparison(finished: Finished, folder: Path) -> None:
 def starts_page(finished: Finished) -> Page:
     """The comparison page of all starts, with a section on each of them."""
     if not finished.new:
-        return page_of(
-            "studies/starts_crashed.jinja",
-            plan=finished.plan,
-            verdict=verdict_of(finished.comparison),
-        )
+        base, new = finished.plan.base, finished.plan.new
+        title, builds = f"{new.name} against {base.name}", f"{base.spec} and {new.spec}"
+        return Page(title, builds, verdict_of(finished.comparison), (), ())
     pairs = enumerate(zip(finished.base, finished.new, strict=True), 1)
     return comparison_page(
         pooled(finished.base),
         pooled(finished.new),
         finished.comparison,
-        template="studies/starts.jinja",
-        finished=finished,
-        order=[
-            (pair, start) for pair, sides in pairs for start in (sides if pair % 2 else sides[::-1])
-        ],
-        shown=[MEASURED[key] for key in SHOWN],
-        value_of_start=value_of_start,
+        starts={
+            "stopped_because": finished.stopped_because,
+            "order": [(n, start) for n, pair in pairs for start in (pair if n % 2 else pair[::-1])],
+            "shown": [MEASURED[key] for key in SHOWN],
+            "value_of": value_of_start,
+        },
     )
 
 
