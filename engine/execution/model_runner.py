@@ -233,12 +233,8 @@ class ModelRunner:
         self, layout: StepLayout, sampled: SampledTokens | None
     ) -> Forward | Callable[[], torch.Tensor]:
         """Captured step with its inputs in place, or the model's own forward pass."""
-        slots, tokens, fill, captured = (
-            self._adapter_slots(layout.rows),
-            self._token_graphs,
-            None,
-            None,
-        )
+        slots, tokens = self._adapter_slots(layout.rows), self._token_graphs
+        fill = captured = None
         has_spans = layout.num_tokens > len(layout.runs)  # several tokens of some sequence
         if sampled is not None and (placeholders := layout.placeholders):
             fill = partial(sampled.fill_placeholders, placeholders=placeholders)

@@ -11,8 +11,7 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from ...base.errors import BadInput
-from ..base.scheme import Activations, Scheme
+from ..base.scheme import Scheme
 
 
 class KindEntry(NamedTuple):
@@ -58,17 +57,3 @@ def classes_in(format_name: str) -> Iterator[type[Scheme]]:
 def scheme_record(scheme: Scheme) -> dict[str, Any]:
     fields: Any = scheme
     return {"grid": scheme.kind_name, **asdict(fields)}
-
-
-def read_scheme(record: dict[str, Any]) -> Scheme:
-    """The scheme that `scheme_record` wrote; BadInput: no such kind, or fields that it does not have."""
-    fields = dict(record)
-    kind_name = fields.pop("grid", "int")
-    try:
-        if kind_name not in KINDS:
-            raise TypeError("unknown grid")
-        if fields.get("activations"):
-            fields["activations"] = Activations(**fields["activations"])
-        return scheme_class(kind_name)(**fields)
-    except TypeError as error:
-        raise BadInput(f"no scheme can be made of {record}: {error}") from error

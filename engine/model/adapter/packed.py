@@ -8,7 +8,7 @@ absorbed into queries and outputs (DeepSeek-V2, section 2.1.2).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -256,7 +256,7 @@ class PackedForward:
         paged: PagedAttention,
         embedded: EmbeddedRows | None = None,
     ) -> torch.Tensor:
-        with self._attention.running(paged):
+        with self._running(paged):
             return self._model(
                 **token_arguments(self._model, tokens, embedded),
                 # All ones: without it the mask functions would look for sequences in the positions.
@@ -264,6 +264,9 @@ class PackedForward:
                 position_ids=positions[None],
                 use_cache=False,
             ).logits[0]
+
+    def _running(self, paged: PagedAttention) -> AbstractContextManager[None]:
+        return self._attention.running(paged)
 
 
 def has_attention_alone(cache: Any) -> bool:
@@ -294,18 +297,13 @@ class LatentForward(PackedForward):
         super().__init__(model, own_attention)
         self._latents = latent_layers(model)
 
-    def _run(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        paged: PagedAttention,
-        embedded: EmbeddedRows | None = None,
-    ) -> torch.Tensor:
+    @contextmanager
+    def _running(self, paged: PagedAttention) -> Iterator[None]:
         for module in self._latents.values():
             module.expand_kv = lambda latents, shared_keys: (latents, shared_keys)
         try:
-            absorbed = _AbsorbedAttention(paged, self._latents)
-            return super()._run(tokens, positions, absorbed, embedded)
+            with super()._running(_AbsorbedAttention(paged, self._latents)):
+                yield
         finally:
             for module in self._latents.values():
                 del module.expand_kv

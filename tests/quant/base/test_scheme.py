@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from llmopt.quant.kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
-from llmopt.quant.kinds.registry import read_scheme, scheme_record
+from llmopt.quant.kinds.registry import scheme_record
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 
 # A scheme of each kind, its label, and its bits per weight in a [128, 256] linear, counted by hand.
@@ -65,43 +65,28 @@ def test_labels_and_bits_per_weight(scheme: Scheme, label: str, bits: float) -> 
     assert scheme.bits_per_weight(128, 256) == pytest.approx(bits, abs=1e-12)
 
 
-@pytest.mark.parametrize("scheme", [s[0] for s in SCHEMES], ids=[s[1] for s in SCHEMES])
-def test_a_scheme_survives_json(scheme: Scheme) -> None:
-    assert read_scheme(json.loads(json.dumps(scheme_record(scheme)))) == scheme
-
-
 def test_records_of_schemes_differ() -> None:
     records = [json.dumps(scheme_record(scheme), sort_keys=True) for scheme, _, _ in SCHEMES]
     assert len(set(records)) == len(SCHEMES)
 
 
-def test_a_record_without_a_grid_is_an_integer_scheme() -> None:
-    """Manifests of the first version named none."""
-    assert read_scheme({"bits": 4, "group_size": 64, "symmetric": True}) == IntScheme(4, 64, True)
-
-
 @pytest.mark.parametrize(
-    "record",
+    ("make", "parts", "why"),
     [
-        {"grid": "ternary"},
-        {"grid": "int", "bits": 4},
-        {"grid": "lookup", "bits": 4, "zeros": True},
-        {"grid": "float", "granularity": "row"},
-        {"grid": "codebook", "kind": "af4"},
-        {"grid": "codebook", "kind": "nf4", "block_size": 48},
-        {"grid": "fp4", "kind": "mxfp8"},
-        {"grid": "fp4", "kind": "mxfp4"}
-        | {"activations": {"kind": "fp8", "granularity": "token", "dynamic": True}},
-        {"grid": "fp4", "kind": "nvfp4"}
-        | {"activations": {"kind": "nvfp4", "granularity": "group32", "dynamic": False}},
-        {"grid": "int", "bits": 8, "group_size": -1, "symmetric": True}
-        | {"activations": {"kind": "int4", "granularity": "token", "dynamic": True}},
-        {"grid": "float", "granularity": "tensor", "activations": {"kind": "fp8", "range": 3}},
+        (FloatScheme, ("row",), "row"),
+        (CodebookScheme, ("af4",), "'af4'"),
+        (CodebookScheme, ("nf4", 48), "48"),
+        (Fp4Scheme, ("mxfp8",), "'mxfp8'"),
+        (Fp4Scheme, ("mxfp4", Activations("fp8")), "fp8"),
+        (Activations, ("nvfp4", "group32", False), "group32"),
+        (Activations, ("int4",), "int4"),
     ],
 )
-def test_records_that_are_no_scheme_are_refused(record: dict[str, Any]) -> None:
-    with pytest.raises(BadInput):
-        read_scheme(record)
+def test_parts_that_no_scheme_has_are_refused(
+    make: Callable[..., object], parts: tuple[object, ...], why: str
+) -> None:
+    with pytest.raises(BadInput, match=why):
+        make(*parts)
 
 
 @pytest.mark.parametrize("bits", [0, 1, 7, 16])

@@ -19,7 +19,7 @@ from llmopt.base.progress import Silent
 from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.gguf import assemble
 from llmopt.quant.gguf.container import GgufFile
-from llmopt.quant.kinds.registry import read_scheme
+from llmopt.quant.kinds.registry import scheme_record
 from llmopt.quant.pipeline import candidates, mixed_precision
 from llmopt.quant.pipeline.candidates import Choice
 from llmopt.quant.pipeline.mixed_precision import (
@@ -200,8 +200,8 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
     rebuilt = replace(asked, output=tmp_path / "out", target_bytes=lane.target_bytes(point))
     manifest = quantize(rebuilt).manifest
     assert not solved
-    schemes = {module["module"]: read_scheme(module["scheme"]) for module in manifest["modules"]}
-    assert schemes == lane.schemes_of(point)
+    records = {module["module"]: module["scheme"] for module in manifest["modules"]}
+    assert records == {name: scheme_record(s) for name, s in lane.schemes_of(point).items()}
     again = quantize(replace(rebuilt, output=tmp_path / "again"))
     names = [path.name for path in again.output.iterdir()]
     for name in names:
