@@ -179,6 +179,11 @@ class PlanRequest:
         panel="Engine",
         common=True,
     )
+    engine_version: str = option(
+        "",
+        "Version of the engine, such as 0.19.0: speeds follow rows of it. Default: of no version.",
+        panel="Engine",
+    )
     block_size: int | None = option_like(EngineConfig, "block_size")
     kv_cache_memory: str | None = option_like(
         EngineConfig, "kv_cache_memory_bytes", flag="--kv-cache-memory-bytes", word=None, parse=None

@@ -26,7 +26,7 @@ WIDEST = 6.0
 _KEYS = ("engine", "generation", "known", "kind", "regime")
 """Properties that make rows alike; where rows are few, the last ones are given up."""
 
-Known = Literal["model measured", "model not measured"]
+Known = Literal["model measured", "model not measured", "GPU not measured"]
 Factors = tuple[float, float]
 Table = Mapping[str, Mapping[str, Any]]
 
@@ -38,8 +38,8 @@ def batch_regime(clients: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """Properties that a deployment's error depends on: engine, GPU generation, whether its model was measured
-    in that engine, dense or mixture, and the batch regime."""
+    """Properties that a deployment's error depends on: engine, GPU generation, whether its GPU was measured
+    and its model in that engine, dense or mixture, and the batch regime."""
 
     engine: str
     generation: str

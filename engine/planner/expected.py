@@ -38,7 +38,6 @@ from .step_model import (
     weight_dtype,
 )
 from .step_parameters import (
-    Deployed,
     OwnRows,
     level,
     measured_parameters,
@@ -110,8 +109,9 @@ def closed_loop(loop: Loop, times: LoopTimes, p: Mapping[str, Any]) -> tuple[Any
     turns = loop.concurrency / loop.resident - 1
     ttft = (
         p["load.fixed"]
+        + p["load.arrival"] * (loop.concurrency - 1)
         + p["load.prompt"] * added
-        + p["load.steps"] * times.decode
+        + (1 + p["load.steps"] * others / loop.resident) * times.decode
         + queued
         + burst
         + turns * loop.output * tpot
@@ -152,7 +152,7 @@ def steady_state(
         times = times._replace(decode=token, mixed=token + times.mixed - times.decode)
     values = known.values if at_once else {**known.values, "load.burst": 0.0}
     ttft, tpot = closed_loop(loop, times, values)
-    ttft *= known.ttft_factor({"prompt": prompt - cached, "answer": output, "clients": concurrency})
+    ttft *= known.ttft_factor
     tpot *= known.tpot_factor
     together = throughput(loop._replace(concurrency=concurrency), ttft, tpot)
     return Prediction(concurrency, ttft, tpot, together)
@@ -282,11 +282,13 @@ class Expectation:
         return narrowed_band(self.own, known or unlike_band())
 
     def likeness(self, clients: float) -> Likeness:
-        """Properties that its error depends on. Its model is known where the fit has a correction of it."""
+        """Properties that its error depends on. Its model is known where the fit had rows of it."""
         steps = self.steps
-        key = Deployed(steps.model, steps.engine, weight_dtype(steps.recipe)).keys[0]
-        has_correction = key in parameter_file()["corrections"]["tpot"]
-        known: Known = "model measured" if has_correction else "model not measured"
+        file = parameter_file()
+        key = f"{steps.engine}|{steps.model}|{weight_dtype(steps.recipe)}"
+        known: Known = "model measured" if key in file["fitted_models"] else "model not measured"
+        if self.device.kind != "cpu" and self.device.name not in file["fitted_gpus"]:
+            known = "GPU not measured"
         kind = "mixture" if steps.shape.experts else "dense"
         where = "cpu" if self.device.kind == "cpu" else generation(self.device)
         return Likeness(steps.engine, where, known, kind, batch_regime(clients))

@@ -179,7 +179,7 @@ def make_plan(
     ]
     setups = [chosen]
     if beside is not None:
-        second = replace(chosen, engine=beside)
+        second = replace(chosen, engine=beside, engine_version="")
         setups.append(second)
         solvers = solvers_on(devices, model, recipe, replace(workload, load=None), second)
         for index, (plan, solver) in enumerate(zip(plans, solvers, strict=True)):

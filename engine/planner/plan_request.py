@@ -91,6 +91,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         **chosen,
         host=host,
         engine=engine,
+        engine_version=ask.engine_version,
         kv_cache_bytes=None if ask.kv_cache_memory is None else parse_size(ask.kv_cache_memory),
         measured=together(runs).efficiency if runs else None,
         own=own_rows(runs, (model.name, recipe.label), devices, engine, plain_bytes)

@@ -9,6 +9,7 @@ the shared physics. Loads are per rank of one tensor-parallel group.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, e, log1p
@@ -69,6 +70,9 @@ class Loads(NamedTuple):
     expert_bytes: float
     expert_miss: float
     expert_flops: float
+    expert_row_flops: float
+    expert_width: float
+    expert_skew: float
     cache_bytes: float
     cache_flops: float
     pair_flops: float
@@ -124,7 +128,15 @@ def operator_seconds(loads: Any, roofs: Any, p: Mapping[str, Any]) -> dict[str, 
             loads.expert_bytes
             * (1 - e ** (loads.expert_miss * p["experts.spread"]))
             / (bandwidth * p["experts.bandwidth"]),
-            loads.expert_flops / (roofs.expert_peak * p["experts.compute"]),
+            (
+                loads.expert_flops
+                + p["experts.padding"]
+                * loads.expert_row_flops
+                * (1 - e ** (loads.expert_miss * p["experts.spread"]))
+            )
+            * (1 + p["experts.narrow"] / loads.expert_width)
+            * (1 + p["experts.skew"] * loads.expert_skew)
+            / (roofs.expert_peak * p["experts.compute"]),
         ),
         "decode attention": longer(
             loads.cache_bytes / (bandwidth * p["attention.bandwidth"]),
@@ -204,9 +216,7 @@ class StepModel:
         """The model of a deployment, with the fitted parameters unless others are given. `model` is its name
         in the planner's table, by which measured deployments of it are found."""
         if parameters is None:
-            tags = deployment_tags(shape, recipe, device, engine)
-            deployed = Deployed(model, engine, weight_dtype(recipe), version, tags)
-            parameters = fitted_parameters(deployed)
+            parameters = fitted_parameters(deployed_as(shape, recipe, device, engine, version))
         peaks = device.peaks or {}
         plain = peaks.get("bf16", peaks.get("fp16"))
         if device.bandwidth is None or plain is None:
@@ -239,7 +249,7 @@ class StepModel:
         number."""
         tokens = work.decode_sequences + work.prefill_tokens
         share = work.prefill_tokens / tokens if tokens else 0.0
-        decode, prefill = self.parameters.tpot_factor, self.parameters.ttft_factor()
+        decode, prefill = self.parameters.tpot_factor, self.parameters.ttft_factor
         factor, source = decode + share * (prefill - decode), self.parameters.source
         parts = self._parts(work).items()
         return tuple((name, factor * part, source) for name, part in parts if part > 0)
@@ -277,12 +287,16 @@ class StepModel:
         layers, experts = shape.num_layers, shape.experts
         message = per_rank * shape.hidden_size * ACTIVATION_BYTES
         mixture_layers = 0
-        expert_bytes = expert_miss = expert_flops = exchange_bytes = 0.0
+        expert_bytes = expert_miss = expert_flops = exchange_bytes = row_flops = skew = 0.0
+        width = 1.0
         if experts is not None:
             mixture_layers = layers - len(experts.dense_layers)
             expert_bytes = weights.expert_bytes
             expert_miss = tokens * log1p(-experts.per_token / experts.count)
             expert_flops = 2 * tokens * weights.used_expert_elements
+            row_flops = 2 * weights.expert_elements
+            width = experts.width * parallel.ep / (parallel.tp * parallel.attention_dp)
+            skew = 1 - 1 / parallel.ep
             if parallel.attention_dp > 1:
                 exchange_bytes = 2 * mixture_layers * message * min(experts.per_token, parallel.ep)
         share = (parallel.tp - 1) / parallel.tp
@@ -297,6 +311,9 @@ class StepModel:
             expert_bytes=expert_bytes,
             expert_miss=expert_miss,
             expert_flops=expert_flops,
+            expert_row_flops=row_flops,
+            expert_width=width,
+            expert_skew=skew,
             cache_bytes=cache_bytes,
             cache_flops=cache_flops,
             pair_flops=self._prefill_attention(work),
@@ -321,7 +338,10 @@ class StepModel:
         launches = shape.num_layers * attention + dense * MLP_LAUNCHES
         if "linear" in recipe.roles:
             launches += quantizing * (shape.num_layers + dense)
-        return launches, mixture_layers * (EXPERT_LAUNCHES + quantizing)
+        per_mixture = EXPERT_LAUNCHES + quantizing
+        if shape.experts and shape.experts.shared_width:
+            per_mixture += MLP_LAUNCHES
+        return launches, mixture_layers * per_mixture
 
     def _decode_attention(self, work: StepWork) -> tuple[float, float]:
         """Bytes of the cache that the decode rows of a rank read, and their FLOP."""
@@ -352,10 +372,25 @@ class StepModel:
         return 2 * tokens * keys * heads * (query_dim + value_dim)
 
 
-def deployment_tags(
-    shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str
-) -> tuple[str, ...]:
-    return engine, generation(device), weight_dtype(recipe), attention_kind(shape)
+def deployed_as(
+    shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str, version: str = ""
+) -> Deployed:
+    """A deployment as the parameters see it."""
+    parts = generation(device), weight_dtype(recipe), attention_kind(shape), mixture_kind(shape)
+    is_widened = parts[1] != "bf16" and parts[1] not in (device.peaks or {})
+    return Deployed(engine, *parts, version, is_widened)
+
+
+def mixture_kind(shape: ModelShape) -> str:
+    """Kind of a model's MLPs: dense, or experts, of which few are large, and which may have a shared one."""
+    if shape.experts is None:
+        return "dense"
+    if shape.experts.count <= FEW_EXPERTS:
+        return "large experts"
+    return "shared and small experts" if shape.experts.shared_width else "small experts"
+
+
+FEW_EXPERTS = 16
 
 
 def attention_kind(shape: ModelShape) -> str:
@@ -363,19 +398,18 @@ def attention_kind(shape: ModelShape) -> str:
 
 
 _GENERATIONS = {
-    "hopper": ("H100", "H200", "H20", "GH200"),
-    "blackwell": ("B200", "B300", "GB200", "GB300"),
-    "ampere": ("A100", "A10", "A10G", "RTX 3090"),
+    "hopper": r"H\d|GH200",
+    "blackwell": r"G?B[23]00",
+    "consumer blackwell": r"RTX 50|RTX PRO|.*GB10|DGX Spark",
+    "ada": r"L4|RTX 40|RTX 6000 Ada",
+    "ampere": r"A\d|RTX 30|RTX A\d",
 }
 
 
 def generation(device: Device) -> str:
-    """GPU generation of a device: hopper, blackwell, ampere, or other."""
-    model = device.name.split(" ")[0]
-    for name, members in _GENERATIONS.items():
-        if model in members or device.name in members:
-            return name
-    return "other"
+    """GPU generation of a device by its name, or other."""
+    names = (name for name, names in _GENERATIONS.items() if re.match(names, device.name))
+    return next(names, "other")
 
 
 def weight_dtype(recipe: WeightRecipe) -> str:
@@ -384,7 +418,9 @@ def weight_dtype(recipe: WeightRecipe) -> str:
         return "bf16"
     if "fp4" in recipe.name:
         return "fp4"
-    return "fp8" if recipe.name.startswith(("fp8", "mxfp8")) else "int"
+    if recipe.name.startswith(("fp8", "mxfp8")):
+        return "fp8"
+    return "int4" if recipe.bits < 6 else "int8"
 
 
 def _weights_on_rank(shape: ModelShape, recipe: WeightRecipe, parallel: Parallelism) -> _Weights:

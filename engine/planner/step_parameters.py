@@ -1,8 +1,8 @@
 """Parameters of the step model, as fitted to measured deployments (`step_parameters.json`).
 
 A parameter is a value times the factor of each tag of a deployment: its engine, GPU generation, weight dtype,
-attention, parallelism. An unmeasured tag has no factor. A correction is the rest of a model in an engine and
-a weight format (and of a version), shrunk by how few rows it rests on.
+attention. An unmeasured tag has no factor. A correction is the rest of an engine's version, or of a kind of
+model in a weight format on a GPU generation, shrunk by how few rows it rests on.
 
 Rows of the planned machine move the level, shrunk by one row of no error, and narrow the band. Half of its
 variance counts for the deployment, which all its loads share, half for the load, until rows tell.
@@ -11,41 +11,35 @@ variance counts for the deployment, which all its loads share, half for the load
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from math import exp, log, log2, sqrt
+from math import exp, log, sqrt
 from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Any
 
-TYPICAL_LOAD = {"prompt": 2048, "answer": 1024, "clients": 32}
-"""Tokens and clients at which the slopes of the TTFT's corrections are zero."""
 FITTED = "step_parameters.json"
 Table = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class StepParameters:
-    """Parameters of one deployment by name, the logarithms of its corrections by key, and their source."""
+    """Parameters of one deployment by name, the logarithms of its corrections, and their source."""
 
     values: Mapping[str, float]
     tpot_log: float = 0.0
     ttft_log: float = 0.0
-    ttft_slopes: Mapping[str, float] = field(default_factory=dict)
     source: str = "fit"
 
     @property
     def tpot_factor(self) -> float:
         return exp(self.tpot_log)
 
-    def ttft_factor(self, load: Mapping[str, float] = TYPICAL_LOAD) -> float:
-        doublings = load_doublings(load)
-        return exp(self.ttft_log + sum(s * doublings[name] for name, s in self.ttft_slopes.items()))
-
-
-def load_doublings(load: Mapping[str, float]) -> dict[str, float]:
-    return {name: log2(load[name] / typical) for name, typical in TYPICAL_LOAD.items()}
+    @property
+    def ttft_factor(self) -> float:
+        return exp(self.ttft_log)
 
 
 @cache
@@ -74,37 +68,50 @@ def resolve(table: Table, tags: Iterable[str]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """A deployment as the parameters see it; `version` is the engine's, empty if it is not known."""
+    """A deployment as the parameters see it: its engine, whose `version` is empty if it is not known, GPU
+    generation, weight dtype, attention, and `kind`, dense or what mixture. `is_widened` is True if the GPU
+    multiplies such weights in 16 bits only."""
 
-    model: str
     engine: str
+    generation: str
     weights: str
+    attention: str
+    kind: str
     version: str = ""
-    tags: tuple[str, ...] = ()
+    is_widened: bool = False
 
     @property
-    def keys(self) -> tuple[str, str]:
-        """Keys of its corrections: the model in this engine and format, and that in one version."""
-        name = f"{self.engine}|{self.model}|{self.weights}"
-        return name, f"{name}|{self.version}"
+    def tags(self) -> tuple[str, ...]:
+        """What the factors of a parameter are named by."""
+        tags = [self.engine, self.generation, self.weights, self.attention]
+        if self.engine == "vllm" and _V0.match(self.version):
+            tags.append("vllm v0")
+        if self.is_widened:
+            tags.append("widened")
+        return tuple(tags)
 
-    def slope_key(self, name: str) -> str:
-        return f"{self.keys[0]}|per doubling of the {name}"
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of its corrections; no key of a version that is not known."""
+        keys = (
+            f"{self.engine}|{self.generation}|{self.weights}|{self.kind}|{self.attention}",
+            f"{self.engine} {self.version}|{self.weights}|{self.kind}",
+        )
+        return keys if self.version else keys[:1]
+
+
+_V0 = re.compile(r"0\.[1-8]\.")
+"""Versions of vLLM's first engine, whose host works between steps; 0.9 to 0.11 removed it."""
 
 
 def fitted_parameters(deployed: Deployed) -> StepParameters:
     """The fitted parameters of a deployment, with its corrections."""
     file = parameter_file()
     tpot, ttft = (
-        {key: entry["value"] for key, entry in file["corrections"][measure].items()}
-        for measure in ("tpot", "ttft")
+        sum(file["corrections"][measure][key]["value"] for key in deployed.keys if key in known)
+        for measure, known in file["corrections"].items()
     )
-    return StepParameters(
-        resolve(file["parameters"], deployed.tags),
-        sum(tpot.get(key, 0.0) for key in deployed.keys),
-        sum(ttft.get(key, 0.0) for key in deployed.keys),
-        {name: ttft.get(deployed.slope_key(name), 0.0) for name in TYPICAL_LOAD},
-    )
+    return StepParameters(resolve(file["parameters"], deployed.tags), tpot, ttft)
 
 
 def measured_parameters(

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from llmopt.engine.planner import expected
-from llmopt.engine.planner.expected import throughput
-from llmopt.engine.planner.step_model import Parallelism, StepWork
+from llmopt.engine.planner import error_bands
+from llmopt.engine.planner.catalog import model_names
+from llmopt.engine.planner.error_bands import Known
+from llmopt.engine.planner.expected import steady_state, throughput
+from llmopt.engine.planner.step_model import Parallelism, StepModel, StepWork
+from llmopt.engine.planner.step_parameters import parameter_file
 
 from tools.plan_error import disaggregated
-from tools.plan_error.columns import Columns, Predicted
+from tools.plan_error.columns import Columns, Predicted, kv_bytes
 from tools.plan_error.cpu_records import (
     KEY,
     PREFILL,
@@ -24,9 +27,17 @@ from tools.plan_error.cpu_records import (
     configurations,
     transfers,
 )
-from tools.plan_error.fit import OF_ROWS, PRIORS, as_json, fit, levenberg_marquardt
+from tools.plan_error.field import read_field
+from tools.plan_error.fit import OF_ROWS, PRIORS, Fit, as_json, fit, levenberg_marquardt
 from tools.plan_error.own_machine import COUNTS, corrected, lines
-from tools.plan_error.report import bands, coverage, judged_rows
+from tools.plan_error.report import (
+    bands,
+    coverage,
+    judged_rows,
+    needed_stretches,
+    stretch_of,
+    unlike_entry,
+)
 from tools.plan_error.rivals import nearest_rows
 from tools.plan_error.rows import draft_tokens, parallelism, read_rows, split_group
 
@@ -129,6 +140,9 @@ def test_accepted_draft_tokens_shorten_the_time_of_a_token(tmp_path: Path) -> No
         assert (three < one / 2) == faster
 
 
+NOT_MEASURED: list[Known] = ["model not measured"]
+
+
 def loads() -> list[dict[str, str]]:
     """Rows of two models on two GPUs under several loads, with times of a plain law."""
     rows = []
@@ -167,6 +181,101 @@ def test_a_fit_lowers_the_error_and_is_written_with_units(tmp_path: Path) -> Non
     assert content["fitted_configurations"] == len(columns.rows)
 
 
+def test_what_is_judged_is_what_a_plan_says(tmp_path: Path) -> None:
+    """The columns of a fit give the value of the plan's closed form, with the parameters that it has."""
+    rows = read_rows(written(tmp_path, loads()))
+    columns = Columns.of(rows)
+    file = parameter_file()
+    slots = [
+        (name, tag)
+        for name, entry in file["parameters"].items()
+        for tag in ("", *entry.get("factors", ()))
+    ]
+    slots.append((OF_ROWS, ""))
+    entries = [file["parameters"].get(name, file[OF_ROWS]) for name, _ in slots]
+    values = [
+        e["factors"][tag]["value"] if tag else e["value"]
+        for e, (_, tag) in zip(entries, slots, strict=True)
+    ]
+    corrections = {
+        measure: {key: (entry["value"], 0.0) for key, entry in known.items()}
+        for measure, known in file["corrections"].items()
+    }
+    logs = np.log(values)
+    found = Fit(tuple(slots), logs, logs, corrections, 0, (), ()).predict(columns)
+    for index in range(0, len(rows), 7):
+        row, resident = rows[index], columns.loop.resident[index]
+        model = StepModel.build(
+            row.planned.shape,
+            row.recipe,
+            row.device,
+            engine=row.engine,
+            version=row.version,
+            parallel=row.parallel,
+            kv_bytes_per_element=kv_bytes(row),
+        )
+        plan = steady_state(model, row.prompt, row.output, row.concurrency, resident=resident)
+        judged = [column[index] for column in found]
+        assert judged == pytest.approx(
+            [plan.ttft_seconds, plan.tpot_seconds, plan.throughput], rel=1e-3
+        )
+
+
+def test_corrections_are_few_and_of_no_model(tmp_path: Path) -> None:
+    corrections = parameter_file()["corrections"]
+    assert sum(map(len, corrections.values())) <= 60
+    names = {name.split("-")[0] for name in model_names()}
+    for key in (key for known in corrections.values() for key in known):
+        engine = key.split("|")[0]
+        assert not any(name in key for name in names if len(name) > 3), key
+        assert " " not in engine or engine.split(" ")[1], f"{key}: no version"
+
+
+FIELD = {
+    "gpu": "NVIDIA H100 80GB HBM3",
+    "n_gpus": "2",
+    "engine": "vLLM 0.20.1+transformers",
+    "model": "meta-llama/Llama-3.1-8B-Instruct",
+    "weights_dtype": "int8 W8A16",
+    "kv_dtype": "auto",
+    "input_len": "282",
+    "output_len": "355",
+    "concurrency_or_batch": "8",
+    "metric": "tpot_p50",
+    "value": "10",
+    "notes": "tensor parallel = n_gpus",
+}
+
+
+def test_metrics_of_one_load_of_the_field_are_one_row(tmp_path: Path) -> None:
+    lines = [
+        FIELD,
+        FIELD | {"value": "12"},
+        FIELD | {"metric": "ttft_median", "value": "50"},
+        FIELD | {"concurrency_or_batch": "2 req/s Poisson"},
+        FIELD | {"model": "nobody/nothing-3b"},
+        FIELD
+        | {
+            "concurrency_or_batch": "1000 requests at once",
+            "metric": "output_throughput",
+            "value": "900",
+        },
+    ]
+    rows, unread = read_field(written(tmp_path, lines))
+    assert (len(rows), unread) == (3, 1)
+    closed, poisson, queued = rows
+    assert (closed.tpot_seconds, closed.ttft_seconds, closed.parallel) == (
+        0.011,
+        0.05,
+        Parallelism(2),
+    )
+    assert (closed.engine, closed.version, closed.weights) == ("vllm", "0.20.1", "int8")
+    assert poisson.concurrency == round(2 * 0.01 * 355)
+    assert (queued.throughput, queued.concurrency) == (900, 1000)
+    columns = Columns.of(rows)
+    assert np.isnan(columns.targets[0][2]) and columns.targets[2][2] == 900
+
+
 def test_levenberg_marquardt_finds_a_line() -> None:
     x = np.linspace(0, 1, 20)
 
@@ -182,11 +291,30 @@ def test_interpolation_returns_what_it_knows_and_bands_hold_their_rows(tmp_path:
     columns = Columns.of(read_rows(written(tmp_path, loads())))
     near = nearest_rows(columns, columns)
     assert np.median(np.abs(near.tpot / columns.measured.tpot - 1)) < 0.1
-    judged = judged_rows(columns, near, ())
+    judged = judged_rows(columns, near, NOT_MEASURED * len(columns.rows))
     found = bands(judged)
     assert found["vllm|hopper|model not measured"]["rows"] == len(judged) // 2 == 36
-    share, count = coverage(judged)["tpot"]
-    assert 0 <= share <= 1 and count <= len(judged)
+
+
+def test_bands_are_stretched_until_they_hold_nine_of_ten_rows_of_other_models(
+    tmp_path: Path,
+) -> None:
+    columns = Columns.of(read_rows(written(tmp_path, loads())))
+    # One model is predicted well, and the other twice as fast as it is.
+    off = np.array([2.0 if row.model == "qwen3-32b" else 1.0 for row in columns.rows])
+    noise = np.linspace(0.9, 1.1, len(off))
+    predicted = Predicted(*(column / off / noise for column in columns.measured))
+    judged = 2 * judged_rows(columns, predicted, NOT_MEASURED * len(columns.rows))
+    unlike = unlike_entry(judged)
+    needed = needed_stretches(judged, judged, lambda row: row.model, unlike)
+    assert coverage(needed, dict.fromkeys(("tpot", "ttft", "throughput"), 1.0))["tpot"] < 0.2
+    stretch = stretch_of(needed)
+    assert stretch["tpot"] > 3 and coverage(needed, stretch)["tpot"] == pytest.approx(0.9, abs=0.02)
+    plain, wide = (
+        bands(judged, s)["vllm|hopper|model not measured"]
+        for s in (None, {"model not measured": stretch})
+    )
+    assert wide["tpot"][0] < plain["tpot"][0] < plain["tpot"][1] < wide["tpot"][1]
 
 
 def test_rows_of_a_deployment_correct_the_others_of_it(tmp_path: Path) -> None:
@@ -194,7 +322,7 @@ def test_rows_of_a_deployment_correct_the_others_of_it(tmp_path: Path) -> None:
     factors = {group: 1.3 + 0.2 * i for i, group in enumerate({r.group for r in columns.rows})}
     factor = np.array([factors[row.group] for row in columns.rows])
     predicted = Predicted(*(column / factor for column in columns.measured))
-    judged = judged_rows(columns, predicted, ())
+    judged = judged_rows(columns, predicted, NOT_MEASURED * len(columns.rows))
     none, two = (corrected(judged, count) for count in (0, 2))
     assert len(none) == len(two) > 0
     errors = [np.median([abs(one.error) for one in found]) for found in (none, two)]
@@ -208,7 +336,9 @@ def test_cpu_configurations_predict_each_other_as_a_run_does() -> None:
     assert len({one.model for one in known}) >= 4
     found = list(transfers(known))
     assert all(fitted != held_out for fitted, held_out, _, _ in found)
-    entry = json.loads(Path(expected.__file__).with_name("cpu_band.json").read_text())["bands"][KEY]
+    entry = json.loads(Path(error_bands.__file__).with_name("cpu_band.json").read_text())["bands"][
+        KEY
+    ]
     assert band(found, len(known)) == entry, "python -m tools.plan_error.cpu_records --write"
     low, high = entry["tpot"]
     assert low < 1 < high

@@ -1,10 +1,11 @@
-"""Print the held-out error of the plan's speed; with `--fit`, write its parameters and bands first.
+"""Print the error and the coverage of the plan's speed; with `--fit`, write its parameters and bands first.
 
-    python -m tools.plan_error [--data silicon_sample.csv] [--fit] [--aiconfigurator ROWS]
+    python -m tools.plan_error [--data silicon_sample.csv] [--field deployments.csv] [--fit]
 
-The file is that of the installed package aiconfigurator-core unless `--data` names it. Nothing of the
-held-out half is fitted. `--aiconfigurator` puts that package's own prediction beside ours, on rows drawn by
-their hash, in the same run; its makers may have seen them.
+The file is that of the installed package aiconfigurator-core unless `--data` names it. Nothing of its
+held-out half is fitted. Rows of the field are fitted, and judged by fits that leave out their engine, model
+or GPU. `--aiconfigurator ROWS` puts that package's own prediction next to ours, on rows drawn by their hash;
+its makers may have seen them.
 """
 
 from __future__ import annotations
@@ -13,64 +14,126 @@ import argparse
 import hashlib
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
-from llmopt.engine.planner import expected
-from llmopt.engine.planner.error_bands import NOTHING_LIKE_IT
+from llmopt.engine.planner import error_bands
+from llmopt.engine.planner.error_bands import MEASURES, NOTHING_LIKE_IT, Known
 from llmopt.engine.planner.step_model import generation
 
 from . import disaggregated, own_machine
 from .columns import Column, Columns, Predicted
 from .cross import left_out
+from .field import read_field
 from .fit import as_json, fit
-from .report import HEADER, LEGEND, band_of, bands, by, coverage, errors, judged_rows, line
+from .report import (
+    HEADER,
+    LEGEND,
+    Judged,
+    Part,
+    Stretches,
+    bands,
+    by,
+    coverage,
+    errors,
+    judged_rows,
+    known_by,
+    line,
+    needed_stretches,
+    stretch_of,
+    unlike_entry,
+)
 from .rivals import aiconfigurator, nearest_rows
-from .rows import packaged_csv, read_rows
+from .rows import Row, packaged_csv, read_rows
 
-UNLIKE = "rows of an engine or a GPU generation that was left out of the fit"
-PLANNER = Path(expected.__file__).parent
+PLANNER = Path(error_bands.__file__).parent
+KNOWN: tuple[Known, ...] = get_args(Known)
+PARTS: dict[str, Part] = {
+    "engine": lambda row: row.engine,
+    "model": lambda row: row.model,
+    "GPU": lambda row: row.device.name,
+    "GPU generation": lambda row: generation(row.device),
+}
 
 
 def main() -> None:
     """Fit, judge and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", type=Path)
+    parser.add_argument("--field", type=Path, help="rows of the field, fitted too")
     parser.add_argument("--fit", action="store_true", help="write the planner's JSON files")
     parser.add_argument("--aiconfigurator", type=int, default=0, metavar="ROWS")
     arguments = parser.parse_args()
-    columns = Columns.of(read_rows(arguments.data or packaged_csv()))
+    rows = read_rows(arguments.data or packaged_csv())
+    field, unread = read_field(arguments.field) if arguments.field else ([], 0)
+    columns = Columns.of([*rows, *field])
+    is_field = np.arange(len(columns.rows)) >= len(rows)
     fitted = np.array([row.fitted for row in columns.rows])
-    half = columns.take(fitted)
-    held = columns.take(~fitted)
+    half, held = columns.take(fitted), columns.take(~fitted)
     found = fit(half)
     predicted = found.predict(held)
-    without_model = left_out(columns, lambda row: row.model, ~fitted)
-    without_gpu = left_out(columns, lambda row: row.device.name, ~fitted)
-    judged = judged_rows(held, predicted, found.corrections["tpot"])
-    judged += judged_rows(held, without_model, ())
-    unlike = [
-        *judged_rows(held, left_out(columns, lambda row: row.engine, ~fitted), ()),
-        *judged_rows(held, left_out(columns, lambda row: generation(row.device), ~fitted), ()),
-    ]
-    if arguments.fit:
-        write_planner_file("step_parameters.json", as_json(found))
-        known = bands(judged)
-        known[NOTHING_LIKE_IT] = {"of": UNLIKE, **band_of([ratios for _, _, ratios in unlike])}
-        write_planner_file("error_bands.json", {"source": as_json(found)["source"], "bands": known})
-    print(f"{len(half.rows)} configurations fitted, {len(held.rows)} held out\n")
+    print(
+        f"{len(half.rows)} configurations fitted, {len(field)} of them of the field, whose other {unread} "
+        f"have no known model, GPU or load; {len(held.rows)} held out\n"
+    )
     print(HEADER, LEGEND, sep="\n")
     print(line("ours", errors(predicted, held.measured)))
     print(line("nearest rows, log-linear", errors(nearest_rows(half, held), held.measured)))
-    print(line("ours, model left out", errors(without_model, held.measured)))
-    print(line("ours, GPU left out", errors(without_gpu, held.measured)))
     _print_parts(held, predicted)
-    print("\nwithin the 90 % band of the other deployments' rows")
-    for name, (share, count) in coverage(judged).items():
-        print(f"  {name:12}{100 * share:6.1f} % of {count}")
-    print("", *own_machine.lines(judged[: len(held.rows)]), sep="\n")
+    judged = columns.take(~fitted | is_field)
+    without = {name: left_out(columns, part, ~fitted | is_field) for name, part in PARTS.items()}
+    for name, part in PARTS.items():
+        print()
+        print(line(f"ours, {name} left out", errors(without[name], judged.measured)))
+        print(by("", part, judged, errors(without[name], judged.measured)))
+    seen = judged_rows(held, predicted, known_by(found.models, held))
+    known, stretches = _bands(seen, judged, without)
+    if arguments.fit:
+        content = as_json(found)
+        write_planner_file("step_parameters.json", content)
+        write_planner_file("error_bands.json", {"source": content["source"], "bands": known})
+    print("", *own_machine.lines(seen, stretches), sep="\n")
     print("", HEADER, *disaggregated.lines(arguments.data or packaged_csv()), sep="\n")
     if arguments.aiconfigurator:
         _print_aiconfigurator(held, predicted, arguments.aiconfigurator)
+
+
+def _bands(
+    seen: list[Judged], judged: Columns, without: dict[str, Predicted]
+) -> tuple[dict[str, object], Stretches]:
+    """Bands that hold nine of ten rows that are not theirs; printed with the share."""
+    unseen = dict(zip(KNOWN[1:], ("model", "GPU"), strict=True))
+    count = len(judged.rows)
+    rows = {
+        known: judged_rows(judged, without[name], [known] * count) for known, name in unseen.items()
+    }
+    unlike = unlike_entry(
+        [
+            entry
+            for name in ("engine", "GPU generation")
+            for entry in judged_rows(judged, without[name], [KNOWN[2]] * count)
+        ]
+    )
+    pool = [*seen, *(entry for group in rows.values() for entry in group)]
+    fitted = [entry for entry in seen if entry[1].known == KNOWN[0]]
+    needed = {KNOWN[0]: needed_stretches(fitted, pool, lambda row: row.group, unlike)}
+    needed |= {
+        known: needed_stretches(rows[known], pool, PARTS[name], unlike)
+        for known, name in unseen.items()
+    }
+    stretches = {known: stretch_of(group) for known, group in needed.items()}
+    print("\nrows within the 90 % bands of other deployments, of other models, of other GPUs")
+    for known, group in needed.items():
+        plain = coverage(group, dict.fromkeys(MEASURES, 1.0))
+        cells = (
+            f"{name} {100 * share:.1f} % (unstretched {100 * plain[name]:.1f} %, "
+            f"x{stretches[known][name]:.2f})"
+            for name, share in coverage(group, stretches[known]).items()
+        )
+        print(f"  {known}, {len(group)} rows: {', '.join(cells)}")
+    known_bands: dict[str, object] = dict(bands(pool, stretches))
+    known_bands[NOTHING_LIKE_IT] = unlike
+    return known_bands, stretches
 
 
 def write_planner_file(name: str, content: object) -> None:
@@ -82,15 +145,14 @@ def write_planner_file(name: str, content: object) -> None:
 def _print_parts(held: Columns, predicted: Predicted) -> None:
     found = errors(predicted, held.measured)
     print()
-    print(by("by engine", lambda row: row.engine, held, found))
-    print(by("by model", lambda row: row.model, held, found))
-    print(by("by GPU", lambda row: row.device.name, held, found))
+    for name in ("engine", "model", "GPU"):
+        print(by(f"by {name}", PARTS[name], held, found))
     print(by("by batch", lambda row: row.regime, held, found))
 
 
 def _print_aiconfigurator(held: Columns, predicted: Predicted, count: int) -> None:
     """Both on the rows that it answers, of `count` drawn by their hash."""
-    order = sorted(range(len(held.rows)), key=lambda index: _hash(held, index))[:count]
+    order = sorted(range(len(held.rows)), key=lambda index: _hash(held.rows[index]))[:count]
     chosen = np.zeros(len(held.rows), bool)
     chosen[order] = True
     drawn = held.take(chosen)
@@ -98,16 +160,16 @@ def _print_aiconfigurator(held: Columns, predicted: Predicted, count: int) -> No
     answered = ~np.isnan(theirs["tpot"])
     ours = errors(Predicted(*(column[chosen] for column in predicted)), drawn.measured)
     print(f"\nof {count} drawn rows, those that aiconfigurator answers (it may have seen them)")
-    print(line("ours", {name: _kept(column, answered) for name, column in ours.items()}))
-    print(line("aiconfigurator", theirs))
+    print(line("ours", _kept(ours, answered)))
+    print(line("aiconfigurator", _kept(theirs, answered)))
 
 
-def _kept(column: Column, mask: Column) -> Column:
-    return column[mask]
+def _kept(found: dict[str, Column], mask: Column) -> dict[str, Column]:
+    return {name: column[mask] for name, column in found.items()}
 
 
-def _hash(held: Columns, index: int) -> str:
-    return hashlib.sha256(held.rows[index].names["id"].encode()).hexdigest()
+def _hash(row: Row) -> str:
+    return hashlib.sha256(row.names["id"].encode()).hexdigest()
 
 
 if __name__ == "__main__":

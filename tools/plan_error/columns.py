@@ -20,10 +20,10 @@ from llmopt.engine.planner.step_model import (
     Loads,
     Roofs,
     StepModel,
-    deployment_tags,
+    deployed_as,
     generation,
 )
-from llmopt.engine.planner.step_parameters import StepParameters
+from llmopt.engine.planner.step_parameters import Deployed, StepParameters
 
 from .rows import Row
 
@@ -66,16 +66,23 @@ class Columns:
         loop = _stacked(Loop, loops)
         ttft = np.array([row.ttft_seconds for row in rows])
         tpot = np.array([row.tpot_seconds for row in rows])
+        told = np.array([row.throughput for row in rows])
         return cls(
             tuple(rows),
-            tuple(row_tags(row) for row in rows),
+            tuple(frozenset(deployed(row).tags) for row in rows),
             loads,  # type: ignore[arg-type]
             np.array([work.packed_prompts for work in works], float),
             _stacked(Roofs, [model.roofs for model in models]),
             loop,
             np.array([row.drafts for row in rows], float),
-            Predicted(ttft, tpot, throughput(loop, ttft, tpot)),
+            Predicted(ttft, tpot, np.where(np.isnan(told), throughput(loop, ttft, tpot), told)),
         )
+
+    @property
+    def targets(self) -> tuple[Column, Column, Column]:
+        """What is fitted: TPOT and TTFT, and throughput where there is no TPOT."""
+        tpot, ttft, together = self.measured.tpot, self.measured.ttft, self.measured.throughput
+        return tpot, ttft, np.where(np.isnan(tpot), together, np.nan)
 
     def take(self, mask: Column) -> Columns:
         """The rows that a mask keeps."""
@@ -116,19 +123,18 @@ def row_works(row: Row, loop: Loop) -> LoopWorks:
     return works._replace(decode=decode, mixed=mixed)
 
 
-def row_tags(row: Row) -> frozenset[str]:
-    """Tags of a row: its deployment's, and those of a load generator that is not the usual one."""
-    shape = row.planned.shape
-    tags = deployment_tags(shape, row.recipe, row.device, row.engine)
-    return frozenset((*tags, f"{row.engine} {row.harness}"))
+def deployed(row: Row) -> Deployed:
+    """A row as the parameters see it."""
+    return deployed_as(row.planned.shape, row.recipe, row.device, row.engine, row.version)
 
 
 def kv_bytes(row: Row) -> float:
-    """Bytes per cached element, which no row states: TensorRT-LLM's default for quantized weights is fp8, and
-    the dated runs on Blackwell ask for it."""
-    fp8 = row.engine == "trtllm" or (
-        generation(row.device) == "blackwell" and row.harness == "dated"
-    )
+    """Bytes per cached element, which rows of the packaged file do not state: TensorRT-LLM's default for
+    quantized weights is fp8, and the dated runs on Blackwell ask for it."""
+    if told := row.names.get("kv_dtype"):
+        return 1.0 if told.startswith("fp8") else 2.0
+    is_dated = "auto-gap-analysis" not in row.names["silicon_data_source"]
+    fp8 = row.engine == "trtllm" or (generation(row.device) == "blackwell" and is_dated)
     return 1.0 if fp8 and row.weights not in ("", "int4_wo") else 2.0
 
 
@@ -146,7 +152,9 @@ def _step_model(row: Row) -> StepModel:
 
 def _loop(row: Row, model: StepModel) -> Loop:
     resident = model.resident_sequences(row.prompt, row.output)
-    return Loop(row.prompt, row.output, row.concurrency, min(row.concurrency, resident))
+    most = model.parallel.attention_dp * (1024 if row.device.memory_bytes >= 70 << 30 else 256)
+    resident = min(row.concurrency, resident, most)
+    return Loop(row.prompt, row.output, row.concurrency, resident, row.cached)
 
 
 def _stacked(kind: Any, items: Sequence[Any]) -> Any:

@@ -13,35 +13,35 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from llmopt.engine.planner.expected import throughput
 from llmopt.engine.planner.step_model import weight_dtype
-from llmopt.engine.planner.step_parameters import Deployed, load_doublings
 
-from .columns import Column, Columns, Predicted
+from .columns import Column, Columns, Predicted, deployed
 from .rows import Row
 
 PRIOR_WEIGHT = 0.5
 FACTOR_SPREAD = 0.4
 """Prior spread of a factor's logarithm, in parts of its value's."""
+WIDE = ("widened", "int4", "vllm v0", "llama.cpp", "ampere", "ada", "consumer blackwell")
+"""Tags whose factors are spread like a value: physics of their own that few rows show."""
 TPOT_SCALE, TTFT_SCALE = 0.08, 0.2
 """Errors beyond which the loss grows linearly."""
 SMALLEST_FACTOR = 0.02
 """A factor whose logarithm stays below this is dropped, and the rest are fitted again."""
-CORRECTION_ROWS = {"tpot": 0.5, "ttft": 20.0}
+CORRECTION_ROWS = {"tpot": 2.0, "ttft": 5.0}
 """Rows of no error that a correction is shrunk by."""
+MOST_CORRECTIONS = {"tpot": 40, "ttft": 20}
 OF_ROWS = "draft.acceptance"
 """The parameter that only measured rows have: a plan is told the acceptance of its draft tokens."""
 
-SLOPE_ROWS = 20.0
-"""Rows at one doubling that a slope is shrunk by."""
-
 SOURCE = (
-    "python -m tools.plan_error --fit, on the fitting half of silicon_sample.csv "
-    "(aiconfigurator-core 0.12.0, Apache-2.0)"
+    "python -m tools.plan_error --fit, on the fitting half of silicon_sample.csv (aiconfigurator-core "
+    "0.12.0, Apache-2.0) and on deployments.csv, rows of public sources collected on 2026-11-28"
 )
 
-_ENGINES = ("vllm", "sglang", "trtllm")
-_OWN = tuple(f"{engine} own" for engine in _ENGINES)
-_COMMON = (*_ENGINES, "blackwell")
+_ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp")
+_GENERATIONS = ("blackwell", "consumer blackwell", "ada", "ampere")
+_COMMON = (*_ENGINES, *_GENERATIONS)
 _ATTENTION = ("latent", "linear attention")
 _BANDWIDTH = "share of the data sheet's bandwidth"
 _PEAK = "share of the data sheet's peak"
@@ -58,10 +58,15 @@ class Prior(NamedTuple):
 
 
 PRIORS = {
-    "linear.bandwidth": Prior(0.7, 0.2, ("blackwell",), _BANDWIDTH),
-    "linear.compute": Prior(0.6, 0.4, ("blackwell",), _PEAK),
+    "linear.bandwidth": Prior(0.7, 0.2, (*_GENERATIONS, "int4", "int8", "llama.cpp"), _BANDWIDTH),
+    "linear.compute": Prior(0.6, 0.4, (*_GENERATIONS, "widened", "int4", "llama.cpp"), _PEAK),
     "experts.bandwidth": Prior(0.6, 0.3, ("blackwell",), _BANDWIDTH),
-    "experts.compute": Prior(0.4, 0.5, ("blackwell", "fp8", "fp4"), _PEAK),
+    "experts.compute": Prior(
+        0.4, 0.5, ("blackwell", "fp8", "fp4", "widened", "int4", "llama.cpp"), _PEAK
+    ),
+    "experts.padding": Prior(16, 0.7, (), "rows that a multiplication of an active expert pads"),
+    "experts.narrow": Prior(100, 0.7, (), "columns that an expert's width on a rank is short of"),
+    "experts.skew": Prior(0.2, 0.7, (), "work of the busiest expert-parallel rank beyond the mean"),
     "experts.spread": Prior(0.8, 0.3, (), "tokens that routing is as even as"),
     "attention.bandwidth": Prior(0.6, 0.3, ("blackwell",), _BANDWIDTH),
     "attention.compute": Prior(0.3, 0.3, (), _PEAK),
@@ -81,15 +86,16 @@ PRIORS = {
         (*_COMMON, "fp8", "fp4"),
         "seconds of the launches of a layer's bf16 experts",
     ),
-    "host.step": Prior(5e-4, 1.0, (), "seconds per step"),
-    "host.sequence": Prior(5e-6, 1.0, (), "seconds per sequence of a rank's step"),
+    "host.step": Prior(5e-4, 1.0, ("vllm v0",), "seconds per step"),
+    "host.sequence": Prior(5e-6, 1.0, ("vllm v0",), "seconds per sequence of a rank's step"),
     "draft.acceptance": Prior(0.7, 0.3, (), "probability that a draft token is accepted"),
     "load.interference": Prior(1.0, 0.2, (), "prefills that a decode waits for"),
     "load.queue": Prior(0.5, 1.0, (), "prefills of an M/D/1 queue"),
-    "load.burst": Prior(0.1, 1.5, (*_ENGINES, *_OWN), "share of the requests in the first burst"),
-    "load.fixed": Prior(0.03, 1.5, (*_ENGINES, *_OWN), "seconds per request"),
+    "load.burst": Prior(0.1, 1.5, _ENGINES, "share of the requests in the first burst"),
+    "load.fixed": Prior(0.015, 1.5, _ENGINES, "seconds per request"),
+    "load.arrival": Prior(1e-4, 1.0, _ENGINES, "seconds per other client"),
     "load.prompt": Prior(1.0, 0.5, _ENGINES, "prefills per prompt"),
-    "load.steps": Prior(1.0, 1.0, _ENGINES, "decode steps before the first token"),
+    "load.steps": Prior(1.0, 1.0, _ENGINES, "decode steps that a prompt waits for"),
 }
 
 Slot = tuple[str, str]
@@ -105,6 +111,8 @@ class Fit:
     errors: Column
     corrections: Mapping[str, Mapping[str, tuple[float, float]]]
     num_rows: int
+    models: tuple[str, ...]
+    gpus: tuple[str, ...]
 
     def parameters(self, columns: Columns) -> dict[str, Column]:
         """Parameters of each row."""
@@ -121,18 +129,12 @@ class Fit:
 
     def _correction(self, measure: str, row: Row) -> float:
         known = self.corrections[measure]
-        terms = correction_terms(measure, row).items()
-        return sum(known[key][0] * weight for key, weight in terms if key in known)
+        return sum(known[key][0] for key in deployed(row).keys if key in known)
 
 
-def correction_terms(measure: str, row: Row) -> dict[str, float]:
-    """Keys of the corrections of a row, with what each is multiplied by."""
-    deployed = Deployed(row.model, row.engine, weight_dtype(row.recipe), row.version)
-    terms = dict.fromkeys(deployed.keys, 1.0)
-    if measure == "ttft":
-        load = {"prompt": row.prompt, "answer": row.output, "clients": row.concurrency}
-        terms |= {deployed.slope_key(name): n for name, n in load_doublings(load).items()}
-    return terms
+def model_key(row: Row) -> str:
+    """Key of a model in an engine and a weight format."""
+    return f"{row.engine}|{row.model}|{weight_dtype(row.recipe)}"
 
 
 def fit(columns: Columns) -> Fit:
@@ -147,7 +149,9 @@ def fit(columns: Columns) -> Fit:
         "tpot": _corrections("tpot", columns, np.log(columns.measured.tpot / tpot), TPOT_SCALE),
         "ttft": _corrections("ttft", columns, np.log(columns.measured.ttft / ttft), TTFT_SCALE),
     }
-    return Fit(tuple(kept), logs, errors, corrections, len(columns.rows))
+    models = tuple(sorted(set(map(model_key, columns.rows))))
+    gpus = tuple(sorted({row.device.name for row in columns.rows}))
+    return Fit(tuple(kept), logs, errors, corrections, len(columns.rows), models, gpus)
 
 
 def _resolved(slots: Sequence[Slot], logs: Column, indicators: Column) -> dict[str, Column]:
@@ -167,16 +171,22 @@ def _solve(
 ) -> tuple[Column, Column]:
     """Logarithms at the optimum, and their standard errors; the search starts at what is known."""
     start = np.array([0.0 if tag else np.log(PRIORS[name].value) for name, tag in slots])
-    spread = [PRIORS[name].spread * (FACTOR_SPREAD if tag else 1.0) for name, tag in slots]
+    spread = [
+        PRIORS[name].spread * (FACTOR_SPREAD if tag and tag not in WIDE else 1.0)
+        for name, tag in slots
+    ]
     stiffness = PRIOR_WEIGHT / np.array(spread)
-    scales = np.repeat([TPOT_SCALE, TTFT_SCALE], len(columns.rows))
-    measured = np.log(np.concatenate([columns.measured.tpot, columns.measured.ttft]))
+    scales = np.repeat([TPOT_SCALE, TTFT_SCALE, TPOT_SCALE], len(columns.rows))
+    measured = np.log(np.concatenate(columns.targets))
+    known_only = np.isfinite(measured)
     indicators = _indicators(slots, columns)
-    members = np.tile(indicators, 2)
+    members = np.tile(indicators, 3)
 
     def errors(parameters: dict[str, Column]) -> Column:
         ttft, tpot = columns.predict(parameters)
-        return np.log(np.concatenate([tpot, ttft])) - measured
+        together = throughput(columns.loop, ttft, tpot)
+        raw = np.log(np.concatenate([tpot, ttft, together])) - measured
+        return np.where(known_only, raw, 0.0)
 
     def residuals(logs: Column) -> Column:
         raw = errors(_resolved(slots, logs, indicators))
@@ -196,7 +206,7 @@ def _solve(
     first = np.array([known.get(slot, at) for slot, at in zip(slots, start, strict=True)])
     logs = levenberg_marquardt(residuals, jacobian, first)
     slopes = jacobian(logs)
-    variance = 2 * np.median(np.abs(residuals(logs)[: len(scales)])) ** 2
+    variance = 2 * np.median(np.abs(residuals(logs)[: len(scales)][known_only])) ** 2
     return logs, np.sqrt(variance * np.diag(np.linalg.inv(slopes.T @ slopes)))
 
 
@@ -240,32 +250,36 @@ def levenberg_marquardt(
     return x
 
 
-def _shrink(measure: str, key: str) -> float:
-    return SLOPE_ROWS if "per doubling" in key else CORRECTION_ROWS[measure]
-
-
 def _corrections(
     measure: str, columns: Columns, residual: Column, scale: float
 ) -> dict[str, tuple[float, float]]:
-    """Corrections by key, and their standard errors: ridge regression, reweighted against outliers."""
-    terms = [correction_terms(measure, row) for row in columns.rows]
-    names = sorted({key for row in terms for key in row})
-    place = {name: index for index, name in enumerate(names)}
-    design = np.zeros((len(terms), len(names)))
-    for row, weighed in enumerate(terms):
-        for key, weight in weighed.items():
-            design[row, place[key]] = weight
-    shrink = np.diag([_shrink(measure, name) for name in names])
-    weights, found = np.ones(len(terms)), np.zeros(len(names))
-    inverse = np.eye(len(names))
+    """Corrections by key, and their standard errors: ridge regression, reweighted against outliers, of the
+    keys that explain most."""
+    known = np.isfinite(residual)
+    keys = [
+        deployed(row).keys for row, is_known in zip(columns.rows, known, strict=True) if is_known
+    ]
+    names = sorted({key for row in keys for key in row})
+    while True:
+        design = np.array([[name in row for name in names] for row in keys], float)
+        found, errors = _ridge(design, residual[known], CORRECTION_ROWS[measure], scale)
+        gains = found**2 * design.sum(0)
+        if len(names) <= MOST_CORRECTIONS[measure]:
+            return dict(zip(names, zip(found, errors, strict=True), strict=True))
+        kept = np.sort(np.argsort(-gains)[: max(MOST_CORRECTIONS[measure], int(0.8 * len(names)))])
+        names = [names[index] for index in kept]
+
+
+def _ridge(design: Column, residual: Column, shrink: float, scale: float) -> tuple[Column, Column]:
+    weights, found = np.ones(len(residual)), np.zeros(design.shape[1])
+    inverse = np.eye(design.shape[1])
     for _ in range(8):
         weighted = design * weights[:, None]
-        inverse = np.linalg.inv(weighted.T @ design + shrink)
+        inverse = np.linalg.inv(weighted.T @ design + shrink * np.eye(len(found)))
         found = inverse @ (weighted.T @ residual)
         weights = 1 / np.hypot(1, (residual - design @ found) / scale)
     spread = 1.48 * np.median(np.abs(residual - design @ found))
-    errors = spread * np.sqrt(np.diag(inverse))
-    return {name: (found[i], errors[i]) for name, i in place.items()}
+    return found, spread * np.sqrt(np.diag(inverse))
 
 
 def as_json(found: Fit) -> dict[str, Any]:
@@ -280,6 +294,8 @@ def as_json(found: Fit) -> dict[str, Any]:
     return {
         "source": SOURCE,
         "fitted_configurations": found.num_rows,
+        "fitted_models": found.models,
+        "fitted_gpus": found.gpus,
         "standard_errors": "of the natural logarithm of a value, a factor or a correction",
         OF_ROWS: parameters.pop(OF_ROWS),
         "parameters": parameters,

@@ -12,7 +12,7 @@ import numpy as np
 from llmopt.engine.planner.error_bands import MEASURES, error_band, narrowed_band, unlike_band
 from llmopt.engine.planner.step_parameters import OwnRows, level
 
-from .report import Judged, bands
+from .report import Judged, Stretches, bands
 from .rows import Row
 
 COUNTS = (0, 1, 2, 4)
@@ -29,13 +29,17 @@ class Corrected(NamedTuple):
     span: float
 
 
-def corrected(judged: Sequence[Judged], count: int) -> list[Corrected]:
+def corrected(
+    judged: Sequence[Judged], count: int, stretches: Stretches | None = None
+) -> list[Corrected]:
     """Rows of each deployment of enough rows, corrected by `count` others of it, drawn by their hash."""
     return [
         one
         for (group, *_), members in _deployments(judged).items()
         if len(members) >= LEAST_ROWS
-        for one in _judged(members, count, [entry for entry in judged if entry[0].group != group])
+        for one in _judged(
+            members, count, bands([entry for entry in judged if entry[0].group != group], stretches)
+        )
     ]
 
 
@@ -47,9 +51,8 @@ def _deployments(judged: Sequence[Judged]) -> dict[tuple[str, ...], list[Judged]
     return found
 
 
-def _judged(members: list[Judged], count: int, others: list[Judged]) -> Iterator[Corrected]:
+def _judged(members: list[Judged], count: int, known: Mapping[str, Any]) -> Iterator[Corrected]:
     own, rest = own_rows(members[:count]), members[max(COUNTS) :]
-    known: Mapping[str, Any] = bands(others)
     shifts = {"tpot": level(own.tpot), "ttft": level(own.ttft)}
     for row, like, ratios in rest:
         band = narrowed_band(own, error_band(like, known) or unlike_band())
@@ -81,11 +84,11 @@ def throughput_log(row: Row, ratios: Sequence[float], shifts: Mapping[str, float
     return log((ttft + (row.output - 1) * tpot) / measured)
 
 
-def lines(judged: Sequence[Judged]) -> Iterator[str]:
+def lines(judged: Sequence[Judged], stretches: Stretches | None = None) -> Iterator[str]:
     """The table: for each number of own rows the same rows."""
     yield "rows of the same deployment that correct it: error in %, coverage, and how wide the band is"
     for count in COUNTS:
-        found = corrected(judged, count)
+        found = corrected(judged, count, stretches)
         cells = [f"  own rows {count}, of {len(found) // len(MEASURES)}"]
         for measure in MEASURES:
             mine = [one for one in found if one.measure == measure]

@@ -1,37 +1,49 @@
-"""Tables of held-out errors: median and mean absolute error and bias of TPOT, TTFT and throughput."""
+"""Held-out errors as tables, and the bands that hold nine of ten rows of a model or a GPU that was left out.
+
+A band is the middle 90 % of the rows that are alike, stretched about its centre in logarithms: rows of one
+deployment err together, so that those of another one lie outside more often. The stretch of a measure is the
+least with which bands hold 90 % of rows that are not theirs: of other deployments where the model and the GPU
+were fitted, of other models where the model was not, of other GPUs where the GPU was not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from llmopt.engine.planner.error_bands import FEWEST_ROWS, MEASURES, Likeness, error_band
+from llmopt.engine.planner.error_bands import (
+    FEWEST_ROWS,
+    MEASURES,
+    NOTHING_LIKE_IT,
+    Known,
+    Likeness,
+    error_band,
+)
 from llmopt.engine.planner.step_model import generation
 
 from .columns import Column, Columns, Predicted
-from .fit import correction_terms
+from .fit import model_key
 from .rows import Row
 
-HELD = (0.015, 0.985)
-"""Quantiles of the rows: the rows of a deployment err together, so that those of a new one fall outside of
-the band of the others more often than one in ten beyond 5 and 95 %. Chosen inside the fitting half, where
-wider ones hold no more rows of deployments left out."""
+HELD = (0.05, 0.95)
+NOMINAL = 0.9
+UNLIKE = "rows of an engine or a GPU generation that was left out of the fit"
 HEADER = f"{'':34}{'rows':>6}" + "".join(f"{name:>28}" for name in MEASURES)
 LEGEND = f"{'':34}{'':6}" + f"{'median   mean   bias, %':>28}" * len(MEASURES)
+Part = Callable[[Row], str]
 
 
 def errors(predicted: Predicted, measured: Predicted) -> dict[str, Column]:
-    """Relative errors by measure."""
+    """Relative errors by measure; NaN where it was not measured."""
     return {name: getattr(predicted, name) / getattr(measured, name) - 1 for name in MEASURES}
 
 
 def line(label: str, found: Mapping[str, Column]) -> str:
-    """A row of the table; rows without a prediction do not count."""
-    answered = ~np.isnan(found[MEASURES[0]])
-    cells = [f"{label:34}{answered.sum():6}"]
+    """A row of the table."""
+    cells = [f"{label:34}{len(found[MEASURES[0]]):6}"]
     for name in MEASURES:
-        values = 100 * found[name][answered]
+        values = 100 * found[name][~np.isnan(found[name])]
         size = np.abs(values)
         cells.append(
             f"{np.median(size):14.1f}{size.mean():7.1f}{np.median(values):+7.1f}"
@@ -41,7 +53,7 @@ def line(label: str, found: Mapping[str, Column]) -> str:
     return "".join(cells)
 
 
-def by(title: str, of: Callable[[Row], str], columns: Columns, found: Mapping[str, Column]) -> str:
+def by(title: str, of: Part, columns: Columns, found: Mapping[str, Column]) -> str:
     """Lines of each value of a property of the rows."""
     values = np.array([of(row) for row in columns.rows])
     lines = [title]
@@ -51,43 +63,67 @@ def by(title: str, of: Callable[[Row], str], columns: Columns, found: Mapping[st
     return "\n".join(lines)
 
 
-def likeness(row: Row, known: bool) -> Likeness:
+def likeness(row: Row, known: Known) -> Likeness:
     """Properties that the error of a row depends on."""
     kind = "mixture" if row.planned.shape.experts else "dense"
-    measured = "model measured" if known else "model not measured"
-    return Likeness(row.engine, generation(row.device), measured, kind, row.regime)
+    return Likeness(row.engine, generation(row.device), known, kind, row.regime)
 
 
-Judged = tuple[Row, Likeness, tuple[float, float, float]]
-"""A held-out row, and its measured values in parts of the predicted."""
+Ratios = tuple[float, float, float]
+Judged = tuple[Row, Likeness, Ratios]
+"""A row that was not fitted, and its measured values in parts of the predicted; NaN where there is none."""
 
 
-def judged_rows(columns: Columns, predicted: Predicted, corrected: Container[str]) -> list[Judged]:
-    """The ratios of held-out rows; a row's model is known where the fit has a correction of it."""
+def judged_rows(columns: Columns, predicted: Predicted, known: Sequence[Known]) -> list[Judged]:
+    """The ratios of rows that were not fitted, and what the fit knew of each."""
     ratios = [getattr(columns.measured, n) / getattr(predicted, n) for n in MEASURES]
     return [
-        (row, likeness(row, next(iter(correction_terms("tpot", row))) in corrected), tuple(ratio))
-        for row, ratio in zip(columns.rows, np.array(ratios).T.tolist(), strict=True)
+        (row, likeness(row, of_row), tuple(ratio))
+        for row, of_row, ratio in zip(columns.rows, known, np.array(ratios).T.tolist(), strict=True)
     ]
 
 
-def bands(judged: list[Judged]) -> dict[str, dict[str, Any]]:
+def known_by(models: Container[str], columns: Columns) -> list[Known]:
+    """What a fit of these models knows of each row, on a GPU of the fit."""
+    names: tuple[Known, Known] = ("model not measured", "model measured")
+    return [names[model_key(row) in models] for row in columns.rows]
+
+
+Stretches = Mapping[str, Mapping[str, float]]
+"""Of each measure, by what the fit knew of a row."""
+
+
+def bands(
+    judged: Sequence[Judged], stretches: Stretches | None = None
+) -> dict[str, dict[str, Any]]:
     """Bands by key, of those with enough rows."""
-    held: dict[str, list[tuple[float, float, float]]] = {}
+    held: dict[str, list[Ratios]] = {}
     for _, like, ratios in judged:
         for key in like.band_names:
             held.setdefault(key, []).append(ratios)
-    return {
-        key: band_of(ratios) for key, ratios in sorted(held.items()) if len(ratios) >= FEWEST_ROWS
+    found = {
+        key: _band_of(ratios, (stretches or {}).get(key.split("|")[2], {}))
+        for key, ratios in sorted(held.items())
     }
+    return {key: band for key, band in found.items() if band is not None}
 
 
-def band_of(ratios: list[tuple[float, float, float]]) -> dict[str, Any]:
-    """Entry of a band: the rows, and quantiles of each measure."""
-    return {"rows": len(ratios)} | {
-        name: [float(f"{q:.3g}") for q in held_quantiles([ratio[i] for ratio in ratios])]
-        for i, name in enumerate(MEASURES)
-    }
+def _band_of(ratios: list[Ratios], stretches: Mapping[str, float]) -> dict[str, Any] | None:
+    """Entry of a band; None without enough rows of each measure."""
+    entry: dict[str, Any] = {"rows": len(ratios)}
+    for name, column in zip(MEASURES, np.log(np.array(ratios)).T, strict=True):
+        known = column[~np.isnan(column)]
+        if len(known) < FEWEST_ROWS:
+            return None
+        low, high = held_quantiles(known.tolist())
+        centre, half = (low + high) / 2, stretches.get(name, 1.0) * (high - low) / 2
+        entry[name] = [float(f"{q:.3g}") for q in np.exp([centre - half, centre + half])]
+    return entry
+
+
+def unlike_entry(judged: Sequence[Judged]) -> dict[str, Any]:
+    """The band of deployments that no measured one is like."""
+    return {"of": UNLIKE, **(_band_of([ratios for _, _, ratios in judged], {}) or {})}
 
 
 def held_quantiles(ratios: list[float], quantiles: tuple[float, float] = HELD) -> Column:
@@ -95,15 +131,33 @@ def held_quantiles(ratios: list[float], quantiles: tuple[float, float] = HELD) -
     return np.quantile(ratios, quantiles, method="weibull")
 
 
-def coverage(judged: list[Judged]) -> dict[str, tuple[float, int]]:
-    """Share of rows within the band of the other groups' rows, by measure; a row's own deployments are left
-    out of its band."""
-    within: dict[str, list[bool]] = {name: [] for name in MEASURES}
-    for group in sorted({row.group for row, _, _ in judged}):
-        known = bands([entry for entry in judged if entry[0].group != group])
+def needed_stretches(
+    judged: Sequence[Judged], pool: Sequence[Judged], part: Part, unlike: Mapping[str, Any]
+) -> list[Ratios]:
+    """For each judged row, how far the band of the rows of other parts has to be stretched to hold it."""
+    found = []
+    for name in sorted({part(row) for row, _, _ in judged}):
+        known = bands([entry for entry in pool if part(entry[0]) != name])
+        known[NOTHING_LIKE_IT] = dict(unlike)
         for row, like, ratios in judged:
-            if row.group == group and (band := error_band(like, known)):
-                for name, ratio in zip(MEASURES, ratios, strict=True):
-                    low, high = getattr(band, name)
-                    within[name].append(low <= ratio <= high)
-    return {name: (float(np.mean(held)), len(held)) for name, held in within.items()}
+            if part(row) == name and (band := error_band(like, known)) is not None:
+                sides = (np.log(getattr(band, measure)) for measure in MEASURES)
+                found.append(
+                    tuple(
+                        abs(np.log(ratio) - side.mean()) / (np.ptp(side) / 2)
+                        for ratio, side in zip(ratios, sides, strict=True)
+                    )
+                )
+    return found
+
+
+def stretch_of(needed: Sequence[Ratios]) -> dict[str, float]:
+    """The least stretch of each measure that holds 90 % of the rows."""
+    quantiles = np.nanquantile(np.array(needed), NOMINAL, axis=0)
+    return dict(zip(MEASURES, np.maximum(1.0, quantiles).tolist(), strict=True))
+
+
+def coverage(needed: Sequence[Ratios], stretch: Mapping[str, float]) -> dict[str, float]:
+    """Share of the rows that the bands hold, by measure."""
+    columns = zip(MEASURES, np.array(needed).T, strict=True)
+    return {n: float(np.mean(c[~np.isnan(c)] <= stretch[n])) for n, c in columns}

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import nan
 from pathlib import Path
 from statistics import median
 
@@ -43,15 +44,14 @@ _ENDINGS = ("-fp8", "-nvfp4", "-instruct")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured configuration. `fitted` says which half it is in; `harness` names the load generator,
-    `drafts` counts the draft tokens of a decode step, `count` the rows that its medians are of, `names` are
-    the file's own columns."""
+    """One measured configuration. `fitted` says which half it is in, `cached` counts the prompt tokens that
+    are not computed, `drafts` the draft tokens of a decode step, `count` the rows that its medians are of;
+    `names` are the file's own columns. A time or a throughput that was not measured is NaN."""
 
     model: str
     device: Device
     engine: str
     version: str
-    harness: str
     weights: str
     prompt: int
     output: int
@@ -59,26 +59,20 @@ class Row:
     parallel: Parallelism
     ttft_seconds: float
     tpot_seconds: float
+    throughput: float
+    cached: int
     drafts: int
     fitted: bool
     group: str
     count: int
     names: Mapping[str, str]
+    planned: PlannedModel
+    recipe: WeightRecipe
 
     @property
     def regime(self) -> str:
         """The batch regime."""
         return batch_regime(self.concurrency)
-
-    @property
-    def planned(self) -> PlannedModel:
-        """The row's model, as the planner has it."""
-        return _model(self.model)
-
-    @property
-    def recipe(self) -> WeightRecipe:
-        """The weight format."""
-        return _recipe(self.model, self.weights)
 
 
 def packaged_csv() -> Path:
@@ -115,24 +109,28 @@ def _configuration(rows: list[dict[str, str]]) -> Row:
     unstated = parallel.attention_dp == 1 < parallel.tp and not first["attention_dp_size"]
     if client and unstated and int(client[1]) == batch * parallel.tp:
         batch, parallel = int(client[1]), replace(parallel, tp=1, attention_dp=parallel.tp)
+    planned, recipe, device = described(first)
     return Row(
-        model=_table_name(first["model_path"]),
-        device=find_device(first["system"].removesuffix("_sxm")),
+        model=planned.name,
+        device=device,
         engine=first["backend"],
         version=first["backend_version"],
-        harness=_harness(first["silicon_data_source"]),
         weights=first["moe_quant_mode"] or first["gemm_quant_mode"],
         prompt=int(float(first["isl"])),
         output=int(float(first["osl"])),
         concurrency=batch,
         parallel=parallel,
-        ttft_seconds=median(float(row["silicon_ttft_ms"]) for row in rows) / 1e3,
+        ttft_seconds=median(float(row["silicon_ttft_ms"]) for row in rows) / 1e3 or nan,
         tpot_seconds=median(float(row["silicon_tpot_ms"]) for row in rows) / 1e3,
+        throughput=nan,
+        cached=0,
         drafts=draft_tokens(rows, parallel),
         fitted=hashlib.sha256(group.encode()).hexdigest()[0] < "8",
         group=group,
         count=len(rows),
         names=first,
+        planned=planned,
+        recipe=recipe,
     )
 
 
@@ -176,11 +174,6 @@ def described(row: Mapping[str, str]) -> tuple[PlannedModel, WeightRecipe, Devic
 
 def _whole(text: str) -> int:
     return int(float(text)) if text else 1
-
-
-def _harness(source: str) -> str:
-    """The load generator: that of the dated public exports, or of the makers' own runs."""
-    return "own" if "auto-gap-analysis" in source else "dated"
 
 
 def _table_name(path: str) -> str:

@@ -138,7 +138,8 @@ def test_speed_follows_bytes_and_bandwidth() -> None:
     assert halved.decode_bound.seconds == pytest.approx(device.decode_bound.seconds / 2)
 
 
-def test_four_bit_weights_speed_up_decode_but_not_prefill() -> None:
+def test_four_bit_weights_speed_up_decode_and_slow_prefill_down() -> None:
+    """They are widened for the tensor cores: one row of decode reads less, a full chunk computes more."""
     model, h100 = find_model("llama-3.1-8b"), find_device("h100")
     plain = make_plan(model, BF16, PlannedWorkload(4096), [h100], 1).devices[0]
     packed = make_plan(
@@ -146,7 +147,7 @@ def test_four_bit_weights_speed_up_decode_but_not_prefill() -> None:
     ).devices[0]
     assert plain.decode and packed.decode and plain.prefill and packed.prefill
     assert packed.decode.seconds < plain.decode.seconds
-    assert packed.prefill.seconds == pytest.approx(plain.prefill.seconds, rel=0.2)
+    assert plain.prefill.seconds < packed.prefill.seconds < 1.6 * plain.prefill.seconds
 
 
 def test_two_gpus_are_less_than_twice_as_fast() -> None:
