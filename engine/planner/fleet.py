@@ -106,8 +106,8 @@ class FleetPlanner:
         return Fleet(device, deployment, replicas, kept, dollars)
 
     def _simulated(self, planners: dict[str, LoadPlanner], fleets: list[Fleet]) -> list[Fleet]:
-        """The fleets with the best ones simulated, until the best one is. The others get more replicas than in
-        closed form by the same factor, because it is the load's spread that takes them."""
+        """The fleets with the best ones simulated, until the best one is. The others get more replicas than
+        in closed form by the same factor, because it is the load's spread that takes them."""
         ratio = 1.0
         for _ in range(SIMULATED_KINDS):
             fleets.sort(key=lambda fleet: fleet.order)

@@ -41,7 +41,7 @@ TOKEN = re.compile(r"\w{1,6}|[^\w\s]")
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a load is expected to see: mean TTFT and TPOT in seconds, output tokens per second of the whole
+    """Prediction for a load: mean TTFT and TPOT in seconds, output tokens per second of the whole
     deployment, and the band of their error; None where nothing is known of it. `clients` is the mean number
     of requests in flight."""
 

@@ -56,7 +56,7 @@ class BoundedConnection(H11Protocol):
     Attributes:
         quiet: connections on which the server waits for a request, or the rest of one, by address.
         refused: connections that are being closed for another.
-        turns: what requests wait for before they begin, but for `/health` and `/ready`.
+        turns: limiter that requests wait for before they begin, but for `/health` and `/ready`.
     """
 
     options: ServerOptions
