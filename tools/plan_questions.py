@@ -120,19 +120,19 @@ def answer_of(question: Question) -> str:
         check=True,
         env=environment,
     )
-    lines = _chosen(run.stdout, question.labels)
+    lines = lines_of(run.stdout, question.labels)
     if not question.has_error:
         lines = (line for line in lines if not re.match(r" +(measured was|no measurement) ", line))
     broken = (piece for line in lines for piece in _broken(line))
     return "\n".join(broken)
 
 
-def _chosen(output: str, labels: tuple[str, ...]) -> Iterator[str]:
-    is_chosen = False
+def lines_of(output: str, labels: tuple[str, ...]) -> Iterator[str]:
+    islines_of = False
     for line in output.splitlines():
         if not line.startswith(" "):
-            is_chosen = line.startswith(labels)
-        if is_chosen and line.strip():
+            islines_of = line.startswith(labels)
+        if islines_of and line.strip():
             yield line.rstrip()
 
 
