@@ -123,7 +123,7 @@ def simulated(requests: pd.DataFrame, table: StepTable, concurrency: int, overla
     server = SimulatedServer(limits, blocks, overlapped=overlapped)
     run = Simulation(server, table, lengths, [0.0] * min(concurrency, len(lengths)))
     run.run()
-    timings = [one.timing for one in run.scheduler.ended]
+    timings = [one.timing for one in run.ended]
     return {
         "ttft": 1e3 * float(np.mean([one.ttft for one in timings])),
         "tpot": 1e3 * float(np.mean([one.tpot for one in timings if one.output_tokens > 1])),

@@ -1,28 +1,25 @@
-"""A server under load on a virtual clock: the engine's own scheduler and block pool, timed by a step model.
+"""A server under load on a virtual clock: continuous batching with chunked prefill, timed by a step model.
 
-Nothing is computed: every sampled token is 0. Decode steps in which no sequence arrives, ends or waits for a
-block are taken in one jump, which leaves what stepping through them leaves.
+Steps that change nothing but lengths are taken together: a decode batch goes on until a sequence of it ends,
+a request arrives, or the cache is full, and the time of its steps is Simpson's rule over their contexts. So
+the work depends on the number of requests, not of tokens. Requests are admitted in order of arrival, prompts
+take what decoding leaves of a step, and where the cache is full the last request is computed again later.
 """
 
 from __future__ import annotations
 
-import gc
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from math import ceil, inf
 from typing import NamedTuple
 
-from ..base.sampling_params import SamplingParams
-from ..scheduling.block_pool import BlockPool, PrefixCache
-from ..scheduling.request import Request, RequestTimes
-from ..scheduling.scheduler import Scheduler
+from ...base.errors import BadInput
 from ..scheduling.scheduler_config import SchedulerConfig
-from ..scheduling.step_plan import DecodeRows, ScheduledRow, StepPlan
 from .load import Lengths, Load, LoadResult, RequestTiming
 from .step_model import StepWork, TimesSteps
 
-TOKEN = 0
 CELL_TOKENS = 64
 """Mean context between two times that the step model gives; between them times are interpolated."""
 COUNTED = 1000
@@ -46,6 +43,11 @@ class SimulatedServer:
     def batches(self) -> int:
         return self.ranks * self.stages
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the cache of a batch holds."""
+        return (self.num_blocks - 1) * self.limits.block_size
+
 
 class StepClock:
     """Seconds of steps; decode steps are interpolated in their context."""
@@ -54,53 +56,37 @@ class StepClock:
         self._model, self._ranks = model, ranks
         self._known: dict[tuple[int, int], float] = {}
 
-    def decode(self, sequences: int, context_tokens: int) -> float:
+    def decode(self, sequences: int, context_tokens: float) -> float:
         """Seconds of a step of `sequences` tokens that attend to `context_tokens` in all."""
         cell = sequences * CELL_TOKENS
         index, rest = divmod(context_tokens, cell)
-        low = self._corner(sequences, index)
-        return low + (self._corner(sequences, index + 1) - low) * (rest / cell)
+        low = self._corner(sequences, int(index))
+        return low + (self._corner(sequences, int(index) + 1) - low) * (rest / cell)
+
+    def decodes(self, sequences: int, context_tokens: int, count: int) -> float:
+        """Seconds of `count` steps, of which each adds a token to each sequence."""
+        last = context_tokens + (count - 1) * sequences
+        ends = self.decode(sequences, context_tokens) + self.decode(sequences, last)
+        middle = self.decode(sequences, (context_tokens + last) / 2)
+        return count * (ends + 4 * middle) / 6
 
     def _corner(self, sequences: int, index: int) -> float:
         key = (sequences, index)
         if key not in self._known:
             context = sequences * max(1, index * CELL_TOKENS)
-            work = StepWork(sequences * self._ranks, context * self._ranks, 0, 0, 0)
-            self._known[key] = self._model.seconds(work)
+            self._known[key] = self.seconds(StepWork(sequences, context))
         return self._known[key]
 
-    def seconds(self, plan: StepPlan) -> float:
-        if isinstance(plan.rows, DecodeRows):
-            return self.decode(*_decoded(plan.rows))
-        work = work_of(plan.rows, self._ranks)
-        if not work.prefill_tokens:
-            tokens = int(work.decode_context_tokens) // self._ranks
-            return self.decode(work.decode_sequences // self._ranks, tokens)
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of a step in which every rank has this work."""
+        if self._ranks > 1:
+            parts = (work.decode_sequences, work.decode_context_tokens, work.prefill_tokens)
+            counts = (*parts, work.prefill_context_tokens, work.prefill_sequences)
+            work = StepWork(*(self._ranks * count for count in counts))
         return self._model.seconds(work)
 
 
-def _decoded(rows: DecodeRows) -> tuple[int, int]:
-    count = len(rows)
-    return count, sum(rows.batch.starts) + count * (rows.step + 1)
-
-
-def work_of(rows: Iterable[ScheduledRow], ranks: int = 1) -> StepWork:
-    """Sum the work of `ranks` ranks that have these rows each; a row of one token decodes."""
-    decode = context = prompt = attended = prompts = 0
-    for row in rows:
-        start, end = row.start, row.end
-        if end - start == 1:
-            decode += 1
-            context += end
-        else:
-            prompts += 1
-            prompt += end - start
-            attended += (end * (end + 1) - start * (start + 1)) // 2
-    counts = (decode, context, prompt, attended, prompts)
-    return StepWork(*(ranks * count for count in counts))
-
-
-class _Ended(NamedTuple):
+class Ended(NamedTuple):
     """An ended request: its position in the order of arrival, its timing, and its end."""
 
     order: int
@@ -108,53 +94,22 @@ class _Ended(NamedTuple):
     end: float
 
 
-class _Scheduler(Scheduler):
-    """The engine's scheduler, with its ended requests, and jumps over decode steps."""
+@dataclass(slots=True)
+class _Sequence:
+    """A request as it is served. `length` and `generated` count its tokens when it was last looked at,
+    `computed` those of a prompt in the cache, of which `shared` are others' too. It decodes until the step
+    `last`; `run` counts how often it was admitted."""
 
-    def __init__(self, server: SimulatedServer) -> None:
-        pool, limits = BlockPool(server.num_blocks), server.limits
-        cache = PrefixCache(pool, limits.block_size, enabled=server.caches_prefixes)
-        super().__init__(limits, pool, cache)
-        self.ended: list[_Ended] = []
-
-    def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
-        super().finish(request, reason, stop_reason)
-        times = request.times
-        first, last = times.first_token, times.last_token
-        assert first is not None and last is not None
-        timing = RequestTiming(first - times.arrival, last - times.arrival, request.max_tokens)
-        self.ended.append(_Ended(request.order, timing, last))
-
-    def can_jump(self, plan: StepPlan) -> bool:
-        """True if decode steps can follow this last plan: the first step of its batch is processed."""
-        rows = plan.rows
-        return self._decode is not None and self._decode.has(rows) and rows.step > 0
-
-    def jump(self, goes_on: Callable[[], bool]) -> DecodeRows:
-        """The rows of the last of the steps that `goes_on` allows."""
-        assert self._decode is not None
-        return self._decode.jump(goes_on, TOKEN)
-
-
-class _Launched(NamedTuple):
-    """A scheduled step, and when it is computed."""
-
-    plan: StepPlan
-    end: float
-
-
-class _Tokens(dict[str, tuple[int]]):
-    """One sampled token for any sequence."""
-
-    def __missing__(self, key: str) -> tuple[int]:
-        return (TOKEN,)
-
-
-def prompt_tokens(order: int, length: int, prefix_share: float) -> list[int]:
-    """Tokens of a request's prompt: all prompts share the prefix, and nothing after it."""
-    tokens = [TOKEN] * length
-    tokens[min(length - 1, round(prefix_share * length))] = order + 1
-    return tokens
+    order: int
+    arrival: float
+    length: int
+    output: int
+    generated: int = 0
+    computed: int = 0
+    shared: int = 0
+    last: int = 0
+    run: int = 0
+    first_token: float = 0.0
 
 
 class Simulation:
@@ -169,97 +124,188 @@ class Simulation:
         arrivals: Iterable[float],
         prefix_share: float = 0.0,
     ) -> None:
-        self.scheduler = _Scheduler(server)
         self._server, self._clock = server, StepClock(model, server.ranks)
         self._lengths, self._due = deque(lengths), deque(arrivals)
-        self._prefix_share, self._params = prefix_share, SamplingParams(ignore_eos=True)
-        self._now = self._computed = 0.0
-        self._in_flight: _Launched | None = None
-        self._last = StepPlan(())
-        self._num_arrived = self.num_steps = self.most_running = self.most_waiting = 0
+        self._prefix_share, self._has_prefix = prefix_share, False
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[int, _Sequence] = {}
+        self._prefilling: list[_Sequence] = []
+        self._ends: list[tuple[int, int, int]] = []
+        self._num_decoding = self._context = self._held = self._released = 0
+        self._now = self._before = 0.0
+        self._num_arrived = 0
+        self.ended: list[Ended] = []
+        self.num_steps = self.num_looked_at = self.num_preemptions = 0
+        self.most_running = self.most_waiting = 0
 
     def run(self, counted: range | None = None) -> None:
         """Step until every request has ended, or each of the `counted` ones in order of arrival."""
-        scheduler, num_ended = self.scheduler, 0
         left = inf if counted is None else len(counted)
-        while left and (self._due or scheduler.has_unfinished()):
-            if not self._arrive() and scheduler.can_jump(self._last):
-                self._jump()
-                self._arrive()
-            self._step()
-            new = scheduler.ended[num_ended:]
-            num_ended += len(new)
+        while left and (self._due or self._waiting or self._running):
+            before = len(self.ended)
+            self._admit()
+            if self._prefilling:
+                self._prefill()
+            elif self._running:
+                self._decode()
+            elif not self._waiting:
+                self._now = self._before = max(self._now, self._due[0])
+            new = self.ended[before:]
             # A client's next request comes when its last one ends.
             for _ in range(min(len(new), len(self._lengths) - len(self._due))):
                 self._due.append(self._now)
             left -= sum(counted is not None and ended.order in counted for ended in new)
 
-    def _step(self) -> None:
-        """Schedule a step; process it, or with async scheduling the one before."""
-        plan = self.scheduler.schedule(self._now)
-        launched = self._launch(plan) if plan.rows else None
-        if self._server.overlapped:
-            self._in_flight, launched = launched, self._in_flight
-        if launched is not None:
-            self._now = launched.end
-            self.scheduler.update(launched.plan, _Tokens(), frozenset(), self._now)
-        elif self._in_flight is None:
-            self._now = max(self._now, self._due[0])
+    def _admit(self) -> None:
+        """Queue the requests that are due for the next step, and begin those that there is room for."""
+        known = self._before if self._server.overlapped and self._running else self._now
+        while self._due and self._due[0] <= known and self._lengths:
+            self._waiting.append(self._arrived(self._due.popleft(), *self._lengths.popleft()))
+        limits, released = self._server.limits, self._released
+        self._released = 0
+        while self._waiting:
+            sequence = self._waiting[0]
+            shared = self._shared(sequence)
+            taken = sequence.length - shared + limits.block_size // 2
+            kept = int(limits.watermark * self._server.num_tokens) if self._running else 0
+            is_full = len(self._running) + released >= limits.max_num_seqs
+            if is_full or (self._running and self._held + taken + kept > self._server.num_tokens):
+                break
+            self._waiting.popleft()
+            sequence.computed = sequence.shared = shared
+            sequence.run += 1
+            self._held += taken
+            self._running[sequence.order] = sequence
+            self._prefilling.append(sequence)
+        self.most_running = max(self.most_running, len(self._running))
+        self.most_waiting = max(self.most_waiting, len(self._waiting))
 
-    def _launch(self, plan: StepPlan) -> _Launched:
-        self._last = plan
-        self._computed = max(self._now, self._computed) + self._clock.seconds(plan)
-        self.num_steps += 1
-        self.most_running = max(self.most_running, len(self.scheduler.running))
-        self.most_waiting = max(self.most_waiting, self.scheduler.num_waiting)
-        return _Launched(plan, self._computed)
-
-    def _jump(self) -> None:
-        """Take the decode steps up to the next arrival, or to one that the scheduler has to look at."""
-        assert isinstance(self._last.rows, DecodeRows)
-        sequences, context = _decoded(self._last.rows)
-        seconds, due = self._clock.decode, self._due[0] if self._due else inf
-        overlapped = self._server.overlapped
-
-        def goes_on() -> bool:
-            nonlocal context
-            if due <= self._now:
-                return False
-            context += sequences
-            before = self._computed
-            self._computed += seconds(sequences, context)
-            self._now = before if overlapped else self._computed
-            self.num_steps += 1
-            return True
-
-        plan = StepPlan(self.scheduler.jump(goes_on))
-        self._last = plan
-        if overlapped:
-            self._in_flight = _Launched(plan, self._computed)
-
-    def _arrive(self) -> bool:
-        """Queue the requests that are due; return whether there are any."""
-        before = self._num_arrived
-        while self._due and self._due[0] <= self._now and self._lengths:
-            self._add(self._due.popleft(), *self._lengths.popleft())
-        return self._num_arrived > before
-
-    def _add(self, arrival: float, prompt: int, output: int) -> None:
-        order = self._num_arrived
+    def _arrived(self, arrival: float, prompt: int, output: int) -> _Sequence:
+        if prompt + output > self._server.num_tokens:
+            raise BadInput(
+                f"a request of {prompt + output:,} tokens can never fit into a KV cache of "
+                f"{self._server.num_tokens:,} tokens"
+            )
         self._num_arrived += 1
-        request = Request(
-            sequence_id=f"{order}/0",
-            request_id=str(order),
-            index=0,
-            token_ids=prompt_tokens(order, prompt, self._prefix_share),
-            num_prompt_tokens=prompt,
-            max_tokens=output,
-            params=self._params,
-            seed=0,
-            order=order,
-            times=RequestTimes(arrival),
-        )
-        self.scheduler.add(request)
+        return _Sequence(self._num_arrived - 1, arrival, prompt, output)
+
+    def _shared(self, sequence: _Sequence) -> int:
+        """Tokens of its prefix in the cache, in whole blocks; one token at least is computed."""
+        if not (self._has_prefix and self._server.caches_prefixes):
+            return 0
+        prompt, size = sequence.length - sequence.generated, self._server.limits.block_size
+        return min(prompt - 1, round(self._prefix_share * prompt)) // size * size
+
+    def _make_room(self) -> None:
+        """Take the cache of the last requests until every decoding one has room for a token."""
+        while self._held + self._num_decoding > self._server.num_tokens and len(self._running) > 1:
+            sequence = self._running.pop(max(self._running))
+            if sequence in self._prefilling:
+                self._prefilling.remove(sequence)
+            else:
+                self._leave(sequence)
+            self._held -= sequence.length - sequence.shared + self._server.limits.block_size // 2
+            self._waiting.appendleft(sequence)
+            self.num_preemptions += 1
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Count a decoding sequence's tokens so far, and take it out of the batch."""
+        generated = sequence.output - (sequence.last - self.num_steps)
+        sequence.length += generated - sequence.generated
+        sequence.generated = generated
+        self._num_decoding -= 1
+        self._context -= sequence.length
+
+    def _prefill(self) -> None:
+        """A step with prompts."""
+        self._make_room()
+        limits = self._server.limits
+        budget = limits.max_num_batched_tokens - self._num_decoding
+        decode, context = self._num_decoding, self._context
+        prompt = attended = prompts = 0
+        complete = []
+        for sequence in self._prefilling:
+            if not (count := min(sequence.length - sequence.computed, budget)):
+                break
+            if limits.prefill_chunk_size is not None:
+                count = min(count, limits.prefill_chunk_size)
+            start, end = sequence.computed, sequence.computed + count
+            budget -= count
+            sequence.computed = end
+            if count == 1:
+                decode, context = decode + 1, context + end
+            else:
+                prompts, prompt = prompts + 1, prompt + count
+                attended += (end * (end + 1) - start * (start + 1)) // 2
+            if end == sequence.length:
+                complete.append(sequence)
+        if prompts:
+            seconds = self._clock.seconds(StepWork(decode, context, prompt, attended, prompts))
+        else:
+            seconds = self._clock.decode(decode, context) if decode else 0.0
+        self._pass(1, seconds)
+        for sequence in complete:
+            self._prefilling.remove(sequence)
+            self._begin(sequence)
+
+    def _begin(self, sequence: _Sequence) -> None:
+        """The prompt is computed: the first token, or after a preemption the next one."""
+        self._has_prefix = True
+        if not sequence.generated:
+            sequence.first_token = self._now
+        sequence.generated += 1
+        sequence.length += 1
+        self._held += 1
+        if sequence.generated == sequence.output:
+            self._end(sequence)
+            return
+        sequence.last = self.num_steps + sequence.output - sequence.generated
+        self._num_decoding += 1
+        self._context += sequence.length
+        heappush(self._ends, (sequence.last, sequence.order, sequence.run))
+
+    def _decode(self) -> None:
+        """Decode steps up to the next that ends a sequence, may admit one, or finds the cache full."""
+        self._make_room()
+        count = self._next_end() - self.num_steps
+        room = self._server.num_tokens - self._held
+        count = max(1, min(count, room // self._num_decoding))
+        has_place = len(self._running) < self._server.limits.max_num_seqs
+        if self._released or (self._waiting and has_place):
+            count = 1
+        elif self._due and self._lengths and has_place:
+            step = self._clock.decode(self._num_decoding, self._context)
+            count = min(count, 1 + max(0, int((self._due[0] - self._now) / step)))
+        self._pass(count, self._clock.decodes(self._num_decoding, self._context, count))
+
+    def _next_end(self) -> int:
+        while True:
+            last, order, run = self._ends[0]
+            sequence = self._running.get(order)
+            if sequence is not None and sequence.run == run and sequence.last == last:
+                return last
+            heappop(self._ends)
+
+    def _pass(self, count: int, seconds: float) -> None:
+        """Let `count` steps pass that take so long, and end the sequences whose last it was."""
+        self._before = self._now + seconds * (count - 1) / count
+        self._now += seconds
+        self.num_steps += count
+        self.num_looked_at += 1
+        self._context += count * self._num_decoding
+        self._held += count * self._num_decoding
+        while self._num_decoding and self._next_end() == self.num_steps:
+            sequence = self._running[heappop(self._ends)[1]]
+            self._leave(sequence)
+            self._end(sequence)
+
+    def _end(self, sequence: _Sequence) -> None:
+        del self._running[sequence.order]
+        self._held -= sequence.length - sequence.shared + self._server.limits.block_size // 2
+        self._released += self._server.overlapped
+        first, arrival = sequence.first_token, sequence.arrival
+        timing = RequestTiming(first - arrival, self._now - arrival, sequence.output)
+        self.ended.append(Ended(sequence.order, timing, self._now))
 
 
 def simulate(
@@ -281,15 +327,8 @@ def simulate(
     places = range(around, around + max(1, ceil(counted / server.batches)))
     total = places.stop + around
     run = Simulation(server, model, share.requests(total), share.arrivals(total), load.prefix_share)
-    # A simulation makes no cycles, but rows by the hundred thousand, which the collector would look at.
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        run.run(places)
-    finally:
-        if was_on:
-            gc.enable()
-    ended = sorted(request for request in run.scheduler.ended if request.order in places)
+    run.run(places)
+    ended = sorted(request for request in run.ended if request.order in places)
     requests = tuple(request.timing for request in ended)
     tokens = sum(request.output_tokens for request in requests)
     if share.concurrency is None:
@@ -301,7 +340,7 @@ def simulate(
         output_tokens_per_second=server.batches * rate * tokens / len(requests),
         requests_per_second=server.batches * rate,
         steps=run.num_steps,
-        preemptions=run.scheduler.num_preemptions,
+        preemptions=run.num_preemptions,
         most_running=run.most_running,
         most_waiting=run.most_waiting,
     )

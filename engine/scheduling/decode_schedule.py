@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 from .block_pool import BlockPool, PrefixCache
@@ -50,25 +50,6 @@ class DecodeSchedule:
             request.num_output_placeholders += 1
         self._index = index
         return DecodeRows(batch, index, has_placeholders=has_placeholders)
-
-    def jump(self, goes_on: Callable[[], bool], token_id: int) -> DecodeRows:
-        """Process steps of `token_id`, for a simulation, while it `goes_on` and none ends; the last rows."""
-        before, batch, pool = self._index, self._batch, self._pool
-        while self._index + 1 < self._last:
-            beginning = batch.beginning(self._index + 1)
-            if len(beginning) > pool.num_free or not goes_on():
-                break
-            for row in beginning:
-                self._requests[row].block_ids.extend(pool.allocate(1))
-            self._index += 1
-        count = self._index - before
-        for start, request in zip(batch.starts, self._requests, strict=True):
-            request.num_computed_tokens += count
-            request.token_ids.extend([token_id] * count)
-            processed = start + before + 1 - request.num_output_placeholders
-            self._cache.insert(request, processed, processed + count)
-        has_placeholders = self._requests[0].num_output_placeholders > 0
-        return DecodeRows(batch, self._index, has_placeholders=has_placeholders)
 
     def has(self, rows: Sequence[ScheduledRow]) -> TypeGuard[DecodeRows]:
         return isinstance(rows, DecodeRows) and rows.batch is self._batch

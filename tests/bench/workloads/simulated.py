@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmopt.bench.load.load import Dialogue, Dialogues
 from llmopt.bench.metrics.trace import RequestTrace
 from llmopt.bench.workloads.workload import Workload
 from llmopt.engine.base.sampling_params import SamplingParams
-from llmopt.engine.planner.simulation import TOKEN, StepClock, _Tokens
 from llmopt.engine.planner.step_model import StepWork
 from llmopt.engine.scheduling.block_pool import BlockPool, PrefixCache
 from llmopt.engine.scheduling.request import Request, RequestTimes
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.scheduling.scheduler_config import SchedulerConfig
+from llmopt.engine.scheduling.step_plan import ScheduledRow
 
+TOKEN = 0
 LIMITS = SchedulerConfig(2048, 64, 16, 65536)
 BLOCKS = 40_000
 
@@ -27,12 +29,36 @@ class Steps:
         return 0.004 + tokens * 4e-5 + work.decode_context_tokens * 1e-8
 
 
+class Tokens(dict[str, tuple[int]]):
+    """One sampled token for any sequence."""
+
+    def __missing__(self, key: str) -> tuple[int]:
+        return (TOKEN,)
+
+
+def work_of(rows: Iterable[ScheduledRow]) -> StepWork:
+    """Work of a step of these rows; a row of one token decodes."""
+    decode = context = prompt = attended = prompts = 0
+    for row in rows:
+        start, end = row.start, row.end
+        if end - start == 1:
+            decode += 1
+            context += end
+        else:
+            prompts += 1
+            prompt += end - start
+            attended += (end * (end + 1) - start * (start + 1)) // 2
+    return StepWork(decode, context, prompt, attended, prompts)
+
+
 class KeptScheduler(Scheduler):
     """The engine's, with the requests that ended."""
 
-    def __init__(self) -> None:
-        pool = BlockPool(BLOCKS)
-        super().__init__(LIMITS, pool, PrefixCache(pool, LIMITS.block_size, enabled=True))
+    def __init__(
+        self, limits: SchedulerConfig = LIMITS, num_blocks: int = BLOCKS, caches: bool = True
+    ) -> None:
+        pool = BlockPool(num_blocks)
+        super().__init__(limits, pool, PrefixCache(pool, limits.block_size, enabled=caches))
         self.ended: list[Request] = []
 
     def finish(self, request: Request, reason: str, stop_reason: int | str | None = None) -> None:
@@ -59,7 +85,7 @@ class SimulatedRun:
 
     def __init__(self, workload: Workload) -> None:
         self.dialogues = Dialogues(workload, None, None)
-        self.scheduler, self.clock, self.now = KeptScheduler(), StepClock(Steps()), 0.0
+        self.scheduler, self.now = KeptScheduler(), 0.0
         self.running: dict[str, tuple[Request, Dialogue, RequestTrace]] = {}
         self.served: list[Served] = []
 
@@ -74,8 +100,8 @@ class SimulatedRun:
                 self.now = max(self.now, due)
                 continue
             plan = self.scheduler.schedule(self.now)
-            self.now += self.clock.seconds(plan)
-            self.scheduler.update(plan, _Tokens(), frozenset(), self.now)
+            self.now += Steps().seconds(work_of(plan.rows))
+            self.scheduler.update(plan, Tokens(), frozenset(), self.now)
             self._leave()
             self._collect()
 

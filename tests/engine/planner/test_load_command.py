@@ -42,27 +42,26 @@ def test_a_load_above_what_fits_says_how_many_are_served_at_once(
     assert f"not at once: {places:,} of 300 sequences" in said and "others wait" in said
 
 
-def test_most_decode_steps_of_a_thousand_requests_are_jumped_over(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("prompt", "output"), [("1024", "256"), ("100000", "100000")])
+def test_steps_that_only_grow_are_taken_together(
+    prompt: str,
+    output: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answer takes a second, because the scheduler looks at 5 % of the steps."""
-    schedule, run = simulation._Scheduler.schedule, simulation.Simulation.run
-    num_scheduled, num_steps = 0, 0
+    """The work is that of the requests: a few looks at each, however many tokens it has."""
+    run, looked_at, steps = simulation.Simulation.run, [], []
 
-    def counted(scheduler: Any, now: float) -> Any:
-        nonlocal num_scheduled
-        num_scheduled += 1
-        return schedule(scheduler, now)
-
-    def run_and_count(simulated: simulation.Simulation, *arguments: Any) -> None:
-        nonlocal num_steps
+    def counted(simulated: simulation.Simulation, *arguments: Any) -> None:
         run(simulated, *arguments)
-        num_steps += simulated.num_steps
+        looked_at.append(simulated.num_looked_at)
+        steps.append(simulated.num_steps)
 
-    monkeypatch.setattr(simulation._Scheduler, "schedule", counted)
-    monkeypatch.setattr(simulation.Simulation, "run", run_and_count)
-    answer(capsys, *EIGHT, "--input-len", "1024", "--output-len", "256", "--concurrency", "64")
-    assert num_steps > 1000 and 0 < num_scheduled < 0.1 * num_steps
+    monkeypatch.setattr(simulation.Simulation, "run", counted)
+    lengths = ("--input-len", prompt, "--output-len", output)
+    answer(capsys, "llama-3.1-8b", "--gpu", "b200", *lengths, "--concurrency", "64")
+    chunks = -(-int(prompt) // 8192)
+    assert 0 < sum(looked_at) < 1200 * (chunks + 2) and sum(steps) > 3000
 
 
 def test_a_rate_arrives_and_hits_the_prefix_cache(capsys: pytest.CaptureFixture[str]) -> None:
