@@ -156,7 +156,8 @@ class ProbedShape(ModelShape):
         (`llama_hparams::n_embd_r`): a convolution keeps the inputs before the present token, transformers
         that token's as well."""
         elements, kernel = self.state_elements(tensor), self.conv_kernel
-        return elements // kernel * (kernel - 1) if kernel and "conv" in tensor.name else elements
+        is_convolution = kernel > 0 and "conv" in tensor.name and elements % kernel == 0
+        return elements // kernel * (kernel - 1) if is_convolution else elements
 
     @property
     def cached_elements(self) -> int:

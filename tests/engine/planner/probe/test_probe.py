@@ -15,7 +15,7 @@ from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.layers.spec import LoadingOptions
 from llmopt.engine.planner import catalog
 from llmopt.engine.planner.cache_size import kv_dtype
-from llmopt.engine.planner.catalog import shape_of, table_configs
+from llmopt.engine.planner.catalog import find_model, shape_of, table_configs
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.probed_shape import ProbedShape
 from llmopt.engine.probe.facts import CachedTensor, ProbedModel
@@ -254,6 +254,23 @@ def test_a_page_of_vllm_holds_the_columns_before_the_present_token() -> None:
     # llama.cpp's `n_embd_r` is (kernel - 1) x channels, in float32.
     state = 48 * 4 * (3 * 10_240 + 786_432)
     assert RULES["llama.cpp"].kv_bytes(shape, 1, 2, CacheKnobs()) == state + 16 * 256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "unplanned"),
+    [
+        # Published totals; layers of multi-token prediction are no part of a plan.
+        ("gemma-4-12b", 12.0, 0),
+        ("nemotron-3.5-lightning-30b-a3b", 31.6, 0),  # as Nemotron 3 Nano, whose shape it has
+        ("glm-5.3-flash", 321, 288 * 3 * 4096 * 2048),
+        ("qwen3.8-flash-next", 180, 4e9),  # 125B, 51B of n-gram embeddings and 4B
+    ],
+)
+def test_models_of_the_autumn_have_their_published_size(
+    name: str, billions: float, unplanned: float
+) -> None:
+    parameters = find_model(name).shape.num_parameters + unplanned
+    assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_ranks_share_heads_and_state() -> None:
