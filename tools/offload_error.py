@@ -20,7 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 from llmopt.engine.planner.catalog import find_model
-from llmopt.engine.planner.devices import Device
+from llmopt.engine.planner.devices import Device, find_device
 from llmopt.engine.planner.engine_rules import engine_rule
 from llmopt.engine.planner.expected import step_model
 from llmopt.engine.planner.memory import GIB, Deployment
@@ -82,8 +82,11 @@ def _steps(host: dict[str, Any], row: dict[str, Any]) -> StepModel:
     ram = parse_host("9999GB", host["ram"], host["pcie"])
     assert ram is not None
     offload = placed(model.shape, recipe, ram, row.get("batch", 512), _flag(row))
-    memory, peak = int(host["memory_gib"] * GIB), 1e12 * host["tflops"]
-    gpu = Device(host["gpu"], memory, bandwidth=1e9 * host["bandwidth"], peaks={"bf16": peak})
+    if "tflops" in host:
+        memory, peak = int(host["memory_gib"] * GIB), 1e12 * host["tflops"]
+        gpu = Device(host["gpu"], memory, bandwidth=1e9 * host["bandwidth"], peaks={"bf16": peak})
+    else:
+        gpu = find_device(host["gpu"])
     rule = engine_rule(ENGINE)
     deployment = Deployment(model.shape, recipe, 2, 256, engine=rule, offload=offload)
     return step_model(deployment, gpu, Setup(engine=ENGINE), model.name)

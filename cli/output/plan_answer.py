@@ -167,8 +167,10 @@ def _formats(answer: Answer) -> Iterator[str]:
     speeds = answer.formats
     with_few = ", ".join(f"{speed.weights} {rate(speed.tokens_per_second)}" for speed in speeds)
     yield f"with {counted(speeds[0].clients, 'client')}: {with_few} tokens/s"
+    if all(speed.places == speed.clients for speed in speeds):
+        return
     with_all = ", ".join(
-        f"{speed.weights} {rate(speed.tokens_per_second_full)} ({speed.places:,} places)"
+        f"{speed.weights} {rate(speed.tokens_per_second_full)} ({counted(speed.places, 'place')})"
         for speed in sorted(speeds, key=lambda speed: -speed.tokens_per_second_full)
     )
     yield f"with all places taken: {with_all}"
@@ -194,6 +196,8 @@ def _speed(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     )
     if predicted.band is not None:
         yield predicted.band.words
+    elif device.deployment.offload is not None:
+        yield f"not compared with measurements: none of {device.engine} with weights in RAM is known"
 
 
 def _cost(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:

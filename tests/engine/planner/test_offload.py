@@ -108,6 +108,14 @@ def test_gpt_oss_runs_on_one_4090_with_64_gb(capsys: pytest.CaptureFixture[str])
     assert f"llama-server -m MODEL.gguf {offload['flag']} -c 32768 -np 1" in words
 
 
+def test_vllm_says_that_nothing_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    question = ("llama-8b", "--gpu", "rtx-3060", "--ctx", "4k", "--ram", "32GB")
+    assert call(*question, "--engine", "vllm") == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--max-model-len 4096" in words
+    assert "not compared with measurements: none of vllm with weights in RAM is known" in words
+
+
 def test_a_plan_says_that_ram_would_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("gpt-oss-120b", "--gpu", "rtx-4090", "--ctx", "32k") == 0
     assert "--ram 64GB plans one RTX 4090" in " ".join(capsys.readouterr().out.split())
