@@ -90,7 +90,8 @@ def _fit(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
     for change in answer.would_fit:
         fits, options = "also fits" if device.fits else "would fit", " ".join(change.options)
         yield f"{fits} {change.gpus} x {change.gpu}: {options}  ({change.sequences:,} at once)"
-    is_small = device.device.kind != "cpu" and device.device.memory_bytes < SMALL_GPU_BYTES
+    hardware = device.device
+    is_small = hardware.memory_bytes < SMALL_GPU_BYTES and not hardware.is_single
     if is_small and (device.deployment.gpus > 1 or not device.fits) and plan.setup.host is None:
         yield f"--ram 64GB plans one {device.gpu} with weights in RAM"
 

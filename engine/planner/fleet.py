@@ -85,7 +85,7 @@ class FleetPlanner:
             planner = LoadPlanner(self._load, solver, device, self._setup, self._model)
             planners[device.name] = planner
             deployments = [solver.choose(device)[0]]
-            if self._setup.has_free_sizes:
+            if self._setup.has_free_sizes and not device.is_single:
                 deployments = [*solver.machine_arrangements()]
             kinds = [self._near(planner, device, option) for option in deployments]
             if best := min(filter(None, kinds), key=lambda fleet: fleet.order, default=None):

@@ -53,7 +53,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         block_size = DEFAULT_BLOCK_SIZE["cpu" if on_cpu else "cuda"]
     engine, beside = ask.engine, None
     devices = _on_metal(devices, ask)
-    if (host := _host(ask, on_cpu)) is not None and engine is None:
+    if (host := _host(ask, devices)) is not None and engine is None:
         engine = ENGINES[0]
     if engine in (None, "all"):
         # Without a choice vLLM and llmopt; llmopt alone for what only it has.
@@ -265,13 +265,15 @@ def _runs(ask: PlanRequest, model: PlannedModel, recipe: WeightRecipe) -> tuple[
     return () if record is None else read_runs(record, deployed, on_cpu=False)
 
 
-def _host(ask: PlanRequest, on_cpu: bool) -> Host | None:
+def _host(ask: PlanRequest, devices: Sequence[Device]) -> Host | None:
     """The RAM that takes weights, checked against the rest of the request."""
     host = parse_host(ask.ram, ask.ram_bandwidth, ask.pcie)
     if host is None:
         return None
-    if on_cpu:
-        raise BadInput("--ram is for a GPU that lacks memory: name one with --gpu, not cpu")
+    if all(device.is_single for device in devices):
+        raise BadInput(
+            f"--ram: {devices[0].name} has the host's memory already; leave --ram out, or name another --gpu"
+        )
     if ask.measured is not None:
         raise BadInput("--ram and --measured: a run of one GPU tells nothing of weights in RAM")
     if (ask.tp, ask.pp, ask.ep, ask.attention_dp) not in ((None, None, 1, 1), (1, None, 1, 1)):

@@ -167,7 +167,8 @@ def test_what_is_not_understood_is_refused(
     [
         (("--gpu", "rtx-4090", "--tp", "2"), "--ram plans one GPU"),
         (("--gpu", "rtx-4090", "--engine", "sglang"), "llama.cpp and vllm are planned with"),
-        (("--gpu", "cpu",), "--ram is for a GPU that lacks memory"),
+        (("--gpu", "cpu"), "--ram: cpu has the host's memory already"),
+        (("--gpu", "dgx-spark"), "--ram: DGX Spark has the host's memory already"),
     ],
 )  # fmt: skip
 def test_ram_does_not_go_with_everything(
