@@ -240,7 +240,8 @@ def client_tools(*served: str | None) -> BeforeValidator:
         kept: list[Any] = []
         for tool in tools:
             if is_hosted(tool):
-                _log_skipped(tool["type"][:64])
+                if _log_skipped.cache_info().currsize < MAX_LOGGED_KINDS:
+                    _log_skipped(tool["type"][:64])
             elif isinstance(tool, dict) and tool.get("type") not in served:
                 types = " and ".join(kind for kind in served if kind is not None)
                 problem = f"tools of type {tool.get('type')!r} are not supported"
@@ -258,7 +259,10 @@ def is_hosted(tool: Any) -> bool:
     return isinstance(kind, str) and kind not in CLIENT_KINDS
 
 
-@lru_cache(maxsize=128)
+MAX_LOGGED_KINDS = 64
+
+
+@lru_cache(maxsize=MAX_LOGGED_KINDS)
 def _log_skipped(kind: str) -> None:
     """Log once for each type, because an agent sends its tools with every request."""
     _log.warning("tools of type %r are hosted by their vendor: requests go on without them", kind)

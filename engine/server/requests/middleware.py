@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import zlib
 from collections.abc import Callable, Coroutine
 from functools import partial
 from ipaddress import ip_address
@@ -31,9 +32,10 @@ from .request_record import (
 
 _log = logging.getLogger(__name__)
 
-MAX_VALUES, MAX_OPENED = 2**20, 2**17
-"""Values of a body at most, and lists and objects, but for a context that is longer: Python's lock is held
-while they are read and freed, and 14 MiB of small lists would silence every other client for seconds."""
+MAX_VALUES, MAX_OPENED, MAX_NAMES = 2**20, 2**17, 2**17
+"""Values of a body at most, lists and objects, and names of fields; the first two may be as many as a context
+that is longer. Python's lock is held while they are read and freed, and 14 MiB of small lists would silence
+every other client for seconds."""
 
 PROBES = frozenset({"/health", "/ready", "/metrics", "/engine/state"})
 """Paths for which the server has connections in reserve."""
@@ -79,8 +81,9 @@ class RequestMiddleware:
                 await error_response(error, scope["path"])(scope, receive, send)
             if self._options.log_prompts and body:
                 # As JSON: a newline in a path or a body must not look like another line of the log.
-                fields = {"path": scope["path"], "body": body_text(body)}
-                _log.info(LogEvent("request body", fields))
+                is_large = len(body) > MAX_ON_LOOP
+                text = await asyncio.to_thread(body_text, body) if is_large else body_text(body)
+                _log.info(LogEvent("request body", {"path": scope["path"], "body": text}))
             if body is not None:
                 await self._app(scope, _replay(body, receive), send)
         finally:
@@ -151,33 +154,83 @@ class RequestMiddleware:
         # h11 has validated that it is a number.
         declared = int(Headers(scope=scope).get("content-length", 0))
         chunks: list[bytes] = []
-        num_bytes, num_values, num_opened, has_more = 0, 0, 0, True
+        outline, num_bytes, has_more = Outline(), 0, True
+        problem: str | None = None
+        encoding = Headers(scope=scope).get("content-encoding", "identity").lower()
+        if encoding == "gzip":
+            receive = unpacked(receive)
+        elif encoding != "identity":
+            raise ApiError(415, f"Content-Encoding: {encoding} is not read: send gzip, or none")
         try:
             async with asyncio.timeout(self._options.body_timeout_seconds):
-                while has_more and max(num_bytes, declared) <= max_bytes:
-                    if num_values > self._max_values or num_opened > self._max_opened:
-                        break
+                while has_more and max(num_bytes, declared) <= max_bytes and problem is None:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    chunks.append(message.get("body", b""))
-                    num_bytes += len(chunks[-1])
-                    num_values += chunks[-1].count(b",")
-                    num_opened += chunks[-1].count(b"[") + chunks[-1].count(b"{")
-                    record.hold("bytes of bodies", len(chunks[-1]), BODIES_PER_KEY * max_bytes)
+                    chunk = message.get("body", b"")
+                    chunks.append(chunk)
+                    num_bytes += len(chunk)
+                    problem = outline.add(chunk, self._max_values, self._max_opened)
+                    record.hold("bytes of bodies", len(chunk), BODIES_PER_KEY * max_bytes)
                     has_more = message.get("more_body", False)
         except TimeoutError:
             seconds = self._options.body_timeout_seconds
             problem = f"the request was not complete after {seconds:g} s"
             raise ApiError(408, problem, code="timeout") from None
-        problem = f"is larger than the limit of {max_bytes} bytes"
-        if num_opened > self._max_opened:
-            problem = f"holds more than {self._max_opened} lists and objects: send fewer parts"
-        elif num_values > self._max_values:
-            problem = f"holds more than {self._max_values} values: send fewer prompts or ids"
-        elif max(num_bytes, declared) <= max_bytes:
+        except zlib.error as error:
+            raise ApiError(400, f"the body is not gzip: {error}") from None
+        if max(num_bytes, declared) > max_bytes:
+            problem = f"is larger than the limit of {max_bytes} bytes"
+        if problem is None:
             return b"".join(chunks)
         raise ApiError(413, f"the body {problem}", code="body_too_large")
+
+
+def unpacked(receive: Receive) -> Receive:
+    """An ASGI `receive` that unpacks a gzip body, 64 KiB at a time. It raises `zlib.error`."""
+    inflate, has_more = zlib.decompressobj(16 + zlib.MAX_WBITS), True
+
+    async def receive_unpacked() -> Message:
+        nonlocal has_more
+        data = inflate.unconsumed_tail
+        if data:
+            await asyncio.sleep(0)  # a turn for others
+        elif has_more:
+            message = await receive()
+            if message["type"] != "http.request":
+                return message
+            data, has_more = message.get("body", b""), message.get("more_body", False)
+        body = inflate.decompress(data, 1 << 16)
+        is_more = bool(inflate.unconsumed_tail) or has_more
+        return {"type": "http.request", "body": body, "more_body": is_more}
+
+    return receive_unpacked
+
+
+class Outline:
+    """Counts of what a JSON body has outside of its strings, made while it arrives."""
+
+    def __init__(self) -> None:
+        self._is_inside, self._escape = 0, b""
+        self._num_values = self._num_opened = self._num_names = 0
+
+    def add(self, data: bytes, max_values: int, max_opened: int) -> str | None:
+        """Count the next bytes; returns what there is too much of."""
+        text = (self._escape + data).replace(rb"\\", b"").replace(rb"\"", b"")
+        self._escape = text[-1:] if text.endswith(b"\\") else b""
+        parts = text.split(b'"')
+        outside = b"".join(parts[self._is_inside :: 2])
+        self._is_inside = (self._is_inside + len(parts) - 1) % 2
+        self._num_values += outside.count(b",")
+        self._num_opened += outside.count(b"[") + outside.count(b"{")
+        self._num_names += outside.count(b":")
+        if self._num_opened > max_opened:
+            return f"holds more than {max_opened} lists and objects: send fewer parts"
+        if self._num_values > max_values:
+            return f"holds more than {max_values} values: send fewer prompts or ids"
+        if self._num_names > MAX_NAMES:
+            return f"holds more than {MAX_NAMES} names of fields: send fewer fields"
+        return None
 
 
 MAX_ON_LOOP = 32 * 1024

@@ -34,8 +34,11 @@ LEVELS = {
     "asyncio": logging.WARNING,
     "py.warnings": logging.WARNING,
 }
-_BASE64 = re.compile(rb"[A-Za-z0-9+/=\\]{1024,}")
-"""Long runs of base64, also with the backslash that some clients write before a slash."""
+_BASE64 = re.compile(rb"(?<![A-Za-z0-9+/=\\])[A-Za-z0-9+/=\\]{1024,}")
+"""Long runs of base64, also with the backslash that some clients write before a slash. Each is read
+once, from its begin."""
+MAX_LOGGED_BYTES = 1 << 20
+"""Bytes of a body in the log, once images are left out."""
 _PATIENCE_SECONDS = 0.1
 """Seconds to wait for the reader of a full pipe before the first line is dropped."""
 _CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
@@ -56,6 +59,8 @@ class LogEvent:
 def body_text(body: bytes) -> str:
     """A request's body for the log: of images in base64 their begin and length."""
     short = _BASE64.sub(lambda run: run[0][:32] + b"... (%d characters)" % len(run[0]), body)
+    if len(short) > MAX_LOGGED_BYTES:
+        short = short[:MAX_LOGGED_BYTES] + b"... (%d bytes)" % len(short)
     return short.decode(errors="replace")
 
 

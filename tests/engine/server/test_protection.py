@@ -139,8 +139,9 @@ def test_a_large_body_is_read_beside_the_event_loop(
     read = middleware.parsed
 
     def slow(*arguments: Any) -> Any:
-        threads.append(threading.current_thread().name)
-        may_end.wait(HANG_SECONDS)
+        if len(arguments[1]) > 100_000:
+            threads.append(threading.current_thread().name)
+            may_end.wait(HANG_SECONDS)
         return read(*arguments)
 
     monkeypatch.setattr(middleware, "parsed", slow)
@@ -166,7 +167,7 @@ def test_a_large_body_is_read_beside_the_event_loop(
         found = [one.result() for one in answers]
     assert [one.status_code for one in found] == [200, 400, 200, 400, 200]
     assert error(found[1], 400)["param"] == "n"
-    assert error(found[3], 400)["message"].startswith("the body is not valid JSON: Extra data")
+    assert error(found[3], 400)["message"].startswith("the body is not valid JSON")
     assert len(threads) == 5 and all(name.startswith("llmopt-json") for name in threads)
 
 
