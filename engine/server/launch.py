@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import logging
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
-from threading import Thread
+from threading import Thread, Timer
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,8 @@ from .protocol.server_options import ServerOptions, TlsOptions
 from .requests.connection import bounded_connections
 from .requests.loop import EngineLoop
 from .requests.observe import configure_logging
+
+_log = logging.getLogger(__name__)
 
 
 class ServiceManager:
@@ -195,6 +198,24 @@ class _Loading(BaseHTTPRequestHandler):
         """Write nothing: it is a server's first seconds."""
 
 
+EXIT_SECONDS = 5.0
+"""Time after the drain in which threads must end. It is enough for those that are not stuck in one call."""
+
+
+def end_within(seconds: float) -> Timer:
+    """End the process with 0 after so many seconds, unless it is cancelled: a thread that works on a request
+    without end would keep the process."""
+
+    def end() -> None:
+        _log.warning("work of a request has not ended: the server ends without it")
+        os._exit(0)
+
+    timer = Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
     """Serve `app` until SIGINT or SIGTERM, then drain the requests in flight.
 
@@ -209,8 +230,11 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
     _listen(listener)
     sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(app, on_ready)
-    server.run(sockets=[listener])
-    app.state.loop.stop()  # a third SIGINT skips the lifespan's shutdown
+    try:
+        server.run(sockets=[listener])
+        app.state.loop.stop()  # a third SIGINT skips the lifespan's shutdown
+    finally:
+        server.last_resort.cancel()
     if server.engine_failure is not None:
         raise Failure(server.engine_failure)
 
@@ -238,6 +262,7 @@ class Server(uvicorn.Server):
             )
         )
         self.engine_failure: str | None = None
+        self.last_resort = Timer(0, lambda: None)
         self._app = app
         self._on_ready = on_ready
         self._hurried = asyncio.Event()
@@ -290,10 +315,14 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends the drain, a third SIGINT forces the exit."""
+        options = self._options
         is_second = self.should_exit and self._app.state.loop.unavailable is None
         if is_second and self._event_loop is not None:
             self._event_loop.call_soon_threadsafe(self._end_streams)
         else:
+            if not self.should_exit:
+                graceful = options.shutdown_delay_seconds + options.drain_seconds
+                self.last_resort = end_within(graceful + EXIT_SECONDS)
             super().handle_exit(sig, frame)
 
     def _end_streams(self) -> None:

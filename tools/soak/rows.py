@@ -31,7 +31,7 @@ from .attacks import GOOD, HOSTILE, by_schema, headers
 ATTACK_SECONDS = 8.0
 MEMORY_SECONDS = 60.0
 """Time in which the memory must be back after an attack."""
-DRAIN_SECONDS, GRACE_SECONDS = 2, 8.0
+DRAIN_SECONDS, GRACE_SECONDS = 2, 9.0
 """`--drain-seconds` of the server, and time in which it must end after SIGTERM."""
 MAX_HEALTH_SECONDS, MAX_COMPLETION_SECONDS = 0.25, 0.5
 LEEWAY_BYTES = 50 << 20

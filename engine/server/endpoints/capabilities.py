@@ -26,7 +26,7 @@ from ...base.sampling_params import POOLING_MODES, PoolingParams, SamplingParams
 from ...core.engine import Engine
 from ...execution.pooling import Pooling, Scorer, read_pooling, read_scorer
 from ...multimodal.media import is_data_url, load_images, num_pixels, sent_bytes
-from ..protocol.errors import ApiError, TooMany, bad_field
+from ..protocol.errors import ApiError, TooMany, Unavailable, bad_field
 from ..protocol.structure import MAX_GRAMMAR_CHARACTERS, Constraint
 
 if TYPE_CHECKING:
@@ -261,9 +261,9 @@ class FairPool:
             raise TooMany(problem, {"Retry-After": "1"}) from None
         try:
             working: Future[T] = self._threads.submit(work)
-        except RuntimeError:  # the server stops
+        except RuntimeError as error:
             permits.release()
-            raise
+            raise Unavailable("the server is stopping") from error
 
         def leave(_: object) -> None:
             with suppress(RuntimeError):  # the event loop is closed: the server was forced to stop

@@ -239,7 +239,7 @@ class EngineLoop:
                 future.set_exception(Unavailable(self.unavailable))
         self._warm.set()
 
-    def stop(self, timeout_seconds: float = 10.0) -> None:
+    def stop(self, timeout_seconds: float = 4.0) -> None:
         """Stop the thread after its current step; unfinished requests fail."""
         self.fail("the server is stopping")
         self._stopping = True

@@ -304,7 +304,8 @@ def test_a_step_that_hangs_is_seen_by_the_health_probe() -> None:
         with server.http() as http, ThreadPoolExecutor() as clients:
             asked = clients.submit(http.post, "/v1/completions", json={"prompt": "hi"})
             eventually(lambda: http.get("/health").status_code != 200)
-            assert "has not ended" in http.get("/health").json()["error"]["message"]
+            for path in ("/health", "/ready"):
+                assert "has not ended" in http.get(path).json()["error"]["message"]
             resume.set()
             assert asked.result().status_code == 200
             assert http.get("/health").status_code == 200

@@ -184,3 +184,30 @@ def test_another_process_s_watchdog_is_left_alone(monkeypatch: pytest.MonkeyPatc
     ServiceManager().notify("READY=1")  # nobody listens
     monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/notify")
     ServiceManager().notify("READY=1")
+
+
+def test_a_step_without_end_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, may_step, codes = make_engine("stories260K"), threading.Event(), list[int]()
+    step = engine.step
+
+    def end(code: int) -> None:
+        codes.append(code)
+        may_step.set()
+
+    def held() -> list[RequestOutput]:
+        if not may_step.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            may_step.wait()
+        return step()
+
+    def client(url: str) -> None:
+        with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
+            engine.step = held  # type: ignore[method-assign]
+            assert http.post("/v1/completions", json=STREAM).status_code in (200, 503)
+
+    monkeypatch.setattr(launch, "EXIT_SECONDS", 0.1)
+    monkeypatch.setattr(
+        launch, "os", SimpleNamespace(_exit=end, environ=os.environ, getpid=os.getpid)
+    )
+    serve_while(client, engine, drain_seconds=0)
+    assert codes == [0]
