@@ -32,7 +32,7 @@ REMEMBERED_CHARACTERS, REMEMBERED_GRAMMARS = 256 << 10, 16
 """Limits of the grammars that stay in the cache. 256 KiB take 45 MiB or less, and a lexer's states, which
 grow with the outputs, up to 40 MiB a grammar (2 kB each, by the documentation of `LLParserLimits`)."""
 LIMITS = LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
-MASK_SECONDS, BURST_SECONDS = 0.05, 0.25
+MASK_SECONDS, BURST_SECONDS = 0.05, 0.15
 """Processor time of a request's masks, in the mean for a token of all its sequences and beyond that: an
 ambiguous grammar would hold up all other requests."""
 _SHARED = ("$defs", "definitions")

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from . import computing
 from .attacks import GOOD, HOSTILE, by_schema, headers
 
 ATTACK_SECONDS = 8.0
@@ -344,6 +345,18 @@ ROWS: tuple[Row, ...] = (
     Row("logged-letters", logged_letters, copies=2, options=("--log-prompts",)),
     Row("unknown-fields", unknown_fields, copies=2),
     Row("half-a-get", half_a_get, copies=20),
+    Row("blank-template", computing.blank_template, copies=2),
+    Row("multiples", computing.multiples, copies=2),
+    Row("many-multiples", computing.many_multiples, copies=4),
+    Row("ambiguous-grammar", computing.ambiguous_grammar),
+    Row("blank-lines", computing.blank_lines, copies=2),
+    Row("backtracking", computing.backtracking_pattern, copies=2),
+    Row("special-texts", computing.special_texts, copies=2),
+    Row("wrong-values", computing.wrong_values, copies=4),
+    Row("long-texts", computing.long_texts, copies=6),
+    Row("echoes", computing.echoes, copies=2),
+    Row("large-tools", computing.large_tools, copies=4),
+    Row("empty-parts", computing.empty_parts, copies=2),
 )
 
 

@@ -16,7 +16,7 @@ from ..parsing.parser import OutputFormat
 from ..protocol.chat_protocol import without_images
 from ..protocol.errors import ApiError
 from ..protocol.responses_protocol import ResponsesChat, ResponsesRequest, TextFormat
-from .completions import chat_logprobs
+from .completions import chat_logprobs, json_pieces
 from .conversation import ConversationResponse, converse
 from .service import ResponseContext, Service, compact_json, server_sent
 from .tokenization import Tokenization
@@ -302,24 +302,23 @@ def echo_of(body: ResponsesRequest) -> bytes:
     """The members of a response that repeat the request's, as a JSON object."""
     form = TextFormat() if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
-    return compact_json(
-        {
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
-            "store": False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_logprobs": body.top_logprobs,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
-        }
-    )
+    repeated = {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+    }
+    return b"".join(json_pieces(repeated))
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
