@@ -8,10 +8,11 @@ packing them. Both grow with the layer's weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import ContextDecorator
 from dataclasses import dataclass, fields, replace
 from operator import add
-from typing import ParamSpec, TypeVar
+from typing import Self
 
 import torch
 
@@ -352,8 +353,6 @@ def estimate_operations(plan: QuantizePlan, tokens: int, workers: int = 1) -> fl
     return searches + 2 * (passed + solved)  # everything else, and less efficient GEMM shapes
 
 
-Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
 # Tokens of the timed layer: few for a large one, so that its passes take seconds.
 _LEAST_TOKENS, _MOST_TOKENS, _WEIGHTS_TIMES_TOKENS = 512, 16_384, 60e9
 _HELD_OUT = 8  # calibration samples for each held-out one, as by default
@@ -385,18 +384,20 @@ def quick_tokens() -> int:
     return (CPU_SAMPLES + CPU_SAMPLES // _HELD_OUT) * CPU_SEQ_LEN
 
 
-class Stopwatch:
-    """Seconds of this process since it was started: of a clock, or of a processor where that is less, because
-    other programs took it for the rest. A GPU's work takes none."""
+class Stopwatch(ContextDecorator):
+    """Seconds within its contexts, or calls that it decorates: by a clock, or by a processor where that is
+    less, because other programs took it for the rest. A GPU's work takes none."""
 
     def __init__(self, device: torch.device = HOST) -> None:
-        self._device = device
-        self._began, self._used = time.perf_counter(), time.process_time()
+        self.seconds, self._device = 0.0, device
 
-    @property
-    def seconds(self) -> float:
+    def __enter__(self) -> Self:
+        self._began, self._used = time.perf_counter(), time.process_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
         passed, used = time.perf_counter() - self._began, time.process_time() - self._used
-        return min(passed, used) if self._device == HOST else passed
+        self.seconds += min(passed, used) if self._device == HOST else passed
 
 
 def time_layer(session: Session, progress: Progress) -> LayerTime | None:
@@ -420,37 +421,26 @@ def time_layer(session: Session, progress: Progress) -> LayerTime | None:
     source = NoCalibration()
     if session.request.errors:
         source = online(session, stream, text, None, progress, kv=plan.kv_cache is not None)
-    seconds = [0.0]  # within passes, those that the method makes itself included
-
-    def timed(call: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-        def run(*arguments: Arguments.args, **named: Arguments.kwargs) -> Answer:
-            watch = Stopwatch(plan.device)
-            try:
-                return call(*arguments, **named)
-            finally:
-                seconds[0] += watch.seconds
-
-        return run
-
-    watch = Stopwatch(plan.device)
-    tensors = stream.tensors(0)
-    measured = timed(source.measure)(0, tensors)
-    if measured.remeasure is not None:
-        measured = replace(measured, remeasure=timed(measured.remeasure))
-    work = quantize_tensors(
-        plan,
-        stream.family(0),
-        stream.prefix(0),
-        tensors,
-        source.weights(0, stream.family(0).linears),
-        measured,
-        revert_worse=session.request.revert_worse,
-        allow_fallback=session.request.allow_fallback,
-    )
-    timed(source.finish)(0, work)
-    for weight_format in plan.formats:
-        work.packed(plan, weight_format)
-    whole = watch.seconds
+    # Passes include those that the method makes itself.
+    passes = Stopwatch(plan.device)
+    with Stopwatch(plan.device) as whole:
+        tensors = stream.tensors(0)
+        measured = passes(source.measure)(0, tensors)
+        if measured.remeasure is not None:
+            measured = replace(measured, remeasure=passes(measured.remeasure))
+        work = quantize_tensors(
+            plan,
+            stream.family(0),
+            stream.prefix(0),
+            tensors,
+            source.weights(0, stream.family(0).linears),
+            measured,
+            revert_worse=session.request.revert_worse,
+            allow_fallback=session.request.allow_fallback,
+        )
+        passes(source.finish)(0, work)
+        for weight_format in plan.formats:
+            work.packed(plan, weight_format)
     plan.checkpoint.release()
     progress.finish()
-    return LayerTime(whole - seconds[0], seconds[0], text.num_tokens, weights)
+    return LayerTime(whole.seconds - passes.seconds, passes.seconds, text.num_tokens, weights)

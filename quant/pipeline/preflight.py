@@ -334,7 +334,8 @@ def _operations_per_second() -> float:
     """Measured float32 GEMM rate of this machine, with the current thread count and no other program."""
     square = torch.ones(512, 512)
     torch.mm(square, square)  # warm-up
-    watch, rounds = Stopwatch(), 8
-    for _ in range(rounds):
-        torch.mm(square, square)
+    rounds = 8
+    with Stopwatch() as watch:
+        for _ in range(rounds):
+            torch.mm(square, square)
     return rounds * 2 * 512**3 / watch.seconds
