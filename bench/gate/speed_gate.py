@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -79,54 +78,23 @@ def allowed_worsening(limit: Limit) -> float:
     return limit.bound if limit.at_most else 1 / (1 + limit.bound) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class SpeedReach:
-    """The smallest change that this machine tells under a limit on speed.
-
-    Attributes:
-        smallest: worsening that the planned passes show with a chance of 80 %.
-        passes: passes that would tell the limit; None beyond 240.
-    """
-
-    label: str
-    limit: str
-    smallest: float
-    planned: int
-    passes: int | None
-
-    @property
-    def is_told(self) -> bool:
-        return self.passes is not None and self.passes <= self.planned
-
-    @property
-    def words(self) -> str:
-        text = (
-            f"{self.label} {self.limit}: {self.planned} passes tell a change of {self.smallest:.1%}"
-        )
-        if self.is_told:
-            return text + ", so the limit is decided"
-        if self.passes is None:
-            return text + f", and {MOST_PASSES} would not tell the limit"
-        return text + f"; the limit needs {self.passes} passes"
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "is_told": self.is_told, "words": self.words}
-
-
-def speed_reach(limits: Sequence[Limit], run: RunData, planned: int) -> list[SpeedReach]:
-    """The reach of each relative limit on speed, by the noise between successive passes of `run`, which is
-    that of passes in turns."""
+def speed_reach(limits: Sequence[Limit], run: RunData, planned: int) -> list[dict[str, Any]]:
+    """The smallest change that `planned` passes tell under each relative limit on speed, with a chance of
+    80 %, and the passes that would tell the limit (None beyond 240), in numbers and `words`. The noise is that
+    between successive passes of `run`, which is that of passes in turns."""
     reaches = []
     for limit in filter(_is_relative_time, limits):
         values = run.values(limit.quantity.key)
         if len(values) < 2:
             continue
-        steps = np.diff(np.log(values))
-        cv = math.sqrt(float(np.mean(steps**2)) / 2)
-        allowed = allowed_worsening(limit)
-        enough = (n for n in range(2, MOST_PASSES + 1) if smallest_visible_change(cv, n) <= allowed)
+        cv = math.sqrt(float(np.mean(np.diff(np.log(values)) ** 2)) / 2)
+        allowed, counts = allowed_worsening(limit), range(2, MOST_PASSES + 1)
+        passes = next((n for n in counts if smallest_visible_change(cv, n) <= allowed), None)
         smallest = smallest_visible_change(cv, planned)
-        reaches.append(
-            SpeedReach(limit.quantity.label, limit.text, smallest, planned, next(enough, None))
-        )
+        name = f"{limit.quantity.label} {limit.text}"
+        ending = "so the limit is decided" if smallest <= allowed else f"the limit needs {passes}"
+        if passes is None:
+            ending = f"{MOST_PASSES} would not tell the limit"
+        text = f"{name}: {planned} passes tell a change of {smallest:.1%}, {ending}"
+        reaches.append({"limit": name, "smallest": smallest, "passes": passes, "words": text})
     return reaches

@@ -204,8 +204,8 @@ def say_speed_reach(stages: Stages, original: BenchOptions, progress: Progress) 
         progress.note("a runner of GitHub: speed is judged by the processor's work and waiting")
     reaches = speed_reach(limits, data, stages.recipe.bench.num_runs)
     for reach in reaches:
-        progress.note(f"this machine: {reach.words}")
-    write_atomically(path, to_json([reach.as_dict() for reach in reaches]))
+        progress.note(f"this machine: {reach['words']}")
+    write_atomically(path, to_json(reaches))
 
 
 def with_reference(options: BenchOptions, base: BenchOptions) -> BenchOptions:
