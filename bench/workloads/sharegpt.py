@@ -23,7 +23,7 @@ from .conversations import ConversationBuilder, ConversationRules, SourceTurn, i
 from .workload import Message, Tokenizer, Workload, WorkloadItem, numbered, oversampled, read_text
 
 STAND_IN = DATA / "sharegpt_stand_in.json"
-MIN_TOKENS = 4
+MIN_TOKENS = 4  # this and the next two: the filter of vLLM's `is_valid_sequence`
 MAX_PROMPT_TOKENS = 1024
 MAX_TOTAL_TOKENS = 2048
 STAND_IN_NOTE = (

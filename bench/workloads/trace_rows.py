@@ -24,7 +24,7 @@ from typing import Any
 from ...base.errors import BadInput
 from ...base.json_lines import json_objects
 
-MOONCAKE_TOKENS = 512
+MOONCAKE_TOKENS = 512  # of a block that one hash stands for
 BLOCK_BYTES = 64
 """Size of a block of a prompt's text in UTF-8: about what a server caches."""
 DIGEST_BYTES = 6  # ids below 2^48 are exact in every reader of JSON

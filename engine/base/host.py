@@ -209,7 +209,7 @@ def give_back_freed_memory() -> None:
 LIBRARY = "libnvidia-ml.so.1"
 SUCCESS = 0
 TEMPERATURE_GPU = 0
-CLOCK_SM, CLOCK_MEMORY = 1, 2
+CLOCK_SM, CLOCK_MEMORY = 1, 2  # these and the others: of `nvml.h`
 VERSION_LENGTH, NAME_LENGTH = 80, 96
 
 

@@ -32,8 +32,8 @@ from ..kinds.ggml.scheme import BLOCK_NUMBERS, GGUF_BLOCKS
 from ..model.checkpoint import GGUF_MAGIC
 
 VERSION = 3
-ALIGNMENT = 32
-_MAX_DIMS = 4
+ALIGNMENT = 32  # where a file has no `general.alignment`
+_MAX_DIMS = 4  # `GGML_MAX_DIMS`
 
 # Weights and bytes per block, by type name; then ggml's type numbers.
 TYPE_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **GGUF_BLOCKS}
@@ -42,7 +42,7 @@ _TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
 
 # `struct`'s codes of the value types: u8 to i32, f32, bool, and (from 10) u64, i64, f64.
 _SCALARS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", 10))
-_STRING, _ARRAY = 8, 9
+_STRING, _ARRAY = 8, 9  # value types without such a code
 
 
 @dataclass(frozen=True, slots=True)

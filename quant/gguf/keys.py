@@ -237,7 +237,7 @@ _ENDS: frozenset[str] = frozenset({
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 })  # fmt: skip
 _WANTED = _ENDS.union(*_BY_TEXT.values())
-_CONTROL = 3
+_CONTROL = 3  # the type of control tokens in llama.cpp
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from .keys import END_KINDS, OLLAMAS_ENDS, TOKENIZER, TOKENIZER_KEYS, HeaderKeys
 from .tokenizer import ADDS_BOS, ADDS_SEPARATOR, EXPRESSIONS, IGNORES_MERGES, RAW_TEXT
 
 _REMEDY = "put the model's tokenizer.json next to the file"
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens in llama.cpp
 _SPACE = "\u2581"
 _SPECIAL = {
     "bos_token": "bos",

@@ -203,7 +203,7 @@ def name_of(expressions: Iterable[str], *, ignores_merges: bool) -> str | None:
     return next((name for name in alike if (name in IGNORES_MERGES) == ignores_merges), None)
 
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # in llama.cpp
 
 
 def tokenizer_keys(

@@ -27,8 +27,8 @@ from .int_rounding import IntRounding
 from .rounding import linear_grid, round_weight
 from .sign_descent import TunedRounding, tune
 
-_DECAYS = (0.9, 0.95)
-_TINY = 1e-30
+_DECAYS = (0.9, 0.95)  # of the mean gradient and of its square
+_TINY = 1e-30  # against a division by zero where no gradient was
 
 
 class GridRounding(TunedRounding):

@@ -45,7 +45,7 @@ from .folding import (
 )
 from .rounding import importance, linear_grid, round_plain, round_weight
 
-GRID = 20
+GRID = 20  # exponents of the search, as in AWQ's code
 _ROWS = 256  # small enough to stay in a core's cache
 
 
@@ -70,7 +70,7 @@ def scale_candidates(
 
 
 _STEPS = 20
-_MAX_SHRINK = 0.5
+_MAX_SHRINK = 0.5  # of a range by clipping, as in AWQ's code
 _MIN_ROWS, _VALUES = 256, 2**17  # weights per chunk: small enough to stay in a core's cache
 
 

@@ -27,8 +27,8 @@ from ..kinds.base.grid import Columns, Grid, Parameters, group_of, joined
 _MAX_DAMP = 1.0
 _LEAST_RAISED = 0.005
 _ASYMMETRIC_SHARE = 0.25
-_SPAN = 256
-_LEAF = 32
+_SPAN = 256  # channels that one product corrects by the errors so far
+_LEAF = 32  # channels of a span that are rounded one by one
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ..kinds.integer.scheme import IntScheme
 from .base import LayerProblem, LayerResult, ModuleReport, each_linear
 from .rounding import module_name, round_plain
 
-ITERATIONS = 20
+ITERATIONS = 20  # this and the next three: defaults of HQQ's solver
 _NORM = 0.7
 _BETA = 10.0
 _BETA_GROWTH = 1.01

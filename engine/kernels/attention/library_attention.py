@@ -24,7 +24,7 @@ from .flashinfer_plans import NAME, CapturedPlans, EagerPlans, Shape
 from .paged_attention import AttentionCall, AttentionKernel, attention_kernel
 
 REPOSITORY = "kernels-community/flash-attn3"
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256  # of FlashAttention-3
 HEAD_DIMS = (64, 128, 256)
 """Head dimensions that FlashInfer supports."""
 LATENT_DIMS = (576, 512)

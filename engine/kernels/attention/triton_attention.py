@@ -127,7 +127,7 @@ def tiling(heads: HeadShape, limits: GpuLimits, is_short: bool) -> Tiling:
         rows //= 2
 
 
-MOST_REGISTERS = 255
+MOST_REGISTERS = 255  # that a thread of an NVIDIA GPU can have
 SLOTS = 2
 """Persistent programs of a split batch on a multiprocessor."""
 

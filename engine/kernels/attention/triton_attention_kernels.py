@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ..common.triton_language import await_predecessor
 
-_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(1.4426950408889634)  # GPUs have an instruction for exp2, not for exp
 
 
 @triton.jit

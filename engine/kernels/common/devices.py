@@ -218,7 +218,7 @@ class GpuLimits:
     has_dependent_launch: bool = False
 
 
-HOPPER = GpuLimits(90, 132, 227 * 1024)
+HOPPER = GpuLimits(90, 132, 227 * 1024)  # H100 SXM, H200
 PRETENDED = HOPPER
 """Limits for launches without a GPU; a tool that compiles for other GPUs patches them."""
 

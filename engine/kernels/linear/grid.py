@@ -215,7 +215,7 @@ def _small(scales: torch.Tensor) -> torch.Tensor:
     return halves if torch.equal(halves.to(torch.float32), whole) else whole
 
 
-PANEL, CHUNK = 32, 32
+PANEL, CHUNK = 32, 32  # outputs and inputs of a tile in `weight.h`
 BASE = 128
 """The kernels read 128 + weight."""
 _MOST = 8.0

@@ -24,9 +24,9 @@ from ..elementwise.reference import (
     Rows,
     fake_quantize_inputs,
 )
-from .grid import CodeGrid, LatticeGrid, NativeGrid, with_whole_groups, with_whole_table
+from .grid import CHUNK, CodeGrid, LatticeGrid, NativeGrid, with_whole_groups, with_whole_table
 from .linear import LinearKernel
-from .native_pack import CHUNK, PackedWeight
+from .native_pack import PackedWeight
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from ....base.build import beside, fields
 from ....quant.base.scheme import PER_CHANNEL
 from ....quant.kinds.ggml.tensor import Blocks, GgufTensor, blocks_of
 from ..common.graphs import struct
-from .grid import BASE, CodeGrid, LatticeGrid, NativeGrid, bytes_of
+from .grid import BASE, CHUNK, PANEL, CodeGrid, LatticeGrid, NativeGrid, bytes_of
 
 native_pack = beside(__file__, "pack.c")
 SCALE_KINDS = [torch.float32, torch.float16, torch.int8]
@@ -81,7 +81,6 @@ def _indexed(scales: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | 
     return table, indices.to(torch.uint8)
 
 
-PANEL, CHUNK = 32, 32
 _SLAB_PANELS = 32  # panels packed at a time: bounds the temporaries
 _PLANES = (4, 2, 1)
 

@@ -31,7 +31,7 @@ _FP4_MAGNITUDES = (0.0, 0.0052083333, 0.6666666667, 1.0, 0.3333333333, 0.5, 0.16
 FP4_TABLE = (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES))
 _TABLES = {"nf4": NF4_TABLE, "fp4": FP4_TABLE}
 
-NESTED_BLOCK = 256
+NESTED_BLOCK = 256  # of bitsandbytes' double quantization
 
 
 def codebook(kind: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from .fit import error_weights, search_affine, search_whole
 from .small_blocks import read_half, shifts
 
-K_WIDTH = 256
+K_WIDTH = 256  # weights in a superblock: `QK_K` of ggml
 
 
 def pack_affine(

@@ -23,7 +23,7 @@ from .fit import (
     whole,
 )
 
-WIDTH = 32
+WIDTH = 32  # weights in a block: `QK4_0` and its like in ggml
 
 
 def quantize_simple(

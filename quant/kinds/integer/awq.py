@@ -30,7 +30,7 @@ from .kind import IntTensor
 from .raw import read_awq
 from .scheme import IntScheme
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # channels of a word: pairs unpack into half2
 _UNDO = tuple(ORDER.index(position) for position in range(8))
 _BITS = 4
 _PER_WORD = 8

@@ -32,7 +32,7 @@ from .scheme import IntScheme
 
 PACKED, INT8 = "pack-quantized", "int-quantized"
 _INT8_MIDDLE = 128
-_MARLIN_GROUPS = (-1, 32, 64, 128)
+_MARLIN_GROUPS = (-1, 32, 64, 128)  # of vLLM's kernels
 _TRITON_GROUPS = (*_MARLIN_GROUPS, 256)
 _HUMMING = "Humming (needs the package humming)"
 

@@ -85,8 +85,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Ranges = Callable[[torch.Tensor, IntScheme, torch.dtype], Pair]
 """Scales in a dtype, and zeros, of groups `[..., group_size]`; see `group_ranges`."""
 
-_SEARCH_STEPS = 80
-_SEARCH_NORM = 2.4
+_SEARCH_STEPS = 80  # of 1 %, as in the search of GPTQ's code
+_SEARCH_NORM = 2.4  # the default there
 _SEARCH_VALUES = 2**16  # weights per chunk of the search: small enough to stay in a core's cache
 
 
