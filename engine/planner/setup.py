@@ -42,11 +42,9 @@ MILLION = 1e6
 # and 13.47 GiB of gpt-oss-20b (llm-d's memory document).
 _MARLIN = ExpertPadding(256, 128)
 MXFP4_PADDING = {
-    "ampere": _MARLIN,
     "hopper": ExpertPadding(256, 256, inputs_only=True),
     "blackwell": ExpertPadding(256, 256),
     "amd": ExpertPadding(256, 256),
-    "other": _MARLIN,
 }
 
 
@@ -274,8 +272,8 @@ class Setup:
         if run.name != "mxfp4" or self.engine != "vllm":
             return run
         is_amd = device.name.startswith("MI")
-        padding = MXFP4_PADDING["amd" if is_amd else generation(device)]
-        return replace(run, padding=padding)
+        kernel = "amd" if is_amd else generation(device)
+        return replace(run, padding=MXFP4_PADDING.get(kernel, _MARLIN))
 
     def run_bytes(self, recipe: WeightRecipe, kind: str) -> int | None:
         """Bytes of the dtype that plain weights are held in; None: as they are stored. On GPUs the dtype
