@@ -38,7 +38,8 @@ class HourPrice:
 class Device:
     """A device. `memory_bytes` is the memory visible to a process, of unified memory the GPU's share;
     `bandwidth` is in bytes/s and `peaks` in dense FLOP/s by data type, both None for a device known by its
-    memory only. One that `is_single` is a machine by itself, which no link joins with others."""
+    memory only. One that `is_unified` shares its memory with the processor; one that `is_single` is a machine
+    by itself, which no link joins with others."""
 
     name: str
     memory_bytes: int
@@ -48,6 +49,7 @@ class Device:
     link_bytes_per_second: float = PCIE_BYTES_PER_SECOND
     kind: str = "cuda"
     is_single: bool = False
+    is_unified: bool = False
     source: str = ""
     price: HourPrice | None = None
 
@@ -143,7 +145,9 @@ def choose_devices(names: Sequence[str], memory_bytes: int | None) -> list[Devic
     for name in names:
         if name.lower() == "cpu":
             memory, source = available_memory_bytes(), "/proc/meminfo, available now"
-            chosen.append(Device("cpu", memory, kind="cpu", is_single=True, source=source))
+            chosen.append(
+                Device("cpu", memory, kind="cpu", is_single=True, is_unified=True, source=source)
+            )
         else:
             chosen += devices() if name.lower() == "all" else [find_device(name)]
     return chosen or [find_device(name) for name in DEFAULT_DEVICES]
@@ -176,7 +180,8 @@ def _read(row: dict, gigabytes: str | None = None) -> Device:
         # The table gives bidirectional bandwidth, as data sheets do.
         link_bytes_per_second=link * 1e9 / 2 if link else PCIE_BYTES_PER_SECOND,
         kind=row.get("kind", "cuda"),
-        is_single=row.get("is_single", False),
+        is_single="unified" in row and not link,
+        is_unified="unified" in row,
         source=f"{visible['source']}; {row['bandwidth_gb_s']['source']} ({row['date']})",
         price=hour_prices().get(row["name"]),
     )

@@ -270,7 +270,7 @@ def _host(ask: PlanRequest, devices: Sequence[Device]) -> Host | None:
     host = parse_host(ask.ram, ask.ram_bandwidth, ask.pcie)
     if host is None:
         return None
-    if all(device.is_single for device in devices):
+    if all(device.is_unified for device in devices):
         raise BadInput(
             f"--ram: {devices[0].name} has the host's memory already; leave --ram out, or name another --gpu"
         )

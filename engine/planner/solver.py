@@ -110,7 +110,7 @@ class Solver:
         than were tried). Requested sizes are kept; otherwise the fewest devices that fit the workload, or one
         full machine if none do. Raises BadInput: the heads or layers do not divide as requested."""
         tp, pp = self._setup.tp, self._setup.pp
-        if self._setup.host is not None and not device.is_single:
+        if self._setup.host is not None and not device.is_unified:
             return self._with_ram(device)
         if device.is_single:
             tp, pp = tp or 1, pp or 1

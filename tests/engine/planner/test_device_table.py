@@ -29,7 +29,7 @@ def test_a_row_is_complete(row: dict[str, Any]) -> None:
     if sizes := row["visible_bytes"].get("by_gb"):
         # The GPU's share of unified memory: two thirds of a small one, three quarters of a large one.
         assert all(0.66 < size / (int(gb) * 2**30) <= 0.75 for gb, size in sizes.items())
-        assert row["is_single"] and row["label_gb"] == max(map(int, sizes))
+        assert row["unified"] and not row["nvlink_gb_s"] and row["label_gb"] == max(map(int, sizes))
     else:
         # A process sees less than the label in GiB; an estimate says that it is one.
         assert 0.85 < row["visible_bytes"]["value"] / (row["label_gb"] * 2**30) <= 1
@@ -128,6 +128,11 @@ def test_what_apple_gives_its_gpu_is_what_llama_cpp_logs() -> None:
 def test_a_machine_by_itself_is_planned_alone_and_in_an_engine_that_runs_on_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    limits = [*("--input-len", "256", "--output-len", "64", "--slo", "ttft:9s tpot:900ms")]
+    with pytest.raises(SystemExit):
+        main(["kv-plan", "qwen3-30b-a3b", *limits, "--gpu", "strix-halo", "--json"])
+    (device,) = json.loads(capsys.readouterr().out)["gpus"]
+    assert (device["tp"], device["ep"], device["attention_dp"]) == (1, 1, 1)
     for gpu, engine in (("m4-max-64gb", "llama.cpp"), ("strix-halo", "vllm")):
         with pytest.raises(SystemExit):
             main(["kv-plan", "llama-405b", "--ctx", "4k", "--gpu", gpu, "--json"])
@@ -138,6 +143,10 @@ def test_a_machine_by_itself_is_planned_alone_and_in_an_engine_that_runs_on_it(
             1,
             False,
         )
+    with pytest.raises(SystemExit) as stop:
+        main(["kv-plan", "llama-8b", "--gpu", "dgx-spark", "--ram", "64GB"])
+    assert stop.value.code == 2
+    assert "DGX Spark has the host's memory already" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         main(["kv-plan", "llama-8b", "--gpu", "m4-max", "--engine", "vllm"])
     assert stop.value.code == 2
