@@ -15,7 +15,6 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
@@ -27,6 +26,8 @@ ASSUMED_RUN_CV = 0.05
 
 def student_quantile(probability: float, df: float) -> float:
     """The t below which `probability` lies. `df` is floored; infinity is the normal distribution."""
+    from scipy import special
+
     if math.isinf(df) or df > 300:
         return NormalDist().inv_cdf(probability)
     return float(special.stdtrit(max(int(df), 1), probability))
@@ -75,6 +76,8 @@ def order_interval(
     of values below the percentile is binomial, so ranks with half of the remaining probability on each side
     bound it (David and Nagaraja, Order Statistics, 7.1). A side on which no value is far enough out is None:
     unbounded, because there are too few values."""
+    from scipy import special
+
     ordered, count, share = np.sort(np.asarray(values)), len(values), percentile / 100
     if not count or not 0 < share < 1:
         return None, None
@@ -183,6 +186,8 @@ def effect_of_level(values: Sequence[float], bound: float) -> Effect:
 
 def binomial_tails(count: int, trials: int, share: float) -> tuple[float, float]:
     """(P(X >= count), P(X <= count)) of X successes in `trials` at `share`: Clopper and Pearson's test."""
+    from scipy import special
+
     share = min(max(share, 0.0), 1.0)
     upper = special.bdtrc(count - 1, trials, share) if count else 1.0
     return float(upper), float(special.bdtr(count, trials, share))
@@ -212,6 +217,8 @@ def rate_tails(before: int, after: int, ratio: float = 1.0) -> tuple[float, floa
 
 
 def log_choose(trials: int, counts: np.ndarray) -> np.ndarray:
+    from scipy import special
+
     chosen, others = special.gammaln(counts + 1), special.gammaln(trials - counts + 1)
     return special.gammaln(trials + 1) - chosen - others
 
