@@ -9,7 +9,7 @@ more passes until the limit is told. It ends with 1 where a pair without a verdi
 list or stays without one, or where a number is not the same in a table, a page and the JSON.
 
 The walk prints wall and processor time of every step, each in a process of its own. It ends with 1 where a
-step fails, or a mistake is not refused with one line in a second of processor time, which no load changes.
+step fails, or a mistake is not refused with one line in a second of processor time, on a quiet machine.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ def allowed_worsening(limit: Limit) -> float:
 
 
 def speed_reach(limits: Sequence[Limit], run: RunData, planned: int) -> list[dict[str, Any]]:
-    """The smallest change that `planned` passes tell under each relative limit on speed, with a chance of
-    80 %, and the passes that would tell the limit (None beyond 240), in numbers and `words`. The noise is that
-    between successive passes of `run`, which is that of passes in turns."""
+    """The smallest change that `planned` passes tell under each relative limit on speed, at a power of 80 %,
+    and the passes that would tell the limit (None beyond 240), in numbers and `words`. The noise is that of
+    successive passes of `run`, as of passes in turns."""
     reaches = []
     for limit in filter(_is_relative_time, limits):
         values = run.values(limit.quantity.key)
