@@ -317,11 +317,11 @@ class Expectation:
 
 
 def offload_band(offload: Offload) -> ErrorBand | None:
-    """The widest errors of published llama.cpp set-ups, each predicted without its own machine
-    (docs/measured/offload.md)."""
+    """The widest errors of published llama.cpp set-ups, each predicted without its own machine, rounded
+    outwards (docs/measured/offload.md)."""
     if offload.engine != "llama.cpp":
         return None
-    tpot, ttft = (0.86, 1.49), (0.52, 1.92)
+    tpot, ttft = (0.8, 1.5), (0.5, 2.0)
     throughput = 1 / tpot[1], 1 / tpot[0]
     return ErrorBand(tpot, ttft, throughput, 15, "llama.cpp with weights in RAM")
 

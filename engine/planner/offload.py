@@ -92,7 +92,7 @@ class Offload:
         kept = {
             name: value * (1 - moved.get(name.split("_")[0], 0.0))
             for name, value in loads.items()
-            if name != "expert_miss"
+            if name.endswith(("_bytes", "_flops"))
         }
         read = self._touched_bytes(loads, 1)
         read += self.cache_share * (loads["cache_bytes"] + loads["state_bytes"])

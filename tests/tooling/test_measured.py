@@ -111,7 +111,9 @@ def test_the_table_of_plans_with_weights_in_ram_is_that_of_the_tool() -> None:
     band = offload_band(offload_error.set_ups()[0].steps.offload)
     assert band is not None
     ranges = re.findall(r"left out .* from (\S+) % to (\S+) %", made)
-    assert [tuple(1 + int(end) / 100 for end in ends) for ends in ranges] == [band.tpot, band.ttft]
+    for (low, high), factors in zip(ranges, (band.tpot, band.ttft), strict=True):
+        assert 0 <= 1 + int(low) / 100 - factors[0] < 0.1
+        assert 0 <= factors[1] - 1 - int(high) / 100 < 0.15
 
 
 def test_the_survey_has_the_recorded_verdicts() -> None:

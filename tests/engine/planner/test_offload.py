@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -127,6 +128,13 @@ def test_too_little_ram_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None
     assert found["offload"]["weight_bytes"] <= 28 * GIB
 
 
+@pytest.mark.parametrize("gpu", ["rtx-4090", "rtx-5090", "l4", "a100", "h100", "b200", "mi300x"])
+def test_mixtures_in_mxfp4_are_planned_on_each_generation(
+    gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert answer(capsys, "gpt-oss-20b", "--gpu", gpu, "--ctx", "8k")["fits"]
+
+
 @pytest.mark.parametrize(
     ("bandwidth", "pcie", "expected"),
     [
@@ -168,7 +176,7 @@ def test_what_is_not_understood_is_refused(
         (("--gpu", "rtx-4090", "--tp", "2"), "--ram plans one GPU"),
         (("--gpu", "rtx-4090", "--engine", "sglang"), "llama.cpp and vllm are planned with"),
         (("--gpu", "cpu"), "--ram: cpu has the host's memory already"),
-        (("--gpu", "dgx-spark"), "--ram: DGX Spark has the host's memory already"),
+        (("--gpu", "m4"), "--ram: M4 32GB has the host's memory already"),
     ],
 )  # fmt: skip
 def test_ram_does_not_go_with_everything(
@@ -176,3 +184,14 @@ def test_ram_does_not_go_with_everything(
 ) -> None:
     assert call("gpt-oss-120b", "--ctx", "8k", "--ram", "64GB", *options) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_other_loads_of_a_step_stay() -> None:
+    """All experts in RAM take bytes and FLOP from the GPU, not the experts' width."""
+    steps = steps_of("--n-cpu-moe 36")
+    assert steps.offload is not None
+    loads = steps.loads(StepWork.of(1, 1000))._asdict()
+    rest, _ = steps.offload.divided(loads, 1)
+    changed = {name for name, value in rest.items() if value != loads[name]}
+    assert {"expert_bytes", "expert_flops"} <= changed
+    assert all(re.fullmatch(r"expert_.*(bytes|flops)", name) for name in changed)
