@@ -308,14 +308,14 @@ def _gains(plan: DeploymentPlan, device: DevicePlan) -> Iterator[Formula]:
             f"{gain.speedup:.2f}",
         )
     prices, cost = plan.setup.prices, device.cost
-    if prices and cost and device.tokens_per_second_bound:
+    dollars, speed = device.dollars_per_million, device.tokens_per_second
+    if prices and cost and dollars and speed:
         gpus = device.deployment.gpus
         yield Formula(
             "dollars per million output tokens",
             "GPUs x price / (3600 x tokens/s x duty cycle) x 1e6",
-            f"{gpus} x {prices.gpu_hour} / (3600 x {device.tokens_per_second_bound:.1f} x "
-            f"{prices.duty_cycle}) x 1e6",
-            f"{cost.output_per_million:.2f}",
+            f"{gpus} x {prices.gpu_hour} / (3600 x {speed:.1f} x {prices.duty_cycle}) x 1e6",
+            f"{dollars:.2f}",
         )
         if cost.break_even_requests_per_day is not None and cost.api_request is not None:
             yield Formula(

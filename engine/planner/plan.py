@@ -342,18 +342,21 @@ def _engine_cache(
 
 
 def _cost(plan: DevicePlan, workload: PlannedWorkload, setup: Setup) -> Cost | None:
-    prices, expected, speed = setup.prices, plan.expectation, plan.tokens_per_second_bound
-    if prices is None or prices.gpu_hour is None or expected is None or speed is None:
+    """Cost at the predicted throughput, in which prompts take the share that they take of an idle engine."""
+    prices, expected, speed = setup.prices, plan.expectation, plan.tokens_per_second
+    bound = plan.tokens_per_second_bound
+    if prices is None or prices.gpu_hour is None or not (expected and speed and bound):
         return None
-    prompt = workload.prompt_tokens
-    prefill = expected.prefill(prompt, plan.reserve, workload.cached_tokens)
+    prompt, answer = workload.prompt_tokens, workload.answer_tokens
+    prefill = expected.prefill(prompt, plan.reserve, workload.cached_tokens).seconds
+    share = prefill / (prefill + answer / bound)
     return cost_of(
         prices,
         gpus=plan.deployment.gpus,
         input_tokens=prompt,
-        output_tokens=workload.answer_tokens,
-        input_tokens_per_second=prompt / prefill.seconds,
-        output_tokens_per_second=speed,
+        output_tokens=answer,
+        input_tokens_per_second=prompt * speed / (share * answer),
+        output_tokens_per_second=speed / (1 - share),
     )
 
 

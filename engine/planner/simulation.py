@@ -79,11 +79,7 @@ class StepClock:
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step in which every rank has this work."""
-        if self._ranks > 1:
-            parts = (work.decode_sequences, work.decode_context_tokens, work.prefill_tokens)
-            counts = (*parts, work.prefill_context_tokens, work.prefill_sequences)
-            work = StepWork(*(self._ranks * count for count in counts))
-        return self._model.seconds(work)
+        return self._model.seconds(work.times(self._ranks))
 
 
 class Ended(NamedTuple):

@@ -53,6 +53,16 @@ class StepWork:
         attended = prompt * (cached + (prompt + 1) / 2)
         return cls(sequences, sequences * context, prompt, attended, int(prompt > 0))
 
+    def times(self, ranks: int) -> StepWork:
+        """The work of `ranks` ranks that have this each."""
+        return StepWork(
+            ranks * self.decode_sequences,
+            ranks * self.decode_context_tokens,
+            ranks * self.prefill_tokens,
+            ranks * self.prefill_context_tokens,
+            ranks * self.prefill_sequences,
+        )
+
 
 class TimesSteps(Protocol):
     """Seconds of an engine's steps."""

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 from llmopt.engine.planner import error_bands
@@ -31,6 +30,7 @@ from .report import (
     LEGEND,
     Judged,
     Part,
+    Ratios,
     Stretches,
     bands,
     by,
@@ -47,7 +47,6 @@ from .rivals import aiconfigurator, nearest_rows
 from .rows import Row, packaged_csv, read_rows
 
 PLANNER = Path(error_bands.__file__).parent
-KNOWN: tuple[Known, ...] = get_args(Known)
 PARTS: dict[str, Part] = {
     "engine": lambda row: row.engine,
     "model": lambda row: row.model,
@@ -102,7 +101,7 @@ def _bands(
     seen: list[Judged], judged: Columns, without: dict[str, Predicted]
 ) -> tuple[dict[str, object], Stretches]:
     """Bands that hold nine of ten rows that are not theirs; printed with the share."""
-    unseen = dict(zip(KNOWN[1:], ("model", "GPU"), strict=True))
+    unseen: dict[Known, str] = {"model not measured": "model", "GPU not measured": "GPU"}
     count = len(judged.rows)
     rows = {
         known: judged_rows(judged, without[name], [known] * count) for known, name in unseen.items()
@@ -111,12 +110,14 @@ def _bands(
         [
             entry
             for name in ("engine", "GPU generation")
-            for entry in judged_rows(judged, without[name], [KNOWN[2]] * count)
+            for entry in judged_rows(judged, without[name], ["GPU not measured"] * count)
         ]
     )
     pool = [*seen, *(entry for group in rows.values() for entry in group)]
-    fitted = [entry for entry in seen if entry[1].known == KNOWN[0]]
-    needed = {KNOWN[0]: needed_stretches(fitted, pool, lambda row: row.group, unlike)}
+    fitted = [entry for entry in seen if entry[1].known == "model measured"]
+    needed: dict[str, list[Ratios]] = {
+        "model measured": needed_stretches(fitted, pool, lambda row: row.group, unlike)
+    }
     needed |= {
         known: needed_stretches(rows[known], pool, PARTS[name], unlike)
         for known, name in unseen.items()

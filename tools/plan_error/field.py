@@ -44,7 +44,7 @@ _FORMATS = (
 )
 _ENDING = re.compile(r"^meta-(?=llama)|-(instruct|fp8|awq|2507|0528|v0\.1|coder)(?=-|$)")
 _GPU = re.compile(
-    r"NVIDIA |GeForce |Tesla | Generation| HBM3| Server.*|(?<!A100) \d+GB.*|-SXM4-| ?\(.*\)|-PCIE.*| GB10"
+    r"NVIDIA |GeForce |Tesla | Generation| HBM3| Server.*|(?<!A100) \d+GB.*| ?\(.*\)|-PCIE.*| GB10"
 )
 _SIZE = re.compile(r"(?:-|--)(tp|dp|ep)(?:[-_]size)?[ =](\d+)|--(data)-parallel-size[ =](\d+)")
 
@@ -79,7 +79,7 @@ def _row(lines: Sequence[Mapping[str, str]]) -> Row | None:
     prompt, output = map(int, lengths)
     try:
         model = find_model(_ENDING.sub("", first["model"].rsplit("/", 1)[-1].lower()))
-        device = find_device(_GPU.sub("", first["gpu"]).strip())
+        device = find_device(_GPU.sub("", first["gpu"].replace("-SXM4-", " ")).strip())
         recipe = _recipe(first["weights_dtype"], model)
     except BadInput:
         return None

@@ -107,8 +107,10 @@ def test_a_plan_prices_its_requests() -> None:
     setup = Setup(prices=Prices(3.0))
     workload = PlannedWorkload(4096, 8, output_tokens=1024)
     (plan,) = make_plan(model, BF16, workload, [device], 1, setup=setup).devices
-    assert plan.cost and (speed := plan.tokens_per_second_bound)
-    assert plan.cost.output_per_million == pytest.approx(3.0 / 3600 / speed * 1e6)
+    assert plan.cost and (speed := plan.tokens_per_second)
+    # A request costs its answer at the one predicted throughput, which pays for the prompt.
+    assert plan.cost.request == pytest.approx(3.0 / 3600 * 1024 / speed)
+    assert plan.dollars_per_million == pytest.approx(plan.cost.request / 1024 * 1e6)
     assert plan.cost.input_per_million < plan.cost.output_per_million
     assert (workload.prompt_tokens, workload.answer_tokens) == (3072, 1024)
     assert PlannedWorkload(4096).answer_tokens == 1024
@@ -124,8 +126,8 @@ def test_draft_tokens_and_cached_prefixes_count_in_the_cost() -> None:
 
     plain, cached, drafted = plan(), plan(0.5), plan(draft=Speculation(4, 0.8))
     assert cached.cost.input_per_million < 0.8 * plain.cost.input_per_million
-    assert cached.cost.output_per_million == plain.cost.output_per_million
+    assert cached.cost.request < plain.cost.request
     gain = drafted.speculation.speedup
     assert gain > 1.5
-    assert drafted.cost.output_per_million == pytest.approx(plain.cost.output_per_million / gain)
+    assert plain.cost.request / gain < drafted.cost.request < plain.cost.request
     assert drafted.tokens_per_second_bound == pytest.approx(gain * plain.tokens_per_second_bound)

@@ -104,8 +104,13 @@ class Reference:
                 self.now = max(self.now, due[0])
             ended = len(scheduler.ended) - before
             due += [self.now] * min(ended, len(work.lengths) - self.added - len(due))
-        times = ((r.order, r.times) for r in scheduler.ended)
-        return sorted((n, t.first_token - t.arrival, t.last_token - t.arrival) for n, t in times)
+        found = []
+        for request in scheduler.ended:
+            times = request.times
+            assert times.first_token is not None and times.last_token is not None
+            arrival = times.arrival
+            found.append((request.order, times.first_token - arrival, times.last_token - arrival))
+        return sorted(found)
 
     def add(self, arrival: float) -> None:
         prompt, output = self.workload.lengths[self.added]
