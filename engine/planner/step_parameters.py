@@ -82,7 +82,7 @@ class Deployed:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What the factors of a parameter are named by."""
+        """The names of the factors that its parameters take."""
         tags = [self.engine, self.generation, self.weights, self.attention]
         if self.engine == "vllm" and _V0.match(self.version):
             tags.append("vllm v0")
