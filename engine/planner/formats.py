@@ -58,7 +58,9 @@ def _speed_of(plan: DeploymentPlan, device: DevicePlan, recipe: WeightRecipe) ->
     run = setup.run_recipe(recipe, model.shape, device.device)
     deployment = replace(device.deployment, recipe=run)
     places = solver.sequences(deployment, device.device)
-    clients = work.sequences if device.predicted is None else ceil(device.predicted.clients)
+    # The mean number in flight, which may be a hair above or below the clients of a closed loop.
+    in_flight = work.sequences if device.predicted is None else device.predicted.clients
+    clients = max(1, round(in_flight))
     if places < clients:
         return None
     expected = Expectation.of(deployment, device.device, model.name, setup)

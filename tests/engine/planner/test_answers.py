@@ -49,7 +49,8 @@ def test_servers_with_bands_have_speeds_of_their_own(capsys: pytest.CaptureFixtu
 
 def test_the_first_lines_answer(capsys: pytest.CaptureFixture[str]) -> None:
     words = shown(capsys, "llama-70b", "--ctx", "8k", "--gpu", "h100", "--concurrency", "8")
-    assert words.startswith("fits yes: 8 sequences of 8k tokens in vllm on 4 x H100 SXM")
+    fit = "fits yes: 8 sequences of 8k tokens (prompt 6k, answer 2k) in vllm on 4 x H100"
+    assert words.startswith(fit)
     for part in ("at once, then TTFT", "with 8 clients measured was", "per million output tokens"):
         assert part in words
     assert "at $2.95 an hour (aimultiple" in words and "2026-05)" in words
