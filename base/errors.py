@@ -11,6 +11,19 @@ class BadInput(ValueError):
     """
 
 
+class ContextOverflow(BadInput):
+    """A prompt, or a prompt with `num_new` tokens after it, is longer than the context of `limit` tokens.
+
+    Where the whole prompt was not counted, `num_prompt` is the `least` that it has.
+    """
+
+    def __init__(self, num_prompt: int, num_new: int, limit: int, *, least: bool = False) -> None:
+        count = f"at least {num_prompt}" if least else num_prompt
+        new = f" and {num_new} new ones" if num_new else ""
+        super().__init__(f"{count} prompt tokens{new} exceed the context length of {limit} tokens")
+        self.num_prompt, self.num_new, self.limit = num_prompt, num_new, limit
+
+
 class DoesNotFit(BadInput):
     """Invalid input on this device alone: its memory is too small, or others hold it."""
 

@@ -194,7 +194,10 @@ _SGLANG_POLICIES = {
     "priority": ("--enable-priority-scheduling", "--schedule-low-priority-values-first"),
 }
 _SGLANG_TOOLS = {"hermes": "hermes", "llama3_json": "llama3", "mistral": "mistral"}
-_VLLM_REASONING = {"think": "deepseek_r1", "mistral": "mistral", "seed_oss": "seed_oss"}
+_VLLM_REASONING = {
+    "think": "deepseek_r1",
+    **{name: name for name in ("qwen3", "deepseek_r1", "mistral", "seed_oss")},
+}
 
 _OPTIONS: Mapping[str, tuple[Translation | None, Translation | None, Translation | None]] = {
     # option of serve-local: vLLM, SGLang, TensorRT-LLM

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...base.errors import BadInput
+from ...base.errors import BadInput, ContextOverflow
 from .block_pool import Window
 from .draft_length import DraftLength
 from .kv_eviction import KvEviction
@@ -113,18 +113,13 @@ def check_length(request: Request, config: SchedulerConfig, num_blocks: int) -> 
     count, capacity = request.num_prompt_tokens, num_blocks * config.block_size
     if request.pooling is not None:  # every token of the prompt needs a slot, and nothing follows
         if count > config.max_model_len:
-            raise BadInput(
-                f"{count} prompt tokens exceed the context length of {config.max_model_len} tokens"
-            )
+            raise ContextOverflow(count, 0, config.max_model_len)
         if config.max_blocks(count) > num_blocks:
             raise BadInput(f"{count} prompt tokens can never fit in the KV cache of {capacity}")
         return
     total = count + request.max_tokens
     if total > config.max_model_len:
-        raise BadInput(
-            f"{count} prompt tokens and {request.max_tokens} new ones exceed the "
-            f"context length of {config.max_model_len} tokens"
-        )
+        raise ContextOverflow(count, request.max_tokens, config.max_model_len)
     if total > config.longest(num_blocks, count):
         raise BadInput(
             f"{count} prompt tokens and {request.max_tokens} new ones can never "

@@ -399,7 +399,10 @@ def add_completions(app: FastAPI, service: Service) -> None:
         arrival_seconds = time.perf_counter()
         service.check(body, request)
         params = await service.params(request, body)
-        token_ids = await service.text.encode(body.prompts)
+        prompts, suffix = body.prompts, body.suffix
+        if suffix:
+            prompts = [service.text.filled_in(prompt, suffix) for prompt in prompts]
+        token_ids = await service.text.encode(prompts)
         # A prompt that is echoed is written once for each choice.
         num_copies = params.n if body.echo else 1
         if (wanted := params.prompt_logprobs) is not None:

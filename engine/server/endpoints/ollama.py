@@ -313,10 +313,7 @@ def _plain_prompt(service: Service, body: OllamaGenerate) -> str:
         return filled(body.template, {name: text or "" for name, text in fields.items()})
     if not body.suffix:
         return body.prompt
-    if (markers := service.text.fill_markers) is None:
-        raise bad_field("suffix", "the model has no tokens for filling in a text before one")
-    before, after, between = markers
-    return f"{before}{body.prompt}{after}{body.suffix}{between}"
+    return service.text.filled_in(body.prompt, body.suffix)
 
 
 async def embedded(service: Service, request: Request, body: EmbedRequest) -> dict[str, Any]:

@@ -12,10 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ....base.errors import BadInput
+from ....base.errors import BadInput, ContextOverflow
 from ...base.chat_template import render_chat, renders_text
 from ..parsing.formats import ReasoningFormat, ToolFormat, format_of_template, reasoning_of_template
 from ..protocol.chat_protocol import ChatMessage, Tool
+from ..protocol.errors import bad_field
 from ..protocol.generation_protocol import Prompt
 from .capabilities import SizedPool
 
@@ -73,8 +74,7 @@ class Tokenization:
         the model's, `tool_format` and `reasoning_format` override the formats detected from the template."""
         self._tokenizer = copy.deepcopy(tokenizer)
         self._max_model_len = max_model_len
-        longest_token = max(map(len, self._tokenizer.get_vocab()))
-        self._max_characters = None if max_model_len is None else max_model_len * longest_token
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()))
         self._template_override = chat_template
         if chat_template is not None:
             self._tokenizer.chat_template = chat_template
@@ -105,6 +105,16 @@ class Tokenization:
         """Tokens around a prefix and a suffix, and before the text between them; None: the model has none."""
         vocabulary = self._tokenizer.get_vocab().keys()
         return next((markers for markers in FILL_MARKERS if vocabulary >= {*markers}), None)
+
+    def filled_in(self, prompt: Prompt, suffix: str) -> str:
+        """The prompt for a text between `prompt` and `suffix`. Raises `ApiError`: the model has no tokens for
+        it, or the prompt is token ids."""
+        if self.fill_markers is None or not isinstance(prompt, str):
+            problem = "the model has no tokens for filling in a text before one"
+            problem = problem if self.fill_markers is None else "needs a prompt of text"
+            raise bad_field("suffix", problem)
+        before, after, between = self.fill_markers
+        return f"{before}{prompt}{after}{suffix}{between}"
 
     @property
     def takes_tools(self) -> bool:
@@ -262,9 +272,7 @@ class Tokenization:
             # Half of them: a token that is cut, and breaks, count several times.
             num_tokens += len(encoded) // 2
             if num_tokens > limit and max_tokens is None:
-                raise BadInput(
-                    f"more than {num_tokens} prompt tokens exceed the context length of {limit} tokens"
-                )
+                raise ContextOverflow(num_tokens, 0, limit, least=True)
             if num_tokens > limit and tokenizer.truncation_side == "right":
                 return text[:end]
         return text
@@ -283,10 +291,10 @@ class Tokenization:
         return size
 
     def _check_characters(self, size: int) -> None:
-        if self._max_characters is not None and size > self._max_characters:
+        limit = self._max_model_len
+        if limit is not None and size > limit * self._longest_token:
             # Tokenizing it could take minutes of a worker thread.
-            problem = "its tokens exceed the model's context length"
-            raise BadInput(f"the prompt has {size} characters: {problem}")
+            raise ContextOverflow(limit + 1, 0, limit, least=True)
 
     def _checked_text(self, text: str) -> str:
         self._check_characters(len(text))

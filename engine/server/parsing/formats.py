@@ -247,10 +247,17 @@ def reasoning_of_template(template: str) -> ReasoningFormat | None:
     return next((form for form in REASONING_FORMATS.values() if form.end in template), None)
 
 
+_VLLM_NAMES = {"qwen3": "think", "deepseek_r1": "think"}
+"""vLLM's names of parsers with the same tags, docs.vllm.ai/en/stable/features/reasoning_outputs.html."""
+
+
 def reasoning_format(name: str) -> ReasoningFormat:
-    if name not in REASONING_FORMATS:
-        raise BadInput(f"--reasoning-parser {name}: need one of {', '.join(REASONING_FORMATS)}")
-    return REASONING_FORMATS[name]
+    """Raises `BadInput`: an unknown name."""
+    known = _VLLM_NAMES.get(name, name)
+    if known not in REASONING_FORMATS:
+        names = ", ".join([*REASONING_FORMATS, *_VLLM_NAMES])
+        raise BadInput(f"--reasoning-parser {name}: need one of {names}")
+    return REASONING_FORMATS[known]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ....base.errors import BadInput
+from ....base.errors import BadInput, ContextOverflow
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +81,25 @@ class TooMany(ApiError):
         super().__init__(429, message, code="rate_limit_exceeded", headers=headers)
 
 
+class TooLong(ApiError):
+    """400 for a prompt that is longer than the context, in words that clients look for: OpenAI's code and
+    message, and Anthropic's two messages, on which Claude Code compacts or asks for fewer tokens
+    (https://github.com/earendil-works/pi/issues/102, https://github.com/anthropics/claude-code/issues/42)."""
+
+    def __init__(self, overflow: ContextOverflow) -> None:
+        begin = f"This model's maximum context length is {overflow.limit} tokens"
+        super().__init__(400, f"{begin}: {overflow}", code="context_length_exceeded")
+        self._overflow = overflow
+
+    def for_anthropic(self) -> str:
+        num_prompt, num_new = self._overflow.num_prompt, self._overflow.num_new
+        limit = self._overflow.limit
+        if num_prompt >= limit:
+            return f"prompt is too long: {num_prompt} tokens > {limit} maximum"
+        problem = f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_new}"
+        return f"{problem} > {limit}, decrease input length or `max_tokens` and try again"
+
+
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
@@ -93,6 +112,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case ContextOverflow():
+            return TooLong(error)
         case BadInput():
             return ApiError(400, str(error))
         case HTTPException():
@@ -105,7 +126,8 @@ def as_api_error(error: Exception) -> ApiError:
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     usual = "api_error" if error.status >= 500 else "invalid_request_error"
     kind = _ANTHROPIC_TYPES.get(error.status, usual)
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    message = error.for_anthropic() if isinstance(error, TooLong) else str(error)
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def ollama_error(error: ApiError) -> dict[str, Any]:

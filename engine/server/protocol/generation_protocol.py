@@ -43,7 +43,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("allowed_token_ids", "audio", "background", "bad_words", "chat_template"), ()),
     **dict.fromkeys(("continue_final_message", "conversation", "documents", "functions"), ()),
     **dict.fromkeys(("grammar", "logits_processors", "previous_response_id", "prompt"), ()),
-    **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "suffix", "thinking_token_budget"), ()),
+    **dict.fromkeys(("prompt_embeds", "prompt_logprobs", "thinking_token_budget"), ()),
     **dict.fromkeys(
         ("tools", "truncate_prompt_tokens", "use_beam_search", "web_search_options"), ()
     ),
@@ -130,6 +130,8 @@ class GenerationRequest(StructuredRequest, EngineRequest):
     ) -> SamplingParams:
         stop: Sequence[str] = [self.stop] if isinstance(self.stop, str) else self.stop or []
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        if self.top_p == 0:  # OpenAI's range begins with 0: the likeliest token alone
+            given["top_p"] = 1e-9
         return SamplingParams(
             max_tokens=max_tokens,
             stop=tuple(text for text in stop if text),
@@ -179,6 +181,11 @@ Prompts = Annotated[
 ]
 
 
+def _none_if_false(value: Any) -> Any:
+    """None for false, by which clients of chats say that they want no log-probabilities."""
+    return None if value is False else value
+
+
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`.
 
@@ -186,7 +193,8 @@ class CompletionRequest(GenerationRequest):
     """
 
     prompt: Prompts
-    logprobs: int | None = None
+    suffix: str | None = None
+    logprobs: Annotated[int | None, BeforeValidator(_none_if_false)] = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None

@@ -52,7 +52,8 @@ class ServedModelOptions:
     )
     reasoning_parser: str | None = option(
         None,
-        "Reasoning parser: think, mistral or seed_oss. Default: detected from the chat template.",
+        "Reasoning parser: think (or qwen3, deepseek_r1), mistral or seed_oss. Default: detected from the "
+        "chat template.",
     )
     pooling_type: str | None = option(
         None,

@@ -260,8 +260,13 @@ class BodyRoute(APIRoute):
                 request = Request({**request.scope, "headers": headers}, request.receive)
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             is_json = kind.startswith("application/") and kind.endswith(("/json", "+json"))
-            if is_json and isinstance(model, type) and issubclass(model, BaseModel):
-                read_body = partial(parsed, model, body := await request.body())
+            if isinstance(model, type) and issubclass(model, BaseModel):
+                body = await request.body()
+                if body and not is_json:  # curl's -d sends application/x-www-form-urlencoded
+                    problem = f"the body is of type {kind or 'nothing'}, and JSON is read"
+                    remedy = "send the header Content-Type: application/json"
+                    raise ApiError(400, f"{problem}: {remedy}", code="unsupported_media_type")
+                read_body = partial(parsed, model, body)
                 if len(body) <= MAX_ON_LOOP:
                     request._json = read_body()
                 else:

@@ -192,7 +192,7 @@ def test_more_inputs_than_may_wait_are_told_to_come_later(tmp_path: Path) -> Non
     folder = write_modules(tmp_path / "model", "mean")
     options = ServerOptions(max_waiting=4)
     with running(make_engine(str(folder), max_num_seqs=2), options) as server:
-        assert "would wait" in post(server, {"input": ["a"] * 7}, 429)
+        assert "sequences" in post(server, {"input": ["a"] * 7}, 429)
         assert len(vectors(server, ["a"] * 6)) == 6
 
 

@@ -50,7 +50,7 @@ def test_a_conversation_is_refused_before_its_text_is_looked_at(
 ) -> None:
     text = make(1000)
     monkeypatch.setattr(text, "_render_chat", lambda *_, **__: pytest.fail("it was rendered"))
-    with pytest.raises(BadInput, match="its tokens exceed the model's context length"):
+    with pytest.raises(BadInput, match="exceed the context length"):
         asyncio.run(text.encode_chat(*conversation))
     text.close()
 
@@ -68,7 +68,7 @@ def test_a_text_of_too_many_tokens_is_not_tokenized_whole(monkeypatch: pytest.Mo
             real.no_truncation()
 
     monkeypatch.setattr(text._for_long, "backend_tokenizer", Backend())
-    monkeypatch.setattr(text, "_max_characters", None)
+    monkeypatch.setattr(text, "_longest_token", 1 << 30)
     with pytest.raises(BadInput, match="prompt tokens exceed the context length of 20000"):
         asyncio.run(text.encode([LONG * 2]))
     assert 1 <= len(encoded) <= 3 and max(map(len, encoded)) <= CHUNK_CHARACTERS
@@ -85,7 +85,7 @@ def test_a_text_that_is_truncated_is_cut_first(monkeypatch: pytest.MonkeyPatch) 
         return shown
 
     monkeypatch.setattr(text, "_bounded", bounded)
-    monkeypatch.setattr(text, "_max_characters", None)
+    monkeypatch.setattr(text, "_longest_token", 1 << 30)
     cut = asyncio.run(text.encode([LONG], max_tokens=100))
     assert cut == [asyncio.run(whole.encode([LONG]))[0][:100]]
     assert lengths == [CHUNK_CHARACTERS]
