@@ -76,6 +76,12 @@ class Distributions:
         self.request_inference_time_seconds = Histogram(SECONDS, f"{begun} last token.")
         self.request_prompt_tokens = Histogram(TOKENS, "Prompt tokens of a request.")
         self.request_generation_tokens = Histogram(TOKENS, "Generated tokens of a sequence.")
+        longest = "Generated tokens of the longest sequence of a request."
+        self.request_max_num_generation_tokens = Histogram(TOKENS, longest)
+        computed = "Prompt tokens of a request that were not in the prefix cache."
+        self.request_prefill_kv_computed_tokens = Histogram(TOKENS, computed)
+        per_token = "Mean time of a sequence's tokens after the first."
+        self.request_time_per_output_token_seconds = Histogram(SECONDS, per_token)
         self.request_params_n = Histogram(COUNTS, "The n parameter of a request.")
         self.request_params_max_tokens = Histogram(TOKENS, "The max_tokens parameter of a request.")
         self.iteration_tokens = Histogram(TOKENS, "Tokens computed by a step, prefill and decode.")
@@ -99,6 +105,7 @@ class ServerMetrics:
         self.stats = EngineStats()
         self.distributions = Distributions()
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_generation_tokens = 0
         self.finished: Counter[str] = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
         self.responses: Counter[int] = Counter()
@@ -109,6 +116,7 @@ class ServerMetrics:
         self.waiting_adapters: frozenset[str] = frozenset()
         self._last_token: dict[str, dict[int, float]] = {}
         self._times_preempted: Counter[str] = Counter()
+        self._longest: Counter[str] = Counter()
 
     def begin(self, engine: Engine) -> None:
         """Start counting now."""
@@ -125,6 +133,7 @@ class ServerMetrics:
 
     def note_aborted(self, request_id: str) -> None:
         self._last_token.pop(request_id, None)
+        self._longest.pop(request_id, None)
         self.finished["abort"] += 1
 
     def note_failed_step(self, request_ids: Sequence[str]) -> None:
@@ -132,6 +141,7 @@ class ServerMetrics:
         self.num_failed_steps += 1
         for request_id in request_ids:
             self._last_token.pop(request_id, None)
+            self._longest.pop(request_id, None)
             self.finished["error"] += 1
 
     def note_step(self, outputs: Sequence[RequestOutput]) -> None:
@@ -162,11 +172,16 @@ class ServerMetrics:
         assert times.last_token is not None
         is_pooled = output.pooled is not None  # such a prompt has no token, hence no TTFT
         last = self._last_token.setdefault(output.request_id, {})
+        longest = max(self._longest[output.request_id], output.num_output_tokens)
+        self._longest[output.request_id] = longest
         self.num_generation_tokens += len(output.new_token_ids)
         if output.index in last:
             histograms.inter_token_latency_seconds.observe(times.last_token - last[output.index])
         elif output.index == 0:
             self.num_prompt_tokens += output.num_prompt_tokens
+            self.num_cached_tokens += output.num_cached_tokens
+            num_computed = output.num_prompt_tokens - output.num_cached_tokens
+            histograms.request_prefill_kv_computed_tokens.observe(num_computed)
             if not is_pooled:
                 ttft = times.first_token - times.arrival
                 histograms.time_to_first_token_seconds.observe(ttft)
@@ -181,11 +196,17 @@ class ServerMetrics:
         histograms.e2e_request_latency_seconds.observe(times.last_token - times.arrival)
         histograms.request_inference_time_seconds.observe(times.last_token - times.first_scheduled)
         if not is_pooled:
-            histograms.request_decode_time_seconds.observe(times.last_token - times.first_token)
+            seconds = times.last_token - times.first_token
+            histograms.request_decode_time_seconds.observe(seconds)
+            if (num_after := output.num_output_tokens - 1) > 0:
+                histograms.request_time_per_output_token_seconds.observe(seconds / num_after)
             histograms.request_generation_tokens.observe(output.num_output_tokens)
         del last[output.index]
         if not last:
             del self._last_token[output.request_id]
+            del self._longest[output.request_id]
+            if not is_pooled:
+                histograms.request_max_num_generation_tokens.observe(longest)
 
     def _update_preemptions(self) -> None:
         scheduler, now = self._engine.scheduler, time.perf_counter()
@@ -351,6 +372,10 @@ def _counters(metrics: ServerMetrics) -> Scalars:
         "spec_decode_num_draft_tokens": ("Draft tokens proposed.", stats.num_draft_tokens),
         "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", stats.num_accepted_tokens),
         "prompt_tokens": ("Prompt tokens processed.", metrics.num_prompt_tokens),
+        "prompt_tokens_cached": (
+            "Prompt tokens taken from the prefix cache.",
+            metrics.num_cached_tokens,
+        ),
         "generation_tokens": ("Generated tokens.", metrics.num_generation_tokens),
         "steps": ("Steps of the engine.", metrics.num_steps),
         "failed_steps": ("Steps that failed; their requests ended.", metrics.num_failed_steps),

@@ -43,6 +43,10 @@ VLLM_NAMES = [
     "request_inference_time_seconds_sum",
     "request_prompt_tokens_sum",
     "request_generation_tokens_sum",
+    "prompt_tokens_cached_total",
+    "request_prefill_kv_computed_tokens_sum",
+    "request_max_num_generation_tokens_sum",
+    "request_time_per_output_token_seconds_sum",
     "request_params_n_sum",
     "request_params_max_tokens_sum",
     "iteration_tokens_total_sum",
@@ -253,3 +257,22 @@ def test_speculation_shows_in_the_metrics() -> None:
     assert 0 < drafts <= draft_token_ids <= 3 * drafts and stood <= draft_token_ids
     assert found["llmopt_steps_total"] >= 60 - stood
     assert "llmopt_feature_info{speculation=ngram}" in found
+
+
+def test_a_request_counts_its_longest_sequence_and_what_was_cached(small: RunningServer) -> None:
+    names = ("request_max_num_generation_tokens", "request_prefill_kv_computed_tokens")
+    body = {"prompt": [7] * 40, "max_tokens": 5, "n": 2, "ignore_eos": True}
+    before = samples(scrape(small))
+    with small.http() as http:
+        for _ in range(2):
+            assert http.post("/v1/completions", json=body).status_code == 200
+    after = samples(scrape(small))
+
+    def grown(name: str) -> float:
+        return after[f"vllm:{name}"] - before[f"vllm:{name}"]
+
+    assert [grown(f"{name}_count") for name in names] == [2, 2]
+    assert grown("request_max_num_generation_tokens_sum") == 10
+    cached = grown("prompt_tokens_cached_total")
+    assert cached == 32 and grown("request_prefill_kv_computed_tokens_sum") == 80 - cached
+    assert grown("request_time_per_output_token_seconds_count") == 4
