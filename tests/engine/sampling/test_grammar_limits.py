@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from llmopt.base.errors import BadInput
 from llmopt.engine import LLM
 from llmopt.engine.sampling import grammar, schema_limits
@@ -117,7 +118,7 @@ def test_masks_that_take_too_long_fail(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mask, clock = compiler.mask(regex("[a-z ]*"), 4), iter(range(100))
-    monkeypatch.setattr(grammar.time, "thread_time", lambda: 0.04 * next(clock))
+    monkeypatch.setattr(time, "thread_time", lambda: 0.04 * next(clock))
     letters = ids_of(mask.allowed([], []))
     for number in range(4):  # of one token: 40 ms each, 200 ms for a start
         assert mask.failure is None
@@ -134,7 +135,7 @@ def test_masks_that_take_too_long_fail(
 
 def test_a_grammar_beyond_the_limits_fails_by_name(llm: LLM, compiler: GrammarCompiler) -> None:
     text = "start: s\ns: s s | s s s | " + " | ".join(f'"{chr(97 + i % 26)}"' for i in range(200))
-    limits = grammar.LLParserLimits(step_max_items=500, verbose_errors=False)
+    limits = LLParserLimits(step_max_items=500, verbose_errors=False)
     matcher = LLMatcher(compiler._tokens, context_free(text), log_level=0, limits=limits)
     mask = grammar.GrammarMask(matcher, compiler._num_words, 1)
     assert {*ids_of(mask.allowed([], []))} <= {*llm.engine.eos_token_ids}
