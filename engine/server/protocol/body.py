@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import SchemaValidator, from_json
@@ -16,7 +16,10 @@ MAX_ITEMS = 1 << 14
 """Keys of an object and values of a list, but for a list of token ids."""
 
 
-def parsed(model: type[BaseModel], body: bytes) -> BaseModel:
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def parsed(model: type[Model], body: bytes) -> Model:
     """The model of a body. Raises `ApiError`: it is not JSON, too much stands in one list or object, or it is
     not of that form."""
     was_enabled = gc.isenabled()

@@ -9,8 +9,9 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .body import parsed
 from .errors import ApiError, bad_field
 
 Text = Annotated[str, Field(min_length=1)]
@@ -160,15 +161,11 @@ class StructuralTag(_StrictModel):
 def parse_structural_tag(given: str | dict[str, Any], field: str) -> StructuralTag:
     """A structural tag from JSON text, as vLLM's `structured_outputs` has it, or an object. Raises
     `ApiError`: it is none, with the place."""
+    text = given if isinstance(given, str) else json.dumps(given)
     try:
-        if isinstance(given, str):
-            return StructuralTag.model_validate_json(given)
-        return StructuralTag.model_validate(given)
-    except ValidationError as error:
-        first = max(error.errors(), key=lambda e: len(e["loc"]))
-        where = ".".join([field, *map(str, first["loc"])])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ApiError(400, f"{where}: {message}", param=field) from error
+        return parsed(StructuralTag, text.encode())
+    except ApiError as error:
+        raise bad_field(field, str(error)) from error
 
 
 Kind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
@@ -260,14 +257,12 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    json_: Annotated[dict[str, Any] | GrammarText | None, Field(alias="json")] = None
     regex: GrammarText | None = None
     choice: Choices | None = None
     grammar: GrammarText | None = None
     json_object: bool | None = None
-    structural_tag: (
-        Annotated[str, Field(max_length=MAX_GRAMMAR_CHARACTERS)] | dict[str, Any] | None
-    ) = None
+    structural_tag: GrammarText | dict[str, Any] | None = None
 
     def constraints(self) -> list[Constraint]:
         prefix = "structured_outputs."
@@ -285,7 +280,7 @@ class StructuredRequest(BaseModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: dict[str, Any] | GrammarText | None = None
     guided_regex: GrammarText | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None

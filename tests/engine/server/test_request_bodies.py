@@ -10,6 +10,7 @@ from llmopt.engine.server.protocol.body import MAX_ITEMS, parsed, read_json
 from llmopt.engine.server.protocol.chat_protocol import ChatRequest
 from llmopt.engine.server.protocol.errors import ApiError
 from llmopt.engine.server.protocol.generation_protocol import CompletionRequest
+from llmopt.engine.server.protocol.structure import parse_structural_tag
 
 from ...support.live_server import RunningServer
 
@@ -58,6 +59,14 @@ def test_validation_stops_at_the_first_wrong_value(
     with pytest.raises(ApiError):
         parsed(ChatRequest, json.dumps({**CHAT, **fields}).encode())
     assert counts and counts[0] <= 10
+
+
+def test_a_structural_tag_as_text_is_validated_as_a_body() -> None:
+    tag = {"format": {"type": "sequence", "elements": [1] * 1000}}
+    for given in (tag, json.dumps(tag)):
+        with pytest.raises(ApiError, match=r"tag: format\.sequence\.elements\.0") as refused:
+            parse_structural_tag(given, "tag")
+        assert refused.value.status == 400 and refused.value.param == "tag"
 
 
 @pytest.mark.parametrize(
