@@ -313,7 +313,8 @@ def test_when_all_fail_the_exit_code_is_1(server: Server, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--base-url", "127.0.0.1:80"], "--base-url"),
+        (["--base-url", "ftp://127.0.0.1"], "--base-url"),
+        (["--base-url", "127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
         (["--base-url", "http://user:word@127.0.0.1"], "password"),
         (["--base-url", "http://127.0.0.1:x"], "--base-url"),
         (["--base-url", "http://127.0.0.1:1"], "no server answers"),
