@@ -36,7 +36,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProgressUpdate:
-    """How far a task is: `done` of `total` units, and a status text."""
+    """How far a task is: `done` of `total` units, with the part of one that is begun, and a status text."""
 
     description: str
     done: float
@@ -51,12 +51,16 @@ class ProgressCallback:
     def __init__(self, call: Callable[[ProgressUpdate], None]) -> None:
         self._call = call
         self._now = ProgressUpdate("", 0, 0, "")
+        self._done = 0.0
 
     def start(self, description: str, total: int, unit: str) -> None:
+        self._done = 0.0
         self._tell(ProgressUpdate(description, 0, total, unit))
 
     def advance(self, count: float = 1) -> None:
-        self._tell(replace(self._now, done=self._now.done + count))
+        self._done += count
+        done = round(self._done, 6)  # parts add up to whole units
+        self._tell(replace(self._now, done=int(done) if done.is_integer() else done))
 
     def status(self, text: str) -> None:
         self._tell(replace(self._now, status=text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from llmopt.base.progress import Silent
+from llmopt.base.progress import ProgressUpdate, Silent, as_progress
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.stages import LayerProgress
@@ -47,6 +47,17 @@ def test_a_step_counts_as_its_time_in_the_layer_before() -> None:
     within.step()
     within.end()
     assert shown.counts[4:] == pytest.approx([0.25, 0.75])
+
+
+def test_a_function_is_told_whole_units_as_integers() -> None:
+    updates: list[ProgressUpdate] = []
+    progress = as_progress(updates.append)
+    progress.start("quantizing", 3, "layers")
+    thirds = 1 / 3, 1 / 3, 1 - 2 / 3
+    for count in (1, *thirds, *thirds):
+        progress.advance(count)
+    counts = ["0", "1", "1.333333", "1.666667", "2", "2.333333", "2.666667", "3"]
+    assert [str(update.done) for update in updates] == counts
 
 
 @pytest.mark.parametrize(
