@@ -15,6 +15,8 @@ from tools import structure
 from tools.structure import DATA, FLOORS, ROOT
 
 TORCH_FREE = (
+    "bench.gate",
+    "bench.report",
     "engine.scheduling",
     "engine.base.sampling_params",
     "engine.base.units",

@@ -150,14 +150,6 @@ def check_health() -> dict[str, Any]:
     return {"passed": all(test["passed"] for test in tests), "devices": devices}
 
 
-FORMULAS = {
-    "bytes_per_step": "weights streamed once + KV cache of every running sequence (model bytes, not "
-    "counters)",
-    "mbu": "model bytes of the decode steps / their time / measured bandwidth",
-    "mfu": "model FLOP / time / measured matmul peak; a multiply-add counts as two",
-    "intensity": "model FLOP / model bytes",
-    "of_roof": "achieved FLOP/s / min(peak, intensity · bandwidth)",
-}
 # Below this fraction of both ceilings, neither memory nor arithmetic is the bottleneck.
 OVERHEAD_SHARE = 0.25
 

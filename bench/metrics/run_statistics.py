@@ -107,6 +107,14 @@ SHORTEST_SECONDS = 10.0
 SHORTEST_SHARE = 0.1
 STEADY_METRICS = ("ttft", "tpot", "itl", "e2el")
 STEADY_PERCENTILES = (50, 90, 99)
+ROOFLINE_FORMULAS = {
+    "bytes_per_step": "weights streamed once + KV cache of every running sequence (model bytes, not "
+    "counters)",
+    "mbu": "model bytes of the decode steps / their time / measured bandwidth",
+    "mfu": "model FLOP / time / measured matmul peak; a multiply-add counts as two",
+    "intensity": "model FLOP / model bytes",
+    "of_roof": "achieved FLOP/s / min(peak, intensity · bandwidth)",
+}
 STEADY_FORMULAS = {
     "steady_state": f"from the first to the last moment of a pass with at least {THRESHOLD} × "
     "max_concurrency requests in flight; throughput counts what completed, and the tokens that came, "

@@ -13,12 +13,10 @@ from typing import Any
 
 from ...base.atomic_io import write_atomically
 from ...quant.model.checkpoint import read_json
-from ...quant.plan.manifest import MANIFEST_NAME
 from ..gate.limits import SCORED
 from ..load.fleet import FORMULAS as CLIENT_FORMULAS
-from ..load.inprocess import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
-from ..machine import roofline
 from ..metrics import metrics, run_statistics
+from ..metrics.step_words import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
 from ..page.page import (
     MarkedText,
     Page,
@@ -165,7 +163,7 @@ def facts(known: Mapping[str, Any] | None) -> str:
 
 def formula_table() -> ReportTable:
     formulas = metrics.FORMULAS | run_statistics.STEADY_FORMULAS | metrics.TURN_FORMULAS
-    formulas |= summary.FORMULAS | roofline.FORMULAS | CLIENT_FORMULAS
+    formulas |= summary.FORMULAS | run_statistics.ROOFLINE_FORMULAS | CLIENT_FORMULAS
     caption = "Latency and throughput definitions are those of vllm bench serve."
     rows = [[name, text] for name, text in formulas.items()]
     return ReportTable(["metric", "formula"], rows, caption, is_prose=True)
@@ -252,6 +250,8 @@ def layer_errors(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def recorded_layer_errors(folder: Path) -> list[dict[str, Any]]:
     """Layer errors of a checkpoint written by `llmopt quantize`; empty for any other."""
+    from ...quant.plan.manifest import MANIFEST_NAME  # imports torch and transformers
+
     path = folder / MANIFEST_NAME
     return layer_errors(read_json(path)) if path.is_file() else []
 

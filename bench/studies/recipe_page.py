@@ -9,7 +9,7 @@ from typing import Any
 
 from ..gate.aspects import SPEED
 from ..gate.compare import Comparison
-from ..load.inprocess import reason_in_words
+from ..metrics.step_words import reason_in_words
 from ..page.page import Figure, Page, ReportTable, ReportVerdict, drawn, number, percent, size
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..record.comparable import served_weight_bytes, widened_words

@@ -7,12 +7,10 @@ from typing import Any, get_args
 import pytest
 from llmopt.bench.load.inprocess import (
     PART_OF,
-    PARTS,
     InjectedDelay,
     mean_split,
-    reason_in_words,
-    split_sentence,
 )
+from llmopt.bench.metrics.step_words import PARTS, reason_in_words, split_sentence
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.page.page import ReportTable
 from llmopt.bench.report.parts import shared
