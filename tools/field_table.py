@@ -1,7 +1,7 @@
 """Table of the fields of requests by endpoint: `python tools/field_table.py` writes it into docs/api.md.
 
-Each field is given to each endpoint's model with a value. It is refused, or taken where the model has it, or it
-is ignored and named in the header `x-ignored-fields`. `--check` compares and writes nothing.
+Each field is given to each endpoint's model with a value. It is refused, or taken where the model has it, or
+it is ignored and named in the header `x-ignored-fields`. `--check` compares and writes nothing.
 """
 
 from __future__ import annotations
