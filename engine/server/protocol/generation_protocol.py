@@ -182,7 +182,7 @@ Prompts = Annotated[
 
 
 def _none_if_false(value: Any) -> Any:
-    """None for false, by which clients of chats say that they want no log-probabilities."""
+    """Maps false to None: clients of chats send it for no log-probabilities."""
     return None if value is False else value
 
 
