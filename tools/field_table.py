@@ -1,4 +1,4 @@
-"""Table of the fields of requests by endpoint: `python tools/field_table.py` writes it into docs/api.md.
+"""Write the table of requests' fields into docs/measured/fields.md: `python tools/field_table.py`.
 
 Each field is given to each endpoint's model with a value. It is refused, or taken where the model has it, or
 it is ignored and named in the header `x-ignored-fields`. `--check` compares and writes nothing.
@@ -77,4 +77,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    put_part("docs/api.md", "field_table.py", __doc__, table)
+    put_part("docs/measured/fields.md", "field_table.py", __doc__, table)

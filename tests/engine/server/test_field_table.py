@@ -1,4 +1,4 @@
-"""The table of fields in docs/api.md is that of the models."""
+"""The table of fields in docs/measured/fields.md is that of the models."""
 
 from __future__ import annotations
 
