@@ -38,7 +38,7 @@ class PlanOutputOptions:
         writes="file",
         common=True,
     )
-    html: Path | None = option(None, "Write the plan as a page.", writes="file", common=True)
+    html: Path | None = option(None, "Write the plan as a page.", writes="file")
     as_json: bool = option(False, "Print the plan as JSON.", flag="--json", common=True)
 
 
