@@ -102,15 +102,15 @@ def _bands(
 ) -> tuple[dict[str, object], Stretches]:
     """Bands that hold nine of ten rows that are not theirs; printed with the share."""
     unseen: dict[Known, str] = {"model not measured": "model", "GPU not measured": "GPU"}
-    count = len(judged.rows)
     rows = {
-        known: judged_rows(judged, without[name], [known] * count) for known, name in unseen.items()
+        known: judged_rows(judged, without[name], _all_are(known, judged))
+        for known, name in unseen.items()
     }
     unlike = unlike_entry(
         [
             entry
             for name in ("engine", "GPU generation")
-            for entry in judged_rows(judged, without[name], ["GPU not measured"] * count)
+            for entry in judged_rows(judged, without[name], _all_are("GPU not measured", judged))
         ]
     )
     pool = [*seen, *(entry for group in rows.values() for entry in group)]
@@ -135,6 +135,10 @@ def _bands(
     known_bands: dict[str, object] = dict(bands(pool, stretches))
     known_bands[NOTHING_LIKE_IT] = unlike
     return known_bands, stretches
+
+
+def _all_are(known: Known, columns: Columns) -> list[Known]:
+    return [known] * len(columns.rows)
 
 
 def write_planner_file(name: str, content: object) -> None:
