@@ -46,7 +46,8 @@ class RunProgress:
         self._expected = dict(_GUESSES)
         self._measured: Counter[str] = Counter()
         self._stage: str | None = None
-        self._total = self._done = self._shown = 0
+        self._total = self._shown = 0
+        self._done = 0.0
         self._unit = self._what = ""
         self._began = self._stage_began = clock()
         progress.start(description, _PARTS, SHARE)
@@ -97,7 +98,7 @@ class RunProgress:
         self._what, self._total, self._unit, self._done = description, total, unit, 0
         self._show()
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: float = 1) -> None:
         self._done += count
         if self._stage is not None and self._done and self._total:
             passed = self._clock() - self._stage_began
@@ -118,7 +119,7 @@ class RunProgress:
         share = int(_PARTS * passed / max(passed + left, 1e-9))
         added = max(0, share - self._shown)
         self._shown += added
-        counted = f", {self._done}/{self._total} {self._unit}" if self._total else ""
+        counted = f", {self._done:.0f}/{self._total} {self._unit}" if self._total else ""
         self._progress.status(f"{self._what}{counted}")
         self._progress.advance(added)
 

@@ -108,7 +108,9 @@ def test_the_calibration_table_is_that_of_the_record() -> None:
 def test_the_table_of_plans_with_weights_in_ram_is_that_of_the_tool() -> None:
     made = offload_error.table()
     assert part_of(MEASURED / "offload.md", "offload_error.py") == made
-    band = offload_band(offload_error.set_ups()[0].steps.offload)
+    offload = offload_error.set_ups()[0].steps.offload
+    assert offload is not None
+    band = offload_band(offload)
     assert band is not None
     ranges = re.findall(r"left out .* from (\S+) % to (\S+) %", made)
     for (low, high), factors in zip(ranges, (band.tpot, band.ttft), strict=True):

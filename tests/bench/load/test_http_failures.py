@@ -150,9 +150,9 @@ def requests(count: int) -> list[EncodedRequest]:
 
 class Counted(Silent):
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0.0
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: float = 1) -> None:
         self.count += count
 
 

@@ -8,7 +8,7 @@ import pytest
 from llmopt.bench.metrics.trace import LoadPass
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.record.run_record import MeasuredPass
-from llmopt.bench.report.parts import disturbed_words
+from llmopt.bench.report.parts import remarks
 from llmopt.bench.session.session import BenchSession
 
 
@@ -64,9 +64,10 @@ def test_disturbed_passes_are_measured_again(
 def test_the_report_says_which_passes_were_disturbed() -> None:
     run = {"disturbed": True, "disturbed_because": "30% stolen"}
     calm = {"disturbed": False, "disturbed_because": None}
-    record = {"runs": [calm, run], "rejected_passes": [run]}
-    assert disturbed_words(record) == [
+    silent = {"workload": {"notes": []}, "metrics": {"e2el": {"count": 0}}}
+    record = silent | {"runs": [calm, run], "rejected_passes": [run]}
+    assert remarks({"llmopt": record}) == [
         "1 of 2 passes were disturbed: 30% stolen.",
         "Passes measured again because they were disturbed: 1 (30% stolen).",
     ]
-    assert disturbed_words({"runs": [calm, {}]}) == []
+    assert remarks({"llmopt": silent | {"runs": [calm, {}]}}) == []

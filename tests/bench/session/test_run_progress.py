@@ -29,13 +29,13 @@ class Shown(Silent):
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int, str]] = []
-        self.share = 0
+        self.share = 0.0
         self.texts: list[str] = []
 
     def start(self, description: str, total: int, unit: str) -> None:
         self.begun.append((description, total, unit))
 
-    def advance(self, count: int = 1) -> None:
+    def advance(self, count: float = 1) -> None:
         assert count >= 0
         self.share += count
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmopt.base.progress import ProgressUpdate, Silent, as_progress
@@ -72,7 +73,7 @@ def test_a_run_tells_its_steps_within_a_layer(
     tmp_path: Path, method: str, options: MethodOptions, least: int
 ) -> None:
     shown = Shown()
-    sizes = {"num_samples": 4, "seq_len": 32}
+    sizes: Any = {"num_samples": 4, "seq_len": 32}
     quantize(
         QuantizeRequest(STORIES, tmp_path / "out", method=method, options=options, **sizes), shown
     )

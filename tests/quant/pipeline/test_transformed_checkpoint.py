@@ -72,8 +72,12 @@ class Killed(BaseException):
 
 
 class KilledAfterALayer(Silent):
-    def advance(self, count: int = 1) -> None:
-        if count:  # the first call says how many layers were done
+    def __init__(self) -> None:
+        self.layers = 0.0
+
+    def advance(self, count: float = 1) -> None:
+        self.layers += count
+        if self.layers > 0.999:  # steps within a layer are parts of one
             raise Killed
 
 
