@@ -121,13 +121,8 @@ def _facts(plan: DeploymentPlan) -> Table:
         row("sizes", f"{model.how}: parameters and cache as its module has them")
     row("shape", _shape_line(shape))
     row("parameters", parameters, *_parts(shape))
-    total_bytes, run = plan.weight_bytes, first.deployment.recipe
-    row("weights", f"{format_gib(total_bytes)}  ({plan.recipe.label})")
-    if run.padding is not None:
-        row("", f"{format_gib(first.weight_bytes)} on a GPU  ({first.engine} pads the experts)")
-    elif run is not plan.recipe:
-        total_bytes = weight_bytes(shape, run)
-        row("", f"{format_gib(total_bytes)} in memory  ({run.label})")
+    total_bytes, weights = _weights(plan)
+    row("weights", *weights)
     row(
         "KV per token",
         f"{format_gib(shape.kv_bytes_per_token(element))}  ({_kv_line(shape, element)})",
@@ -163,6 +158,19 @@ def _facts(plan: DeploymentPlan) -> Table:
         row(f"KV of {work.sequences} sequences", format_gib(work.sequences * kv_of_one))
     row("weights + KV", format_gib(total_bytes + work.sequences * kv_of_one))
     return table
+
+
+def _weights(plan: DeploymentPlan) -> tuple[int, list[str]]:
+    """(bytes that an engine holds, lines about them)."""
+    first, total_bytes = plan.devices[0], plan.weight_bytes
+    run, lines = first.deployment.recipe, [f"{format_gib(total_bytes)}  ({plan.recipe.label})"]
+    if run.padding is not None:
+        padded = format_gib(first.weight_bytes)
+        lines.append(f"{padded} on a GPU  ({first.engine} pads the experts)")
+    elif run is not plan.recipe:
+        total_bytes = weight_bytes(plan.model.shape, run)
+        lines.append(f"{format_gib(total_bytes)} in memory  ({run.label})")
+    return total_bytes, lines
 
 
 def _kv_of_one(plan: DeploymentPlan, device: DevicePlan) -> int:

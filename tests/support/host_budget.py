@@ -8,6 +8,7 @@ calls, Python's and C's, are counted: unlike microseconds they are the same on e
 
 from __future__ import annotations
 
+import gc
 import sys
 from dataclasses import replace
 from typing import Any
@@ -90,10 +91,13 @@ def calls_of_steps(engine: Engine, steps: int) -> tuple[float, float]:
         if event in counts:
             counts[event] += 1
 
+    gc.collect()
+    gc.disable()  # what other tests left calls finalizers
     sys.setprofile(count)
     try:
         for _ in range(steps):
             engine.step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return counts["call"] / steps, counts["c_call"] / steps

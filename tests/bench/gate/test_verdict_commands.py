@@ -135,7 +135,7 @@ def test_against_measures_paired_runs(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--baseline", "nowhere"], "nowhere"),
         (["--baseline", "nowhere", "--against", "stories3M"], "one base"),
         (["--against", "stories3M", "--gate", "p99_tfft_ms<=+5%"], "did you mean p99_ttft_ms"),
-        (["--against", "stories3M", "--base-url", "http://127.0.0.1:9"], "--base-url"),
+        (["--against", "stories3M", "--base-url", "http://127.0.0.1:9"], "no server answers"),
         (["--slowdown-where", "kernel"], "slowdown_where"),
         (["--gpu-hour-price", "-1"], "gpu_hour_price"),
     ],

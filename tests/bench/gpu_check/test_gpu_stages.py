@@ -74,7 +74,7 @@ def test_times_are_held_against_the_plan_of_the_card(
     assert verdicts(told) == [True, False]
     assert told[0].numbers["expected_seconds"] == planned
     assert told[0].numbers["weights"] == "int4 g128"
-    assert told[0].expected == f"{1e3 * planned:.2f} ms, at most 2 times"
+    assert told[0].expected.startswith(f"{1e3 * planned:.2f} ms, at most ")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def refusal(server: RunningServer, path: str, **request: Any) -> tuple[int, dict
         ({"max_tokens": 10**30}, "context length"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_k": 2**40}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"n": 0}, "n"),

@@ -141,7 +141,7 @@ def test_the_first_line_of_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
     first, _, rest = done.stderr.partition("\n")
     assert first.startswith("stories3M: llama, 3.08M parameters, bfloat16, 5.88 MiB, context 512; ")
     assert first.endswith("; quantized about 1.72 MiB") and not done.stdout
-    assert "import of torch halted" in rest
+    assert rest == "error: torch is not installed: pip install torch\n"
 
 
 def test_memory_follows_the_layer_and_not_the_number_of_layers(tmp_path: Path) -> None:
