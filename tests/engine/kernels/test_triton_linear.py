@@ -10,6 +10,7 @@ from llmopt.engine.kernels.common import devices
 from llmopt.engine.kernels.common.devices import VARIABLE
 from llmopt.engine.kernels.common.verdicts import VARIABLE as TRIALS
 from llmopt.engine.kernels.elementwise.reference import (
+    RUN,
     ActivationQuant,
     fake_quantize_activations,
     fake_quantize_inputs,
@@ -165,8 +166,9 @@ def test_quantized_inputs(case: tuple[Scheme, int, int]) -> None:
             got = linear(given)
             assert got.dtype is dtype and got.shape == (tokens, out)
             rows = round_rows(given, quant)
-            width = rows.codes.shape[1] // rows.scales.shape[1]
-            seen = rows.codes.double() * rows.scales.double().repeat_interleave(width, dim=1)
+            run = RUN if scheme.activations.granularity == "group128" else inputs
+            scales = rows.scales.double().repeat_interleave(run, dim=1)[:, :inputs]
+            seen = rows.codes.double() * scales
             assert is_close(got, seen @ expected.T, dtype), tokens
 
 
