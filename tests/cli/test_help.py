@@ -112,8 +112,8 @@ def test_llmopt_alone_begins_with_questions(capsys) -> None:
             main.main(arguments)
         assert not stop.value.code
         screens.append(capsys.readouterr().out)
-    screen, asked = screens
-    assert screen == asked
+    screen, whole = screens
+    assert screen == whole
     assert len(ANSWERS) == 5 and max(map(len, ANSWERS)) <= WIDEST_EXAMPLE
     texts = [text for pair in QUESTIONS["llmopt"].items() for text in pair]
     places = [
