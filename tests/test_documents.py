@@ -164,6 +164,13 @@ def options_of_tools() -> frozenset[str]:
     return frozenset(name for text in texts for name in re.findall(r'"(--[a-z][\w-]*)"', text))
 
 
+def test_the_site_lists_every_page() -> None:
+    """`make docs` fails for a page that the navigation leaves out."""
+    listed = re.findall(r": (\S+\.md)$", text_of(ROOT / "mkdocs.yml"), re.MULTILINE)
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(listed) == sorted(pages)
+
+
 def test_every_command_has_a_page() -> None:
     pages = {page.stem for page in COMMAND_PAGES.glob("*.md")}
     assert pages == set(commands())
