@@ -1,0 +1,1 @@
+"""Checks of a checkpoint before it is loaded: engines, cards, structure and silent damage."""
