@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-type Severity = Literal["broken", "suspect", "note"]
+Severity = Literal["broken", "suspect", "note"]
 
 
 @dataclass(frozen=True, slots=True)
