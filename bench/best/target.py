@@ -211,9 +211,10 @@ class BestRequest:
             raise BadInput(f"--promise {reason}") from error
         if not self.quality_full:
             for limit in promises:
-                if isinstance(limit.quantity, Scored) and not limit.quantity.is_of_passage:
+                what = limit.quantity
+                if isinstance(what, Scored) and what.option == "--quality-full":
                     raise BadInput(
-                        f"--promise {limit.quantity.key}: --no-quality-full leaves it out: give one of them"
+                        f"--promise {what.key}: --no-quality-full leaves it out: give one of them"
                     )
         most = self.max_kl
         if most is None and not (promises or self.is_bounded):

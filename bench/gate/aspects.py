@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from ..metrics.metrics import higher_is_better
 from ..page.page import number, signed_percent, size, sizes
-from .limits import MEASURED, PREFIX, SCORED, GateOutcome
+from .limits import DEPTH_KEY, MEASURED, PREFIX, SCORED, GateOutcome
 from .verdict import Interval, LimitVerdict, MeasuredVerdict
 
 ASPECTS = SPEED, QUALITY, MEMORY = "speed", "quality", "memory"
@@ -120,7 +120,7 @@ def _number(value: float | None) -> str:
 
 def aspect_of(key: str) -> str:
     """The aspect that a quantity of the gate belongs to; counts of requests belong to speed."""
-    if key in SCORED or key.startswith(PREFIX):
+    if key in SCORED or key.startswith(PREFIX) or DEPTH_KEY.fullmatch(key):
         return QUALITY
     return MEMORY if key not in MEASURED and key.endswith("_bytes") else SPEED
 

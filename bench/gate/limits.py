@@ -40,9 +40,15 @@ class Scored:
         return self.column is None
 
     @property
-    def is_of_passage(self) -> bool:
-        """True if it is scored on the quality text; else `--quality-full` scores it."""
-        return not self.name.startswith(("flips.", "domains."))
+    def option(self) -> str:
+        """The option that scores it; empty for a score of the quality text."""
+        if self.name.startswith(("flips.", "domains.")):
+            return "--quality-full"
+        match = DEPTH_KEY.fullmatch(self.key)
+        if match is None:
+            return ""
+        variant = f"--quality-kv {match['dtype']} " if match["dtype"] else ""
+        return f"{variant}--quality-depth {match['depth']}"
 
 
 SCORED = {
@@ -62,9 +68,37 @@ SCORED = {
         ),
     )
 }
+DEPTH_KEY = re.compile(r"(?P<score>kl|top1)\.(?:depth|kv\.(?P<dtype>\w+))\.(?P<depth>\d+[kM]?)")
+DISTANCES = {
+    "kl": ("KL", "nats", "kl_nats"),
+    "top1": ("Top-1 agreement", "share", "top1_agreement"),
+}
+NEEDLES = re.compile(r"needles\.(\w+)")
+
+
+def depth_scored(key: str) -> Scored | None:
+    """The score at a depth, such as `kl.depth.32k`, `top1.depth.32k` and `kl.kv.fp8.32k`."""
+    match = DEPTH_KEY.fullmatch(key)
+    if match is None:
+        return None
+    score, dtype, depth = match.groups()
+    label, unit, name = DISTANCES[score]
+    where = f"at depth {depth}" if dtype is None else f"of the {dtype} KV cache at depth {depth}"
+    part = "depth" if dtype is None else f"kv.{dtype}"
+    return Scored(key, f"{label} {where}", unit, f"{part}.{depth}.{name}")
+
+
+def scores_in(quality: Mapping[str, Any]) -> list[Scored]:
+    """Every score that a quality record may have, with those of the depths that it has."""
+    parts = {"depth": quality.get("depth") or {}}
+    parts |= {f"kv.{dtype}": depths for dtype, depths in (quality.get("kv") or {}).items()}
+    keys = (f"{score}.{part}.{d}" for part, of in parts.items() for d in of for score in DISTANCES)
+    return [*SCORED.values(), *filter(None, map(depth_scored, keys))]
 
 
 PREFIX = "task."
+# Tasks that `llmopt best` scores next to the original.
+PROMISED = ("needles.",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +297,10 @@ def quantity(name: str, *, of_scores: bool = False) -> Quantity:
     name = ALIASES.get(name, name)
     if match := MEASURED.get(name) or COUNTED.get(name) or SCORED.get(name):
         return match
+    if match := depth_scored(name):
+        return match
+    if match := NEEDLES.fullmatch(name):
+        return TaskScored(f"{PREFIX}needles.exact_match.{match[1]}")
     known = [*SCORED] if of_scores else [*MEASURED, *COUNTED, *SCORED, *ALIASES]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"there are {', '.join(SCORED if of_scores else [*COUNTED, *SCORED])}"
@@ -282,14 +320,19 @@ def parse_promises(text: str) -> tuple[Limit, ...]:
     limits = parse_gate(text, of_scores=True)
     for limit in limits:
         what = limit.quantity
+        if isinstance(what, TaskScored) and what.label.startswith(PROMISED):
+            if limit.at_most or not limit.relative:
+                raise BadInput(f"promise: {what.key} {limit.text}: write >=-2%, its least change")
+            continue
         if not isinstance(what, Scored):
-            raise BadInput(f"promise: {what.key} is no score: there are {', '.join(SCORED)}")
+            names = ", ".join((*SCORED, "kl.depth.32k", "kl.kv.fp8.32k", "needles.32k"))
+            raise BadInput(f"promise: {what.key} is no score: there are {names}")
         if limit.relative != (what.key == "perplexity"):
             form = "<=+1%, its change" if what.key == "perplexity" else ", its value"
             text = f"write {what.key}{form} from the original"
             raise BadInput(f"promise: {what.key} {limit.text}: {text}")
-        if limit.at_most == (what.key == "top1"):
-            sign = ">=" if what.key == "top1" else "<="
+        if limit.at_most == what.key.startswith("top1"):
+            sign = ">=" if limit.at_most else "<="
             text = f"bound it from its worse side, by {sign}"
             raise BadInput(f"promise: {what.key} {limit.text}: {text}")
     return limits

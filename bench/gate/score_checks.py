@@ -32,7 +32,7 @@ from ..quality.task_items import (
 )
 from ..record.result import RunData
 from .counts import change_between, relative_change, shown
-from .limits import PREFIX, SCORED, Limit, Scored, TaskScored, parse_share
+from .limits import PREFIX, SCORED, Limit, Scored, TaskScored, parse_share, scores_in
 from .verdict import Excess, LimitVerdict
 
 WITHIN = "is within the interval, score more"
@@ -79,9 +79,17 @@ class QualityGate:
         ]
 
 
-def check_promises(limits: Sequence[Limit], quality: Mapping[str, Any]) -> list[LimitVerdict]:
-    """Check the limits of `parse_promises` on `llmopt.quality` of a run next to its original."""
-    return [_check_value(limit, quality) for limit in limits]
+def check_promises(
+    limits: Sequence[Limit], quality: Mapping[str, Any], runs: tuple[RunData, RunData] | None = None
+) -> list[LimitVerdict]:
+    """Check the limits of `parse_promises` on `llmopt.quality` of a run next to its original, those on tasks
+    on the `runs` of both."""
+    return [
+        check_task(limit, *runs)
+        if runs is not None and isinstance(limit.quantity, TaskScored)
+        else _check_value(limit, quality)
+        for limit in limits
+    ]
 
 
 def _check_value(
@@ -103,7 +111,7 @@ def _check_value(
         format_value = "{:+.2%}".format
     text = f"{scored.label} is {format_value(value)}{_between((low, high), format_value)}"
     undecided = f": the limit {limit.text} {WITHIN} "
-    undecided += "tokens (--quality-tokens)" if scored.is_of_passage else "text or items"
+    undecided += "text or items" if scored.option else "tokens (--quality-tokens)"
     if scored.key == "flips":
         undecided += f": about {items_for_limit(value, limit.bound):,} would tell"
     sides = {"interval": (low, high), "change": change_between(base, value)}
@@ -115,7 +123,9 @@ def _missing(scored: Scored, side: str, quality: Mapping[str, Any]) -> str:
     text = f"{scored.label} has a limit but no value in the {side} run"
     if scored.column == "nll" or not quality:
         return text
-    return text + f": it needs a --reference{'' if scored.is_of_passage else ' and --quality-full'}"
+    if scored.name.startswith("kv."):
+        return text + f": it needs {scored.option}"
+    return text + f": it needs a --reference{f' and {scored.option}' if scored.option else ''}"
 
 
 def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
@@ -196,10 +206,10 @@ def quality_changes(base: RunData, new: RunData) -> dict[str, Any]:
         "reference": ours["reference"],
     }
     values = {}
-    for key, scored in SCORED.items():
+    for scored in scores_in(ours):
         scores = [score_of(side, scored.name) for side in (theirs, ours)]
         if scored.is_felt and scores[1]:
-            values[key] = [None if score is None else score[0] for score in scores]
+            values[scored.key] = [None if score is None else score[0] for score in scores]
     if values:
         changes["felt"] = values
     if theirs:

@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ...base.option import option, within
+from ...base.option import one_of, option, within
+from ...engine.config.config import KV_CACHE_DTYPES
 from ..quality.passage import ProtocolName
-from .values import each, http_url, json_object, listed, pairs, parse_duration
+from .values import each, http_url, json_object, listed, pairs, parse_depths, parse_duration
 
 POSITIVE = within(ge=1)
 COUNT = within(ge=0)
@@ -382,6 +383,25 @@ class QualityOptions:
         False,
         "Beside a reference: KL by domain of text, and flips: multiple-choice answers that change.",
         flag="--quality-full",
+    )
+    quality_depth: tuple[int, ...] = option(
+        (),
+        "Depths in tokens, such as 4k,32k: KL by position in long documents (with --reference), and "
+        "needles, lookups that only the document answers.",
+        word=str,
+        parse=parse_depths,
+        limit=each(within(ge=256)),
+    )
+    quality_documents: int = option(
+        8, "Documents of each depth, generated or of --quality-text.", limit=POSITIVE
+    )
+    quality_kv: tuple[str, ...] = option(
+        (),
+        "With --quality-depth: types of the KV cache, such as auto,fp8,int8, to compare with one that "
+        "rounds nothing.",
+        word=str,
+        parse=listed,
+        limit=each(one_of(*KV_CACHE_DTYPES)),
     )
     tasks: tuple[str, ...] = option(
         (),

@@ -276,6 +276,11 @@ class BenchOptions(BenchFields):
                 "--speculative is for the model in this process: leave --base-url away, or give it to "
                 "the server"
             )
+        if self.quality_kv and (is_served or not self.quality or not self.quality_depth):
+            return (
+                "--quality-kv compares KV caches of the model in this process at --quality-depth: give one, "
+                "and leave --base-url, --serve and --no-quality away"
+            )
         if self.loras and self.tasks:
             return "--tasks scores the model without adapters: leave --lora away"
         if len(self.loras) > 1 and self.quality and not is_served:

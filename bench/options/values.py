@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ...base.atomic_io import expanded
 from ...base.errors import BadInput
 from ...base.option import Limit, offer
+from ...engine.base.units import parse_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,6 +111,11 @@ def json_object(text: str) -> dict[str, Any]:
 
 def listed(text: str) -> list[str]:
     return [word.strip() for word in text.split(",")]
+
+
+def parse_depths(text: str) -> list[int]:
+    """`4k,32k` as numbers of tokens, ascending."""
+    return sorted({parse_tokens(word) for word in listed(text)})
 
 
 def each(limit: Limit) -> Limit:

@@ -47,6 +47,8 @@ FORMULAS = {
     "KL of rounding the KV cache": "mean KL of this model from itself with keys and values in the dtype of "
     "its activations, over about the first 1,000 scored positions; the reference's cache has the default "
     "dtype, so that a model is at no distance from itself",
+    "KL at depth": "mean of the KL over the positions of long documents with half of a depth to all of it "
+    "before them; of a KV cache from the same weights on a cache that rounds nothing",
     "rank moved": "share of the scored positions at which the actual token has another rank in this model's "
     "distribution than in the reference's",
     "quality interval": "95 %: block bootstrap over documents, or the windows of a joined text (segments of "

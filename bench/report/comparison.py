@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..gate.compare import Comparison, RunData
-from ..gate.limits import SCORED, GateOutcome
+from ..gate.limits import SCORED, GateOutcome, depth_scored
 from ..gate.verdict import (
     FALSE_PASS,
     FALSE_REGRESSION,
@@ -144,7 +144,9 @@ def quality_rows(comparison: Comparison) -> list[list[str]]:
         ["Top-1 agreement with the reference", *top1, ""],
     ]
     for key, sides in scored.get("felt", {}).items():
-        rows.append([SCORED[key].label, *(felt(SCORED[key].unit, side) for side in sides), ""])
+        what = SCORED.get(key) or depth_scored(key)
+        assert what is not None, key
+        rows.append([what.label, *(felt(what.unit, side) for side in sides), ""])
     return rows
 
 

@@ -33,6 +33,7 @@ from ..page.plot_style import (
     whole_numbers,
 )
 from ..record.comparable import served_weight_bytes
+from .depth import depth_curves, depth_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,6 +53,8 @@ CAPTIONS = {
     "which the prefix cache gave the darker part.",
     "roofline": "Points are model bytes and model FLOP over measured time. The ceilings were measured on "
     "this machine just after the run, with the same threads.",
+    "depth": "Each point is of the positions with half of that depth to all of it before them; bands are "
+    "95 % intervals.",
 }
 SHARED_ROOFLINE = (
     "Points are model bytes and model FLOP over measured time, as shares of the run's own ceilings, "
@@ -262,6 +265,8 @@ def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[s
     roofline = result["llmopt"]["roofline"]
     if roofline and roofline["points"]:
         figures["roofline"] = roofline_svg({"this run": roofline})
+    if curves := depth_curves(result["llmopt"]["quality"] or {}):
+        figures["depth"] = depth_svg(curves)
     return figures
 
 
@@ -277,6 +282,13 @@ def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> d
         figures["distributions"] = distributions_svg(both)
     if len(roofs := rooflines(results)) == len(results):
         figures["roofline"] = roofline_svg(roofs)
+    curves = {
+        f"{name}: {curve}": depths
+        for name, result in results.items()
+        for curve, depths in depth_curves(result["llmopt"]["quality"] or {}).items()
+    }
+    if curves:
+        figures["depth"] = depth_svg(curves)
     return figures
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...base.atomic_io import write_atomically
 from ...base.errors import BadInput
-from ..gate.limits import COUNTED, MEASURED, SCORED
+from ..gate.limits import COUNTED, MEASURED, scores_in
 from ..quality.summary import score_of
 from ..record.comparable import series_identity
 from ..record.result import read_result
@@ -95,9 +95,10 @@ def _metric_values(result: Mapping[str, Any]) -> dict[str, float]:
             continue
         if value is not None:
             values[key] = float(value)
-    for key, scored in SCORED.items():
-        if (score := score_of(result["llmopt"]["quality"] or {}, scored.name)) is not None:
-            values[key] = float(score[0])
+    quality = result["llmopt"]["quality"] or {}
+    for scored in scores_in(quality):
+        if (score := score_of(quality, scored.name)) is not None:
+            values[scored.key] = float(score[0])
     return values
 
 

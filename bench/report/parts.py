@@ -32,6 +32,7 @@ from ..page.page import (
 from ..quality import summary
 from ..quality.summary import score_of
 from ..quality.task_items import metric_name, score_words, task_rows
+from .depth import depth_curves, depth_table
 
 
 def report_page(template: str, **record: Any) -> Page:
@@ -40,7 +41,15 @@ def report_page(template: str, **record: Any) -> Page:
 
 def shared() -> dict[str, Any]:
     functions = (facts, felt_scores, formula_table, layer_rows, load_words, marked, metric_name)
-    functions = (*functions, reason_in_words, score_words, split_sentence, task_rows)
+    functions = (
+        *functions,
+        depth_curves,
+        depth_table,
+        reason_in_words,
+        score_words,
+        split_sentence,
+        task_rows,
+    )
     constants = {"SCORES": SCORES, "SHADES": SHADES, "SHARES": SHARES, "STEP_FORMULA": FORMULA}
     constants |= {"COST_FORMULAS": run_statistics.COST_FORMULAS, "STEP_PARTS": PARTS | DRAFTING}
     return constants | {function.__name__: function for function in functions}

@@ -28,6 +28,7 @@ from ..load.json_http import (
     probe_prompt,
 )
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
+from ..quality.depth import by_depth, depth_label, depth_passage
 from ..quality.domains import FullPassage
 from ..quality.passage import EVALUATION_TEXT, Passage, PassageWindow, ProtocolOptions, read_passage
 from ..quality.positions import PositionScores, QualitySeries, SeriesWriter
@@ -80,15 +81,15 @@ def score_quality(
     from ..quality.scoring import score_passage
 
     rounding = None
-    full = full_passage(options, engine.tokenizer, engine.max_model_len)
-    passages = [passage] if full is None else [passage, full.passage]
+    full, deep = further_passages(options, engine.tokenizer, engine.max_model_len)
+    passages = [passage, *filter(None, (full and full.passage, deep))]
     if shared is not None and all(map(shared.holds, passages)):
-        (series, *others), speed = map(shared.series, passages), None
+        (series, *rest), speed = map(shared.series, passages), None
     else:
         model, reference = _scorers(options, engine, passages)
         named: dict[str, Any] = {"progress": progress, "what": options.name or "model"}
         pairs = [score_passage(part, model, reference, **named) for part in passages]
-        (series, *others), speed = (pair[0] for pair in pairs), pairs[0][1].as_dict()
+        (series, *rest), speed = (pair[0] for pair in pairs), pairs[0][1].as_dict()
         if reference is not None:
             rounding = _cache_rounding(options, model, passage, progress)
     quality = summarize(
@@ -101,9 +102,76 @@ def score_quality(
     )
     record = asdict(quality)
     if full is not None:
-        record |= full.summary(others[0], options.seed)
+        record |= full.summary(rest[0], options.seed)
+    if deep is not None:
+        record |= depth_parts(deep, rest[-1], options)
     record["kv_cache"] = rounding
+    if options.quality_kv:
+        record |= kv_parts(options, engine, progress)
     return ScoredQuality(record, series)
+
+
+def further_passages(
+    options: BenchOptions, tokenizer: Any, longest: int
+) -> tuple[FullPassage | None, Passage | None]:
+    """What is scored with a reference besides the quality text: `--quality-full`, `--quality-depth`."""
+    deep = None if options.reference is None else deep_passage(options, tokenizer, longest)
+    return full_passage(options, tokenizer, longest), deep
+
+
+def deep_passage(options: BenchOptions, tokenizer: Any, longest: int) -> Passage | None:
+    """The documents of `--quality-depth`, of at most `longest` tokens; None without."""
+    if not options.quality_depth:
+        return None
+    return depth_passage(
+        tokenizer,
+        min(longest, max(options.quality_depth)),
+        documents=options.quality_documents,
+        seed=options.seed,
+        path=options.quality_text,
+    )
+
+
+def check_depths(options: BenchOptions, max_model_len: int) -> None:
+    """Raise BadInput for a depth beyond the context of the model."""
+    if options.quality_depth and (deepest := max(options.quality_depth)) > max_model_len:
+        raise BadInput(
+            f"--quality-depth {depth_label(deepest)} exceeds the context of {max_model_len:,} tokens: name "
+            "smaller depths, or raise --max-model-len"
+        )
+
+
+def depth_parts(passage: Passage, series: QualitySeries, options: BenchOptions) -> dict[str, Any]:
+    """`depth` of the record: distances by depth; and `depth_text`."""
+    return {
+        "depth": by_depth(series, options.quality_depth, options.seed),
+        "depth_text": depth_text(passage),
+    }
+
+
+def depth_text(passage: Passage) -> dict[str, str]:
+    text = {"source": passage.source, "description": passage.description}
+    return text | {"token_sha256": passage.sha256}
+
+
+def kv_parts(options: BenchOptions, engine: Engine, progress: Progress) -> dict[str, Any]:
+    """`kv` of the record, and `depth_text`: by type of the KV cache the distance by depth of the model on it
+    from the same weights on a cache that rounds nothing. Raises BadInput: a type that this device does not
+    have, or not enough memory."""
+    from ..quality.scoring import score_passage
+
+    passage = deep_passage(options, engine.tokenizer, engine.max_model_len)
+    assert passage is not None, "--quality-kv needs --quality-depth"
+    num_tokens = _cache_tokens(options, engine.device.type, [passage])
+    lora, distances = next(iter(options.loras), None), {}
+    for dtype in options.quality_kv:
+        passes = (engine.prompt_pass_on(name, num_tokens, lora) for name in (dtype, None))
+        model, exact = map(_OpenedPass, passes)
+        series, _ = score_passage(
+            passage, model, exact, progress=progress, what=f"{dtype} KV cache"
+        )
+        distances[dtype] = by_depth(series, options.quality_depth, options.seed)
+    return {"kv": distances, "depth_text": depth_text(passage)}
 
 
 def _cache_rounding(
@@ -152,8 +220,8 @@ def score_share(
 ) -> None:
     """Score one share, `(number, count)`, of `score_quality`. BadInput: text or reference do not fit."""
     passage = quality_passage(options, engine.tokenizer, engine.max_model_len)
-    full = full_passage(options, engine.tokenizer, engine.max_model_len)
-    passages = [passage] if full is None else [passage, full.passage]
+    full, deep = further_passages(options, engine.tokenizer, engine.max_model_len)
+    passages = [passage, *filter(None, (full and full.passage, deep))]
     model, reference = _scorers(options, engine, passages)
     for part in passages:
         shared.score(part, share, model, reference, progress)
@@ -313,9 +381,14 @@ def _scored(
     }
     record = asdict(quality) | {"served": how}
     longest = min(server.max_model_len for server in servers) - 1
-    full = None if reference is None else full_passage(options, served.tokenizer, longest)
+    if reference is None:
+        return ScoredQuality(record, series, reason)
+    full, deep = further_passages(options, served.tokenizer, longest)
     if full is not None:
         record |= full.summary(_served_series(full.passage, servers, progress, []), options.seed)
+    if deep is not None:  # one long prompt at a time: answers hold 20 tokens of each position
+        single = [replace(s, scoring=replace(s.scoring, concurrency=1)) for s in servers]
+        record |= depth_parts(deep, _served_series(deep, single, progress, []), options)
     return ScoredQuality(record, series, reason)
 
 

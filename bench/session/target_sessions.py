@@ -61,7 +61,13 @@ from ..report.parts import recorded_layer_errors
 from ..report.plan_page import plan_for_folder, residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.workload import Workload, shared_tokens
-from .quality import ScoredQuality, quality_passage, score_quality, score_served
+from .quality import (
+    ScoredQuality,
+    check_depths,
+    quality_passage,
+    score_quality,
+    score_served,
+)
 from .session import LOAD, QUALITY, REPORT, BenchSession, RunProgress
 from .task_backends import EngineBackend, ServedBackend
 from .tasks import check_template, prepare_tasks
@@ -102,8 +108,13 @@ class EngineSession(BenchSession):
         if options.quality:
             limits = self.engine.tokenizer, self.engine.max_model_len
             self._passage = quality_passage(options, *limits)
+        check_depths(options, self.engine.max_model_len)
         if options.quality and options.reference is not None:
             resolve_model(options.reference)
+        if options.quality_kv and not self.engine.takes_other_caches:
+            raise BadInput(
+                "--quality-kv: layers with a constant state, or several workers, have no other KV cache"
+            )
         self._images: dict[str, Any] | None = None
         self._step_split: dict[str, Any] | None = None
         rule = {"assignment": options.lora_assignment, "seed": options.seed}
@@ -248,6 +259,7 @@ class HttpSession(BenchSession):
         address = self._address = Address.of(options)
         served = self._served = find_served(options, address)
         self._said = server_facts(address)
+        check_depths(options, served.max_model_len)
         if tasks is not None:
             check_template(options, self._task_backend(options, progress))
         if options.is_pooling:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,7 +14,14 @@ import torch
 from ...base.errors import BadInput
 from ..base.image_input import NO_IMAGES, Images
 from ..base.sampling_params import PoolingParams, SamplingParams
-from ..cache.kv_cache import KvCache, check_fits_memory, kv_block_bytes, stored_name
+from ..cache.kv_cache import (
+    KvCache,
+    check_fits_memory,
+    check_stored_dtype,
+    kv_block_bytes,
+    stored_dtype,
+    stored_name,
+)
 from ..config.adapters import adapter_salt
 from ..config.compatibility import refuse
 from ..config.config import EngineConfig
@@ -350,18 +358,36 @@ class Engine:
         Raises:
             BadInput: an unknown adapter, or not enough memory for that cache.
         """
-        runner, scheduler = self.runner, self.scheduler
-        if runner.cache.dtype == self.dtype or runner.cache.states or self.workers is not None:
+        if self.runner.cache.dtype == self.dtype or not self.takes_other_caches:
             return None
+        return self.prompt_pass_on(None, num_tokens, lora)
+
+    @property
+    def takes_other_caches(self) -> bool:
+        """True if `prompt_pass_on` serves: no layer keeps a constant state, and there are no workers."""
+        return not self.runner.cache.states and self.workers is None
+
+    def prompt_pass_on(
+        self, kv_dtype: str | None, num_tokens: int, lora: str | None = None
+    ) -> PromptPass:
+        """Prefill on a KV cache of its own of at least `num_tokens`, freed with the pass; in the dtype of
+        computation if `kv_dtype`, a name of `--kv-cache-dtype`, is None. Raises BadInput: as
+        `unrounded_prompt_pass`, or a dtype that this device does not have."""
+        dtype = self.dtype
+        if kv_dtype is not None:
+            config = replace(self.config, kv_cache_dtype=kv_dtype)
+            dtype = stored_dtype(config, self.device, self.dtype)
+            check_stored_dtype(dtype, self.device)
+        scheduler = self.scheduler
         adapter = None if lora is None else self.loras.loaded.key(lora)
         size = scheduler.config.block_size
         num_blocks = 1 + -(-num_tokens // size)
-        layouts = runner.decoder.kv_layouts
-        check_fits_memory(num_blocks * kv_block_bytes(layouts, self.dtype, size), self.device)
-        with explaining_out_of_memory("an unrounded KV cache", self.device):
-            cache = KvCache(layouts, num_blocks, size, self.device, self.dtype)
-        unrounded = runner.on_cache(cache)
-        return PromptPass(unrounded, BlockPool(num_blocks), scheduler.config, adapter)
+        layouts = self.runner.decoder.kv_layouts
+        check_fits_memory(num_blocks * kv_block_bytes(layouts, dtype, size), self.device)
+        with explaining_out_of_memory("another KV cache", self.device):
+            cache = KvCache(layouts, num_blocks, size, self.device, dtype)
+        runner = self.runner.on_cache(cache)
+        return PromptPass(runner, BlockPool(num_blocks), scheduler.config, adapter)
 
     def reset_prefix_cache(self) -> None:
         """Drop cached prefixes and their counters, as a benchmark does between runs."""
