@@ -14,7 +14,14 @@ from ..bench.options import definitions as of_bench
 from ..bench.record.tracking import TrackingOptions
 from ..engine.config.config import EngineConfig
 from .options.command import From, Words, with_options
-from .options.shared import ModelOptions, ResultOptions, SweepOptions, VerdictOptions, check_models
+from .options.shared import (
+    ModelOptions,
+    ResultOptions,
+    SanityOptions,
+    SweepOptions,
+    VerdictOptions,
+    check_models,
+)
 
 if TYPE_CHECKING:
     from ..bench.gate.outputs import VerdictWanted
@@ -32,6 +39,7 @@ def bench(
     workload: Annotated[Words, From(*WORKLOAD)],
     sweep: SweepOptions,
     target: Annotated[Words, From(of_bench.TargetOptions)],
+    sanity: SanityOptions,
     engine: Annotated[Words, From(EngineConfig)],
     scores: Annotated[Words, From(of_bench.MetricOptions, of_bench.QualityOptions)],
     verdict: VerdictOptions,
@@ -42,6 +50,9 @@ def bench(
     """Measure a model: latency, throughput, quality and memory, in a folder under runs/."""
     from ..bench.options.options import BenchOptions, checked
 
+    if sanity.sanity is not None:
+        _check_sanity(sanity.sanity, target, model.name, as_json=result.as_json)
+        return
     if target["check_client"] and target["base_url"] is None and target["serve"] is None:
         _print_client_errors(target, as_json=result.as_json)
         return
@@ -152,6 +163,35 @@ def _print_client_errors(target: Words, *, as_json: bool) -> None:
     with TerminalProgress() as progress:
         record, errors = check_client(target["client_workers"], burden=burden, progress=progress)
     say(check_table(errors), result_console(as_json, record))
+
+
+def _check_sanity(where: str, target: Words, model: str | None, *, as_json: bool) -> None:
+    """Print the checks of a server; exit code 1 if one is broken. `where` is a URL, or a model to serve."""
+    from ..bench.load.address import Address
+    from ..bench.load.started_server import served
+    from ..bench.options.options import BenchOptions, checked
+    from ..bench.session.sanity import check_sanity
+    from .output.bench_tables import plain_table
+    from .output.console import TerminalProgress, result_console, say
+
+    if target["base_url"] is not None:
+        raise BadInput("--sanity URL names the server itself: leave --base-url away")
+    given = {key: value for key, value in target.items() if value is not None}
+    if where.startswith(("http://", "https://")):
+        given |= {"base_url": where, "model": model}
+    else:
+        given |= {"serve": target["serve"] or "llmopt", "model": where}
+    options = checked(BenchOptions, given, "option")
+    with TerminalProgress() as progress, served(options, progress) as options:
+        progress.start(f"sanity of {options.base_url}", 0, "")
+        report = check_sanity(Address.of(options), options.model, options.request_timeout)
+        progress.finish()
+    out = result_console(as_json, report.as_dict() if as_json else None)
+    rows = [(check.name, check.outcome.value, check.evidence) for check in report.checks]
+    out.print(plain_table(("check", "result", "evidence"), rows, left=range(3)))
+    say(f"{report.model}: {'sane' if report.is_sane else 'broken'}", out)
+    if not report.is_sane:
+        raise typer.Exit(1)
 
 
 def run_sweep(

@@ -133,6 +133,20 @@ def check_models(keywords: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class SanityOptions:
+    """The check of a server that measures nothing."""
+
+    PANEL: ClassVar = "Server"
+
+    sanity: str | None = option(
+        None,
+        "Check that the server at this URL, or one that --serve (default: llmopt) starts with this model, "
+        "answers sanely, and end: exit code 1 is broken.",
+        metavar="URL",
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class SweepOptions:
     """A load sweep, or a search for the highest load within an SLO."""
 
