@@ -26,6 +26,7 @@ COMMANDS = {
     "quantize": "Quantize a model's weights; an interrupted run is resumed.",
     "verify": "Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was "
     "computed.",
+    "check": "Say which engines load a checkpoint, with which kernels; exit 1 if none does.",
     "convert": "Convert a quantized checkpoint to another format, or to plain weights.",
     "merge": "Fold LoRA and DoRA adapters into the weights of a checkpoint.",
     "serve-local": "Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C.",

@@ -111,6 +111,15 @@ class ModelParameters:
             )
         return loaded
 
+    def weight_shapes(self, modules: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """The shape of each module's weight (names on disk), where it is one parameter of the model."""
+        loaded = self.loaded_from(f"{module}.weight" for module in modules)
+        return {
+            name.removesuffix(".weight"): tuple(self._state[entry.parameters[0]].shape)
+            for name, entry in loaded.items()
+            if len(entry.parameters) == 1 and not entry.converted
+        }
+
     def split_weights(self) -> list[str]:
         """Patterns of the weights that become several parameters, whether or not a file has one."""
         return WeightMap((), self._model).split_weights

@@ -1,0 +1,64 @@
+"""`llmopt check`: which engines load a checkpoint, on a card, with which kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+import typer
+
+from ..base.option import at_least, check_limits, option
+from .options.command import with_options
+from .options.shared import TrustRemoteCode, json_option
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """Engine, card and ranks."""
+
+    PANEL: ClassVar = "Where it should load"
+
+    engine: Literal["vllm", "sglang", "trtllm", "llama.cpp", "transformers", "llmopt"] | None = (
+        option(None, "One engine. Default: a table of all.", common=True)
+    )
+    engine_version: str | None = option(None, "Its version. Default: the newest that is known.")
+    gpu: str | None = option(None, "A GPU of kv-plan's table. Default: any.", common=True)
+    tp: int = option(
+        1,
+        "Tensor-parallel ranks.",
+        hidden_flags=("--tensor-parallel-size",),
+        limit=at_least(1),
+        common=True,
+    )
+    as_json: bool = json_option()
+
+    def __post_init__(self) -> None:
+        check_limits(self, by_flag=True)
+
+
+@with_options
+def check(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A folder, a .gguf file, or a config.json next to an index.")
+    ],
+    options: CheckOptions,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Say which engines load a checkpoint, with which kernels; exit 1 if none does."""
+    from ..base.atomic_io import expanded
+    from ..quant.source.models import resolve_model
+
+    path = expanded(checkpoint)
+    if not path.exists():
+        path = resolve_model(checkpoint)
+    from ..quant.check.check import check as run  # torch
+    from ..quant.check.engines import ENGINES, Target
+    from .output.check_tables import show_check
+    from .output.console import result_console
+
+    engines = tuple(ENGINES) if options.engine is None else (options.engine,)
+    target = Target(options.engine_version, tensor_parallel=options.tp)
+    report = run(path, engines, target, trust_remote_code=trust_remote_code)
+    show_check(report, result_console(options.as_json, report.as_dict()))
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
