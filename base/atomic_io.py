@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 TEMPORARY_SUFFIX = ".writing"
 _PIECE = 16 * 2**20
+HOLLOW_BYTES = 2**16
+"""Bytes at the start of a hollow tensor that are written."""
 _PR_SET_PDEATHSIG = 1
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]+:")  # that a path begins with which was a URL
 
@@ -66,12 +68,19 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         file.write(data if isinstance(data, bytes) else data.encode("utf-8"))
 
 
-def write_tensors(path: Path, tensors: TensorsByName, layout: Mapping[str, Entry]) -> str:
+def write_tensors(
+    path: Path,
+    tensors: TensorsByName,
+    layout: Mapping[str, Entry],
+    hollow: Collection[str] = (),
+) -> str:
     """Stream a safetensors file to disk, one tensor in memory at a time; returns its SHA-256.
 
     Args:
         tensors: read one after the other.
         layout: dtype and shape of each, see `layout_of`.
+        hollow: tensors that are a hole in the file, zeros that take no space, after `HOLLOW_BYTES`; the
+            digest is without the holes.
     """
     names, text = _header(layout)
     digest = hashlib.sha256()
@@ -81,9 +90,13 @@ def write_tensors(path: Path, tensors: TensorsByName, layout: Mapping[str, Entry
             file.write(start)
         for name in names:
             view = memoryview(_raw(tensors[name]))
+            end = file.tell() + len(view)
+            view = view[: HOLLOW_BYTES if name in hollow else None]
             for begin in range(0, len(view), _PIECE):
                 digest.update(view[begin : begin + _PIECE])
                 file.write(view[begin : begin + _PIECE])
+            file.seek(end)
+        file.truncate()  # extends the file where it ends with a hole
     return digest.hexdigest()
 
 

@@ -74,7 +74,7 @@ def bench(
 def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
     """Raises BadInput for a model, file or server that is not there, before torch is imported."""
     from ..bench.load.address import Address
-    from ..quant.source.models import resolve_model
+    from ..quant.source.models import refuse_mock, resolve_model
 
     against = None if wanted is None else wanted.against
     if options.base_url is not None:
@@ -82,9 +82,9 @@ def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
         if options.model is None:
             address.model_card()
     elif options.serve is None:
-        resolve_model(options.model)
-        for model in filter(None, (options.reference, against)):
-            resolve_model(model)
+        models = (options.model, *filter(None, (options.reference, against)))
+        for path in map(resolve_model, models):
+            refuse_mock(path, "bench")
     if options.quality_full and options.reference is None and not against:
         raise BadInput("--quality-full measures the distance from a model: give --reference MODEL")
     for flag, path in (("--plan", options.plan), ("--quality-text", options.quality_text)):

@@ -39,11 +39,12 @@ def convert(
 ) -> None:
     """Convert a quantized checkpoint to another format, or to plain weights."""
     from ..quant.methods.registry import check_format
-    from ..quant.source.models import open_checkpoint, resolve_model, short_name
+    from ..quant.source.models import open_checkpoint, refuse_mock, resolve_model, short_name
 
     is_plain = target == "hf"
     check_format(target, ["hf"])
     path = resolve_model(str(source), local=True)
+    refuse_mock(path, "convert")
     folder = output or Path(f"{short_name(source)}-{target}")
     check_output(folder, "--output", folder=True)
     # Nothing before imports torch.

@@ -50,7 +50,7 @@ def serve_local(
     server: Annotated[Words, From(ServerOptions)],
 ) -> None:
     """Serve a model with OpenAI's completions and chat endpoints, until Ctrl-C."""
-    from ..quant.source.models import resolve_model
+    from ..quant.source.models import refuse_mock, resolve_model
     from ..recipes import DEFAULT_MODEL
 
     name = model.name or DEFAULT_MODEL
@@ -63,6 +63,7 @@ def serve_local(
             raise BadInput(f"--{option.replace('_', '-')} is for another --engine")
     require_server("serve-local")
     folder = resolve_model(name)  # before torch is imported
+    refuse_mock(folder, "serve-local")
 
     keywords = keywords_of_words(EngineConfig, engine)
     served = serving.served_name(name)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from ...base.errors import BadInput
 from ...base.extras import import_extra
 from ...quant.source.load_processor import load_tokenizer
-from ...quant.source.models import is_local, resolve_model
+from ...quant.source.models import is_local, refuse_mock, resolve_model
 from ..options import values
 from ..options.options import BenchOptions
 from ..options.values import BACKENDS, CHAT, COMPLETIONS, POOLING
@@ -217,7 +217,9 @@ def find_tokenizer(names: Sequence[str], options: BenchOptions) -> tuple[str, Pa
     for name in names:
         given = name in (options.tokenizer, options.model)
         if is_local(name) or (given and (options.tokenizer or "/" in name)):
-            return name, resolve_model(name)
+            folder = resolve_model(name)
+            refuse_mock(folder, "bench")
+            return name, folder
     raise BadInput(
         f"no tokenizer for {' or '.join(map(repr, names))}: give --tokenizer FOLDER, a .gguf file, a bundled "
         "model or a hub id"

@@ -25,7 +25,7 @@ from ...base.processor import without_openmp_spins
 from ...base.progress import Progress, Silent
 from ...engine.deploy.engine_commands import SGLANG, TRTLLM, VLLM, ServerCommand, find_program
 from ...quant.model.checkpoint import gguf_file_of, read_json
-from ...quant.source.models import bundled_models, resolve_model
+from ...quant.source.models import bundled_models, refuse_mock, resolve_model
 from ...recipes import DEFAULT_MODEL
 from ..machine.environment import without_secrets
 from ..options.options import BenchOptions
@@ -275,6 +275,7 @@ def _model(options: BenchOptions, chosen: Preset) -> str:
         raise BadInput(f"--serve {options.serve}: give a .gguf file as the model, not {name!r}")
     elif name in bundled_models() or path.exists():
         name = str(resolve_model(name).resolve())
+    refuse_mock(expanded(name), "bench")
     return name
 
 

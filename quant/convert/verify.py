@@ -28,7 +28,7 @@ from ..model.parameters import ModelParameters, by_kind, model_parameters, plain
 from ..plan.journal import sha256_of_file
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.selection import HEAD
-from ..source.models import check_local, open_checkpoint
+from ..source.models import check_local, open_checkpoint, refuse_mock
 from ..stream.calls import kv_heads
 
 PROVEN = "proven: the files hold what was computed"
@@ -76,6 +76,7 @@ def verify(
     progress = progress or Silent()
     folder = Path(folder)
     check_local(folder)
+    refuse_mock(folder, "verify")
     report = VerifyReport(folder)
     home = folder if folder.is_dir() else folder.parent
     path = home / MANIFEST_NAME

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from ...base.atomic_io import Entry
+from ...base.atomic_io import HOLLOW_BYTES, Entry
 from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.ggml.formats import BLOCKS_SUFFIX
@@ -28,7 +29,7 @@ from .architecture import (
     to_gguf,
     to_interleaved,
 )
-from .container import TensorToWrite, gguf_bytes, write_gguf
+from .container import TensorToWrite, data_bytes, gguf_bytes, write_gguf
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
 from .tokenizer import tokenizer_keys
 
@@ -58,6 +59,8 @@ def assemble(
     schemes: Mapping[str, Scheme],
     type_name: str,
     tables: Mapping[str, str] = MappingProxyType({}),
+    *,
+    hollow: bool = False,
 ) -> list[str]:
     """Write a whole model as one GGUF file, one tensor in memory at a time.
 
@@ -71,6 +74,7 @@ def assemble(
         type_name: one of `mix.GGUF_TYPES`.
         tables: block types of embedding and output head, by module, where the mix does not decide them; an
             empty one leaves the table as it is.
+        hollow: True for a mock, whose large tensors are holes in the file.
 
     Returns notes for the user; BadInput as of `check_source`, for NaN in a weight and for a full disk.
     """
@@ -85,6 +89,11 @@ def assemble(
         readers |= dict.fromkeys(slices, lambda name, path=path: mapped(path).get_tensor(name))
     metadata = _metadata(source, output.stem, type_name)
     tensors = _contents(source.config, layout, readers, schemes, type_name, tables)
+    if hollow:
+        tensors = [
+            replace(tensor, hollow=data_bytes(tensor.type, tensor.shape) > HOLLOW_BYTES)
+            for tensor in tensors
+        ]
     write_gguf(output, metadata, tensors)
     used = sorted({tensor.type for tensor in tensors})
     return [f"note: {output.name} holds {', '.join(used)} tensors"]

@@ -222,12 +222,14 @@ class _Cursor:
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """A tensor of a file that is written: torch's shape, ggml type, and a function that yields its bytes."""
+    """A tensor of a file that is written: torch's shape, ggml type, and a function that yields its bytes, of
+    which a `hollow` one has none: it is a hole of zeros in the file."""
 
     name: str
     shape: tuple[int, ...]
     type: str
     chunks: Callable[[], Iterable[bytes]]
+    hollow: bool = False
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> None:
@@ -237,12 +239,15 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Sequence[Tensor
         file.write(_header(metadata, tensors))
         for tensor in tensors:
             start, expected = file.tell(), data_bytes(tensor.type, tensor.shape)
-            for chunk in tensor.chunks():
+            if tensor.hollow:
+                file.seek(expected, os.SEEK_CUR)
+            for chunk in () if tensor.hollow else tensor.chunks():
                 file.write(chunk)
             written = file.tell() - start
             if written != expected:
                 raise ValueError(f"{tensor.name} gave {written} bytes, its shape says {expected}")
             file.write(bytes(_aligned(written) - written))
+        file.truncate()  # extends the file where it ends with a hole
 
 
 def gguf_bytes(metadata: Mapping[str, Any], tensors: Sequence[TensorToWrite]) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+MANIFEST_NAME = "llmopt_quantization.json"
 MAPPED_SHARDS = 2  # mapped at a time: pages that were read stay resident until a shard is unmapped
 # Tokenizer, processor, generation config, licence: files that a copy needs beside its config and weights.
 _COMPANIONS = (

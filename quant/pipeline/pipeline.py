@@ -31,6 +31,7 @@ from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges
 from ..stream.layer_stream import LayerStream
 from .estimate import LayerTime, time_layer
+from .mock import MockLayer, hollow_names, mock_layer
 from .online_calibration import NoCalibration
 from .preflight import Preflight, preflight
 from .prepare import outline, prepare, statistics_path
@@ -117,7 +118,7 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
     output = request.output
     check_free(output)
     session = prepare(request, progress)
-    if request.imatrix is not None and not request.imatrix.exists():
+    if request.imatrix is not None and not request.imatrix.exists() and not request.mock:
         from ..gguf.imatrix import write_imatrix
 
         path, stream, calibration = request.imatrix, session.stream, session.calibration
@@ -132,7 +133,8 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
     for note in session.notes:
         progress.note(note)
     expected = _predicted(session)
-    progress.note(expected.line())
+    if not request.mock:
+        progress.note(expected.line())
     give_back()
     memory = PeakMemory()
     resumed, seconds = 0, ()
@@ -165,7 +167,7 @@ def _carried_out(
     request, journal = session.request, _journal(session)
     resumed, threads = len(journal.layers), torch.get_num_threads()
     try:
-        if workers.is_first():
+        if workers.is_first() and not request.mock:
             _check_space(session, journal)
         # Sums depend on the thread count in the last bit: a resumed run uses that of the first run.
         torch.set_num_threads(journal.threads)
@@ -249,7 +251,9 @@ def _quantize_layers(
         if index == stage.end and stage is not stages[-1]:
             stage = stages[1]
             source = source_of(session, stage, journal, None, progress)
-        if index < stage.end:
+        if session.request.mock:
+            work = mock_layer(plan, stage, index - stage.start)
+        elif index < stage.end:
             work = _quantize_layer(plan, stage, source, index - stage.start, solve)
         else:
             tensors = {
@@ -298,7 +302,7 @@ def _quantize_layer(
 
 
 def _write_layer(
-    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer
+    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer | MockLayer
 ) -> dict[str, Any]:
     """Write the shards of a layer, one for each format; the record for the journal."""
     towers = 0 if plan.vision is None else len(plan.vision.layers)
@@ -309,7 +313,8 @@ def _write_layer(
     for number, weight_format in enumerate(plan.formats):
         stored, modules = work.packed(plan, weight_format)
         path = layer_folder(journal, plan, number) / name
-        digest = write_tensors(path, stored, layout_of(stored))
+        hollow = hollow_names(stored, plan.modules) if isinstance(work, MockLayer) else ()
+        digest = write_tensors(path, stored, layout_of(stored), hollow)
         shards[weight_format.name] = {
             "shard": name,
             "sha256": digest,

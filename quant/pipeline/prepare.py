@@ -67,6 +67,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         plan, statistics = replace(plan, method=method, options=options), None
     facts = facts | {
         "errors": request.errors,
+        **({"mock": True} if request.mock else {}),
         "model_name": request.model_name,
         "calibration_source": session.calibration.source,
         "seed": request.seed,
@@ -145,16 +146,17 @@ def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
     which statistics are told apart."""
     plan = _planned(request)
     notes: list[str] = []
-    calibration = calibration_of(request, plan, notes) if request.errors else no_calibration()
+    calibration = calibration_of(request, plan, notes) if request.measures else no_calibration()
     session = _session(request, plan, calibration, notes)
-    if session.vision is not None and request.errors:
+    if session.vision is not None and request.measures:
         of_images(calibration)
     ids = calibration.token_ids
     if ids.numel() and int(ids.max()) >= session.stream.vocab_size:
         raise BadInput(f"{request.model}: its tokenizer makes ids beyond the model's vocabulary")
     config = plan.checkpoint.folder / "config.json"  # a GGUF file need not have one
     source_hashes = {config.name: sha256_of_file(config)} if config.is_file() else {}
-    source_hashes |= weight_digests(plan.checkpoint)
+    if not request.mock:
+        source_hashes |= weight_digests(plan.checkpoint)
     facts = {
         "source": source_hashes,
         "calibration": calibration.sha256,
@@ -166,7 +168,7 @@ def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
     if workers.together():
         facts["lanes"] = LANES
     statistics = None
-    if request.stats is not None:
+    if request.stats is not None and not request.mock:
         statistics = StatisticsFolder(request.stats, _digest(facts))
     return replace(session, source_hashes=source_hashes, statistics=statistics), facts
 

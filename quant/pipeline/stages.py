@@ -109,7 +109,7 @@ def source_of(
     """Cached statistics, measured where missing, or online calibration, from `saved` states where given."""
     folder, calibration, plan = session.statistics, session.calibration, session.plan
     kv = plan.kv_cache is not None and not stage.vision
-    if not session.request.errors:
+    if not session.request.measures:
         return NoCalibration()
     if stage.vision:
         calibration = of_images(calibration)

@@ -14,13 +14,13 @@ import torch
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import scheme_record
 from ..methods.base import ModuleReport
+from ..model.checkpoint import MANIFEST_NAME
 from ..model.parameters import by_kind
 from .journal import sha256_of, sha256_of_file
 from .loaders import loaders, loads_in, stored
 from .plan import QuantizePlan
 from .selection import BYTES_OF, PROJECTOR, TEXT, VISION, part_of
 
-MANIFEST_NAME = "llmopt_quantization.json"
 CARD_NAME = "README.md"
 
 
@@ -79,10 +79,11 @@ def summarise(
     }
 
 
-def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file except the manifest and the card."""
+def describe_files(folder: Path, *, digests: bool = True) -> dict[str, dict[str, Any]]:
+    """Size and, with `digests`, SHA-256 of every file except the manifest and the card."""
     return {
-        path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+        path.name: {"bytes": path.stat().st_size}
+        | ({"sha256": sha256_of_file(path)} if digests else {})
         for path in sorted(folder.iterdir())
         if path.name not in (MANIFEST_NAME, CARD_NAME)
     }
@@ -112,6 +113,7 @@ def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> byt
             f"| {part['part']} | {part['quantized']} of {part['quantized'] + part['plain']} linears "
             f"quantized{bits}, {part['bytes']:,} bytes from {part['source_bytes']:,}{error} |"
         )
+    mock = bool(manifest.get("mock"))
     lines = [
         f"# {manifest['model']}, {plan.label}",
         "",
@@ -119,6 +121,10 @@ def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> byt
         f"`{manifest['method']}`, solver `{manifest['solver']}`, and stored in the format "
         f"`{manifest['format']}`.",
         "",
+        *(
+            ["**A mock: its codes are random. It shows what loads, and answers nothing.**", ""]
+            * mock
+        ),
         "| | |",
         "|---|---|",
         *([f"| dequantized from | {origin}, which was quantized already |"] if origin else []),

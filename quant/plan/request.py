@@ -226,6 +226,12 @@ class QuantizeRequest:
     restart: bool = option(
         False, "Discard the unfinished work of an earlier run.", flag="--restart", panel=_RUN
     )
+    mock: bool = option(
+        False,
+        "Write in seconds a checkpoint of the same layout with random codes, to try its loading.",
+        flag="--mock",
+        panel=_RUN,
+    )
     model_name: str = ""
 
     @classmethod
@@ -247,6 +253,11 @@ class QuantizeRequest:
         for name, value in _by_gguf_type(self).items():
             object.__setattr__(self, name, value)
         check_request(self)
+
+    @property
+    def measures(self) -> bool:
+        """True if calibration data are read and output errors are measured."""
+        return self.errors and not self.mock
 
     @property
     def scheme_options(self) -> SchemeOptions:
@@ -309,7 +320,12 @@ def check_request(request: QuantizeRequest) -> None:
         raise BadInput(
             f"--gguf-type {request.gguf_type} belongs to --format gguf, not to {request.format}"
         )
-    if not request.errors:
+    if request.mock and searches(request):
+        raise BadInput(
+            f"--mock: --method {request.method} measures the model before the layout is known: mock one of "
+            "the methods that it chooses from"
+        )
+    if not request.errors and not request.mock:
         _check_data_free(request)
 
 

@@ -10,7 +10,13 @@ from ...base.atomic_io import expanded
 from ...base.errors import BadInput, first_line
 from ...base.option import offer
 from ...recipes import DEFAULT_MODEL, MODELS
-from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, gguf_file_of
+from ..model.checkpoint import (
+    GGUF_SUFFIX,
+    MANIFEST_NAME,
+    Checkpoint,
+    gguf_file_of,
+    read_json,
+)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -36,6 +42,16 @@ def check_local(folder: Path) -> None:
     if not folder.is_dir() and (not folder.exists() or gguf_file_of(folder) is None):
         raise BadInput(
             f"{folder} is no folder that holds a quantized checkpoint, and no .gguf file: give one of them"
+        )
+
+
+def refuse_mock(path: Path, purpose: str) -> None:
+    """Raises BadInput for a checkpoint of `quantize --mock`, or a file in one."""
+    manifest = (path if path.is_dir() else path.parent) / MANIFEST_NAME
+    if manifest.is_file() and read_json(manifest).get("mock"):
+        raise BadInput(
+            f"{path} is a mock: its codes are random, and nothing but its loading can be tried; {purpose} "
+            "needs the checkpoint that quantize writes without --mock"
         )
 
 

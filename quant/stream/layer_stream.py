@@ -158,13 +158,16 @@ class LayerStream:
             yield slice(start, start + batch)
             self.step()
 
-    def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """The tensors of a layer in the checkpoint's dtype."""
+    def tensors(self, index: int, but: Collection[str] = ()) -> dict[str, torch.Tensor]:
+        """The tensors of a layer in the checkpoint's dtype, `but` those of some relative names."""
         start = self.prefix(index) + "."
+        names = (
+            name.removeprefix(start) for name in self.checkpoint.names if name.startswith(start)
+        )
         return {
-            name.removeprefix(start): tensor
-            for name, tensor in self.checkpoint.tensors(start)
-            if not name.endswith(_IGNORED_BUFFER)
+            name: self.checkpoint.tensor(start + name)
+            for name in names
+            if name not in but and not name.endswith(_IGNORED_BUFFER)
         }
 
     def load(self, index: int, tensors: dict[str, torch.Tensor]) -> None:

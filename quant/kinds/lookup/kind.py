@@ -257,7 +257,8 @@ class LookupKind(Kind[LookupScheme]):
         if not self.scheme.sparse_fraction:
             return LookupTensor(codes, table, self.scheme)
         kept = round(codes.numel() * self.scheme.sparse_fraction)
-        rows, columns = (torch.zeros(n, dtype=torch.int32) for n in (out_features + 1, kept))
+        rows = torch.linspace(0, kept, out_features + 1).to(torch.int32)
+        columns = torch.arange(kept, dtype=torch.int32) % in_features
         return LookupTensor(codes, table, self.scheme, rows, columns, torch.zeros(kept).half())
 
     def rounded(self, weight: torch.Tensor, how: Rounding) -> LookupTensor:

@@ -1,0 +1,130 @@
+"""Mock layers: the names, shapes and dtypes of a real run, with random codes and without a calibration.
+
+One random weight is rounded for every scheme and shape, and stands for all linears of that kind. The largest
+tensor of a linear, and every plain matrix above `HOLLOW_BYTES`, is a hole in its file after its first bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ...base.atomic_io import HOLLOW_BYTES
+from ..base.scheme import Scheme
+from ..kinds.base.format import KV_SCALES, WeightFormat
+from ..kinds.base.kind import kind_of
+from ..kinds.base.tensor import QuantizedTensor
+from ..methods.base import ModuleReport
+from ..plan.manifest import tensor_record
+from ..plan.plan import QuantizePlan
+from ..plan.selection import HEAD, TORCH_DTYPES
+from ..stream.calls import KvRanges, kv_heads
+from .quantized_layer import full_name
+from .stages import Stage
+
+_ROWS = 128
+_DEVIATION, _LARGEST = 0.02, 0.08
+# Parts that follow from the shape of the weight.
+_STRUCTURE = ("group_index", "sparse_rows", "sparse_columns", "left", "right")
+
+
+@dataclass(frozen=True, slots=True)
+class MockLayer:
+    """A layer whose linears have random codes, as `QuantizedLayer` is packed and written."""
+
+    prefix: str
+    linears: tuple[str, ...]
+    others: dict[str, torch.Tensor]
+    seconds: float = 0.0
+
+    def packed(
+        self, plan: QuantizePlan, weight_format: WeightFormat
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """The packed tensors by full name, and the module records."""
+        renames = plan.kv_cache is not None and weight_format.holds_kv_scales
+        stored = {
+            weight_format.kv_scale_name(name)
+            if renames and name.endswith(KV_SCALES)
+            else name: part
+            for name, part in ((full_name(self.prefix, n), t) for n, t in self.others.items())
+        }
+        records = []
+        for module in self.linears:
+            scheme = plan.schemes[module]
+            dtype = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
+            scale_dtype = weight_format.scale_dtype(dtype, scheme)
+            parts, record = _packed(weight_format, scheme, plan.modules[module], scale_dtype)
+            stored |= {module + suffix: part for suffix, part in parts.items()}
+            report = ModuleReport(module, None, None)
+            records.append(asdict(report) | {"worse_than_rounding": False} | record)
+        return stored, records
+
+
+def mock_layer(plan: QuantizePlan, stage: Stage, index: int) -> MockLayer:
+    """A layer of a stage by its number there; after the last, the output projection."""
+    stream, checkpoint = stage.stream, plan.checkpoint
+    if index == stream.num_layers:
+        bias = f"{HEAD}.bias"
+        return MockLayer("", (HEAD,), {bias: checkpoint.tensor(bias)} if bias in checkpoint else {})
+    prefix, linears = stream.prefix(index), stream.family(index).linears
+    quantized = [linear for linear in linears if f"{prefix}.{linear}" in plan.modules]
+    others = stream.tensors(index, {f"{linear}.weight" for linear in quantized})
+    if plan.kv_cache is not None and not stage.vision:
+        ones = torch.ones(kv_heads(checkpoint.text_config))
+        others |= KvRanges(key=ones, value=ones).scales(plan.kv_cache, plan.kv_cache_strategy)
+    return MockLayer(prefix, tuple(full_name(prefix, linear) for linear in quantized), others)
+
+
+def hollow_names(tensors: dict[str, torch.Tensor], modules: Collection[str]) -> set[str]:
+    """The tensors to leave as holes: the largest one of each module, and large ones of no module."""
+    largest: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        owner = name.rpartition(".")[0]
+        while owner and owner not in modules:
+            owner = owner.rpartition(".")[0]
+        owner = owner or name
+        if owner == name and tensor.nbytes <= HOLLOW_BYTES:
+            continue
+        if owner not in largest or tensor.nbytes > tensors[largest[owner]].nbytes:
+            largest[owner] = name
+    return set(largest.values())
+
+
+@lru_cache(maxsize=64)
+def _packed(
+    weight_format: WeightFormat, scheme: Scheme, shape: tuple[int, int], scale_dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The packed tensors by suffix, and their record, without digests."""
+    tensor = random_weight(scheme, shape, scale_dtype)
+    packed = weight_format.pack("", tensor)
+    return packed, tensor_record(tensor) | {"sha256": {}}
+
+
+def random_weight(
+    scheme: Scheme, shape: tuple[int, int], scale_dtype: torch.dtype
+) -> QuantizedTensor:
+    """A weight `[out, in]` of a scheme: a normal one of few rows, rounded and repeated to the full shape."""
+    kind = kind_of(scheme)
+    blank: Any = kind.blank(*shape, scale_dtype)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(min(shape[0], _ROWS), shape[1], generator=generator).mul_(_DEVIATION)
+    values.clamp_(-_LARGEST, _LARGEST)[0, 0] = _LARGEST
+    largest, input_scale = values.abs().max(), getattr(blank, "input_scale", None)
+    rounded = kind.round(values, scale_dtype, input_scale=input_scale, largest=largest).parts()
+    repeated = {
+        name: _repeated(rounded[name], part)
+        for name, part in blank.parts().items()
+        if name in rounded and name not in _STRUCTURE
+    }
+    return replace(blank, **repeated)
+
+
+def _repeated(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The values, over and over, in the shape of another tensor."""
+    flat = values.flatten()
+    times = -(-like.numel() // max(1, flat.numel()))
+    return flat.repeat(times)[: like.numel()].view(like.shape)
