@@ -405,10 +405,18 @@ class QualityOptions:
     )
     tasks: tuple[str, ...] = option(
         (),
-        "Tasks to score, NAME[,NAME]: the bundled cloze_stories and cloze_prose, or lm-eval's (needs "
-        "llmopt[eval]); a NAME may be the path of a task's YAML file.",
+        "Tasks to score, NAME[,NAME]: the bundled cloze_stories, cloze_prose, tool_calls, answers "
+        "(lengths) and answers_sampled, or lm-eval's (needs llmopt[eval]); a NAME may be a YAML file.",
         word=str,
         parse=listed,
+    )
+    tool_calls: str | None = option(
+        None,
+        "Score tool calls: bundled, or a file of BFCL v3 or v4 with its possible_answer folder.",
+        metavar="FILE",
+    )
+    tool_responses: Path | None = option(
+        None, "Score these recorded responses to the items of --tool-calls, as JSON lines."
     )
     tasks_limit: int | None = option(None, "Maximum samples per task.", limit=POSITIVE)
     num_fewshot: int | None = option(

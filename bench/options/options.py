@@ -257,7 +257,7 @@ class BenchOptions(BenchFields):
         if self.duration is not None and self.ramp_up_strategy is not None:
             return "a ramp lasts as long as its prompts: leave --duration away"
         for name in ("tasks_limit", "num_fewshot", "apply_chat_template", "system_instruction"):
-            if getattr(self, name) not in (None, False) and not self.tasks:
+            if getattr(self, name) not in (None, False) and not self.task_names:
                 return f"--{name.replace('_', '-')} is for --tasks: name some"
         return None
 
@@ -281,7 +281,9 @@ class BenchOptions(BenchFields):
                 "--quality-kv compares KV caches of the model in this process at --quality-depth: give one, "
                 "and leave --base-url, --serve and --no-quality away"
             )
-        if self.loras and self.tasks:
+        if self.tool_responses is not None and "tool_calls" not in self.task_names:
+            return "--tool-responses is for --tool-calls: give bundled, or the file of the items"
+        if self.loras and self.task_names:
             return "--tasks scores the model without adapters: leave --lora away"
         if len(self.loras) > 1 and self.quality and not is_served:
             return "quality is scored of one adapter: give one --lora, or --no-quality"
@@ -294,7 +296,7 @@ class BenchOptions(BenchFields):
             )
         if not is_served:
             return f"--backend {self.backend} needs a server: give --base-url or --serve"
-        if self.tasks:
+        if self.task_names:
             return f"--tasks needs a model that generates: --backend {self.backend} does not"
         if set(parse_slo(self.goodput)) - {"e2el"}:
             return f"--goodput of --backend {self.backend} has one metric, e2el"
@@ -303,6 +305,12 @@ class BenchOptions(BenchFields):
     @property
     def engine(self) -> EngineConfig:
         return EngineConfig(**{name: getattr(self, name) for name in options_of(EngineConfig)})
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks, with that of `--tool-calls`."""
+        named = self.tool_calls is not None and "tool_calls" not in self.tasks
+        return (*self.tasks, "tool_calls") if named else self.tasks
 
     @property
     def is_pooling(self) -> bool:

@@ -8,8 +8,6 @@ an item flips if it differs from the reference's answer. Both models score the s
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +21,7 @@ from ...base.json_lines import json_lines
 from ...quant.stream.sources import Document, plain_text
 from ...recipes import DATA
 from ..metrics.statistics import CONFIDENCE, POWER
+from .chat_items import TaskScoring
 from .passage import DOMAINS, Passage, PassageWindow
 from .positions import QualitySeries
 from .summary import distance
@@ -289,39 +288,18 @@ def items_for_limit(share: float, limit: float) -> int:
 
 def scored_bundled(
     tasks: Sequence[ChoiceTask], loglikelihoods: LogLikelihoods, limit: int | None = None
-) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """Accuracies of bundled tasks, a row each, and their samples as lm-eval logs them."""
-    rows, samples = [], {}
+) -> list[TaskScoring]:
+    """Accuracies of bundled tasks."""
+    scored = []
     for task in tasks:
         items = task.items[:limit]
         scores = iter(loglikelihoods(replace(task, items=items).pairs))
-        samples[task.name] = logged = []
+        scoring = TaskScoring(task.name, task.version)
         for number, item in enumerate(items):
             answers = [next(scores) for _ in item.choices]
             likeliest = max(range(len(answers)), key=lambda index: answers[index][0])
-            logged.append(
-                {
-                    "filter": "none",
-                    "doc_id": number,
-                    "doc_hash": hashlib.sha256(json.dumps(item).encode()).hexdigest(),
-                    "acc": float(likeliest == item.answer),
-                    "filtered_resps": answers,
-                    "target": str(item.answer),
-                }
-            )
-        value = math.fsum(sample["acc"] for sample in logged) / len(logged)
-        rows.append(
-            {
-                "task": task.name,
-                "is_group": False,
-                "version": task.version,
-                "num_fewshot": 0,
-                "num_samples": len(items),
-                "metric": "acc",
-                "filter": "none",
-                "value": value,
-                "stderr": math.sqrt(value * (1 - value) / max(1, len(items) - 1)),
-                "higher_is_better": True,
-            }
-        )
-    return rows, samples
+            acc = float(likeliest == item.answer)
+            scoring.add_item(number, item, answers, str(item.answer), acc=acc)
+        scoring.add_metric("acc")
+        scored.append(scoring)
+    return scored

@@ -344,5 +344,5 @@ def _check_call(server: SanityServer) -> list[SanityCheck]:
         arguments = None
     is_valid = name == "get_weather" and isinstance(arguments, dict)
     is_cut = reply.finish == "length"
-    is_right = is_valid and isinstance(arguments.get("city"), str)
-    return [_judged("tool call", not is_valid and not is_cut, not is_right, f"{name}({text})")]
+    is_right = isinstance(arguments, dict) and isinstance(arguments.get("city"), str)
+    return [_judged("tool call", not (is_valid or is_cut), not is_right, f"{name}({text})")]

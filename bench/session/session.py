@@ -58,7 +58,7 @@ class RunProgress:
         if isinstance(progress, cls):
             return progress
         stages = Counter({LOAD: 1, WARM_UP: int(options.warmups > 0), PASS: options.num_runs})
-        stages += Counter({QUALITY: int(options.quality), TASKS: int(bool(options.tasks))})
+        stages += Counter({QUALITY: int(options.quality), TASKS: int(bool(options.task_names))})
         stages += Counter({REPORT: int(options.report)})
         every = Counter({kind: count * sessions for kind, count in stages.items()})
         return cls(progress or Silent(), "bench", every)

@@ -100,7 +100,7 @@ class SweepTarget:
     def __init__(self, options: BenchOptions, kind: Kind, progress: Progress | None = None) -> None:
         chosen = options.num_runs if "num_runs" in options.model_fields_set else 1
         self._options = options.model_copy(update={"num_runs": chosen, "quality": False})
-        if options.tasks:
+        if options.task_names:
             raise BadInput("a sweep or a search scores no tasks: leave --tasks away")
         if options.request_rate is not None or options.ramp_up_strategy is not None:
             raise BadInput("a sweep or a search sets the rate: leave --request-rate and ramps away")

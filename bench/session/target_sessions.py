@@ -94,13 +94,13 @@ class EngineSession(BenchSession):
         self._model_facts = facts_of(self._model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
         # Before the model is loaded, so that a missing task costs nothing.
-        tasks = prepare_tasks(options.tasks, options) if options.tasks else None
+        tasks = prepare_tasks(options.task_names, options) if options.task_names else None
         run_progress = RunProgress.of(progress, options)
         run_progress.begin(LOAD, f"loading {short_name(self._model)}")
         restart_peak_memory()
         self.engine = engine or load_engine(options, self._model)
         if tasks is not None:
-            check_template(options, EngineBackend(self.engine))
+            check_template(options, EngineBackend(self.engine), tasks)
         workload = build_workload(options, self.engine.tokenizer, self.engine.max_model_len)
         options = resolved_options(options, workload)
         # Before anything is measured, so that a text or a reference that does not fit loses nothing.
@@ -255,13 +255,13 @@ class HttpSession(BenchSession):
         *,
         paired_runs: str | None = None,
     ) -> None:
-        tasks = prepare_tasks(options.tasks, options) if options.tasks else None
+        tasks = prepare_tasks(options.task_names, options) if options.task_names else None
         address = self._address = Address.of(options)
         served = self._served = find_served(options, address)
         self._said = server_facts(address)
         check_depths(options, served.max_model_len)
         if tasks is not None:
-            check_template(options, self._task_backend(options, progress))
+            check_template(options, self._task_backend(options, progress), tasks)
         if options.is_pooling:
             # Nothing is generated: the whole context is the prompt's.
             options = options.model_copy(update={"output_len": 1, "random_output_len": 1})

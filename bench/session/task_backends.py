@@ -10,13 +10,16 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
 from ...engine.base.sampling_params import SamplingParams
-from ..load.address import CHAT, Address, ServedModel
-from ..load.json_http import TOKEN_ID, JsonClient, PromptLogprobs, probe_prompt
+from ..load.address import CHAT, PATHS, Address, ServedModel
+from ..load.json_http import TOKEN_ID, JsonClient, PromptLogprobs, RequestFailed, probe_prompt
+from ..quality.chat_items import Chat, ChatAnswer
+from .chats import EngineChats
 from .tasks import TargetScore, TaskGeneration, TaskWindow, before_stops, decode
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ class EngineBackend:
     """A `TaskBackend` on an engine."""
 
     sends_messages = False
+    chat_form = "chats by the model's template and parser, calls unconstrained"
 
     def __init__(self, engine: Engine, progress: Progress | None = None) -> None:
         self._engine = engine
@@ -63,7 +67,17 @@ class EngineBackend:
         answers = self._complete(prompts, what)
         return [
             decode(self.tokenizer, tokens, request.params.stop)
-            for (tokens, _), request in zip(answers, requests, strict=True)
+            for (tokens, _, _), request in zip(answers, requests, strict=True)
+        ]
+
+    def converse(self, chats: Sequence[Chat], what: str) -> list[ChatAnswer]:
+        """Raises BadInput: the template refuses a chat, or it does not fit."""
+        rendered = EngineChats(self._engine, self.longest)
+        prompts = rendered.prompts(chats)
+        answers = self._complete([(prompt.token_ids, prompt.params) for prompt in prompts], what)
+        return [
+            rendered.answer(chat, prompt, tokens, finish)
+            for chat, prompt, (tokens, _, finish) in zip(chats, prompts, answers, strict=True)
         ]
 
     def _score_full(self, window: TaskWindow) -> list[TokenLogprobs]:
@@ -76,10 +90,11 @@ class EngineBackend:
 
     def _complete(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], what: str
-    ) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...]]]:
-        """New tokens and prompt logprobs of each prompt, batched by the engine."""
+    ) -> list[tuple[list[int], tuple[TokenLogprobs | None, ...], str]]:
+        """New tokens, prompt logprobs and reason of the end of each prompt, batched by the engine."""
         written: list[list[int]] = [[] for _ in prompts]
         scores: list[tuple[TokenLogprobs | None, ...]] = [()] * len(prompts)
+        finishes = [""] * len(prompts)
         left, active = deque(enumerate(prompts)), set[str]()
         self._progress.start(what, len(prompts), "requests")
         try:
@@ -93,17 +108,20 @@ class EngineBackend:
                     if output.prompt_logprobs is not None:
                         scores[int(output.request_id)] = output.prompt_logprobs
                     if output.finish_reason is not None:
+                        finishes[int(output.request_id)] = output.finish_reason
                         active.remove(output.request_id)
                         self._progress.advance()
         finally:
             for request_id in active:
                 self._engine.abort(request_id)
             self._progress.finish()
-        return list(zip(written, scores, strict=True))
+        return list(zip(written, scores, finishes, strict=True))
 
 
 class ServedBackend:
     """A `TaskBackend` over HTTP; with chat the server's template applies, to generation tasks alone."""
+
+    chat_form = "chats by the server's template and parser"
 
     def __init__(
         self,
@@ -160,6 +178,53 @@ class ServedBackend:
                 texts.append(self._text(answer, request.params.stop))
                 self._progress.advance()
         return texts
+
+    def converse(self, chats: Sequence[Chat], what: str) -> list[ChatAnswer]:
+        """Raises `RequestFailed` where a request fails, other than for its tools."""
+        url = self._address.url + PATHS[CHAT]
+        takes_tools = not chats or not chats[0].tools or self._takes_tools(url, chats[0])
+        bodies = [self._chat_body(chat, with_tools=takes_tools) for chat in chats]
+        answers = []
+        with progressing(self._progress, what, len(bodies)):
+            for answer in self._client.post_each(url, bodies, self._concurrency):
+                try:
+                    answers.append(self._counted(ChatAnswer.of(answer, takes_tools)))
+                except (LookupError, TypeError, AttributeError) as error:
+                    raise BadInput("an answer of the server is no chat completion") from error
+                self._progress.advance()
+        return answers
+
+    def _takes_tools(self, url: str, chat: Chat) -> bool:
+        """False if the server refuses tools, or if they add nothing to the prompt."""
+        bodies = [
+            self._chat_body(chat, with_tools=shown) | {"max_tokens": 1} for shown in (True, False)
+        ]
+        try:
+            usages = [self._client.post_again(url, body).get("usage") for body in bodies]
+        except RequestFailed as error:
+            if error.status in (None, 401, 403, 429):
+                raise
+            return False
+        shown, hidden = ((usage or {}).get("prompt_tokens") for usage in usages)
+        return shown is None or hidden is None or shown > hidden
+
+    def _counted(self, answer: ChatAnswer) -> ChatAnswer:
+        """The answer with the tokens that the server does not count, by the tokenizer."""
+        counts = {"num_tokens": answer.reasoning + answer.text, "num_reasoning": answer.reasoning}
+        own = {
+            name: len(self.tokenizer.encode(text, add_special_tokens=False))
+            for name, text in counts.items()
+            if text and not getattr(answer, name)
+        }
+        return replace(answer, **own)
+
+    def _chat_body(self, chat: Chat, *, with_tools: bool = True) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self._served.model, "max_tokens": chat.max_tokens}
+        # Without a temperature a server samples as the model recommends.
+        body |= {"temperature": 0} if chat.seed is None else {"seed": chat.seed}
+        if with_tools and chat.tools:
+            body |= {"tools": list(chat.tools), "tool_choice": "auto"}
+        return body | {"messages": list(chat.messages)}
 
     def _body(self, request: TaskGeneration) -> dict[str, Any]:
         params = request.params

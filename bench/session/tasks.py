@@ -21,20 +21,41 @@ from ...base.errors import BadInput, first_line
 from ...base.extras import import_extra
 from ...engine.base.sampling_params import SamplingParams
 from ..options.options import BenchOptions
+from ..quality.chat_items import (
+    ANSWERS,
+    SAMPLED,
+    Chat,
+    ChatAnswer,
+    TaskScoring,
+    answer_chats,
+    scored_answers,
+)
 from ..quality.domains import BUNDLED_TASKS, ChoiceTask, bundled_task, scored_bundled
 from ..quality.task_items import TaskItems, items_of, metric_rows
+from ..quality.tool_calls import (
+    BUNDLED,
+    TOOL_CALLS,
+    ToolItem,
+    read_responses,
+    read_tool_items,
+    scored_calls,
+)
 
 WINDOWS = "tokens and windows as in lm-eval's hf model"
+CHAT_TASKS = (TOOL_CALLS, ANSWERS, SAMPLED)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """Resolved tasks with their data loaded; `version` is lm-eval's, None where no task needs it."""
+    """Resolved tasks with their data loaded; `version` is lm-eval's, None where no task needs it. `chats` are
+    the names of tasks of chats, `tools` the items of `tool_calls`."""
 
     specs: tuple[str, ...] = ()
     manager: Any = None
     version: str | None = None
     bundled: tuple[ChoiceTask, ...] = ()
+    chats: tuple[str, ...] = ()
+    tools: tuple[ToolItem, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +71,19 @@ def prepare_tasks(task_names: Sequence[str], options: BenchOptions | None = None
     the name or pattern of one of lm-eval's, or the path of a task's YAML file. Data sets on the hub are
     downloaded unless cached. Raises BadInput: lm-eval, a task or its data is missing."""
     names = [word for word in task_names if word in BUNDLED_TASKS]
+    chats = tuple(word for word in CHAT_TASKS if word in task_names)
+    tools = ()
+    if TOOL_CALLS in chats:
+        where = BUNDLED if options is None else options.tool_calls or BUNDLED
+        tools = tuple(read_tool_items(where))
     if names and options is not None:
         for option in ("num_fewshot", "apply_chat_template", "system_instruction"):
             if getattr(options, option):
                 flag = f"--{option.replace('_', '-')}"
                 raise BadInput(f"{flag} is for lm-eval's tasks: {names[0]} is asked plainly")
-    others = [word for word in task_names if word not in BUNDLED_TASKS]
+    others = [word for word in task_names if word not in (*BUNDLED_TASKS, *CHAT_TASKS)]
     tasks = _lm_eval_tasks(others) if others else TaskSet()
-    return replace(tasks, bundled=tuple(map(bundled_task, names)))
+    return replace(tasks, bundled=tuple(map(bundled_task, names)), chats=chats, tools=tools)
 
 
 def _lm_eval_tasks(task_names: Sequence[str]) -> TaskSet:
@@ -114,8 +140,10 @@ def lm_eval_model(scorer: TaskScorer) -> Any:
     return ScorerModel()
 
 
-def check_template(options: BenchOptions, backend: TaskBackend) -> None:
+def check_template(options: BenchOptions, backend: TaskBackend, tasks: TaskSet) -> None:
     """Raise BadInput for tasks whose conversations the model cannot render, or that are none."""
+    if not (tasks.specs or tasks.bundled):
+        return
     if backend.sends_messages:
         if not options.apply_chat_template:
             raise BadInput(
@@ -132,7 +160,7 @@ def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> Ta
     """Metrics, standard errors, versions, counts and items' scores; a failing task's is `error`."""
     record: dict[str, Any] = {
         "lm_eval_version": tasks.version,
-        "protocol": protocol_words(options, backend),
+        "protocol": protocol_words(options, backend, tasks),
         "limit": options.tasks_limit,
         "chat_template": options.apply_chat_template,
         "error": None,
@@ -140,7 +168,11 @@ def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> Ta
     }
     scorer = TaskScorer(backend, options.seed)
     try:
-        rows, samples = scored_bundled(tasks.bundled, scorer.loglikelihoods, options.tasks_limit)
+        scored = scored_bundled(tasks.bundled, scorer.loglikelihoods, options.tasks_limit)
+        for name in tasks.chats:
+            scored.append(_scored_chats(name, tasks, backend, options, record))
+        rows = [row for scoring in scored for row in scoring.rows]
+        samples = {scoring.task: scoring.samples for scoring in scored}
         if tasks.specs:
             with redirect_stdout(sys.stderr):
                 outcome = import_module("lm_eval.evaluator").simple_evaluate(
@@ -162,15 +194,43 @@ def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> Ta
     return TaskScores(record | {"metrics": rows}, items_of(samples, rows))
 
 
-def protocol_words(options: BenchOptions, backend: TaskBackend) -> str:
+def _scored_chats(
+    name: str,
+    tasks: TaskSet,
+    backend: TaskBackend,
+    options: BenchOptions,
+    record: dict[str, Any],
+) -> TaskScoring:
+    """Score a task of chats; counts of tool calls go to the record."""
+    limit = options.tasks_limit
+    if name != TOOL_CALLS:
+        chats = answer_chats(name, limit)
+        return scored_answers(name, chats, backend.converse(chats, "chats of the tasks"))
+    items = tasks.tools[:limit]
+    if options.tool_responses is None:
+        answers = backend.converse([item.chat for item in items], "tool calls")
+    else:
+        answers = read_responses(options.tool_responses, items)
+    scoring, record[TOOL_CALLS] = scored_calls(items, answers)
+    return scoring
+
+
+def protocol_words(options: BenchOptions, backend: TaskBackend, tasks: TaskSet) -> str:
     """How the tasks were asked, for reports and comparisons."""
+    chats = []
+    if tasks.chats:
+        chats = [backend.chat_form]
+    if TOOL_CALLS in tasks.chats and options.tool_responses is not None:
+        chats.append("tool calls of recorded responses")
+    if not (tasks.specs or tasks.bundled):
+        return "; ".join(chats)
     if backend.sends_messages:
         template = "conversations sent as messages: the server applies its chat template"
     elif options.apply_chat_template:
         template = "the tokenizer's chat template"
     else:
         template = "no chat template"
-    parts = [WINDOWS, template]
+    parts = [WINDOWS, template, *chats]
     if options.apply_chat_template and options.fewshot_as_multiturn:
         parts.append("shots as turns of the conversation")
     shots = options.num_fewshot
@@ -209,16 +269,20 @@ class TaskGeneration(NamedTuple):
 
 class TaskBackend(Protocol):
     """Where tasks are scored: an idle engine, or a server. `max_inputs` limits the input tokens of a scored
-    window, `longest` a prompt with its generation. `sends_messages`: a server applies the chat template."""
+    window, `longest` a prompt with its generation. `sends_messages`: a server applies the chat template.
+    `chat_form` says who renders and parses the chats of `converse`."""
 
     tokenizer: Any
     max_inputs: int
     longest: int
     sends_messages: bool
+    chat_form: str
 
     def score(self, windows: Sequence[TaskWindow], what: str) -> list[list[TargetScore]]: ...
 
     def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]: ...
+
+    def converse(self, chats: Sequence[Chat], what: str) -> list[ChatAnswer]: ...
 
 
 def summed(scores: Iterable[TargetScore]) -> tuple[float, bool]:
