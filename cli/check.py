@@ -31,6 +31,7 @@ class CheckOptions:
         common=True,
     )
     as_json: bool = json_option()
+    markdown: bool = option(False, "Print the answer as Markdown.", flag="--markdown")
 
     def __post_init__(self) -> None:
         check_limits(self, by_flag=True)
@@ -46,19 +47,29 @@ def check(
 ) -> None:
     """Say which engines load a checkpoint, with which kernels; exit 1 if none does."""
     from ..base.atomic_io import expanded
+    from ..base.errors import BadInput
+    from ..engine.planner.devices import find_device
     from ..quant.source.models import resolve_model
 
+    if options.engine_version is not None and options.engine not in ("vllm", "sglang", "trtllm"):
+        raise BadInput("--engine-version goes with --engine vllm, sglang or trtllm")
     path = expanded(checkpoint)
     if not path.exists():
         path = resolve_model(checkpoint)
     from ..quant.check.check import check as run  # torch
     from ..quant.check.engines import ENGINES, Target
-    from .output.check_tables import show_check
+    from .output.check_tables import markdown_of, show_check
     from .output.console import result_console
 
     engines = tuple(ENGINES) if options.engine is None else (options.engine,)
-    target = Target(options.engine_version, tensor_parallel=options.tp)
+    device = None if options.gpu is None else find_device(options.gpu)
+    target = Target(
+        options.engine_version, device and device.name, device and device.capability, options.tp
+    )
     report = run(path, engines, target, trust_remote_code=trust_remote_code)
-    show_check(report, result_console(options.as_json, report.as_dict()))
+    if options.markdown and not options.as_json:
+        print(markdown_of(report))
+    else:
+        show_check(report, result_console(options.as_json, report.as_dict()))
     if report.exit_code:
         raise typer.Exit(report.exit_code)

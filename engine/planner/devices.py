@@ -39,7 +39,7 @@ class Device:
     """A device. `memory_bytes` is the memory visible to a process, of unified memory the GPU's share;
     `bandwidth` is in bytes/s and `peaks` in dense FLOP/s by data type, both None for a device known by its
     memory only. One that `is_unified` shares its memory with the processor; one that `is_single` is a machine
-    by itself, which no link joins with others."""
+    by itself, which no link joins with others. `capability` is CUDA's, 90 for 9.0; None: it has none."""
 
     name: str
     memory_bytes: int
@@ -52,6 +52,7 @@ class Device:
     is_unified: bool = False
     source: str = ""
     price: HourPrice | None = None
+    capability: int | None = None
 
     def peak_flops(self, weight_bits: int | Fraction, weight_name: str) -> float | None:
         """Peak FLOP/s of the GEMM's compute dtype: fp8 weights use fp8 tensor cores if the device has them;
@@ -184,6 +185,7 @@ def _read(row: dict, gigabytes: str | None = None) -> Device:
         is_unified="unified" in row,
         source=f"{visible['source']}; {row['bandwidth_gb_s']['source']} ({row['date']})",
         price=hour_prices().get(row["name"]),
+        capability=row.get("capability", {}).get("value"),
     )
 
 

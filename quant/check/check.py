@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..model.parameters import by_kind
-from .contents import Codes, Contents, read_contents
-from .engines import ENGINES, Answer, EngineAnswer, Target
+from .contents import Contents, read_contents
+from .engines import ENGINES, EngineAnswer, Target
 from .findings import Finding
+from .kernels import Answer, Codes
 
 EXIT_CODES: dict[Answer, int] = {"loads": 0, "does not": 1, "unknown": 3}
 

@@ -1,12 +1,12 @@
 """The linears of a checkpoint with their stored schemes, as engines see them: by names, headers and config.
 
 The schemes are read by the formats' own readers. What no reader here takes, and an engine may, is described
-from the config alone (`described`).
+by the config alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,50 +16,25 @@ from ..base.scheme import Scheme
 from ..families.registry import type_of
 from ..formats.compressed_tensors import find_group
 from ..formats.registry import module_scheme, quantized_modules
+from ..gguf.container import GgufFile
 from ..kinds.codebook.scheme import CodebookScheme
 from ..kinds.fp4.scheme import Fp4Scheme
 from ..kinds.fp8.scheme import FloatScheme
-from ..kinds.ggml.scheme import GgufScheme
+from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.integer.scheme import IntScheme
 from ..model.checkpoint import Checkpoint, gguf_file_of
 from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
 from ..plan.loaders import CheckpointContents
 from .findings import Finding
 from .headers import HeaderCheckpoint
+from .kernels import Codes, codes_of_config
 
 # Endings of tensors that only a quantized linear has, over all methods.
 _MARKERS = (
     *(".weight_packed", ".qweight", ".weight_scale", ".weight_scale_inv", ".SCB"),
     *(".weight.absmax", ".gguf_blocks", ".trellis", ".Qidxs", ".lookup_table", ".W_q"),
+    "_blocks",  # of gpt-oss: `experts.gate_up_proj_blocks`
 )
-_EXPERT_BLOCKS = "_blocks"  # gpt-oss: `experts.gate_up_proj_blocks`
-
-
-@dataclass(frozen=True, slots=True)
-class Codes:
-    """Stored codes of a linear, by what engines choose a kernel for.
-
-    Attributes:
-        kind: `int4`, `fp8`, `fp8-block`, `nvfp4`, `mxfp4`, `nf4`, a ggml type ...; empty: not known.
-        group: input channels that share a scale; -1: a scale per output channel or for the whole weight.
-        symmetric: False for codes with zero points.
-        inputs: dtype that inputs are quantized to (`int8`, `fp8`, `nvfp4` ...); empty: none.
-        static: True for calibrated input scales.
-        permuted: True if groups follow an order of the channels that is stored (`g_idx`).
-    """
-
-    kind: str
-    label: str
-    group: int = -1
-    symmetric: bool = True
-    inputs: str = ""
-    static: bool = False
-    permuted: bool = False
-
-    @property
-    def key(self) -> str:
-        """Name of the rules' rows: `int4`, `int8+int8`, `fp8+fp8`."""
-        return f"{self.kind}+{self.inputs}" if self.inputs else self.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +53,10 @@ class Contents:
 
     Attributes:
         method: `quant_method` of the config, `gguf`, or empty for a plain checkpoint.
+        findings: faults of files and shapes.
         refusal: reason why the readers here take it not; empty: they do.
         loaders: the contents for the rules of loaders; None if the readers here do not take it.
+        gguf: the file, if it is one.
     """
 
     checkpoint: Checkpoint
@@ -89,18 +66,39 @@ class Contents:
     parameters: ModelParameters | str
     refusal: str = ""
     loaders: CheckpointContents | None = None
+    gguf: GgufFile | None = None
 
     @property
     def architecture(self) -> str:
+        """The class of the model that the config names; empty: none."""
         return str(next(iter(self.checkpoint.config.get("architectures") or ()), ""))
+
+
+class _BareGguf(Checkpoint):
+    """The tensors of a GGUF file whose architecture is not read here, by the file's own names."""
+
+    def __init__(self, file: GgufFile):
+        self.path, self.folder = file.path, file.path.parent
+        self.config = {"model_type": str(file.metadata.get("general.architecture"))}
+        self.shard_of = dict.fromkeys(file.tensors, file.path.name)
+        self._infos = file.tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._infos[name].shape
 
 
 def read_contents(path: Path, *, trust_remote_code: bool = False) -> Contents:
     """Read the headers and the config of a folder, a GGUF file, or a `config.json` next to an index."""
-    if gguf_file_of(path) is not None:
+    file = gguf_file_of(path) if path.name != "config.json" else None
+    gguf = None
+    if file is not None:
         from ..source.models import open_checkpoint
 
-        checkpoint = open_checkpoint(path)
+        gguf = GgufFile(file)
+        try:
+            checkpoint = open_checkpoint(file)
+        except BadInput as error:
+            return _unread(gguf, str(error))
         findings: list[Finding] = []
     else:
         checkpoint = HeaderCheckpoint(path)
@@ -130,17 +128,28 @@ def read_contents(path: Path, *, trust_remote_code: bool = False) -> Contents:
         text = checkpoint.text_config
         loaders = CheckpointContents(
             type_of(checkpoint.config),
-            shapes,
+            shapes,  # pyright: ignore[reportArgumentType]  # of two dimensions
             schemes,
             unquantized_modules(checkpoint, modules, parameters),
             [*plain_tensors(checkpoint, modules), *(f"{module}.weight" for module in modules)],
             parameters,
             type_of(text) if text is not checkpoint.config else "",
         )
-    method = str(config.get("quant_method") or "") if config else ""
+    method = "gguf" if gguf is not None else str(config.get("quant_method") or "")
     return Contents(
-        checkpoint, method, tuple(linears), tuple(findings), parameters, refusal, loaders
+        checkpoint, method, tuple(linears), tuple(findings), parameters, refusal, loaders, gguf
     )
+
+
+def _unread(file: GgufFile, refusal: str) -> Contents:
+    """The contents of a GGUF file that no reader here takes."""
+    linears = tuple(
+        StoredLinear(name.removesuffix(".weight"), codes_of(GgufScheme(info.type)), info.shape)
+        for name, info in file.tensors.items()
+        if info.type in GGUF_BLOCKS
+    )
+    refusal = refusal.removeprefix(f"{file.path} ").removeprefix(f"{file.path}: ")
+    return Contents(_BareGguf(file), "gguf", linears, (), refusal, refusal, gguf=file)
 
 
 def marked_modules(checkpoint: Checkpoint) -> list[str]:
@@ -149,33 +158,26 @@ def marked_modules(checkpoint: Checkpoint) -> list[str]:
         {
             name.removesuffix(marker)
             for name in checkpoint.names
-            for marker in (*_MARKERS, _EXPERT_BLOCKS)
-            if name.endswith(marker)
+            for marker in _MARKERS
+            if name.endswith(marker) and not name.endswith((".k_scale", ".v_scale"))
         }
     )
 
 
-def plain_tensors(checkpoint: Checkpoint, modules: Sequence[str]) -> list[str]:
+def plain_tensors(checkpoint: Checkpoint, modules: Iterable[str]) -> list[str]:
     """Names of the tensors that belong to no quantized linear, but for its bias."""
     quantized = {*modules}
-    return [
-        name
-        for name in checkpoint.names
-        if name.endswith(".bias")
-        or not any(name[: len(name) - len(end)] in quantized for end in _endings(name))
-    ]
+
+    def owned(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:-count]) in quantized for count in (1, 2, 3))
+
+    return [name for name in checkpoint.names if name.endswith(".bias") or not owned(name)]
 
 
-def _endings(name: str) -> list[str]:
-    """The last one and the last two parts of a name, each with its dot."""
-    parts = name.split(".")
-    return [f".{'.'.join(parts[-count:])}" for count in (1, 2) if len(parts) > count]
-
-
-def _misshapen(module: str, stored: tuple[int, ...], expected: tuple[int, ...]) -> Finding:
-    sizes = f"{stored[0]} × {stored[1]}, and the config's model has {expected[0]} × {expected[1]}"
-    is_transposed = stored == expected[::-1]
-    code = "transposed-weight" if is_transposed else "wrong-shape"
+def _misshapen(module: str, stored: Sequence[int], expected: Sequence[int]) -> Finding:
+    sizes = f"{stored[0]} × {stored[1]}, and the config's model has {expected[0]} × {expected[-1]}"
+    code = "transposed-weight" if [*stored] == [*expected][::-1] else "wrong-shape"
     return Finding(code, module, f"{module} is stored as {sizes}: quantize it again")
 
 
@@ -189,13 +191,12 @@ def codes_of(scheme: Scheme) -> Codes:
     }
     match scheme:
         case IntScheme():
-            shape = {"group": scheme.group_size, "symmetric": scheme.symmetric}
-            return Codes(f"int{scheme.bits}", permuted=scheme.permuted, **shape, **common)
+            groups = {"group": scheme.group_size, "symmetric": scheme.symmetric}
+            return Codes(f"int{scheme.bits}", permuted=scheme.permuted, **groups, **common)
         case FloatScheme():
             is_block = scheme.granularity == "block"
-            return Codes(
-                "fp8-block" if is_block else "fp8", group=128 if is_block else -1, **common
-            )
+            group = scheme.scale_group or -1
+            return Codes("fp8-block" if is_block else "fp8", group=group, **common)
         case Fp4Scheme() | CodebookScheme():
             return Codes(scheme.kind, group=scheme.block_size, **common)
         case GgufScheme():
@@ -204,51 +205,13 @@ def codes_of(scheme: Scheme) -> Codes:
 
 
 def described(config: Mapping[str, Any], module: str) -> Codes:
-    """The codes that a config describes, where no reader here takes them."""
-    method = str(config.get("quant_method"))
-    try:
-        if method == "compressed-tensors":
-            return _of_group(find_group(config, module)[1])
-        if method == "mxfp4":
-            return Codes("mxfp4", "mxfp4", 32)
-        if method in ("auto-round", "intel/auto-round", "gptq", "awq"):
-            bits, group = int(config["bits"]), int(config.get("group_size", -1))
-            symmetric = bool(config.get("sym", not config.get("zero_point", False)))
-            label = f"int{bits} g{group}"
-            return Codes(
-                f"int{bits}", label, group, symmetric, permuted=bool(config.get("desc_act"))
-            )
-    except (BadInput, KeyError, TypeError, ValueError):
-        pass
-    return Codes("", method)
-
-
-def _of_group(group: Mapping[str, Any]) -> Codes:
-    """Codes of an entry of compressed-tensors' `config_groups`."""
-    weights, inputs = group["weights"], group.get("input_activations") or {}
-
-    def dtype(fields: Mapping[str, Any]) -> str:
-        if not fields:
-            return ""
-        bits, size = fields["num_bits"], fields.get("group_size")
-        if fields.get("type") != "float":
-            return f"int{bits}"
-        is_block = fields.get("strategy") == "block"
-        names = {8: "fp8-block" if is_block else "mxfp8" if size == 32 else "fp8"}
-        return names.get(bits, "nvfp4" if size == 16 else "mxfp4")
-
-    kind, read = dtype(weights), dtype(inputs).removesuffix("-block")
-    size = weights.get("group_size") or -1
-    symmetric = bool(weights.get("symmetric", True))
-    label = f"{kind}{f' g{size}' if size > 0 else ''}{'' if symmetric else ' asym'}"
-    return Codes(
-        kind,
-        f"{label}, inputs {read}" if read else label,
-        size,
-        symmetric,
-        read,
-        static=bool(inputs) and not inputs.get("dynamic"),
-    )
+    """The codes that a config describes for a module which no reader here takes."""
+    if config.get("quant_method") == "compressed-tensors":
+        try:
+            config = {**config, "config_groups": {"": find_group(config, module)[1]}}
+        except BadInput:
+            return Codes("", "compressed-tensors")
+    return codes_of_config(config)[0]
 
 
 def stored_shape(checkpoint: Checkpoint, module: str, codes: Codes) -> tuple[int, int] | None:
@@ -261,25 +224,20 @@ def stored_shape(checkpoint: Checkpoint, module: str, codes: Codes) -> tuple[int
         return checkpoint.shape(name) if name in checkpoint else ()
 
     if len(packed := stored("weight_packed")) == 2:
-        dtype = checkpoint.dtype_name(f"{module}.weight_packed")
-        per_entry = (32 if dtype == "I32" else 8) // bits if (32 % bits == 0) else 0
-        groups = stored("weight_scale")
-        if not per_entry:
-            width = packed[1] * 32 // bits
-            if len(groups) == 2 and codes.group > 0:
-                width = groups[1] * codes.group
-            return packed[0], width
-        return packed[0], packed[1] * per_entry
+        scales = stored("weight_scale")
+        if codes.group > 0 and len(scales) == 2:
+            return packed[0], scales[1] * codes.group
+        is_word = checkpoint.dtype_name(f"{module}.weight_packed") == "I32"
+        return packed[0], packed[1] * (32 if is_word else 8) // bits
     if len(packed := stored("qweight")) == 2:
-        if (checkpoint.quantization_config or {}).get("quant_method") == "awq":
-            return packed[1] * 32 // bits, packed[0]
-        if "autoawq" in str((checkpoint.quantization_config or {}).get("packing_format")):
+        config = checkpoint.quantization_config or {}
+        if config.get("quant_method") == "awq" or "awq" in str(config.get("packing_format")):
             return packed[1] * 32 // bits, packed[0]
         return packed[1], packed[0] * 32 // bits
     if len(blocks := stored("gguf_blocks")) == 2:
-        scheme = GgufScheme(codes.kind)
-        return blocks[0], blocks[1] // scheme.block[1] * scheme.block[0]
-    if len(weight := stored("weight")) == 2 and weight[1] > 1:
-        is_nibbles = checkpoint.dtype_name(f"{module}.weight") == "U8"
+        weights, size = GGUF_BLOCKS[codes.kind]
+        return blocks[0], blocks[1] // size * weights
+    if len(weight := stored("weight")) == 2 and codes.kind not in ("nf4", "fp4"):
+        is_nibbles = checkpoint.dtype_name(f"{module}.weight") == "U8" and bits == 4
         return weight[0], weight[1] * (2 if is_nibbles else 1)
     return None

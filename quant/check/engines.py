@@ -2,114 +2,243 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 
+from ...base.version import VERSION
+from ..families.layer_map import fused_name
 from ..families.registry import model_family
+from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
+from ..model.parameters import by_kind
 from ..plan.loaders import transformers_loads, vllm_loads
-from .contents import Contents
+from .contents import Contents, StoredLinear
+from .kernels import Answer, Codes, EngineRules, KernelAnswer, engine_rules, kernel_for
 
-Answer = Literal["loads", "does not", "unknown"]
+_ORDER: tuple[Answer, ...] = ("does not", "unknown", "loads")
+_TILE_OUT, _TILE_IN = 64, 128  # SGLang's `verify_marlin_supports_shape` (marlin_utils.py of 0.5.23)
 
 
 @dataclass(frozen=True, slots=True)
-class KernelAnswer:
-    """An engine's answer for one kind of linear.
+class LinearAnswer:
+    """The answer of an engine for a kind of linear.
 
     Attributes:
         linears: names of the linears, with their number: `model.layers.*.mlp.up_proj (24)`.
-        kernel: name of the kernel that serves them; empty without one.
-        reason: requirement or violated rule; empty: none.
-        falls_back: True if the kernel dequantizes, or is the slower of the engine's.
+        shape: outputs and inputs of the matrix on a rank; None: not known.
     """
 
     linears: str
     codes: str
-    answer: Answer
-    kernel: str = ""
-    reason: str = ""
-    falls_back: bool = False
+    shape: tuple[int, int] | None
+    kernel: KernelAnswer
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """An engine's answer for a checkpoint: of `version`, with the reason or the requirements."""
+    """The answer of an engine's version for a checkpoint, with the reason or the requirements."""
 
     engine: str
     version: str
     answer: Answer
     reason: str
-    kernels: tuple[KernelAnswer, ...] = ()
+    linears: tuple[LinearAnswer, ...] = ()
+
+    @property
+    def falls_back(self) -> bool:
+        """True if a linear is not served by the engine's fast kernel."""
+        return any(linear.kernel.falls_back for linear in self.linears)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The engine's version, card and ranks. `capability` is CUDA's, as 90 for 9.0; None: any card."""
+    """The engine's version, card and ranks. `capability` is CUDA's, as 90 for 9.0; None: any card, or one
+    without CUDA if `gpu` names it."""
 
     version: str | None = None
+    gpu: str | None = None
     capability: int | None = None
     tensor_parallel: int = 1
 
 
 def _llmopt(contents: Contents, target: Target) -> EngineAnswer:
-    from ...base.version import VERSION
-
     family = str(contents.checkpoint.config.get("model_type"))
     known = model_family(family)
     if contents.refusal:
-        answer, reason = "does not", contents.refusal
-    elif known is None or known.choices is None:
-        answer, reason = "does not", f"its engine does not run {family}"
-    else:
-        answer, reason = "loads", ""
-    return EngineAnswer("llmopt", VERSION, answer, reason)
+        return EngineAnswer("llmopt", VERSION, "does not", contents.refusal)
+    if known is None or known.choices is None:
+        return EngineAnswer("llmopt", VERSION, "does not", f"its engine does not run {family}")
+    return EngineAnswer("llmopt", VERSION, "loads", "")
 
 
 def _transformers(contents: Contents, target: Target) -> EngineAnswer:
-    from importlib.metadata import version
-
-    installed = version("transformers")
-    if isinstance(contents.parameters, str):
-        return EngineAnswer("transformers", installed, "does not", contents.parameters)
-    if contents.loaders is None:
-        return EngineAnswer("transformers", installed, "unknown", contents.refusal)
+    installed, parameters = version("transformers"), contents.parameters
+    if isinstance(parameters, str):
+        return EngineAnswer("transformers", installed, "does not", parameters)
     if not contents.method:
-        missing = contents.parameters.missing(contents.checkpoint.names)
+        missing = by_kind(parameters.missing(contents.checkpoint.names))
         reason = f"{missing[0]} of its model is in no file" if missing else ""
         return EngineAnswer("transformers", installed, "does not" if missing else "loads", reason)
+    if contents.loaders is None:
+        return EngineAnswer("transformers", installed, "unknown", contents.refusal)
     loads, reason = transformers_loads(contents.loaders, contents.method)
     return EngineAnswer("transformers", installed, "loads" if loads else "does not", reason)
 
 
-def _vllm(contents: Contents, target: Target) -> EngineAnswer:
-    if not contents.method:
-        return EngineAnswer("vllm", "0.32", "loads", "plain weights")
-    if contents.loaders is None:
-        return EngineAnswer("vllm", "0.32", "unknown", contents.refusal)
-    loads, reason = vllm_loads(contents.loaders, contents.method, target.tensor_parallel)
-    return EngineAnswer("vllm", "0.32", "loads" if loads else "does not", reason)
-
-
 def _llama_cpp(contents: Contents, target: Target) -> EngineAnswer:
-    if contents.checkpoint.path.is_file() and contents.checkpoint.path.suffix != ".json":
-        return EngineAnswer("llama.cpp", "", "loads", "")
-    return EngineAnswer("llama.cpp", "", "does not", "it reads GGUF files only")
+    if contents.gguf is None:
+        return EngineAnswer("llama.cpp", "", "does not", "it reads GGUF files only")
+    try:
+        from gguf.constants import MODEL_ARCH_NAMES
+
+        release = f"gguf {version('gguf')}"
+    except (ImportError, PackageNotFoundError):
+        return EngineAnswer("llama.cpp", "", "unknown", "its architectures: pip install gguf")
+    architecture = str(contents.gguf.metadata.get("general.architecture"))
+    if architecture not in MODEL_ARCH_NAMES.values():
+        reason = f"architecture {architecture} is not in the list of {release}"
+        return EngineAnswer("llama.cpp", release, "unknown", reason)
+    linears = [
+        (linear, matrix, kernel_for("llama.cpp", "", "gguf", linear.codes, target.capability))
+        for linear, matrix in _matrices(contents.linears, 1)
+    ]
+    return _joined("llama.cpp", release, linears)
 
 
-def _no_rules(engine: str) -> Callable[[Contents, Target], EngineAnswer]:
+def _rules_of(engine: str) -> Callable[[Contents, Target], EngineAnswer]:
     def answer(contents: Contents, target: Target) -> EngineAnswer:
-        return EngineAnswer(engine, "", "unknown", "its rules are not known here")
+        rules = engine_rules()[engine]
+        release = rules.version(target.version)
+        refusal = _refused(rules, release, contents)
+        if refusal is not None and refusal[0] == "does not":
+            return EngineAnswer(engine, release, *refusal)
+        if target.gpu is not None and target.capability is None:
+            reason = f"its rules are known for CUDA alone, not for {target.gpu}"
+            return EngineAnswer(engine, release, "unknown", reason)
+        linears = [
+            (linear, matrix, _kernel(engine, release, contents, linear, matrix, target))
+            for linear, matrix in _matrices(contents.linears, target.tensor_parallel)
+        ]
+        joined = _joined(engine, release, linears)
+        if engine == "vllm" and contents.loaders is not None and contents.method:
+            ranks = target.tensor_parallel
+            loads, reason = vllm_loads(contents.loaders, contents.method, ranks)
+            if not loads:  # rules of the whole checkpoint, such as fused linears of one scheme
+                return replace(joined, answer="does not", reason=reason)
+        if refusal is not None and joined.answer == "loads":
+            return replace(joined, answer=refusal[0], reason=refusal[1])
+        return joined
 
     return answer
 
 
+def _refused(rules: EngineRules, release: str, contents: Contents) -> tuple[Answer, str] | None:
+    """The answer by method and architecture, before any linear; None: both are known there."""
+    method, architecture = contents.method, contents.architecture
+    if method == "gguf":
+        return "does not", f"{rules.name} {release} reads no GGUF files by itself"
+    if method and not rules.has(method, release):
+        return "does not", f"{rules.name} {release} has no quantization method {method}"
+    is_modelopt = rules.name == "TensorRT-LLM" and method == "modelopt"
+    if is_modelopt and not (contents.checkpoint.folder / "hf_quant_config.json").is_file():
+        return "does not", "it reads hf_quant_config.json, which is missing"
+    if not architecture:
+        return "unknown", "config.json names no architectures, by which it chooses its model"
+    if not rules.has(architecture, release):
+        return "unknown", f"{architecture} is not in the list of {rules.name} {release}"
+    return None
+
+
+def _kernel(
+    engine: str,
+    release: str,
+    contents: Contents,
+    linear: StoredLinear,
+    matrix: RankMatrix | None,
+    target: Target,
+) -> KernelAnswer:
+    codes = linear.codes
+    answer = kernel_for(engine, release, contents.method, codes, target.capability)
+    if answer.answer != "loads" or matrix is None:
+        return answer
+    if engine == "vllm" and linear.scheme is not None:
+        rules = storage_of(linear.scheme).rules
+        loads, text = rules.vllm_kernel(linear.scheme, matrix, contents.method)
+        if not loads:
+            return replace(answer, answer="does not", kernel="", reason=text)
+        if "since" in text or "optional" in text:  # another kernel than the fast one
+            kernel, _, reason = text.partition(", since ")
+            return replace(answer, kernel=kernel, reason=reason, falls_back=True)
+        return answer
+    return _on_tiles(engine, contents.method, codes, matrix, answer)
+
+
+def _on_tiles(
+    engine: str, method: str, codes: Codes, matrix: RankMatrix, answer: KernelAnswer
+) -> KernelAnswer:
+    """The answer by the shape of a rank: whole groups, and tiles of Marlin in SGLang."""
+    if codes.group > 0 and codes.kind != "fp8-block" and matrix.in_features % codes.group:
+        reason = f"it needs whole groups of {codes.group} on every rank, not {matrix.in_features}"
+        return replace(answer, answer="does not", kernel="", reason=reason)
+    is_marlin = engine == "sglang" and "Marlin" in answer.kernel and codes.kind.startswith("int")
+    if not is_marlin or not (matrix.out_features % _TILE_OUT or matrix.in_features % _TILE_IN):
+        return answer
+    reason = f"Marlin's tiles are {_TILE_OUT} outputs × {_TILE_IN} inputs"
+    if method == "awq":
+        return replace(answer, kernel="AWQ's unoptimized kernel", reason=reason, falls_back=True)
+    return replace(answer, answer="unknown", kernel="", reason=f"{reason}; it does not check them")
+
+
+def _matrices(
+    linears: Iterable[StoredLinear], ranks: int
+) -> Iterator[tuple[StoredLinear, RankMatrix | None]]:
+    """Each linear with the part of its fused matrix on a rank; None: its shape is not known."""
+    groups: dict[str, list[StoredLinear]] = {}
+    for linear in linears:
+        name = linear.module if EXPERTS in linear.module else fused_name(linear.module)
+        groups.setdefault(name, []).append(linear)
+    for group in groups.values():
+        shapes = [linear.shape for linear in group]
+        for linear in group:
+            if linear.shape is None or None in shapes or len(linear.shape) != 2:
+                yield linear, None
+            else:
+                outputs = [shape[0] for shape in shapes if shape is not None]
+                yield linear, RankMatrix.of(linear.module, outputs, linear.shape[1], ranks)
+
+
+def _joined(
+    engine: str,
+    release: str,
+    linears: Iterable[tuple[StoredLinear, RankMatrix | None, KernelAnswer]],
+) -> EngineAnswer:
+    """The worst answer of all linears, and the linears by kind."""
+    groups: dict[tuple[str, tuple[int, int] | None, KernelAnswer], list[str]] = {}
+    for linear, matrix, kernel in linears:
+        shape = None if matrix is None else (matrix.out_features, matrix.in_features)
+        groups.setdefault((linear.codes.label, shape, kernel), []).append(linear.module)
+    answers = tuple(
+        LinearAnswer(kind, codes, shape, kernel)
+        for (codes, shape, kernel), modules in groups.items()
+        for kind in by_kind(modules)
+    )
+    worst = min(answers, key=lambda a: _ORDER.index(a.kernel.answer), default=None)
+    if worst is None or worst.kernel.answer == "loads":
+        kernels = dict.fromkeys(a.kernel.kernel for a in answers if not a.kernel.falls_back)
+        slow = dict.fromkeys(f"{a.kernel.kernel}" for a in answers if a.kernel.falls_back)
+        parts = [", ".join(kernels), f"falls back to {', '.join(slow)}" if slow else ""]
+        return EngineAnswer(engine, release, "loads", "; ".join(filter(None, parts)), answers)
+    where = (
+        f"{worst.linears} ({worst.shape[0]} × {worst.shape[1]})" if worst.shape else worst.linears
+    )
+    reason = f"{where}: {worst.kernel.reason}"
+    return EngineAnswer(engine, release, worst.kernel.answer, reason, answers)
+
+
 ENGINES: dict[str, Callable[[Contents, Target], EngineAnswer]] = {
-    "vllm": _vllm,
-    "sglang": _no_rules("sglang"),
-    "trtllm": _no_rules("trtllm"),
+    **{engine: _rules_of(engine) for engine in ("vllm", "sglang", "trtllm")},
     "llama.cpp": _llama_cpp,
     "transformers": _transformers,
     "llmopt": _llmopt,
 }
-"""Functions that answer for each engine, by its name."""
+"""Functions that answer for each engine, by its name on the command line."""

@@ -1,25 +1,117 @@
-"""Which engines load checkpoints of other tools, and what is wrong with damaged ones."""
+"""Which engines load checkpoints of other tools, with which kernels, on which cards."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from llmopt.base.errors import BadInput
 from llmopt.quant.check.check import check
+from llmopt.quant.check.engines import Target
+from llmopt.quant.check.kernels import Codes, codes_of_config, engine_rules, kernel_for, kernel_rows
+from llmopt.quant.gguf.container import TYPE_SIZES
+from llmopt.recipes import MODELS
 
 STRANGERS = Path(__file__).parents[2] / "strangers" / "checkpoints"
+HOPPER, ADA, AMPERE, BLACKWELL, CONSUMER = 90, 89, 80, 100, 120
 
 
 @pytest.mark.parametrize(
     ("name", "engine", "answer"),
     [
         ("ct-int4-0.9.4", "vllm", "loads"),
+        ("ct-overlap-0.20.0", "vllm", "does not"),
         ("bnb-nf4-double-0.50.2", "vllm", "does not"),
+        ("bnb-nf4-double-0.50.2", "sglang", "loads"),
         ("bnb-nf4-double-0.50.2", "transformers", "loads"),
         ("gptqmodel-v1-7.7.0", "llama.cpp", "does not"),
+        ("gptqmodel-v1-asymmetric-7.7.0", "sglang", "does not"),
         ("autoround-native-0.16.1", "llmopt", "does not"),
+        ("autoround-native-0.16.1", "vllm", "loads"),
+        ("llmcompressor-fp8-dynamic-0.14.0.1", "trtllm", "loads"),
     ],
 )
 def test_checkpoints_of_other_tools_load_where_they_do(name: str, engine: str, answer: str) -> None:
-    folder = STRANGERS / name
-    assert check(folder, [engine]).answer == answer
+    report = check(STRANGERS / name, [engine])
+    assert report.answer == answer and report.findings == ()
+    assert report.exit_code == {"loads": 0, "does not": 1}[answer]
+
+
+def test_a_card_without_the_kernel_is_refused_in_the_words_of_the_engine() -> None:
+    folder = STRANGERS / "llmcompressor-w8a8-0.14.0.1"
+    (answer,) = check(folder, ["vllm"], Target(gpu="RTX 5090", capability=CONSUMER)).engines
+    assert answer.answer == "does not" and "Int8 not supported on SM100" in answer.reason
+    (answer,) = check(folder, ["vllm"], Target(gpu="MI300X")).engines
+    assert answer.answer == "unknown" and "not for MI300X" in answer.reason
+
+
+def test_what_is_not_known_is_named(tmp_path: Path) -> None:
+    folder = STRANGERS / "ct-int4-0.9.4"
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["NewForCausalLM"]})
+    )
+    report = check(tmp_path, ["vllm"])
+    assert report.exit_code == 3 and "NewForCausalLM" in report.engines[0].reason
+    with pytest.raises(BadInput, match=r"rules of vLLM are known for 0\.33\.0"):
+        check(folder, ["vllm"], Target("0.1"))
+
+
+@pytest.mark.parametrize(
+    ("codes", "capability", "kernel", "falls_back"),
+    [
+        (Codes("nvfp4", "", 16, inputs="nvfp4"), CONSUMER, "FlashInfer or CUTLASS FP4", False),
+        (Codes("nvfp4", "", 16, inputs="nvfp4"), ADA, "Marlin FP4, weights alone", True),
+        (Codes("int4", "", 128), HOPPER, "Machete", False),
+        (Codes("int4", "", 32), HOPPER, "Marlin", False),
+        (Codes("fp8", "", inputs="fp8"), AMPERE, "Marlin FP8, weights alone", True),
+        (Codes("fp8-block", "", 128, inputs="fp8"), BLACKWELL, "DeepGEMM", False),
+    ],
+)
+def test_the_card_chooses_the_kernel(
+    codes: Codes, capability: int, kernel: str, falls_back: bool
+) -> None:
+    answer = kernel_for("vllm", "0.33.0", "compressed-tensors", codes, capability)
+    assert (answer.kernel, answer.falls_back) == (kernel, falls_back)
+
+
+def test_every_rule_has_a_source_and_names_of_its_engine() -> None:
+    rules = engine_rules()
+    for row in kernel_rows():
+        assert row["source"] and row["kernels"]
+        if row["engine"] in rules:
+            assert {*row["methods"]} & rules[row["engine"]].methods
+    assert all(engine.source and len(engine.versions) <= 3 for engine in rules.values())
+
+
+def test_llama_cpp_has_a_kernel_for_every_type_that_is_read_here() -> None:
+    from gguf.constants import GGMLQuantizationType
+
+    known = {code for row in kernel_rows() if row["engine"] == "llama.cpp" for code in row["codes"]}
+    assert {*TYPE_SIZES} - {"F32", "F16", "BF16"} <= known
+    assert known <= {kind.name for kind in GGMLQuantizationType}
+
+
+def test_a_config_alone_describes_its_codes() -> None:
+    modelopt = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    assert codes_of_config(modelopt)[0].key == "nvfp4+nvfp4"
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert codes_of_config(block)[0].key == "fp8-block+fp8"
+    assert codes_of_config({"quant_method": "of tomorrow"})[0].kind == ""
+
+
+def test_plain_weights_and_an_index_alone_are_answered(tmp_path: Path) -> None:
+    report = check(MODELS / "stories3M", ["llmopt", "transformers", "vllm"])
+    assert [engine.answer for engine in report.engines] == ["loads"] * 3
+    folder = STRANGERS / "ct-int4-0.9.4"
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", framework="np") as file:
+        names = dict.fromkeys(file.keys(), "model.safetensors")
+    index = {"weight_map": names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    report = check(tmp_path / "config.json", ["vllm"])
+    assert report.answer == "loads" and report.linears[0].shape == (32, 64)
