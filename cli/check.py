@@ -22,7 +22,9 @@ class CheckOptions:
         option(None, "One engine. Default: a table of all.", common=True)
     )
     engine_version: str | None = option(None, "Its version. Default: the newest that is known.")
-    gpu: str | None = option(None, "A GPU of kv-plan's table. Default: any.", common=True)
+    gpu: str | None = option(
+        None, "A GPU of kv-plan's table, or cpu. Default: any GPU.", common=True
+    )
     tp: int = option(
         1,
         "Tensor-parallel ranks.",
@@ -58,14 +60,15 @@ def check(
         path = resolve_model(checkpoint)
     from ..quant.check.check import check as run  # torch
     from ..quant.check.engines import ENGINES, Target
+    from ..quant.check.kernels import CPU
     from .output.check_tables import markdown_of, show_check
     from .output.console import result_console
 
     engines = tuple(ENGINES) if options.engine is None else (options.engine,)
-    device = None if options.gpu is None else find_device(options.gpu)
-    target = Target(
-        options.engine_version, device and device.name, device and device.capability, options.tp
-    )
+    on_cpu = (options.gpu or "").lower() == "cpu"
+    device = None if options.gpu is None or on_cpu else find_device(options.gpu)
+    capability = CPU if on_cpu else device and device.capability
+    target = Target(options.engine_version, options.gpu, capability, options.tp)
     report = run(path, engines, target, trust_remote_code=trust_remote_code)
     if options.markdown and not options.as_json:
         print(markdown_of(report))

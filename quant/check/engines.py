@@ -13,10 +13,17 @@ from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
 from ..model.parameters import by_kind
 from ..plan.loaders import transformers_loads, vllm_loads
 from .contents import Contents, StoredLinear
-from .kernels import Answer, Codes, EngineRules, KernelAnswer, engine_rules, kernel_for
+from .kernels import (
+    CPU,
+    Answer,
+    EngineRules,
+    KernelAnswer,
+    Question,
+    engine_rules,
+    kernel_for,
+)
 
 _ORDER: tuple[Answer, ...] = ("does not", "unknown", "loads")
-_TILE_OUT, _TILE_IN = 64, 128  # SGLang's `verify_marlin_supports_shape` (marlin_utils.py of 0.5.23)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class EngineAnswer:
 @dataclass(frozen=True, slots=True)
 class Target:
     """The engine's version, card and ranks. `capability` is CUDA's, as 90 for 9.0; None: any card, or one
-    without CUDA if `gpu` names it."""
+    without CUDA if `gpu` names it. `CPU`: this machine's processor."""
 
     version: str | None = None
     gpu: str | None = None
@@ -99,7 +106,11 @@ def _llama_cpp(contents: Contents, target: Target) -> EngineAnswer:
         reason = f"architecture {architecture} is not in the list of {release}"
         return EngineAnswer("llama.cpp", release, "unknown", reason)
     linears = [
-        (linear, matrix, kernel_for("llama.cpp", "", "gguf", linear.codes, target.capability))
+        (
+            linear,
+            matrix,
+            kernel_for(Question("llama.cpp", "", "gguf", linear.codes, target.capability)),
+        )
         for linear, matrix in _matrices(contents.linears, 1)
     ]
     return _joined("llama.cpp", release, linears)
@@ -115,8 +126,13 @@ def _rules_of(engine: str) -> Callable[[Contents, Target], EngineAnswer]:
         if target.gpu is not None and target.capability is None:
             reason = f"its rules are known for CUDA alone, not for {target.gpu}"
             return EngineAnswer(engine, release, "unknown", reason)
+
+        def question_of(linear: StoredLinear, matrix: RankMatrix | None) -> Question:
+            method, card = contents.method, target.capability
+            return Question(engine, release, method, linear.codes, card, _shape_of(matrix))
+
         linears = [
-            (linear, matrix, _kernel(engine, release, contents, linear, matrix, target))
+            (linear, matrix, _kernel(contents, linear, matrix, question_of(linear, matrix)))
             for linear, matrix in _matrices(contents.linears, target.tensor_parallel)
         ]
         joined = _joined(engine, release, linears)
@@ -150,43 +166,22 @@ def _refused(rules: EngineRules, release: str, contents: Contents) -> tuple[Answ
 
 
 def _kernel(
-    engine: str,
-    release: str,
-    contents: Contents,
-    linear: StoredLinear,
-    matrix: RankMatrix | None,
-    target: Target,
+    contents: Contents, linear: StoredLinear, matrix: RankMatrix | None, question: Question
 ) -> KernelAnswer:
-    codes = linear.codes
-    answer = kernel_for(engine, release, contents.method, codes, target.capability)
-    if answer.answer != "loads" or matrix is None:
+    """The kernel of a linear; where vLLM's rules of a kind are known they say more of its shape."""
+    answer = kernel_for(question)
+    is_known = question.engine == "vllm" and linear.scheme is not None and matrix is not None
+    if not is_known or answer.answer != "loads" or question.capability == CPU:
         return answer
-    if engine == "vllm" and linear.scheme is not None:
-        rules = storage_of(linear.scheme).rules
-        loads, text = rules.vllm_kernel(linear.scheme, matrix, contents.method)
-        if not loads:
-            return replace(answer, answer="does not", kernel="", reason=text)
-        if "since" in text or "optional" in text:  # another kernel than the fast one
-            kernel, _, reason = text.partition(", since ")
-            return replace(answer, kernel=kernel, reason=reason, falls_back=True)
-        return answer
-    return _on_tiles(engine, contents.method, codes, matrix, answer)
-
-
-def _on_tiles(
-    engine: str, method: str, codes: Codes, matrix: RankMatrix, answer: KernelAnswer
-) -> KernelAnswer:
-    """The answer by the shape of a rank: whole groups, and tiles of Marlin in SGLang."""
-    if codes.group > 0 and codes.kind != "fp8-block" and matrix.in_features % codes.group:
-        reason = f"it needs whole groups of {codes.group} on every rank, not {matrix.in_features}"
-        return replace(answer, answer="does not", kernel="", reason=reason)
-    is_marlin = engine == "sglang" and "Marlin" in answer.kernel and codes.kind.startswith("int")
-    if not is_marlin or not (matrix.out_features % _TILE_OUT or matrix.in_features % _TILE_IN):
-        return answer
-    reason = f"Marlin's tiles are {_TILE_OUT} outputs × {_TILE_IN} inputs"
-    if method == "awq":
-        return replace(answer, kernel="AWQ's unoptimized kernel", reason=reason, falls_back=True)
-    return replace(answer, answer="unknown", kernel="", reason=f"{reason}; it does not check them")
+    assert linear.scheme is not None and matrix is not None
+    rules = storage_of(linear.scheme).rules
+    loads, text = rules.vllm_kernel(linear.scheme, matrix, contents.method)
+    if not loads:
+        return replace(answer, answer="does not", kernel="", reason=text)
+    kernel, is_other, reason = text.partition(", since ")
+    if is_other:
+        return replace(answer, kernel=kernel, reason=reason, falls_back=True)
+    return answer
 
 
 def _matrices(
@@ -207,6 +202,10 @@ def _matrices(
                 yield linear, RankMatrix.of(linear.module, outputs, linear.shape[1], ranks)
 
 
+def _shape_of(matrix: RankMatrix | None) -> tuple[int, int] | None:
+    return None if matrix is None else (matrix.out_features, matrix.in_features)
+
+
 def _joined(
     engine: str,
     release: str,
@@ -215,8 +214,8 @@ def _joined(
     """The worst answer of all linears, and the linears by kind."""
     groups: dict[tuple[str, tuple[int, int] | None, KernelAnswer], list[str]] = {}
     for linear, matrix, kernel in linears:
-        shape = None if matrix is None else (matrix.out_features, matrix.in_features)
-        groups.setdefault((linear.codes.label, shape, kernel), []).append(linear.module)
+        key = linear.codes.label, _shape_of(matrix), kernel
+        groups.setdefault(key, []).append(linear.module)
     answers = tuple(
         LinearAnswer(kind, codes, shape, kernel)
         for (codes, shape, kernel), modules in groups.items()

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from ...base.errors import BadInput
+from ...base.processor import processor_flags
 
 Answer = Literal["loads", "does not", "unknown"]
 _RULES = Path(__file__).with_name("rules")
 _NEWEST_CARD = 999
+CPU = 0
+"""In place of a compute capability: this machine's processor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +137,34 @@ def kernel_rows() -> tuple[Mapping[str, Any], ...]:
     return tuple(json.loads((_RULES / "kernels.json").read_text(encoding="utf-8")))
 
 
-def kernel_for(
-    engine: str, version: str, method: str, codes: Codes, capability: int | None
-) -> KernelAnswer:
-    """The kernel of an engine for codes of a method, on a card or (None) on any."""
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Codes of a method in an engine's version, on a card (None: any; `CPU`: this machine's processor), in a
+    matrix of a rank (outputs, inputs), where it is known."""
+
+    engine: str
+    version: str
+    method: str
+    codes: Codes
+    capability: int | None = None
+    shape: tuple[int, int] | None = None
+
+
+def kernel_for(question: Question) -> KernelAnswer:
+    """The kernel of an engine for codes, by the rows of the rules."""
+    codes, capability = question.codes, question.capability
     if not codes.kind:
-        return KernelAnswer("unknown", reason=f"codes of {method} are not described in its config")
-    rows = [*_rows(engine, version, method, codes.key)]
-    fitting = [row for row in rows if _refusal(row, codes) is None]
+        reason = f"codes of {question.method} are not described in its config"
+        return KernelAnswer("unknown", reason=reason)
+    rows = [*_rows(question)]
+    fitting = [row for row in rows if _refusal(row, question) is None]
     if not fitting:
-        refusals = (reason for row in rows if (reason := _refusal(row, codes)))
-        reason = next(refusals, f"no kernel for {codes.label} of {method}")
+        refusals = (reason for row in rows if (reason := _refusal(row, question)))
+        place = " on a processor" if capability == CPU else ""
+        reason = next(refusals, f"no kernel for {codes.label} of {question.method}{place}")
         return KernelAnswer("does not", reason=reason, source=rows[0]["source"] if rows else "")
+    if capability == CPU:
+        return KernelAnswer("loads", fitting[0]["cpu"], source=fitting[0]["source"])
     kernels = [
         (Kernel(k["name"], k.get("from", 0), k.get("to", _NEWEST_CARD), "falls_back" in k), row)
         for row in fitting
@@ -154,12 +173,14 @@ def kernel_for(
     row = fitting[-1]
     if capability is None:
         names = ", ".join(dict.fromkeys(kernel.label for kernel, _ in kernels))
-        return KernelAnswer("loads", names, source=row["source"])
+        answer = KernelAnswer("loads", names, source=row["source"])
+        return _on_tiles(row, question, answer)
     for kernel, row in kernels:
         if kernel.first <= capability <= kernel.last:
             reason = "the fast kernel needs another card" if kernel.falls_back else ""
             falls_back = kernel.falls_back
-            return KernelAnswer("loads", kernel.name, reason, falls_back, row["source"])
+            answer = KernelAnswer("loads", kernel.name, reason, falls_back, row["source"])
+            return _on_tiles(row, question, answer)
     names = ", ".join(kernel.label for kernel, _ in kernels)
     reason = (
         row.get("otherwise") or f"on compute capability {capability / 10:.1f} there is no {names}"
@@ -167,23 +188,49 @@ def kernel_for(
     return KernelAnswer("does not", reason=reason, source=row["source"])
 
 
-def _rows(engine: str, version: str, method: str, key: str) -> Iterator[Mapping[str, Any]]:
+def _rows(question: Question) -> Iterator[Mapping[str, Any]]:
+    place = "cpu" if question.capability == CPU else "kernels"
     for row in kernel_rows():
-        is_here = version not in row.get("lacking", ()) and row["engine"] == engine
-        if is_here and key in row["codes"] and method in row["methods"]:
+        is_here = row["engine"] == question.engine and question.version not in row.get(
+            "lacking", ()
+        )
+        is_meant = question.codes.key in row["codes"] and question.method in row["methods"]
+        if is_here and is_meant and row.get(place):
             yield row
 
 
-def _refusal(row: Mapping[str, Any], codes: Codes) -> str | None:
+def _refusal(row: Mapping[str, Any], question: Question) -> str | None:
     """Why a row is not for these codes; None: it is."""
+    codes, shape, on_cpu = question.codes, question.shape, question.capability == CPU
+    name = row["cpu"] if on_cpu else row["kernels"][0]["name"]
     if codes.group not in row.get("groups", (codes.group,)):
         sizes = ", ".join(str(size) for size in row["groups"] if size > 0)
-        return f"{row['kernels'][0]['name']} has no groups of {codes.group}, only {sizes} and rows"
+        return f"{name} has no groups of {codes.group}, only {sizes} and rows"
     if row.get("symmetric") and not codes.symmetric:
-        return f"{row['kernels'][0]['name']} takes symmetric codes alone"
+        return f"{name} takes symmetric codes alone"
     if row.get("static", codes.static) != codes.static:
-        return f"{row['kernels'][0]['name']} has {'static' if row['static'] else 'dynamic'} inputs"
+        return f"{name} has {'static' if row['static'] else 'dynamic'} inputs"
+    if on_cpu and row.get("needs") and row["needs"] not in processor_flags():
+        return f"{name} needs a processor with {row['needs']}"
+    if shape is None:
+        return None
+    if codes.group > 0 and codes.kind != "fp8-block" and shape[1] % codes.group:
+        return f"it needs whole groups of {codes.group} on every rank, not {shape[1]} inputs"
+    multiple = row.get("multiple", 1)
+    if shape[0] % multiple or shape[1] % multiple:
+        return f"{name} needs multiples of {multiple}, not {shape[0]} × {shape[1]}"
     return None
+
+
+def _on_tiles(row: Mapping[str, Any], question: Question, answer: KernelAnswer) -> KernelAnswer:
+    """The answer for a shape that is no multiple of the row's tiles (outputs, inputs)."""
+    tiles, shape = row.get("tiles"), question.shape
+    if tiles is None or shape is None or not (shape[0] % tiles[0] or shape[1] % tiles[1]):
+        return answer
+    reason = f"its tiles are {tiles[0]} outputs × {tiles[1]} inputs"
+    if fallback := row.get("fallback"):
+        return replace(answer, kernel=fallback, reason=reason, falls_back=True)
+    return replace(answer, answer="unknown", kernel="", reason=f"{reason}, which it does not check")
 
 
 _MODELOPT = {

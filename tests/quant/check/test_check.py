@@ -9,7 +9,15 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.quant.check.check import check
 from llmopt.quant.check.engines import Target
-from llmopt.quant.check.kernels import Codes, codes_of_config, engine_rules, kernel_for, kernel_rows
+from llmopt.quant.check.kernels import (
+    CPU,
+    Codes,
+    Question,
+    codes_of_config,
+    engine_rules,
+    kernel_for,
+    kernel_rows,
+)
 from llmopt.quant.gguf.container import TYPE_SIZES
 from llmopt.recipes import MODELS
 
@@ -46,6 +54,16 @@ def test_a_card_without_the_kernel_is_refused_in_the_words_of_the_engine() -> No
     assert answer.answer == "unknown" and "not for MI300X" in answer.reason
 
 
+def test_a_processor_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llmopt.quant.check.kernels.processor_flags", lambda: frozenset({"avx2"}))
+    on_cpu = Target(gpu="cpu", capability=CPU)
+    (answer,) = check(STRANGERS / "llmcompressor-w4a16-0.14.0.1", ["vllm"], on_cpu).engines
+    assert answer.linears[0].kernel.kernel == "CPU WNA16"
+    codes = Codes("fp8-block", "", 128, inputs="fp8")
+    refused = kernel_for(Question("vllm", "0.33.0", "fp8", codes, CPU))
+    assert refused.answer == "does not" and "amx_tile" in refused.reason
+
+
 def test_what_is_not_known_is_named(tmp_path: Path) -> None:
     folder = STRANGERS / "ct-int4-0.9.4"
     config = json.loads((folder / "config.json").read_text())
@@ -73,14 +91,15 @@ def test_what_is_not_known_is_named(tmp_path: Path) -> None:
 def test_the_card_chooses_the_kernel(
     codes: Codes, capability: int, kernel: str, falls_back: bool
 ) -> None:
-    answer = kernel_for("vllm", "0.33.0", "compressed-tensors", codes, capability)
+    question = Question("vllm", "0.33.0", "compressed-tensors", codes, capability)
+    answer = kernel_for(question)
     assert (answer.kernel, answer.falls_back) == (kernel, falls_back)
 
 
 def test_every_rule_has_a_source_and_names_of_its_engine() -> None:
     rules = engine_rules()
     for row in kernel_rows():
-        assert row["source"] and row["kernels"]
+        assert row["source"] and (row["kernels"] or row["cpu"])
         if row["engine"] in rules:
             assert {*row["methods"]} & rules[row["engine"]].methods
     assert all(engine.source and len(engine.versions) <= 3 for engine in rules.values())
