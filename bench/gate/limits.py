@@ -98,7 +98,7 @@ def scores_in(quality: Mapping[str, Any]) -> list[Scored]:
 
 PREFIX = "task."
 # Tasks that `llmopt best` scores next to the original.
-PROMISED = ("needles.",)
+PROMISED = ("needles.", "tool_calls.", "answers.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +267,8 @@ ALIASES = {
     "top1_agreement": "top1",
     "ppl": "perplexity",
     "peak_bytes": "peak_resident_bytes",
+    "tools": f"{PREFIX}tool_calls.correct",
+    "length": f"{PREFIX}answers.tokens",
 }
 
 
@@ -289,12 +291,12 @@ MEASURED = measured()
 def quantity(name: str, *, of_scores: bool = False) -> Quantity:
     """The quantity of that name; `of_scores` offers only scores in place of an unknown name. Raises BadInput:
     there is none; the message suggests similar names."""
+    name = ALIASES.get(name, name)
     if name.startswith(PREFIX):
         if name.count(".") < 2 or name.endswith("."):
             example = "write task.NAME.METRIC, such as task.gsm8k.exact_match"
             raise BadInput(f"gate: {name!r}: {example}")
         return TaskScored(name)
-    name = ALIASES.get(name, name)
     if match := MEASURED.get(name) or COUNTED.get(name) or SCORED.get(name):
         return match
     if match := depth_scored(name):
@@ -321,11 +323,15 @@ def parse_promises(text: str) -> tuple[Limit, ...]:
     for limit in limits:
         what = limit.quantity
         if isinstance(what, TaskScored) and what.label.startswith(PROMISED):
-            if limit.at_most or not limit.relative:
-                raise BadInput(f"promise: {what.key} {limit.text}: write >=-2%, its least change")
+            is_length = what.label == "answers.tokens"
+            if not limit.relative or (limit.at_most and not is_length):
+                form = "<=+5%, its highest change" if is_length else ">=-2%, its least change"
+                raise BadInput(f"promise: {what.key} {limit.text}: write {form}")
             continue
         if not isinstance(what, Scored):
-            names = ", ".join((*SCORED, "kl.depth.32k", "kl.kv.fp8.32k", "needles.32k"))
+            names = ", ".join(
+                (*SCORED, "kl.depth.32k", "kl.kv.fp8.32k", "needles.32k", "tools", "length")
+            )
             raise BadInput(f"promise: {what.key} is no score: there are {names}")
         if limit.relative != (what.key == "perplexity"):
             form = "<=+1%, its change" if what.key == "perplexity" else ", its value"

@@ -13,13 +13,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from ...base.errors import BadInput
-from ..metrics.statistics import central_interval
-from ..quality.domains import exact_interval, items_for_limit
+from ..metrics.statistics import CONFIDENCE, POWER, central_interval
+from ..quality.domains import exact_interval, items_for_limit, items_for_loss
 from ..quality.summary import Interval, blocks_of, quantile, score_of
 from ..quality.task_items import (
     Aggregation,
@@ -252,6 +253,17 @@ class TaskChange:
     p_value: float | None = None
     flipped: int | None = None
 
+    def items_for(self, change: float) -> int:
+        """Items that tell a relative change from none, at 95 % and with a power of 80 %: by McNemar's test
+        for scores of 0 and 1, else by the width of the interval."""
+        if self.lost is not None and self.gained is not None:
+            changed = (self.lost + self.gained) / self.num_items
+            return items_for_loss(change * self.base, changed)
+        normal = NormalDist()
+        z = normal.inv_cdf((1 + CONFIDENCE) / 2)
+        error = (self.interval[1] - self.interval[0]) / (2 * z)
+        return math.ceil(self.num_items * ((z + normal.inv_cdf(POWER)) * error / change) ** 2)
+
     @property
     def words(self) -> str:
         if self.lost is None or self.p_value is None:
@@ -278,13 +290,15 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
     for side, row in zip(("base", "new"), rows, strict=True):
         if isinstance(row, str) and (side == "new" or limit.relative):
             return unknown(f" but no value in the {side} run: {row}")
-    row, moved = rows[1], change_between(before, after)
+    row, moved, enough = rows[1], change_between(before, after), ""
     assert isinstance(row, dict)
     if limit.relative:
         change = _task_change(scored, base, new)
         if isinstance(change, str):
             return unknown(f", but {change}")
         moved, interval = change.change, change.interval
+        if limit.bound and change.base:
+            enough = f": about {change.items_for(abs(limit.bound)):,} tell it from no change"
         sides = " to ".join(f"{side * 100:+.2f} %" for side in interval)
         text = (
             f"{scored.label} went from {shown(change.base, '')} to {shown(change.new, '')}: "
@@ -300,7 +314,7 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
             interval = bootstrap_interval(row["aggregation"], items.weights, items.values)
         low, high = (shown(side, "") for side in interval)
         text = f"{scored.label} is {shown(row['value'], '')} ({low} to {high})"
-    undecided = f": the limit {limit.text} {WITHIN} items (--tasks-limit)"
+    undecided = f": the limit {limit.text} {WITHIN} items (--tasks-limit){enough}"
     evidence = Excess.of(limit, interval)
     sides = {"base": before, "new": after, "interval": interval, "change": moved}
     return LimitVerdict.of(limit, text, evidence, undecided, **sides)
