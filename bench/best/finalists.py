@@ -13,6 +13,7 @@ from ...base.atomic_io import write_atomically
 from ...base.option import words_of
 from ...base.progress import Progress, ProgressUpdate, SubRun, as_progress, in_words
 from ...base.version import VERSION
+from ...engine.base.units import parse_tokens
 from ...engine.planner.catalog import find_model
 from ...quant.model.checkpoint import gguf_file_of
 from ...quant.pipeline.estimate import time_layer
@@ -20,13 +21,13 @@ from ...quant.pipeline.preflight import preflight
 from ...quant.pipeline.prepare import prepare
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import short_name
-from ..gate.limits import GateOutcome, Limit
+from ..gate.limits import DEPTH_KEY, PREFIX, GateOutcome, Limit
 from ..gate.score_checks import check_promises
 from ..gate.verdict import LimitVerdict
 from ..load.started_server import preset
 from ..quality.passage import DOMAINS
 from ..quality.summary import score_of
-from ..record.result import plain
+from ..record.result import RunData, plain
 from ..studies.jobs import jobs_of
 from ..studies.recipe import Recipe, server_words
 from ..studies.recipe_files import Stages, VariantRun
@@ -73,6 +74,7 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
         "report": False,
         "seed": request.seed,
     }
+    bench |= depth_options(request.limits)
     if target.device.kind == "cpu":
         bench["device"] = "cpu"
     if not target.is_here:  # its speed is not that of the target or of its loader
@@ -93,6 +95,18 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
         variants.append({"name": point["id"], "quantize": made})
     head = {"name": FINALISTS, "model": target.model, "compare": {"gate": False}}
     return Recipe.model_validate({**head, "bench": bench, "variants": variants})
+
+
+def depth_options(limits: Sequence[Limit]) -> dict[str, Any]:
+    """The options of a benchmark that scores the promised depths."""
+    keys = [limit.quantity.key for limit in limits]
+    matches = [match for match in map(DEPTH_KEY.fullmatch, keys) if match]
+    needles = [key.rpartition(".")[2] for key in keys if key.startswith(f"{PREFIX}needles.")]
+    depths = {parse_tokens(depth) for depth in (*needles, *(match["depth"] for match in matches))}
+    if not depths:
+        return {}
+    types = sorted({match["dtype"] for match in matches} - {None})
+    return {"quality_depth": sorted(depths), "quality_kv": types, "needles": bool(needles)}
 
 
 def find_best(
@@ -191,9 +205,12 @@ def results(
     points = _points(searched)
     # The notes of `quantize` are left to the manifests.
     shown = SubRun(progress, lambda: _step_of(stages), ("quantize", "verify", "warning"))
+    ran = run_recipe(stages, shown, on_ray=on_ray)
     return [
-        result_of(target, run, points[run.variant.name], stages.folder, searched["kv_dtype"])
-        for run in run_recipe(stages, shown, on_ray=on_ray).variants
+        result_of(
+            target, ran.base, run, points[run.variant.name], stages.folder, searched["kv_dtype"]
+        )
+        for run in ran.variants
     ]
 
 
@@ -207,7 +224,12 @@ def _points(searched: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def result_of(
-    target: Target, run: VariantRun, point: Mapping[str, Any], folder: Path, kv_dtype: str
+    target: Target,
+    original: RunData,
+    run: VariantRun,
+    point: Mapping[str, Any],
+    folder: Path,
+    kv_dtype: str,
 ) -> dict[str, Any]:
     """A finalist's results for JSON, with the verdicts on the limits on quality; its speed is measured if
     this machine is the target and llmopt the loader, else as the point was planned."""
@@ -215,7 +237,7 @@ def result_of(
     checkpoint, quality = folder / "checkpoints" / name, result["llmopt"]["quality"]
     domains = {domain: interval(quality, f"domains.{domain}.kl_nats") for domain in DOMAINS}
     limits = target.asked.limits
-    verdicts = zip(limits, check_promises(limits, quality), strict=True)
+    verdicts = zip(limits, check_promises(limits, quality, (original, run.data)), strict=True)
     return plain(
         {
             "id": name,

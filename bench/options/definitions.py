@@ -395,6 +395,7 @@ class QualityOptions:
     quality_documents: int = option(
         8, "Documents of each depth, generated or of --quality-text.", limit=POSITIVE
     )
+    needles: bool = option(True, "Ask needles at every depth from 1k on.")
     quality_kv: tuple[str, ...] = option(
         (),
         "With --quality-depth: types of the KV cache, such as auto,fp8,int8, to compare with one that "

@@ -283,8 +283,10 @@ class BenchOptions(BenchFields):
             )
         if self.tool_responses is not None and "tool_calls" not in self.task_names:
             return "--tool-responses is for --tool-calls: give bundled, or the file of the items"
+        if "needles" in self.tasks and not self.quality_depth:
+            return "--tasks needles are asked at --quality-depth: give one, such as 4k,32k"
         if self.loras and self.task_names:
-            return "--tasks scores the model without adapters: leave --lora away"
+            return "--tasks and needles score the model without adapters: leave --lora away"
         if len(self.loras) > 1 and self.quality and not is_served:
             return "quality is scored of one adapter: give one --lora, or --no-quality"
         if not self.is_pooling:
@@ -308,9 +310,10 @@ class BenchOptions(BenchFields):
 
     @property
     def task_names(self) -> tuple[str, ...]:
-        """The tasks, with that of `--tool-calls`."""
-        named = self.tool_calls is not None and "tool_calls" not in self.tasks
-        return (*self.tasks, "tool_calls") if named else self.tasks
+        """The tasks, with those of `--tool-calls` and `--quality-depth`."""
+        tools = ("tool_calls",) if self.tool_calls is not None else ()
+        needles = ("needles",) if self.quality_depth and self.needles else ()
+        return tuple(dict.fromkeys((*self.tasks, *tools, *needles)))
 
     @property
     def is_pooling(self) -> bool:

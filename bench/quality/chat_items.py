@@ -89,15 +89,26 @@ class TaskScoring:
     rows: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
-    def add_item(self, number: int, item: Any, response: Any, target: str, **scores: float) -> None:
+    def add_item(
+        self,
+        number: int,
+        item: Any,
+        response: Any,
+        target: str,
+        filter_name: str = "none",
+        **scores: float,
+    ) -> None:
         """Add the scores of an item; a metric may be of some items alone."""
         known = hashlib.sha256(json.dumps(item).encode()).hexdigest()
-        ids = {"filter": "none", "doc_id": number, "doc_hash": known}
+        ids = {"filter": filter_name, "doc_id": number, "doc_hash": known}
         self.samples.append({**ids, "filtered_resps": response, "target": target, **scores})
 
-    def add_metric(self, metric: str, higher_is_better: bool | None = True) -> None:
-        """Add the row of a metric, the mean over its items; none if no item has it."""
-        values = [sample[metric] for sample in self.samples if metric in sample]
+    def add_metric(
+        self, metric: str, higher_is_better: bool | None = True, filter_name: str = "none"
+    ) -> None:
+        """Add the row of a metric, the mean over its items of a filter; none if no item has it."""
+        samples = [sample for sample in self.samples if sample["filter"] == filter_name]
+        values = [sample[metric] for sample in samples if metric in sample]
         if not values:
             return
         deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
@@ -109,7 +120,7 @@ class TaskScoring:
                 "num_fewshot": 0,
                 "num_samples": len(values),
                 "metric": metric,
-                "filter": "none",
+                "filter": filter_name,
                 "value": math.fsum(values) / len(values),
                 "stderr": deviation / math.sqrt(len(values)),
                 "higher_is_better": higher_is_better,

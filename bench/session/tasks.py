@@ -31,6 +31,7 @@ from ..quality.chat_items import (
     scored_answers,
 )
 from ..quality.domains import BUNDLED_TASKS, ChoiceTask, bundled_task, scored_bundled
+from ..quality.needles import ANSWER_TOKENS, NEEDLES, REPLY_TOKENS, needle_items, scored_needles
 from ..quality.task_items import TaskItems, items_of, metric_rows
 from ..quality.tool_calls import (
     BUNDLED,
@@ -56,6 +57,7 @@ class TaskSet:
     bundled: tuple[ChoiceTask, ...] = ()
     chats: tuple[str, ...] = ()
     tools: tuple[ToolItem, ...] = ()
+    needles: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,10 @@ def prepare_tasks(task_names: Sequence[str], options: BenchOptions | None = None
             if getattr(options, option):
                 flag = f"--{option.replace('_', '-')}"
                 raise BadInput(f"{flag} is for lm-eval's tasks: {names[0]} is asked plainly")
-    others = [word for word in task_names if word not in (*BUNDLED_TASKS, *CHAT_TASKS)]
+    others = [word for word in task_names if word not in (*BUNDLED_TASKS, *CHAT_TASKS, NEEDLES)]
     tasks = _lm_eval_tasks(others) if others else TaskSet()
-    return replace(tasks, bundled=tuple(map(bundled_task, names)), chats=chats, tools=tools)
+    bundled, needles = tuple(map(bundled_task, names)), NEEDLES in task_names
+    return replace(tasks, bundled=bundled, chats=chats, tools=tools, needles=needles)
 
 
 def _lm_eval_tasks(task_names: Sequence[str]) -> TaskSet:
@@ -142,10 +145,10 @@ def lm_eval_model(scorer: TaskScorer) -> Any:
 
 def check_template(options: BenchOptions, backend: TaskBackend, tasks: TaskSet) -> None:
     """Raise BadInput for tasks whose conversations the model cannot render, or that are none."""
-    if not (tasks.specs or tasks.bundled):
+    if not (tasks.specs or tasks.bundled or tasks.needles):
         return
     if backend.sends_messages:
-        if not options.apply_chat_template:
+        if (tasks.specs or tasks.bundled) and not options.apply_chat_template:
             raise BadInput(
                 "--tasks over --backend openai-chat sends conversations: add --apply-chat-template, or take "
                 "--backend openai"
@@ -171,6 +174,8 @@ def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> Ta
         scored = scored_bundled(tasks.bundled, scorer.loglikelihoods, options.tasks_limit)
         for name in tasks.chats:
             scored.append(_scored_chats(name, tasks, backend, options, record))
+        if tasks.needles:
+            scored += asked_needles(scorer, options)
         rows = [row for scoring in scored for row in scoring.rows]
         samples = {scoring.task: scoring.samples for scoring in scored}
         if tasks.specs:
@@ -215,6 +220,20 @@ def _scored_chats(
     return scoring
 
 
+def asked_needles(scorer: TaskScorer, options: BenchOptions) -> list[TaskScoring]:
+    """Scores of the needles of `--quality-depth`, asked as completions or with a chat template."""
+    depths, documents = options.quality_depth, options.quality_documents
+    items = needle_items(scorer.tokenizer, depths, documents=documents, seed=options.seed)
+    if scorer.backend.sends_messages or options.apply_chat_template:
+        messages = ([{"role": "user", "content": item.message}] for item in items)
+        prompts = [scorer.apply_chat_template(message) for message in messages]
+        wanted: dict[str, Any] = {"max_gen_toks": REPLY_TOKENS}
+    else:
+        prompts = [item.prompt for item in items]
+        wanted = {"max_gen_toks": ANSWER_TOKENS, "until": ["\n"]}
+    return scored_needles(items, scorer.generate([(prompt, wanted) for prompt in prompts]))
+
+
 def protocol_words(options: BenchOptions, backend: TaskBackend, tasks: TaskSet) -> str:
     """How the tasks were asked, for reports and comparisons."""
     chats = []
@@ -222,7 +241,7 @@ def protocol_words(options: BenchOptions, backend: TaskBackend, tasks: TaskSet) 
         chats = [backend.chat_form]
     if TOOL_CALLS in tasks.chats and options.tool_responses is not None:
         chats.append("tool calls of recorded responses")
-    if not (tasks.specs or tasks.bundled):
+    if not (tasks.specs or tasks.bundled or tasks.needles):
         return "; ".join(chats)
     if backend.sends_messages:
         template = "conversations sent as messages: the server applies its chat template"

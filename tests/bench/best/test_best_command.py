@@ -187,3 +187,16 @@ def test_statistics_are_found_from_any_folder(
         assert (own.resolve(), other) == (tmp_path / "out" / "statistics", tmp_path / "shared")
         (variant, *_) = recipe_of(target, [{"id": "a", **front[0]}], "bf16").variants
         assert variant.quantize and variant.quantize.stats == tmp_path / "out" / "statistics"
+
+
+def test_promised_depths_are_scored_with_their_caches() -> None:
+    promise = ("kl.depth.256<=0.1", "needles.2k>=-2%", "kl.kv.int8.512<=0.01")
+    for promised, depths, needles in (
+        (promise, (256, 512, 2048), True),
+        (promise[:1], (256,), False),
+    ):
+        target = Target.of(BestRequest(promise=promised), "stories3M")
+        point = {"id": "a", "quantize": {"method": "rtn", "bits": 4}}
+        bench = recipe_of(target, [point], "bf16").bench
+        assert bench.quality_depth == depths and bench.needles == needles
+        assert bench.quality_kv == (("int8",) if needles else ())
