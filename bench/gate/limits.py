@@ -269,6 +269,7 @@ ALIASES = {
     "peak_bytes": "peak_resident_bytes",
     "tools": f"{PREFIX}tool_calls.correct",
     "length": f"{PREFIX}answers.tokens",
+    "accept": "task.drafts.acceptance_length",
 }
 
 

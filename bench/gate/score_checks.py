@@ -385,10 +385,12 @@ def _change_of_items(
     count = len(after.values)
     change = new / old - 1 if old else (0.0 if new == old else float("inf"))
     alike = before.responses == after.responses and np.array_equal(before.values, after.values)
+    alike = alike and np.array_equal(before.weights, after.weights)
     interval = (0.0, 0.0)
     if not (before.is_binary and after.is_binary):
         if not alike:
-            interval = bootstrap_interval(aggregation, after.weights, after.values, before.values)
+            sides = after.weights, after.values, before.values, before.weights
+            interval = bootstrap_interval(aggregation, *sides)
         return TaskChange(key, old, new, change, interval, count)
     lost = int((before.values > after.values).sum())
     gained = int((before.values < after.values).sum())

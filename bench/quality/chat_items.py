@@ -112,17 +112,30 @@ class TaskScoring:
         if not values:
             return
         deviation = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+        row = metric, filter_name, math.fsum(values) / len(values), len(values)
+        self.add_row(*row, deviation / math.sqrt(len(values)), higher_is_better)
+
+    def add_row(
+        self,
+        metric: str,
+        filter_name: str,
+        value: float,
+        count: int,
+        stderr: float,
+        higher_is_better: bool | None = True,
+    ) -> None:
+        """Add the row of a metric over `count` items."""
         self.rows.append(
             {
                 "task": self.task,
                 "is_group": False,
                 "version": self.version,
                 "num_fewshot": 0,
-                "num_samples": len(values),
+                "num_samples": count,
                 "metric": metric,
                 "filter": filter_name,
-                "value": math.fsum(values) / len(values),
-                "stderr": deviation / math.sqrt(len(values)),
+                "value": value,
+                "stderr": stderr,
                 "higher_is_better": higher_is_better,
             }
         )

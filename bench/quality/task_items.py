@@ -98,6 +98,12 @@ class TaskItems:
     def __len__(self) -> int:
         return len(self.columns["task"]) if self.columns else 0
 
+    def joined(self, others: TaskItems) -> TaskItems:
+        """The rows of both."""
+        if not self.columns or not others.columns:
+            return self if self.columns else others
+        return TaskItems({name: [*self.columns[name], *others.columns[name]] for name in COLUMNS})
+
     def write(self, folder: Path) -> None:
         """Write `tasks.parquet` into a run folder, if there are items."""
         if not len(self):
@@ -269,10 +275,11 @@ def bootstrap_interval(
     weights: np.ndarray,
     new: np.ndarray,
     base: np.ndarray | None = None,
+    base_weights: np.ndarray | None = None,
     seed: int = 0,
 ) -> Interval:
     """Percentile interval of a metric, or with a base of its relative change: items are resampled, the same
-    for both sides. Arrays are float64 [items]."""
+    for both sides. Arrays are float64 [items]; the base has the same weights, unless it has its own."""
     rng = np.random.default_rng(seed)
     draws = []
     for _ in range(0, RESAMPLES, _BATCH):
@@ -280,7 +287,8 @@ def bootstrap_interval(
         values = aggregate(aggregation, new[chosen], weights[chosen])
         if base is not None:
             with np.errstate(divide="ignore", invalid="ignore"):
-                values = values / aggregate(aggregation, base[chosen], weights[chosen]) - 1
+                own = weights if base_weights is None else base_weights
+                values = values / aggregate(aggregation, base[chosen], own[chosen]) - 1
         draws.append(values)
     return central_interval(np.nan_to_num(np.concatenate(draws), nan=0.0), method="inverted_cdf")
 

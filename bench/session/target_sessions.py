@@ -47,6 +47,7 @@ from ..machine.roofline import memory_part, place_on_roofline
 from ..metrics.run_statistics import phases, silent_failures
 from ..metrics.trace import LoadPass, in_pass, step_trace_part
 from ..options.options import DEFAULT_CONCURRENCY, BenchOptions
+from ..quality.drafts import draft_scores
 from ..record.result import BenchRun
 from ..record.run_record import (
     MeasuredPass,
@@ -70,7 +71,7 @@ from .quality import (
 )
 from .session import LOAD, QUALITY, REPORT, BenchSession, RunProgress
 from .task_backends import EngineBackend, ServedBackend
-from .tasks import check_template, prepare_tasks
+from .tasks import check_template, prepare_tasks, with_scores
 
 if TYPE_CHECKING:
     from ...engine.core.engine import Engine
@@ -159,6 +160,9 @@ class EngineSession(BenchSession):
             self._step_split = step_split(engine, self._target, self.workload, limit)
         self._preemptions = self._preempted()  # of the load, without tasks
         self._score_tasks(lambda: EngineBackend(engine, self._progress))
+        if options.speculation is not None:
+            rows, items = draft_scores(self.passes[0].traces, options.speculation.num_tokens)
+            self._task_scores = with_scores(self._task_scores, rows, items)
 
     def _facts(self, measured: Measurement) -> TargetFacts:
         options, engine, passes = self._options, self.engine, measured.loads

@@ -43,6 +43,14 @@ from ..quality.tool_calls import (
 )
 
 WINDOWS = "tokens and windows as in lm-eval's hf model"
+NO_TASKS: dict[str, Any] = {
+    "lm_eval_version": None,
+    "protocol": "measured requests",
+    "limit": None,
+    "chat_template": False,
+    "error": None,
+    "metrics": [],
+}
 CHAT_TASKS = (TOOL_CALLS, ANSWERS, SAMPLED)
 
 
@@ -161,13 +169,11 @@ def check_template(options: BenchOptions, backend: TaskBackend, tasks: TaskSet) 
 
 def run_tasks(tasks: TaskSet, backend: TaskBackend, options: BenchOptions) -> TaskScores:
     """Metrics, standard errors, versions, counts and items' scores; a failing task's is `error`."""
-    record: dict[str, Any] = {
+    record: dict[str, Any] = NO_TASKS | {
         "lm_eval_version": tasks.version,
         "protocol": protocol_words(options, backend, tasks),
         "limit": options.tasks_limit,
         "chat_template": options.apply_chat_template,
-        "error": None,
-        "metrics": [],
     }
     scorer = TaskScorer(backend, options.seed)
     try:
@@ -218,6 +224,17 @@ def _scored_chats(
         answers = read_responses(options.tool_responses, items)
     scoring, record[TOOL_CALLS] = scored_calls(items, answers)
     return scoring
+
+
+def with_scores(
+    scores: TaskScores | None, rows: Sequence[dict[str, Any]], items: TaskItems
+) -> TaskScores | None:
+    """The scores of a run with others that it measured."""
+    if not rows:
+        return scores
+    kept = scores or TaskScores(dict(NO_TASKS), TaskItems())
+    metrics = [*kept.record["metrics"], *rows]
+    return TaskScores(kept.record | {"metrics": metrics}, kept.items.joined(items))
 
 
 def asked_needles(scorer: TaskScorer, options: BenchOptions) -> list[TaskScoring]:

@@ -133,3 +133,17 @@ def test_the_command_records_quality_and_gates_it(
     assert base["llmopt"]["quality"]["token_sha256"] == new["llmopt"]["quality"]["token_sha256"]
     assert new["llmopt"]["quality"]["reference"] == server.url
     assert all(pq.read_table(path)["nll"] for path in tmp_path.glob("*/quality.parquet"))
+
+
+def test_distance_by_depth_of_servers(server: RunningServer, other_server: RunningServer) -> None:
+    """Prompt log-probabilities of long documents; the window leaves room for a generated token."""
+    deep = {"quality_depth": "256,512", "quality_documents": 2, "needles": False}
+    deep["quality_tokens"] = 64
+    record = served(other_server.url, reference=server.url, **deep).record
+    assert record is not None and [*record["depth"]] == ["128", "256", "512"]
+    assert all(0 < part["kl_nats"] < 0.2 for part in record["depth"].values())
+    assert record["depth_text"]["description"].startswith("2 documents of 511 tokens")
+    alone = served(server.url, **deep).record
+    assert alone is not None and "depth" not in alone  # without a reference
+    with pytest.raises(BadInput, match="leave --base-url"):
+        served(server.url, quality_depth="512", quality_kv="int8")
