@@ -94,11 +94,15 @@ def prompts() -> Iterator[dict[str, str]]:
         yield {"prompt": request.format(topic=topic)}
 
 
-def write(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def tool_rows() -> list[dict[str, Any]]:
+    return [item_of(kind, number) for number in range(PER_KIND) for kind in KINDS]
+
+
+def packed(rows: Sequence[Mapping[str, Any]]) -> bytes:
     lines = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
-    (DATA / name).write_bytes(lzma.compress(lines.encode(), preset=9))
+    return lzma.compress(lines.encode(), preset=9)
 
 
 if __name__ == "__main__":
-    write("tool_calls.jsonl.xz", [item_of(k, n) for n in range(PER_KIND) for k in KINDS])
-    write("answers.jsonl.xz", list(prompts()))
+    (DATA / "tool_calls.jsonl.xz").write_bytes(packed(tool_rows()))
+    (DATA / "answers.jsonl.xz").write_bytes(packed(list(prompts())))

@@ -161,6 +161,15 @@ def scored_calls(
     return scoring, {"kinds": kinds, "failures": dict(failures)}
 
 
+def call_sentence(counts: Mapping[str, Any]) -> str:
+    """The counts of `scored_calls` for readers."""
+    kinds = ", ".join(
+        f"{kind} {right} of {count}" for kind, (right, count) in counts["kinds"].items()
+    )
+    causes = ", ".join(f"{name} {count}" for name, count in counts["failures"].items())
+    return f"Right tool calls: {kinds}. Failed in: {causes}."
+
+
 def item_scores(item: ToolItem, answer: ChatAnswer) -> dict[str, float]:
     """Scores of 0 and 1: `correct` of every item, `false_call` where no call is due, else of the calls."""
     if not item.expected:

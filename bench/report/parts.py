@@ -32,6 +32,7 @@ from ..page.page import (
 from ..quality import summary
 from ..quality.summary import score_of
 from ..quality.task_items import metric_name, score_words, task_rows
+from ..quality.tool_calls import call_sentence
 from .depth import depth_curves, depth_table
 
 
@@ -43,6 +44,7 @@ def shared() -> dict[str, Any]:
     functions = (facts, felt_scores, formula_table, layer_rows, load_words, marked, metric_name)
     functions = (
         *functions,
+        call_sentence,
         depth_curves,
         depth_table,
         reason_in_words,

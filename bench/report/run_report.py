@@ -18,6 +18,7 @@ from ..metrics.trace import LoadPass
 from ..page.page import MISSING, Page, ReportTable, ReportVerdict, drawn, number, page_of, percent
 from ..page.plot_style import BASE, MUTED, NEW, canvas, label, title, to_svg
 from ..quality.task_items import metric_name, score_words
+from ..quality.tool_calls import call_sentence
 from ..record.result import atomic_folder, to_json
 from .figures import SHORT, captioned, run_figures, turns_svg
 from .parts import load_words, remarks, report_page, warnings, write_page
@@ -141,6 +142,8 @@ def console_table(
         lines.append(f"{title:-^{WIDTH}}")
         for row in tasks["metrics"]:
             count(f"{row['task']} {metric_name(row)}:", score_words(row))
+        if "tool_calls" in tasks:
+            lines.append(call_sentence(tasks["tool_calls"]))
         if tasks["error"] is not None:
             lines.append(f"The tasks failed: {tasks['error']}")
     lines.append("=" * WIDTH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BadInput
 from ...engine.base.sampling_params import SamplingParams
@@ -92,9 +92,9 @@ class EngineChats:
             {tool.function.name: tool.function.parameters for tool in tools},
             stop_texts=text.stop_texts,
         )
-        sampling = (
-            {"temperature": 0.0} if chat.seed is None else {**self._sampling, "seed": chat.seed}
-        )
+        sampling: dict[str, Any] = {"temperature": 0.0}
+        if chat.seed is not None:
+            sampling = {**self._sampling, "seed": chat.seed}
         params = SamplingParams(
             max_tokens=min(chat.max_tokens, room),
             skip_special_tokens=not form.needs_special_tokens,
