@@ -58,7 +58,8 @@ def test_equal_drafts_seldom_break_a_promise_and_worse_ones_do() -> None:
     base = run_of(drawn(rng, 0.7))
     assert check_task(limit, base, base).outcome is GateOutcome.PASS
     worse = check_task(limit, base, run_of(drawn(rng, 0.5)))
-    assert worse.outcome is GateOutcome.REGRESSION and worse.change < -0.15
+    assert worse.outcome is GateOutcome.REGRESSION
+    assert worse.change is not None and worse.change < -0.15
     (position,) = parse_gate("task.drafts.accepted.1>=-5%")
     assert check_task(position, base, run_of(drawn(rng, 0.5))).outcome is GateOutcome.REGRESSION
 
