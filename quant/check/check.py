@@ -12,6 +12,7 @@ from .contents import Contents, read_contents
 from .engines import ENGINES, EngineAnswer, Target
 from .findings import Finding
 from .kernels import Answer, Codes
+from .structure import structure_findings
 
 EXIT_CODES: dict[Answer, int] = {"loads": 0, "does not": 1, "unknown": 3}
 
@@ -68,7 +69,8 @@ def check(
     contents = read_contents(path, trust_remote_code=trust_remote_code)
     target = target or Target()
     answers = tuple(ENGINES[name](contents, target) for name in engines)
-    return CheckReport(path, contents.method, kinds_of(contents), answers, contents.findings)
+    findings = tuple(structure_findings(contents, target.tensor_parallel))
+    return CheckReport(path, contents.method, kinds_of(contents), answers, findings)
 
 
 def kinds_of(contents: Contents) -> tuple[LinearKind, ...]:

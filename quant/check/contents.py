@@ -23,7 +23,12 @@ from ..kinds.fp8.scheme import FloatScheme
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.integer.scheme import IntScheme
 from ..model.checkpoint import Checkpoint, gguf_file_of
-from ..model.parameters import ModelParameters, model_parameters, unquantized_modules
+from ..model.parameters import (
+    ModelParameters,
+    by_kind,
+    model_parameters,
+    unquantized_modules,
+)
 from ..plan.loaders import CheckpointContents
 from .findings import Finding
 from .headers import HeaderCheckpoint
@@ -115,13 +120,16 @@ def read_contents(path: Path, *, trust_remote_code: bool = False) -> Contents:
         refusal = str(error).removeprefix(f"{checkpoint.path}: ") or type(error).__name__
     known = {} if isinstance(parameters, str) else parameters.weight_shapes(modules)
     linears = []
+    misshapen: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for module in modules:
         scheme = schemes.get(module)
         codes = codes_of(scheme) if scheme is not None else described(config, module)
         stored, expected = stored_shape(checkpoint, module, codes), known.get(module)
-        if stored and expected and stored != expected:
-            findings.append(_misshapen(module, stored, expected))
+        if codes.kind and stored and expected and stored != expected:
+            misshapen.setdefault((stored, expected), []).append(module)
         linears.append(StoredLinear(module, codes, stored or expected, scheme))
+    for (stored, expected), names in misshapen.items():
+        findings += [_misshapen(kind, stored, expected) for kind in by_kind(names)]
     shapes = {linear.module: linear.shape for linear in linears if linear.shape is not None}
     loaders = None
     if not refusal and len(shapes) == len(linears):
@@ -144,9 +152,9 @@ def read_contents(path: Path, *, trust_remote_code: bool = False) -> Contents:
 def _unread(file: GgufFile, refusal: str) -> Contents:
     """The contents of a GGUF file that no reader here takes."""
     linears = tuple(
-        StoredLinear(name.removesuffix(".weight"), codes_of(GgufScheme(info.type)), info.shape)
+        StoredLinear(name.removesuffix(".weight"), Codes(info.type, info.type), info.shape)
         for name, info in file.tensors.items()
-        if info.type in GGUF_BLOCKS
+        if info.type not in ("F32", "F16", "BF16")
     )
     refusal = refusal.removeprefix(f"{file.path} ").removeprefix(f"{file.path}: ")
     return Contents(_BareGguf(file), "gguf", linears, (), refusal, refusal, gguf=file)

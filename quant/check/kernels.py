@@ -264,6 +264,10 @@ def codes_of_config(config: Mapping[str, Any]) -> tuple[Codes, ...]:
             static = config.get("activation_scheme") == "static"
             return (Codes(kind, kind, size, inputs="fp8", static=static),)
         if method in ("auto-round", "intel/auto-round", "gptq", "awq"):
+            if (dtype := str(config.get("data_type", "int"))) != "int":
+                kind = f"{dtype.replace('_', '')[:4]}{config['bits']}"  # mx_fp and 4: mxfp4
+                inputs = kind if config.get("act_bits", 16) < 16 else ""
+                return (Codes(kind, kind, int(config["group_size"]), inputs=inputs),)
             bits, group = int(config["bits"]), int(config.get("group_size", -1))
             symmetric = bool(config.get("sym", not config.get("zero_point", False)))
             label = f"int{bits} g{group}{'' if symmetric else ' asym'}"

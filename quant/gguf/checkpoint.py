@@ -19,7 +19,7 @@ from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.ggml.tensor import GgufTensor, dequantize_blocks
 from ..model.checkpoint import Checkpoint
 from .architecture import ROPE_FACTORS, from_gguf, permuted_heads, rules_of, to_halves
-from .container import ALIGNMENT, GgufFile, TensorInfo
+from .container import ALIGNMENT, TYPE_SIZES, GgufFile, TensorInfo
 from .keys import end_tokens
 from .mix import file_type
 from .read_config import stored_config
@@ -57,6 +57,10 @@ class GgufCheckpoint(Checkpoint):
         for info in self._file.tensors.values():
             if info.name == ROPE_FACTORS or (has_config and info.name in _LONGROPE_FACTORS):
                 continue
+            if info.type not in TYPE_SIZES:
+                raise BadInput(
+                    f"{self.path}: tensor {info.name!r} has ggml type {info.type}, which is not read here"
+                )
             stem, _, kind = info.name.rpartition(".")
             module = from_gguf(stem, rules)
             if module is None or kind not in ("weight", "bias"):

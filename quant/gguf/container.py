@@ -38,7 +38,16 @@ _MAX_DIMS = 4  # `GGML_MAX_DIMS`
 # Weights and bytes per block, by type name; then ggml's type numbers.
 TYPE_SIZES = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), **GGUF_BLOCKS}
 TYPE_NUMBERS = {"F32": 0, "F16": 1, "BF16": 30, **BLOCK_NUMBERS}
+# Types whose headers alone are read here: weights and bytes per block (`GGML_QUANT_SIZES`), and number.
+_UNREAD = {
+    "TQ1_0": (256, 54, 34),
+    "TQ2_0": (256, 66, 35),
+    "NVFP4": (64, 36, 40),
+    "Q1_0": (128, 18, 41),
+}
+_SIZES = TYPE_SIZES | {name: (weights, size) for name, (weights, size, _) in _UNREAD.items()}
 _TYPE_NAMES = {number: name for name, number in TYPE_NUMBERS.items()}
+_TYPE_NAMES |= {number: name for name, (_, _, number) in _UNREAD.items()}
 
 # `struct`'s codes of the value types: u8 to i32, f32, bool, and (from 10) u64, i64, f64.
 _SCALARS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", 10))
@@ -61,7 +70,7 @@ _Header = tuple[dict[str, Any], dict[str, TensorInfo]]
 
 
 def data_bytes(type_name: str, shape: Sequence[int]) -> int:
-    per_block, block_bytes = TYPE_SIZES[type_name]
+    per_block, block_bytes = _SIZES[type_name]
     return prod(shape) // per_block * block_bytes
 
 
@@ -139,7 +148,7 @@ class GgufFile:
                     f"{self.path}: tensor {name!r} has ggml type {number}, which is not read here "
                     f"(read are {', '.join(TYPE_NUMBERS)})"
                 )
-            if shape[-1] % TYPE_SIZES[type_name][0]:
+            if shape[-1] % _SIZES[type_name][0]:
                 raise BadInput(f"{self.path}: rows of {shape[-1]} do not fit {type_name} ({name})")
             if name in infos:
                 raise BadInput(f"{self.path} holds tensor {name!r} twice: it is damaged")

@@ -92,6 +92,11 @@ class ModelParameters:
                 paths[target] = disk
         return paths
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers, as transformers has them."""
+        return tuple(self._state)
+
     def module(self, path: str) -> Any:
         return self._model.get_submodule(path)
 

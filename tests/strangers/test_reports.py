@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 import torch
 from llmopt.base.errors import BadInput
+from llmopt.quant.check.coverage import skipped_by
 from llmopt.quant.convert.convert import convert
 from llmopt.quant.convert.plain import PLAIN
-from llmopt.quant.convert.verify import skipped_by, verify
+from llmopt.quant.convert.verify import verify
 from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.kinds.fp8.kind import Fp8Tensor
 from llmopt.quant.kinds.integer.scheme import IntScheme

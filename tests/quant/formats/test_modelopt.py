@@ -10,8 +10,9 @@ import pytest
 import torch
 from llmopt.base.errors import BadInput
 from llmopt.quant.base.scheme import Activations
+from llmopt.quant.check.coverage import skipped_by
 from llmopt.quant.convert.convert import convert
-from llmopt.quant.convert.verify import PROVEN, skipped_by, verify
+from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.formats.modelopt import ALGORITHMS, HF_QUANT_CONFIG, hf_quant_config
 from llmopt.quant.formats.registry import FORMATS, read_quantized
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme

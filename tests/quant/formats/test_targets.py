@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from llmopt.base.errors import BadInput
-from llmopt.quant.convert.verify import skipped_by, verify
+from llmopt.quant.check.coverage import skipped_by
+from llmopt.quant.convert.verify import verify
 from llmopt.quant.formats.compressed_tensors import FORMAT, find_group
 from llmopt.quant.formats.registry import read_quantized
 from llmopt.quant.kinds.base.raw import read_headers
