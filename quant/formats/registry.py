@@ -64,6 +64,12 @@ def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
         raise BadInput(f"{checkpoint.path}: {error}") from error
 
 
+def marked_modules(checkpoint: Checkpoint, weight_format: WeightFormat) -> set[str]:
+    """The modules that have a tensor with one of the format's marks in its name."""
+    marked = ((n, m) for m in weight_format.markers for n in checkpoint.names if n.endswith(m))
+    return {name.removesuffix(marker) for name, marker in marked}
+
+
 def quantized_modules(checkpoint: Checkpoint) -> set[str]:
     """Quantized linears by the files, empty for none. BadInput: unknown, unsupported, or contradictory."""
     if checkpoint.quantization_config is None:
@@ -76,8 +82,7 @@ def quantized_modules(checkpoint: Checkpoint) -> set[str]:
             )
         return set()
     weight_format = checkpoint_format(checkpoint)
-    marked = ((n, m) for m in weight_format.markers for n in checkpoint.names if n.endswith(m))
-    modules = {name.removesuffix(marker) for name, marker in marked}
+    modules = marked_modules(checkpoint, weight_format)
     if not modules:
         markers = " or ".join(map(repr, weight_format.markers))
         raise BadInput(

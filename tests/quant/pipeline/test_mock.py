@@ -25,32 +25,13 @@ from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.source.models import open_checkpoint
 from llmopt.quant.stream.layer_stream import LayerStream
-from safetensors.torch import save_file
 
-from ...support.quant_support import QUICK, STORIES, TINY
+from ...support.quant_support import QUICK, STORIES, TINY, save_layer
 
 
 @pytest.fixture(scope="module")
 def layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first layer of stories3M, cut to 128 channels, which every format holds."""
-    folder, source = tmp_path_factory.mktemp("source") / "layer", Checkpoint(STORIES)
-    folder.mkdir()
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    (folder / "config.json").write_text(json.dumps(source.config | sizes | heads))
-    for name, content in source.companions().items():
-        (folder / name).write_bytes(content)
-    dropped = tuple(f"model.layers.{index}." for index in range(1, 5))
-    kept = {name: part for name, part in source.tensors() if not name.startswith(dropped)}
-    widths = {256: 128, 512: 256}
-    cut = {
-        name: part[tuple(slice(widths.get(size)) for size in part.shape)].contiguous()
-        for name, part in kept.items()
-        if "embed" not in name
-    }
-    cut["model.embed_tokens.weight"] = kept["model.embed_tokens.weight"][:, :128].contiguous()
-    save_file(cut, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_layer(tmp_path_factory.mktemp("source") / "layer")
 
 
 GIVEN: dict[str, dict[str, Any]] = {
