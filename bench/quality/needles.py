@@ -47,8 +47,8 @@ class Needle:
     def is_right(self, text: str) -> bool:
         """True if the first answers in a text, after any reasoning, are the expected ones."""
         answer = re.sub(r"(?<=\d),(?=\d{3})", "", text.rpartition("</think>")[2])
-        found = dict.fromkeys(re.findall(self.form, answer))
-        return set(list(found)[: len(self.expected)]) == set(self.expected)
+        answers = dict.fromkeys(re.findall(self.form, answer))
+        return set(list(answers)[: len(self.expected)]) == set(self.expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,9 @@ def _tracking(rng: random.Random) -> Needle:
 
 def _aggregation(rng: random.Random) -> Needle:
     parts = ("bcdfghjk", "2345678", "mnpqrstv", "mnpqrstv", "2345678")
-    words = _distinct(rng, NUM_FREQUENT + NUM_RARE, lambda: "".join(map(rng.choice, parts)))
-    frequent = words[:NUM_FREQUENT]
-    logged = frequent * REPEATS + words[NUM_FREQUENT:]
+    entries = _distinct(rng, NUM_FREQUENT + NUM_RARE, lambda: "".join(map(rng.choice, parts)))
+    frequent = entries[:NUM_FREQUENT]
+    logged = frequent * REPEATS + entries[NUM_FREQUENT:]
     rng.shuffle(logged)
     count = f"{NUM_FREQUENT} most frequent log entries"
     return Needle(

@@ -114,7 +114,7 @@ def score_quality(
 def further_passages(
     options: BenchOptions, tokenizer: Any, longest: int
 ) -> tuple[FullPassage | None, Passage | None]:
-    """What is scored with a reference besides the quality text: `--quality-full`, `--quality-depth`."""
+    """Passages that are scored with a reference after the quality text, each None if not asked for."""
     deep = None if options.reference is None else deep_passage(options, tokenizer, longest)
     return full_passage(options, tokenizer, longest), deep
 
