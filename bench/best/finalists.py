@@ -25,6 +25,7 @@ from ..gate.limits import DEPTH_KEY, PREFIX, GateOutcome, Limit
 from ..gate.score_checks import check_promises
 from ..gate.verdict import LimitVerdict
 from ..load.started_server import preset
+from ..quality.chat_items import CHAT_TASKS
 from ..quality.passage import DOMAINS
 from ..quality.summary import score_of
 from ..record.result import RunData, plain
@@ -74,7 +75,7 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
         "report": False,
         "seed": request.seed,
     }
-    bench |= depth_options(request.limits)
+    bench |= promised_options(request.limits)
     if target.device.kind == "cpu":
         bench["device"] = "cpu"
     if not target.is_here:  # its speed is not that of the target or of its loader
@@ -97,16 +98,19 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
     return Recipe.model_validate({**head, "bench": bench, "variants": variants})
 
 
-def depth_options(limits: Sequence[Limit]) -> dict[str, Any]:
-    """The options of a benchmark that scores the promised depths."""
+def promised_options(limits: Sequence[Limit]) -> dict[str, Any]:
+    """The options of a benchmark that scores the promised depths and tasks."""
     keys = [limit.quantity.key for limit in limits]
     matches = [match for match in map(DEPTH_KEY.fullmatch, keys) if match]
     needles = [key.rpartition(".")[2] for key in keys if key.startswith(f"{PREFIX}needles.")]
     depths = {parse_tokens(depth) for depth in (*needles, *(match["depth"] for match in matches))}
+    tasks = [name for name in CHAT_TASKS if any(f"{PREFIX}{name}." in key for key in keys)]
+    chosen: dict[str, Any] = {"tasks": tasks} if tasks else {}
     if not depths:
-        return {}
+        return chosen
     types = sorted({match["dtype"] for match in matches} - {None})
-    return {"quality_depth": sorted(depths), "quality_kv": types, "needles": bool(needles)}
+    depth = {"quality_depth": sorted(depths), "quality_kv": types, "needles": bool(needles)}
+    return chosen | depth
 
 
 def find_best(

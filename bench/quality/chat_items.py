@@ -19,7 +19,7 @@ import numpy as np
 from ...base.json_lines import json_lines
 from ...recipes import DATA
 
-ANSWERS, SAMPLED = "answers", "answers_sampled"
+TOOL_CALLS, ANSWERS, SAMPLED = CHAT_TASKS = ("tool_calls", "answers", "answers_sampled")
 VERSION = 1.0
 MAX_ANSWER_TOKENS = 512
 # A loop: a unit at least four times at the end, over enough characters that a table's rule or dots are none.

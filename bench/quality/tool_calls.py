@@ -21,9 +21,9 @@ from ...base.errors import BadInput
 from ...base.json_lines import json_lines
 from ...engine.server.parsing.formats import json_value
 from ...recipes import DATA
-from .chat_items import Chat, ChatAnswer, TaskScoring
+from .chat_items import TOOL_CALLS, Chat, ChatAnswer, TaskScoring
 
-TOOL_CALLS, BUNDLED = "tool_calls", "bundled"
+BUNDLED = "bundled"
 BUNDLED_ITEMS = DATA / "tool_calls.jsonl.xz"
 VERSION = 1.0
 MAX_CALL_TOKENS = 256
@@ -149,7 +149,7 @@ def scored_calls(
         scores = item_scores(item, answer)
         response = json.dumps([answer.text, *answer.calls], ensure_ascii=False)
         row = [item.name, *map(dict, item.messages), *item.functions, item.expected]
-        scoring.add_item(number, row, response, json.dumps(item.expected), **scores)
+        scoring.add_item(number, row, response, json.dumps(item.expected), "none", **scores)
         counts = kinds.setdefault(item.kind, [0, 0])
         counts[0] += int(scores["correct"])
         counts[1] += 1

@@ -22,8 +22,8 @@ from ...base.extras import import_extra
 from ...engine.base.sampling_params import SamplingParams
 from ..options.options import BenchOptions
 from ..quality.chat_items import (
-    ANSWERS,
-    SAMPLED,
+    CHAT_TASKS,
+    TOOL_CALLS,
     Chat,
     ChatAnswer,
     TaskScoring,
@@ -35,7 +35,6 @@ from ..quality.needles import ANSWER_TOKENS, NEEDLES, REPLY_TOKENS, needle_items
 from ..quality.task_items import TaskItems, items_of, metric_rows
 from ..quality.tool_calls import (
     BUNDLED,
-    TOOL_CALLS,
     ToolItem,
     read_responses,
     read_tool_items,
@@ -51,7 +50,6 @@ NO_TASKS: dict[str, Any] = {
     "error": None,
     "metrics": [],
 }
-CHAT_TASKS = (TOOL_CALLS, ANSWERS, SAMPLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +84,12 @@ def prepare_tasks(task_names: Sequence[str], options: BenchOptions | None = None
     if TOOL_CALLS in chats:
         where = BUNDLED if options is None else options.tool_calls or BUNDLED
         tools = tuple(read_tool_items(where))
-    if names and options is not None:
-        for option in ("num_fewshot", "apply_chat_template", "system_instruction"):
-            if getattr(options, option):
-                flag = f"--{option.replace('_', '-')}"
-                raise BadInput(f"{flag} is for lm-eval's tasks: {names[0]} is asked plainly")
     others = [word for word in task_names if word not in (*BUNDLED_TASKS, *CHAT_TASKS, NEEDLES)]
+    if plain := names or ([] if others else list(chats)):
+        for option in ("num_fewshot", "apply_chat_template", "system_instruction"):
+            if getattr(options, option, None) and (names or option != "apply_chat_template"):
+                flag = f"--{option.replace('_', '-')}"
+                raise BadInput(f"{flag} is for lm-eval's tasks: {plain[0]} is asked plainly")
     tasks = _lm_eval_tasks(others) if others else TaskSet()
     bundled, needles = tuple(map(bundled_task, names)), NEEDLES in task_names
     return replace(tasks, bundled=bundled, chats=chats, tools=tools, needles=needles)

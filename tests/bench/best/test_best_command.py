@@ -200,3 +200,9 @@ def test_promised_depths_are_scored_with_their_caches() -> None:
         bench = recipe_of(target, [point], "bf16").bench
         assert bench.quality_depth == depths and bench.needles == needles
         assert bench.quality_kv == (("int8",) if needles else ())
+
+
+def test_promised_tasks_are_scored() -> None:
+    target = Target.of(BestRequest(promise=("tools>=-2%", "length<=+5%")), "stories3M")
+    point = {"id": "a", "quantize": {"method": "rtn", "bits": 4}}
+    assert recipe_of(target, [point], "bf16").bench.tasks == ("tool_calls", "answers")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -213,3 +214,42 @@ def test_a_chat_that_does_not_fit_is_refused(engine: Any) -> None:
     chat = Chat(({"role": "user", "content": "word " * 600},))
     with pytest.raises(BadInput, match="fit with its answer"):
         EngineBackend(engine).converse([chat], "")
+
+
+def test_options_of_other_tasks_are_refused() -> None:
+    for option in ({"num_fewshot": 2}, {"system_instruction": "Be brief."}):
+        asked = BenchOptions(tasks=("answers",), **option)
+        with pytest.raises(BadInput, match="answers is asked plainly"):
+            prepare_tasks(asked.task_names, asked)
+    assert BenchOptions(tool_calls="bundled").task_names == ("tool_calls",)
+    assert BenchOptions(tool_calls="bundled", tasks=("tool_calls",)).task_names == ("tool_calls",)
+    with pytest.raises(ValueError, match="--tool-responses is for --tool-calls"):
+        BenchOptions(tool_responses=Path("responses.jsonl"))
+
+
+def test_a_server_whose_prompt_lacks_the_tools() -> None:
+    """A server may take tools and leave them out of the prompt, which its count of tokens tells."""
+    tokenizer = make_engine("stories260K").tokenizer
+
+    class Client:
+        def __init__(self, shows: bool) -> None:
+            self.shows = shows
+
+        def post_again(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+            count = 90 if self.shows and "tools" in body else 12
+            message = {"content": None, "reasoning_content": "Paris it is."}
+            return {"choices": [{"message": message}], "usage": {"prompt_tokens": count}}
+
+        def post_each(self, url: str, bodies: Any, concurrency: int) -> Any:
+            return [self.post_again(url, body) for body in bodies]
+
+    served: Any = SimpleNamespace(tokenizer=tokenizer, max_model_len=512, model="m")
+    for shows in (True, False):
+        client: Any = Client(shows)
+        backend = ServedBackend(
+            client, Address.parse("http://h"), served, backend="c", concurrency=1
+        )
+        (answer,) = backend.converse([read_tool_items("bundled")[0].chat], "")
+        assert answer.takes_tools is shows
+        # The server counts no tokens, so that the tokenizer does.
+        assert answer.num_tokens == answer.num_reasoning > 2
