@@ -5,7 +5,7 @@
 Asks the installed vLLM, through `tests/owners/rules_vllm.py`, which kernel takes each matrix of a grid of
 widths, groups, zero points, shapes and ranks, experts among them, which KV-cache schemes it reads, and what
 its own parser makes of our ModelOpt configs and of those of 4-bit floats in compressed-tensors; ends with 1
-where `quant/plan/loaders.py` says otherwise. Part of `make owners`.
+where `quant/check/loaders.py` says otherwise. Part of `make owners`.
 """
 
 from __future__ import annotations

@@ -33,13 +33,14 @@ from ...engine.planner.load import dataset_lengths
 from ...engine.planner.plan_request import plan_for
 from ...engine.planner.weights import WeightRecipe
 from ...quant.base.scheme import Scheme
+from ...quant.check.engines import loaders
+from ...quant.check.loaders import vllm_refuses_on_cpu
 from ...quant.model.checkpoint import read_json
 from ...quant.pipeline.candidates import Search, search_of
 from ...quant.pipeline.mixed_precision import Allocation, Lane, with_schemes
 from ...quant.pipeline.preflight import module_sizes, unquantized_bytes
 from ...quant.pipeline.prepare import search_fronts
-from ...quant.plan.loaders import loaders, stored, vllm_refuses_on_cpu
-from ...quant.plan.plan import QuantizePlan, make_plan
+from ...quant.plan.plan import QuantizePlan, make_plan, stored
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import resolve_model
 from ..options.options import BenchOptions

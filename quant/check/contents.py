@@ -29,10 +29,10 @@ from ..model.parameters import (
     model_parameters,
     unquantized_modules,
 )
-from ..plan.loaders import CheckpointContents
 from .findings import Finding
 from .headers import HeaderCheckpoint
 from .kernels import Codes, codes_of_config
+from .loaders import CheckpointContents
 
 # Endings of tensors that only a quantized linear has, over all methods.
 _MARKERS = (

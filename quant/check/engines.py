@@ -11,17 +11,16 @@ from ..families.layer_map import fused_name
 from ..families.registry import model_family
 from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
 from ..model.parameters import by_kind
-from ..plan.loaders import transformers_loads, vllm_loads
-from .contents import Contents, StoredLinear
+from .contents import Contents, StoredLinear, codes_of
 from .kernels import (
     CPU,
     Answer,
-    EngineRules,
     KernelAnswer,
     Question,
     engine_rules,
     kernel_for,
 )
+from .loaders import CheckpointContents, Loader, transformers_loads, vllm_loads
 
 _ORDER: tuple[Answer, ...] = ("does not", "unknown", "loads")
 
@@ -120,54 +119,76 @@ def _rules_of(engine: str) -> Callable[[Contents, Target], EngineAnswer]:
     def answer(contents: Contents, target: Target) -> EngineAnswer:
         rules = engine_rules()[engine]
         release = rules.version(target.version)
-        refusal = _refused(rules, release, contents)
-        if refusal is not None and refusal[0] == "does not":
-            return EngineAnswer(engine, release, *refusal)
+        has_file = (contents.checkpoint.folder / "hf_quant_config.json").is_file()
+        if engine == "trtllm" and contents.method == "modelopt" and not has_file:
+            reason = "it reads hf_quant_config.json, which is missing"
+            return EngineAnswer(engine, release, "does not", reason)
         if target.gpu is not None and target.capability is None:
             reason = f"its rules are known for CUDA alone, not for {target.gpu}"
             return EngineAnswer(engine, release, "unknown", reason)
-
-        def question_of(linear: StoredLinear, matrix: RankMatrix | None) -> Question:
-            method, card = contents.method, target.capability
-            return Question(engine, release, method, linear.codes, card, _shape_of(matrix))
-
-        linears = [
-            (linear, matrix, _kernel(contents, linear, matrix, question_of(linear, matrix)))
-            for linear, matrix in _matrices(contents.linears, target.tensor_parallel)
-        ]
-        joined = _joined(engine, release, linears)
+        answer = _by_rules(engine, contents.method, contents.architecture, contents.linears, target)
         if engine == "vllm" and contents.loaders is not None and contents.method:
             ranks = target.tensor_parallel
             loads, reason = vllm_loads(contents.loaders, contents.method, ranks)
-            if not loads:  # rules of the whole checkpoint, such as fused linears of one scheme
-                return replace(joined, answer="does not", reason=reason)
-        if refusal is not None and joined.answer == "loads":
-            return replace(joined, answer=refusal[0], reason=refusal[1])
-        return joined
+            if not loads and answer.answer != "does not":  # a rule of the whole checkpoint
+                return replace(answer, answer="does not", reason=reason)
+        return answer
 
     return answer
 
 
-def _refused(rules: EngineRules, release: str, contents: Contents) -> tuple[Answer, str] | None:
-    """The answer by method and architecture, before any linear; None: both are known there."""
-    method, architecture = contents.method, contents.architecture
+def _by_rules(
+    engine: str, method: str, architecture: str, linears: Iterable[StoredLinear], target: Target
+) -> EngineAnswer:
+    """The answer by method, kernels, and at last the architecture."""
+    rules = engine_rules()[engine]
+    release = rules.version(target.version)
     if method == "gguf":
-        return "does not", f"{rules.name} {release} reads no GGUF files by itself"
+        reason = f"{rules.name} {release} reads no GGUF files by itself"
+        return EngineAnswer(engine, release, "does not", reason)
     if method and not rules.has(method, release):
-        return "does not", f"{rules.name} {release} has no quantization method {method}"
-    is_modelopt = rules.name == "TensorRT-LLM" and method == "modelopt"
-    if is_modelopt and not (contents.checkpoint.folder / "hf_quant_config.json").is_file():
-        return "does not", "it reads hf_quant_config.json, which is missing"
+        reason = f"{rules.name} {release} has no quantization method {method}"
+        return EngineAnswer(engine, release, "does not", reason)
+    kernels: list[tuple[StoredLinear, RankMatrix | None, KernelAnswer]] = []
+    for linear, matrix in _matrices(linears, target.tensor_parallel):
+        card, shape = target.capability, _shape_of(matrix)
+        question = Question(engine, release, method, linear.codes, card, shape)
+        kernels.append((linear, matrix, _kernel(linear, matrix, question)))
+    answer = _joined(engine, release, kernels)
+    if answer.answer != "loads" or rules.has(architecture, release):
+        return answer
+    reason = f"{architecture} is not in the list of {rules.name} {release}"
     if not architecture:
-        return "unknown", "config.json names no architectures, by which it chooses its model"
-    if not rules.has(architecture, release):
-        return "unknown", f"{architecture} is not in the list of {rules.name} {release}"
-    return None
+        reason = "config.json names no architectures, by which it chooses its model"
+    return replace(answer, answer="unknown", reason=reason)
 
 
-def _kernel(
-    contents: Contents, linear: StoredLinear, matrix: RankMatrix | None, question: Question
-) -> KernelAnswer:
+def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int = 1) -> list[Loader]:
+    """Compatibility of every loader of a format that is not written yet, with so many ranks."""
+    ranks = "" if tensor_parallel == 1 else f", {tensor_parallel} ranks"
+    families = [model_family(family) for family in (stored.family, stored.text_family)]
+    runs = any(family is not None and family.choices is not None for family in families)
+    is_gguf = format_name == "gguf"
+    unknown = f"its engine does not run {stored.family}; verify and convert do read it"
+    answers = {
+        "llmopt": (runs, "" if runs else unknown),
+        "transformers": transformers_loads(stored, format_name),
+        f"vLLM{ranks}": vllm_loads(stored, format_name, tensor_parallel),
+        "llama.cpp": (is_gguf, "" if is_gguf else "it reads GGUF files only"),
+    }
+    linears = [
+        StoredLinear(module, codes_of(stored.schemes[module]), shape, stored.schemes[module])
+        for module, shape in stored.shapes.items()
+    ]
+    target = Target(tensor_parallel=tensor_parallel)
+    for engine in ("sglang", "trtllm"):
+        answer = _by_rules(engine, format_name, stored.architecture, linears, target)
+        name = f"{engine_rules()[engine].name}{ranks}"
+        answers[name] = answer.answer == "loads", answer.reason
+    return [Loader(name, format_name, *answer) for name, answer in answers.items()]
+
+
+def _kernel(linear: StoredLinear, matrix: RankMatrix | None, question: Question) -> KernelAnswer:
     """The kernel of a linear; where vLLM's rules of a kind are known they say more of its shape."""
     answer = kernel_for(question)
     is_known = question.engine == "vllm" and linear.scheme is not None and matrix is not None
@@ -175,7 +196,7 @@ def _kernel(
         return answer
     assert linear.scheme is not None and matrix is not None
     rules = storage_of(linear.scheme).rules
-    loads, text = rules.vllm_kernel(linear.scheme, matrix, contents.method)
+    loads, text = rules.vllm_kernel(linear.scheme, matrix, question.method)
     if not loads:
         return replace(answer, answer="does not", kernel="", reason=text)
     kernel, is_other, reason = text.partition(", since ")

@@ -22,6 +22,8 @@ from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
 from ...base.version import VERSION
 from ..base.scheme import Scheme
+from ..check.engines import loaders
+from ..check.loaders import CheckpointContents, loads_in
 from ..families.registry import type_of
 from ..formats.registry import (
     FORMATS,
@@ -40,7 +42,6 @@ from ..methods.registry import check_format
 from ..model.checkpoint import INDEX_NAME, Checkpoint, read_json
 from ..model.parameters import model_parameters, unquantized_modules
 from ..plan.journal import sha256_of, weight_digests
-from ..plan.loaders import CheckpointContents, loaders, loads_in
 from ..plan.manifest import (
     CARD_NAME,
     MANIFEST_NAME,
@@ -134,6 +135,7 @@ class _Job:
             ignore,
             [*self._plain, *(f"{module}.weight" for module in self._shapes)],
             parameters,
+            architecture=str(next(iter(config.get("architectures") or ()), "")),
         )
         result = Conversion(
             output=output,

@@ -14,13 +14,14 @@ from ...base.atomic_io import Entry, entry_bytes, file_bytes, layout_of
 from ...base.progress import in_words
 from ..base.lanes import shares_of
 from ..base.scheme import Scheme
+from ..check.engines import loaders
+from ..check.loaders import Loader, loads_in
 from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
 from ..methods.registry import AUTO
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint
-from ..plan.loaders import Loader, loaders, loads_in, stored
 from ..plan.manifest import TEXT, parts_of
-from ..plan.plan import QuantizePlan
+from ..plan.plan import QuantizePlan, stored
 from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.calibration import Calibration
 from ..stream.calls import kv_heads

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
+from ..check.engines import loaders
+from ..check.loaders import loads_in
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import scheme_record
 from ..methods.base import ModuleReport
 from ..model.checkpoint import MANIFEST_NAME
 from ..model.parameters import by_kind
 from .journal import sha256_of, sha256_of_file
-from .loaders import loaders, loads_in, stored
-from .plan import QuantizePlan
+from .plan import QuantizePlan, stored
 from .selection import BYTES_OF, PROJECTOR, TEXT, VISION, part_of
 
 CARD_NAME = "README.md"

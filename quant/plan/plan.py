@@ -12,6 +12,8 @@ from ...base.errors import BadInput
 from ..base.device import HOST, devices_of
 from ..base.scheme import INT8_CACHE, PER_CHANNEL, KvStrategy, Scheme
 from ..base.workers import own_device
+from ..check.loaders import CheckpointContents
+from ..families.registry import type_of
 from ..formats.registry import FORMATS
 from ..kinds.base.format import WeightFormat
 from ..methods.options import MethodOptions, SchemeOptions
@@ -444,3 +446,19 @@ def check_widths(
             weight_format.check_scheme(scheme)
         for name, (out_features, in_features) in modules.items():
             weight_format.check(name, out_features, in_features, schemes[name])
+
+
+def stored(plan: QuantizePlan) -> CheckpointContents:
+    """The contents that a plan will write."""
+    checkpoint = plan.checkpoint
+    wrapped = checkpoint.text_config is not checkpoint.config
+    return CheckpointContents(
+        plan.architecture.family,
+        plan.modules,
+        plan.schemes,
+        plan.unquantized,
+        plan.checkpoint.names,
+        plan.parameters,
+        type_of(checkpoint.text_config) if wrapped else "",
+        str(next(iter(checkpoint.config.get("architectures") or ()), "")),
+    )

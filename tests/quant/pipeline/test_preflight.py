@@ -13,6 +13,8 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.base.progress import Silent
 from llmopt.engine.model.decoder.reader import supported_model_types
+from llmopt.quant.check.engines import loaders
+from llmopt.quant.check.loaders import CheckpointContents, loads_in
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.methods.options import MethodOptions
@@ -21,8 +23,7 @@ from llmopt.quant.pipeline import prepare as prepare_module
 from llmopt.quant.pipeline.pipeline import predict, quantize
 from llmopt.quant.pipeline.preflight import preflight
 from llmopt.quant.pipeline.prepare import prepare
-from llmopt.quant.plan.loaders import CheckpointContents, loaders, loads_in, stored
-from llmopt.quant.plan.plan import make_plan
+from llmopt.quant.plan.plan import make_plan, stored
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.plan.selection import split_fusions
 from llmopt.quant.plan.sketch import sketched_bytes
@@ -269,7 +270,8 @@ def test_the_line_names_those_that_load_and_what_they_need() -> None:
     plan = make_plan(request(Path("out"), method="rtn"))
     foreign = replace(stored(plan), family="bloom")
     assert loads_in(loaders(foreign, "compressed-tensors")) == (
-        "transformers (needs compressed-tensors); vLLM (Marlin; not tried)"
+        "transformers (needs compressed-tensors); vLLM (Marlin; not tried); "
+        "SGLang (Marlin (8.0 and newer))"
     )
     assert loads_in(loaders(foreign, "squeezellm")) == "no loader that is known here"
     unknown = replace(foreign, parameters="model type 'bloom' is not known")

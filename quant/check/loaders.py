@@ -23,11 +23,8 @@ from dataclasses import dataclass
 
 from ..base.scheme import Scheme
 from ..families.layer_map import fused_name
-from ..families.registry import model_family, type_of
 from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
 from ..model.parameters import Loaded, ModelParameters, by_kind
-from .plan import QuantizePlan
-from .selection import Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +37,17 @@ class CheckpointContents:
         names: names of all tensors, `weight` for the codes of a quantized linear.
         parameters: parameters of transformers' model, or why transformers has none.
         text_family: family of the language model where it is wrapped in another; else empty.
+        architecture: class of the model that its config names; empty: none.
     """
 
     family: str
-    shapes: Shapes
+    shapes: Mapping[str, tuple[int, int]]
     schemes: Mapping[str, Scheme]
     plain: Sequence[str]
     names: Sequence[str]
     parameters: ModelParameters | str
     text_family: str = ""
+    architecture: str = ""
 
     def matrices(self) -> list[list[str]]:
         """The fused matrices of servers that are at least partly quantized."""
@@ -56,21 +55,6 @@ class CheckpointContents:
         for name in (*self.shapes, *self.plain):
             groups[fused_name(name)].append(name)
         return [group for group in groups.values() if group[0] in self.shapes]
-
-
-def stored(plan: QuantizePlan) -> CheckpointContents:
-    """The contents that a plan will write."""
-    checkpoint = plan.checkpoint
-    wrapped = checkpoint.text_config is not checkpoint.config
-    return CheckpointContents(
-        plan.architecture.family,
-        plan.modules,
-        plan.schemes,
-        plan.unquantized,
-        plan.checkpoint.names,
-        plan.parameters,
-        type_of(checkpoint.text_config) if wrapped else "",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,22 +65,6 @@ class Loader:
     format: str
     loads: bool
     reason: str
-
-
-def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int = 1) -> list[Loader]:
-    """Compatibility of every loader of a format, vLLM with so many tensor-parallel ranks."""
-    ranks = "" if tensor_parallel == 1 else f", {tensor_parallel} ranks"
-    families = [model_family(family) for family in (stored.family, stored.text_family)]
-    runs = any(family is not None and family.choices is not None for family in families)
-    is_gguf = format_name == "gguf"
-    unknown = f"its engine does not run {stored.family}; verify and convert do read it"
-    answers = {
-        "llmopt": (runs, "" if runs else unknown),
-        "transformers": transformers_loads(stored, format_name),
-        f"vLLM{ranks}": vllm_loads(stored, format_name, tensor_parallel),
-        "llama.cpp": (is_gguf, "" if is_gguf else "it reads GGUF files only"),
-    }
-    return [Loader(name, format_name, *answer) for name, answer in answers.items()]
 
 
 def loads_in(table: Iterable[Loader]) -> str:
