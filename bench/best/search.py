@@ -33,7 +33,9 @@ from ...engine.planner.load import dataset_lengths
 from ...engine.planner.plan_request import plan_for
 from ...engine.planner.weights import WeightRecipe
 from ...quant.base.scheme import Scheme
+from ...quant.check.contents import codes_of
 from ...quant.check.engines import loaders
+from ...quant.check.kernels import Question, engine_rules, kernel_for
 from ...quant.check.loaders import vllm_refuses_on_cpu
 from ...quant.model.checkpoint import read_json
 from ...quant.pipeline.candidates import Search, search_of
@@ -322,8 +324,16 @@ def _refusal(target: Target, plan: QuantizePlan) -> str | None:
     for loader in loaders(contents, plan.format.name):
         if loader.name == row and not loader.loads:
             return loader.reason
-    on_cpu = target.asked.loads_in == "vllm" and target.device.kind == "cpu"
-    return vllm_refuses_on_cpu(contents, plan.format.name) if on_cpu else None
+    if target.asked.loads_in != "vllm":
+        return None
+    if target.device.kind == "cpu":
+        return vllm_refuses_on_cpu(contents, plan.format.name)
+    card, release = target.device.capability, engine_rules()["vllm"].version(None)
+    for scheme in dict.fromkeys(contents.schemes.values()):
+        question = Question("vllm", release, plan.format.name, codes_of(scheme), card)
+        if (answer := kernel_for(question)).answer == "does not":
+            return f"on {target.device.name}: {answer.reason}"
+    return None
 
 
 def _front(

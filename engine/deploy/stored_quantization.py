@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import BadInput
+from ...quant.check.kernels import Question, codes_of_config, engine_rules, kernel_for
 from ...quant.model.checkpoint import read_json
 from ..planner.catalog import PlannedModel
 from ..planner.devices import Device
@@ -99,30 +100,23 @@ def quantization_words(
     if stored is None or engine == "llmopt":
         return []
     if engine == "trtllm":
-        _check_trtllm(stored, device)
-        return []
-    if stored.method != "modelopt":
+        _check_trtllm(stored)
+    if stored.method != "modelopt" or engine == "trtllm":
+        _check_kernels(engine, stored, device)
         return []
     methods = VLLM_METHODS if engine == "vllm" else SGLANG_METHODS
     algorithm = stored.algorithm.upper()
     if algorithm not in methods:
         raise _refused(engine, stored, f"it loads {', '.join(methods)}")
-    if engine == "sglang":
-        in_layers = {name.upper() for name in stored.layer_algorithms}
-        if algorithm == MIXED and not in_layers & {*_NVFP4}:
-            raise _refused("sglang", stored, "it takes mixed checkpoints with NVFP4 layers alone")
-        if algorithm == "FP8":
-            _check_peak("sglang", stored, device, "fp8")
+    in_layers = {name.upper() for name in stored.layer_algorithms}
+    if engine == "sglang" and algorithm == MIXED and not in_layers & {*_NVFP4}:
+        raise _refused("sglang", stored, "it takes mixed checkpoints with NVFP4 layers alone")
+    _check_kernels(engine, stored, device)
     return ["--quantization", methods[algorithm]]
 
 
-def _check_trtllm(stored: StoredQuantization, device: Device) -> None:
+def _check_trtllm(stored: StoredQuantization) -> None:
     if stored.method != "modelopt":
-        if not _trtllm_loads(stored.config):
-            raise _refused(
-                "trtllm", stored, "write it as --format modelopt: llmopt convert or quantize"
-            )
-        _check_peak("trtllm", stored, device, "fp8")
         return
     if stored.has_hf_file is False:
         raise _refused("trtllm", stored, f"it reads {HF_QUANT_CONFIG}, which is missing")
@@ -130,26 +124,18 @@ def _check_trtllm(stored: StoredQuantization, device: Device) -> None:
     if unknown := algorithms - {*TRTLLM_ALGORITHMS}:
         listed, known = ", ".join(sorted(unknown)), ", ".join(TRTLLM_ALGORITHMS)
         raise _refused("trtllm", stored, f"it has no {listed}, only {known}")
-    _check_peak("trtllm", stored, device, "fp4" if "NVFP4" in algorithms else "fp8")
 
 
-def _trtllm_loads(config: Mapping[str, Any]) -> bool:
-    """fp8 in blocks of 128, MXFP4, and compressed-tensors' fp8 by channel or block."""
-    method = config.get("quant_method")
-    if method == "fp8":
-        return list(config.get("weight_block_size") or ()) == [128, 128]
-    if method == "compressed-tensors":
-        group = (config.get("config_groups") or {}).get("group_0") or {}
-        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-        strategies = (weights.get("strategy"), inputs.get("strategy"))
-        is_fp8 = (weights.get("num_bits"), weights.get("type")) == (8, "float")
-        return is_fp8 and strategies in (("channel", "token"), ("block", "group"))
-    return method == "mxfp4"
-
-
-def _check_peak(engine: str, stored: StoredQuantization, device: Device, dtype: str) -> None:
-    if dtype not in (device.peaks or {}):
-        raise _refused(engine, stored, f"{device.name} has no {dtype} tensor cores")
+def _check_kernels(engine: str, stored: StoredQuantization, device: Device) -> None:
+    """Refuse what the rules of `llmopt check` say that the engine has no kernel for on the device."""
+    if engine not in engine_rules():
+        return
+    release = engine_rules()[engine].version(None)
+    for codes in codes_of_config(stored.config):
+        answer = kernel_for(Question(engine, release, stored.method, codes, device.capability))
+        if answer.answer == "does not":
+            remedy = ": write it as --format modelopt" if engine == "trtllm" else ""
+            raise _refused(engine, stored, f"on {device.name}: {answer.reason}{remedy}")
 
 
 def _refused(engine: str, stored: StoredQuantization, reason: str) -> BadInput:

@@ -9,19 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..families.registry import type_of
-from ..formats.compressed_tensors import find_group
 from ..formats.registry import module_scheme, quantized_modules
-from ..gguf.container import GgufFile
-from ..kinds.codebook.scheme import CodebookScheme
-from ..kinds.fp4.scheme import Fp4Scheme
-from ..kinds.fp8.scheme import FloatScheme
-from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
-from ..kinds.integer.scheme import IntScheme
 from ..model.checkpoint import Checkpoint, gguf_file_of
 from ..model.parameters import (
     ModelParameters,
@@ -33,6 +26,9 @@ from .findings import Finding
 from .headers import HeaderCheckpoint
 from .kernels import Codes, codes_of_config
 from .loaders import CheckpointContents
+
+if TYPE_CHECKING:
+    from ..gguf.container import GgufFile
 
 # Endings of tensors that only a quantized linear has, over all methods.
 _MARKERS = (
@@ -97,6 +93,7 @@ def read_contents(path: Path, *, trust_remote_code: bool = False) -> Contents:
     file = gguf_file_of(path) if path.name != "config.json" else None
     gguf = None
     if file is not None:
+        from ..gguf.container import GgufFile
         from ..source.models import open_checkpoint
 
         gguf = GgufFile(file)
@@ -190,31 +187,32 @@ def _misshapen(module: str, stored: Sequence[int], expected: Sequence[int]) -> F
 
 
 def codes_of(scheme: Scheme) -> Codes:
-    """The codes of a scheme that the readers here take."""
-    inputs = scheme.activations
+    """The codes of a scheme that the readers here take, without importing its kind."""
+    inputs, fields = scheme.activations, cast(Any, scheme)
     common: dict[str, Any] = {
         "label": scheme.label,
         "inputs": inputs.kind if inputs else "",
         "static": scheme.has_static_inputs,
     }
-    match scheme:
-        case IntScheme():
-            groups = {"group": scheme.group_size, "symmetric": scheme.symmetric}
+    match scheme.kind_name:
+        case "int":
+            groups = {"group": fields.group_size, "symmetric": fields.symmetric}
             return Codes(f"int{scheme.bits}", permuted=scheme.permuted, **groups, **common)
-        case FloatScheme():
-            is_block = scheme.granularity == "block"
-            group = scheme.scale_group or -1
-            return Codes("fp8-block" if is_block else "fp8", group=group, **common)
-        case Fp4Scheme() | CodebookScheme():
-            return Codes(scheme.kind, group=scheme.block_size, **common)
-        case GgufScheme():
-            return Codes(scheme.type, group=scheme.block[0], **common)
+        case "float":
+            kind = "fp8-block" if fields.granularity == "block" else "fp8"
+            return Codes(kind, group=scheme.scale_group or -1, **common)
+        case "fp4" | "codebook":
+            return Codes(fields.kind, group=fields.block_size, **common)
+        case "gguf":
+            return Codes(fields.type, group=fields.block[0], **common)
     return Codes(scheme.kind_name, **common)
 
 
 def described(config: Mapping[str, Any], module: str) -> Codes:
     """The codes that a config describes for a module which no reader here takes."""
     if config.get("quant_method") == "compressed-tensors":
+        from ..formats.compressed_tensors import find_group
+
         try:
             config = {**config, "config_groups": {"": find_group(config, module)[1]}}
         except BadInput:
@@ -243,6 +241,8 @@ def stored_shape(checkpoint: Checkpoint, module: str, codes: Codes) -> tuple[int
             return packed[1] * 32 // bits, packed[0]
         return packed[1], packed[0] * 32 // bits
     if len(blocks := stored("gguf_blocks")) == 2:
+        from ..kinds.ggml.scheme import GGUF_BLOCKS
+
         weights, size = GGUF_BLOCKS[codes.kind]
         return blocks[0], blocks[1] // size * weights
     if len(weight := stored("weight")) == 2 and codes.kind not in ("nf4", "fp4"):

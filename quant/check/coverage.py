@@ -21,7 +21,7 @@ _HEAD_IS_PLAIN = ("awq", "exl3", "gptq", "squeezellm", "gguf", "QUiP")
 def model_faults(
     checkpoint: Checkpoint, modules: Collection[str], parameters: ModelParameters
 ) -> Iterator[Finding]:
-    """What is missing or undeclared, one finding for each kind of module."""
+    """Findings about missing and undeclared modules, one for each kind of module."""
     stored = {name for module in modules for name in tensor_names(checkpoint, module)}
     names = [*(name for name in checkpoint.names if name not in stored)]
     names += [f"{module}.weight" for module in modules]

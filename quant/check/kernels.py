@@ -22,7 +22,7 @@ Answer = Literal["loads", "does not", "unknown"]
 _RULES = Path(__file__).with_name("rules")
 _NEWEST_CARD = 999
 CPU = 0
-"""In place of a compute capability: this machine's processor."""
+"""This machine's processor, where a card would have its compute capability."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class EngineRules:
 
     def version(self, wanted: str | None) -> str:
         """The full version of a prefix, the newest by default; BadInput for one without rules."""
-        found = (v for v in self.versions if wanted is None or f"{v}.".startswith(f"{wanted}."))
-        if (version := next(found, None)) is None:
+        fitting = (v for v in self.versions if wanted is None or f"{v}.".startswith(f"{wanted}."))
+        if (version := next(fitting, None)) is None:
             known = ", ".join(self.versions)
             raise BadInput(
                 f"--engine-version {wanted}: rules of {self.name} are known for {known} alone"
@@ -160,8 +160,8 @@ def kernel_for(question: Question) -> KernelAnswer:
     fitting = [row for row in rows if _refusal(row, question) is None]
     if not fitting:
         refusals = (reason for row in rows if (reason := _refusal(row, question)))
-        place = " on a processor" if capability == CPU else ""
-        reason = next(refusals, f"no kernel for {codes.label} of {question.method}{place}")
+        where = " on a processor" if capability == CPU else ""
+        reason = next(refusals, f"no kernel for {codes.label} of {question.method}{where}")
         return KernelAnswer("does not", reason=reason, source=rows[0]["source"] if rows else "")
     if capability == CPU:
         return KernelAnswer("loads", fitting[0]["cpu"], source=fitting[0]["source"])
@@ -189,13 +189,13 @@ def kernel_for(question: Question) -> KernelAnswer:
 
 
 def _rows(question: Question) -> Iterator[Mapping[str, Any]]:
-    place = "cpu" if question.capability == CPU else "kernels"
+    field = "cpu" if question.capability == CPU else "kernels"
     for row in kernel_rows():
         is_here = row["engine"] == question.engine and question.version not in row.get(
             "lacking", ()
         )
         is_meant = question.codes.key in row["codes"] and question.method in row["methods"]
-        if is_here and is_meant and row.get(place):
+        if is_here and is_meant and row.get(field):
             yield row
 
 
@@ -296,7 +296,7 @@ def _of_group(group: Mapping[str, Any]) -> Codes:
         size,
         symmetric,
         read,
-        static=bool(inputs) and not inputs.get("dynamic"),
+        static=inputs.get("strategy") == "tensor" and not inputs.get("dynamic"),
     )
 
 

@@ -108,9 +108,9 @@ def test_mixed_checkpoints(tmp_path: Path) -> None:
     [
         ("sglang", "FP8_PB_WO", "H100 SXM", "it loads FP8, NVFP4"),
         ("sglang", "FP8_PER_CHANNEL_PER_TOKEN", "H100 SXM", "it loads FP8, NVFP4"),
-        ("sglang", "FP8", "A100 80GB SXM", "A100 80GB SXM has no fp8 tensor cores"),
-        ("trtllm", "FP8", "A100 80GB SXM", "A100 80GB SXM has no fp8 tensor cores"),
-        ("trtllm", "NVFP4", "H100 SXM", "H100 SXM has no fp4 tensor cores"),
+        ("sglang", "FP8", "A100 80GB SXM", "on A100 80GB SXM: .* no CUTLASS FP8"),
+        ("trtllm", "FP8", "A100 80GB SXM", "on A100 80GB SXM: .* no FP8 GEMM"),
+        ("trtllm", "NVFP4", "H100 SXM", "on H100 SXM: .* no NVFP4 GEMM"),
         ("trtllm", "W4A16_NVFP4", "B200", "it has no W4A16_NVFP4"),
         ("trtllm", "FP8_PB_WO", "H100 SXM", "it has no FP8_PB_WO, only FP8"),
     ],
@@ -149,7 +149,9 @@ FP8_GROUP = {
             {
                 "quant_method": "compressed-tensors",
                 "config_groups": {
-                    "group_0": {**FP8_GROUP, "weights": {**FP8_GROUP["weights"], "type": "int"}}
+                    "group_0": {
+                        name: {**fields, "type": "int"} for name, fields in FP8_GROUP.items()
+                    }
                 },
             },
             False,  # int8 would be read as fp8
@@ -161,12 +163,14 @@ def test_other_formats_in_tensorrt_llm(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": config}))
     stored = stored_in(tmp_path)
-    assert not {"--quantization"} & {*words("vllm", stored), *words("sglang", stored)}
+    gpu = "B200" if config["quant_method"] == "mxfp4" else "H100 SXM"
+    command = {*words("vllm", stored, gpu), *words("sglang", stored, gpu)}
+    assert "--quantization" not in command
     if is_loaded:
-        words("trtllm", stored)
+        words("trtllm", stored, gpu)
     else:
         with pytest.raises(BadInput, match="--format modelopt"):
-            words("trtllm", stored)
+            words("trtllm", stored, gpu)
 
 
 def test_every_algorithm_that_we_write_has_an_answer_of_vllm() -> None:
@@ -192,7 +196,7 @@ def test_the_command_reads_the_checkpoint_or_ends_with_2(
     assert "the checkpoint is in modelopt FP8, KV cache fp8" in written["plan"]
     assert "- modelopt_fp8" in written["files"]["kubernetes/deployment.yaml"]
     for given, named in (
-        ((str(folder), "--engine", "trtllm", "--gpu", "a100"), "no fp8 tensor cores"),
+        ((str(folder), "--engine", "trtllm", "--gpu", "a100"), "no FP8 GEMM (8.9 and newer)"),
         (
             (str(folder), "--engine", "trtllm", "--kv-dtype", "bf16"),
             "the checkpoint, which has fp8",
