@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import typer
@@ -31,6 +32,12 @@ class CheckOptions:
         hidden_flags=("--tensor-parallel-size",),
         limit=at_least(1),
         common=True,
+    )
+    values: bool = option(
+        False, "Read every value too, and find silent damage.", flag="--values", common=True
+    )
+    reference: Path | None = option(
+        None, "The plain checkpoint to compare the values with, tensor by tensor."
     )
     as_json: bool = json_option()
     markdown: bool = option(False, "Print the answer as Markdown.", flag="--markdown")
@@ -69,7 +76,8 @@ def check(
     device = None if options.gpu is None or on_cpu else find_device(options.gpu)
     capability = CPU if on_cpu else device and device.capability
     target = Target(options.engine_version, options.gpu, capability, options.tp)
-    report = run(path, engines, target, trust_remote_code=trust_remote_code)
+    how = {"reference": options.reference, "trust_remote_code": trust_remote_code}
+    report = run(path, engines, target, values=options.values, **how)
     if options.markdown and not options.as_json:
         print(markdown_of(report))
     else:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..model.parameters import by_kind
+from ..source.models import open_plain
 from .contents import Contents, read_contents
 from .engines import ENGINES, EngineAnswer, Target
 from .findings import Finding
@@ -63,14 +64,22 @@ def check(
     engines: Collection[str] = tuple(ENGINES),
     target: Target | None = None,
     *,
+    values: bool = False,
+    reference: Path | None = None,
     trust_remote_code: bool = False,
 ) -> CheckReport:
-    """Check a checkpoint for engines. BadInput: there is none, or its config cannot be read."""
+    """Check a checkpoint for engines, with `values` or a plain `reference` every number of it too. BadInput:
+    there is none, or its config cannot be read."""
     contents = read_contents(path, trust_remote_code=trust_remote_code)
     target = target or Target()
     answers = tuple(ENGINES[name](contents, target) for name in engines)
-    findings = tuple(structure_findings(contents, target.tensor_parallel))
-    return CheckReport(path, contents.method, kinds_of(contents), answers, findings)
+    findings = structure_findings(contents, target.tensor_parallel)
+    if values or reference is not None:
+        from .damage import damage
+
+        plain = None if reference is None else open_plain(reference)
+        findings += damage(contents.checkpoint, plain)
+    return CheckReport(path, contents.method, kinds_of(contents), answers, tuple(findings))
 
 
 def kinds_of(contents: Contents) -> tuple[LinearKind, ...]:

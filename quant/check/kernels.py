@@ -140,7 +140,7 @@ def kernel_rows() -> tuple[Mapping[str, Any], ...]:
 @dataclass(frozen=True, slots=True)
 class Question:
     """Codes of a method in an engine's version, on a card (None: any; `CPU`: this machine's processor), in a
-    matrix of a rank (outputs, inputs), where it is known."""
+    matrix of a rank (outputs, inputs), where it is known; an expert's or not."""
 
     engine: str
     version: str
@@ -148,6 +148,7 @@ class Question:
     codes: Codes
     capability: int | None = None
     shape: tuple[int, int] | None = None
+    is_expert: bool = False
 
 
 def kernel_for(question: Question) -> KernelAnswer:
@@ -212,6 +213,8 @@ def _refusal(row: Mapping[str, Any], question: Question) -> str | None:
         return f"{name} has {'static' if row['static'] else 'dynamic'} inputs"
     if on_cpu and row.get("needs") and row["needs"] not in processor_flags():
         return f"{name} needs a processor with {row['needs']}"
+    if question.is_expert and not row.get("experts", True):
+        return f"{name} is for linears, not for experts"
     if shape is None:
         return None
     if codes.group > 0 and codes.kind != "fp8-block" and shape[1] % codes.group:

@@ -125,7 +125,7 @@ def _scales(contents: Contents) -> Iterator[Finding]:
     odd_dtypes: dict[str, list[str]] = {}
     odd_shapes: list[str] = []
     for linear in contents.linears:
-        expected = [_SCALES] if _has_scales(contents, linear) else []
+        expected: list[tuple[str, ...]] = [_SCALES] if _has_scales(contents, linear) else []
         if linear.codes.kind == "nvfp4":
             expected.append(_GLOBAL_SCALES)
         if linear.codes.static:

@@ -55,7 +55,7 @@ def test_a_card_without_the_kernel_is_refused_in_the_words_of_the_engine() -> No
 
 
 def test_a_processor_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmopt.quant.check.kernels.processor_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("llmopt.quant.check.kernels.processor_flags", lambda: frozenset({"avx512f"}))
     on_cpu = Target(gpu="cpu", capability=CPU)
     (answer,) = check(STRANGERS / "llmcompressor-w4a16-0.14.0.1", ["vllm"], on_cpu).engines
     assert answer.linears[0].kernel.kernel == "CPU WNA16"
