@@ -16,7 +16,7 @@ from ..quant.plan.request import QuantizeRequest, check_free
 from .options.command import From, Words, output_to, with_options
 from .options.shared import ModelOptions, json_option
 
-_RUN = ("tensor_parallel", "trust_remote_code", "restart", "mock")
+_RUN = ("tensor_parallel", "trust_remote_code", "restart", "mock", "model_free")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .meta_model import MetaModel
 
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)")
-_ROUTERS = {"gate", "router", "wg", "classifier", "shared_expert_gate"}
-_EMBEDDING = re.compile(r"(^|[._])(embed|wte|wpe)|embeddings?[._]")
+ROUTERS = {"gate", "router", "wg", "classifier", "shared_expert_gate"}
+EMBEDDING = re.compile(r"(^|[._])(embed|wte|wpe)|embeddings?[._]")
 HEAD = "lm_head"
 
 
@@ -101,7 +101,7 @@ def _layers(model: MetaModel, name: str) -> tuple[LayerMap, ...]:
             and f"{path}.weight" in on_disk
             and on_disk[f"{path}.weight"].endswith(".weight")
             and not model.is_tied(index, f"{path}.weight")
-            and _ROUTERS.isdisjoint(path.split("."))
+            and ROUTERS.isdisjoint(path.split("."))
         ]
         layers.append(LayerMap(tuple((linear,) for linear in linears), (), frozenset()))
     if not any(layer.linears for layer in layers):
@@ -121,7 +121,7 @@ def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) 
             continue
         owner = modules.get(model.weight_map.targets[name])
         if owner is None:
-            computes = not _EMBEDDING.search(module)
+            computes = not EMBEDDING.search(module)
         else:  # a linear, or a router that transformers writes as a module of its own
             is_torchs = type(owner).__module__.startswith("torch.nn")
             computes = isinstance(owner, nn.Linear) or not is_torchs

@@ -32,6 +32,7 @@ from ..stream.calls import KvRanges
 from ..stream.layer_stream import LayerStream
 from .estimate import LayerTime, time_layer
 from .mock import MockLayer, hollow_names, mock_layer
+from .model_free import FreeLayer, free_layer
 from .online_calibration import NoCalibration
 from .preflight import Preflight, preflight
 from .prepare import outline, prepare, statistics_path
@@ -253,6 +254,8 @@ def _quantize_layers(
             source = source_of(session, stage, journal, None, progress)
         if session.request.mock:
             work = mock_layer(plan, stage, index - stage.start)
+        elif session.request.model_free:
+            work = free_layer(plan, stage, index, journal.folder)
         elif index < stage.end:
             work = _quantize_layer(plan, stage, source, index - stage.start, solve)
         else:
@@ -302,7 +305,7 @@ def _quantize_layer(
 
 
 def _write_layer(
-    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer | MockLayer
+    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer | MockLayer | FreeLayer
 ) -> dict[str, Any]:
     """Write the shards of a layer, one for each format; the record for the journal."""
     towers = 0 if plan.vision is None else len(plan.vision.layers)

@@ -67,7 +67,7 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         plan, statistics = replace(plan, method=method, options=options), None
     facts = facts | {
         "errors": request.errors,
-        **({"mock": True} if request.mock else {}),
+        **{name: True for name in ("mock", "model_free") if getattr(request, name)},
         "model_name": request.model_name,
         "calibration_source": session.calibration.source,
         "seed": request.seed,

@@ -22,6 +22,7 @@ from ..model.architecture import Architecture, architecture_of
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
 from ..model.experts import APART_FORMATS, with_experts_apart
+from ..model.named_model import named_architecture
 from ..model.parameters import ModelParameters, by_kind, model_parameters, unquantized_modules
 from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing
@@ -339,21 +340,13 @@ def _source(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> _Sourc
     checkpoint = open_plain(request.model, trust_remote_code=request.trust_remote_code)
     if checkpoint.quantization_config is not None:
         raise BadInput(f"{request.model} is quantized already: start from the original checkpoint")
-    read_config(
-        checkpoint.config, checkpoint.folder, trust_remote_code=checkpoint.trust_remote_code
-    )
+    if not request.model_free:
+        trusted = checkpoint.trust_remote_code
+        read_config(checkpoint.config, checkpoint.folder, trust_remote_code=trusted)
     checkpoint, rotations = seen_rotated(checkpoint, request.rotations, request.seed)
     if not rotations and all(weight_format.name in APART_FORMATS for weight_format in formats):
         checkpoint = with_experts_apart(checkpoint)
-    architecture, folds = architecture_of(checkpoint), METHODS[request.method].codes == "smoothed"
-    try:
-        mapped = with_smoothing(checkpoint, architecture)
-    except BadInput:  # no small model tells the linears by shared input and their pairs
-        if folds:
-            raise
-    else:
-        needs_pairs = folds or request.stats is not None
-        architecture = mapped if needs_pairs else replace(mapped, notes=architecture.notes)
+    architecture = _architecture(request, checkpoint)
     linears = find_linears(checkpoint, architecture)
     if request.lm_head:
         linears[HEAD] = find_head(checkpoint)
@@ -364,6 +357,21 @@ def _source(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> _Sourc
     if not modules:
         raise BadInput("--ignore matches every linear of the model: nothing is left to quantize")
     return _Source(checkpoint, architecture, modules, ignored, tower, rotations)
+
+
+def _architecture(request: QuantizeRequest, checkpoint: Checkpoint) -> Architecture:
+    """The layers of a checkpoint, their linears by shared input and with their pairs where these are told."""
+    if request.model_free:
+        return named_architecture(checkpoint)
+    architecture, folds = architecture_of(checkpoint), METHODS[request.method].codes == "smoothed"
+    try:
+        mapped = with_smoothing(checkpoint, architecture)
+    except BadInput:  # no small model tells the linears by shared input and their pairs
+        if folds:
+            raise
+        return architecture
+    needs_pairs = folds or request.stats is not None
+    return mapped if needs_pairs else replace(mapped, notes=architecture.notes)
 
 
 def check_plan(plan: QuantizePlan) -> None:

@@ -232,6 +232,13 @@ class QuantizeRequest:
         flag="--mock",
         panel=_RUN,
     )
+    model_free: bool = option(
+        False,
+        "For a model type that nothing here knows: linears by name and shape, some rows in memory at a time. "
+        "For methods without data, as with --no-errors.",
+        flag="--model-free",
+        panel=_RUN,
+    )
     model_name: str = ""
 
     @classmethod
@@ -252,6 +259,8 @@ class QuantizeRequest:
     def __post_init__(self) -> None:
         for name, value in _by_gguf_type(self).items():
             object.__setattr__(self, name, value)
+        if self.model_free:
+            object.__setattr__(self, "errors", False)
         check_request(self)
 
     @property
@@ -324,6 +333,11 @@ def check_request(request: QuantizeRequest) -> None:
         raise BadInput(
             f"--mock: --method {request.method} measures the model before the layout is known: mock one of "
             "the methods that it chooses from"
+        )
+    if request.model_free and (request.vision or request.lm_head):
+        raise BadInput(
+            "--model-free rounds linears of the layers alone: leave --quantize-vision and "
+            "--quantize-lm-head out"
         )
     if not request.errors and not request.mock:
         _check_data_free(request)
@@ -398,7 +412,8 @@ def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
 
 
 def _check_data_free(request: QuantizeRequest) -> None:
-    """Raises BadInput for `--no-errors` where an option needs the calibration data."""
+    """Raises BadInput for `--no-errors` or `--model-free` where an option needs the calibration data."""
+    option = "--model-free" if request.model_free else "--no-errors"
     method = METHODS.get(request.method)
     needs = {
         f"method {request.method} is calibrated": searches(request)
@@ -412,7 +427,7 @@ def _check_data_free(request: QuantizeRequest) -> None:
     }
     for reason, holds in needs.items():
         if holds:
-            raise BadInput(f"--no-errors: {reason}: leave one of them out")
+            raise BadInput(f"{option}: {reason}: leave one of them out")
 
 
 @dataclass(frozen=True, slots=True)
