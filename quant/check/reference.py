@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...base.errors import BadInput
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.ggml.scheme import GgufScheme
@@ -139,11 +138,8 @@ def _rounding_error(weight: torch.Tensor, tensor: QuantizedTensor) -> float:
     kind = kind_of(scheme)
     if kind.search_operations or isinstance(scheme, GgufScheme):
         return 1.2 * 2.0**-scheme.bits
-    try:
-        given = getattr(tensor, "input_scale", None)
-        rounded = kind.round(weight, torch.float32, input_scale=given)
-    except BadInput:
-        return 2.0**-scheme.bits
+    given = getattr(tensor, "input_scale", None)
+    rounded = kind.round(weight, torch.float32, input_scale=given)
     return _relative(rounded.dequantize(), weight)
 
 

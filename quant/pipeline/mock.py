@@ -7,7 +7,7 @@ tensor of a linear, and every plain matrix above `HOLLOW_BYTES`, is a hole in it
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,15 +15,15 @@ import torch
 
 from ...base.atomic_io import HOLLOW_BYTES
 from ..base.scheme import Scheme
-from ..kinds.base.format import KV_SCALES, WeightFormat
+from ..kinds.base.format import WeightFormat
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..methods.base import ModuleReport
 from ..plan.manifest import tensor_record
 from ..plan.plan import QuantizePlan
-from ..plan.selection import HEAD, TORCH_DTYPES
+from ..plan.selection import TORCH_DTYPES
 from ..stream.calls import KvRanges, kv_heads
-from .quantized_layer import full_name
+from .quantized_layer import DirectLayer, direct_layer
 from .stages import Stage
 
 _ROWS = 128
@@ -32,51 +32,26 @@ _DEVIATION, _LARGEST = 0.02, 0.08
 _STRUCTURE = ("group_index", "sparse_rows", "sparse_columns", "left", "right")
 
 
-@dataclass(frozen=True, slots=True)
-class MockLayer:
-    """A layer whose linears have random codes, as `QuantizedLayer` is packed and written."""
-
-    prefix: str
-    linears: tuple[str, ...]
-    others: dict[str, torch.Tensor]
-    seconds: float = 0.0
-
-    def packed(
-        self, plan: QuantizePlan, weight_format: WeightFormat
-    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """The packed tensors by full name, and the module records."""
-        renames = plan.kv_cache is not None and weight_format.holds_kv_scales
-        stored = {
-            weight_format.kv_scale_name(name)
-            if renames and name.endswith(KV_SCALES)
-            else name: part
-            for name, part in ((full_name(self.prefix, n), t) for n, t in self.others.items())
-        }
-        records = []
-        for module in self.linears:
-            scheme = plan.schemes[module]
-            dtype = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
-            scale_dtype = weight_format.scale_dtype(dtype, scheme)
-            parts, record = _packed(weight_format, scheme, plan.modules[module], scale_dtype)
-            stored |= {module + suffix: part for suffix, part in parts.items()}
-            report = ModuleReport(module, None, None)
-            records.append(asdict(report) | {"worse_than_rounding": False} | record)
-        return stored, records
+def mock_module(
+    plan: QuantizePlan, weight_format: WeightFormat, module: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The packed tensors of a linear by full name, and its record."""
+    scheme = plan.schemes[module]
+    dtype = TORCH_DTYPES[plan.checkpoint.dtype_name(f"{module}.weight")]
+    scale_dtype = weight_format.scale_dtype(dtype, scheme)
+    parts, record = _packed(weight_format, scheme, plan.modules[module], scale_dtype)
+    report = asdict(ModuleReport(module, None, None)) | {"worse_than_rounding": False}
+    return {module + suffix: part for suffix, part in parts.items()}, report | record
 
 
-def mock_layer(plan: QuantizePlan, stage: Stage, index: int) -> MockLayer:
-    """A layer of a stage by its number there; after the last, the output projection."""
-    stream, checkpoint = stage.stream, plan.checkpoint
-    if index == stream.num_layers:
-        bias = f"{HEAD}.bias"
-        return MockLayer("", (HEAD,), {bias: checkpoint.tensor(bias)} if bias in checkpoint else {})
-    prefix, linears = stream.prefix(index), stream.family(index).linears
-    quantized = [linear for linear in linears if f"{prefix}.{linear}" in plan.modules]
-    others = stream.tensors(index, {f"{linear}.weight" for linear in quantized})
-    if plan.kv_cache is not None and not stage.vision:
-        ones = torch.ones(kv_heads(checkpoint.text_config))
-        others |= KvRanges(key=ones, value=ones).scales(plan.kv_cache, plan.kv_cache_strategy)
-    return MockLayer(prefix, tuple(full_name(prefix, linear) for linear in quantized), others)
+def mock_layer(plan: QuantizePlan, stage: Stage, index: int) -> DirectLayer:
+    """A layer of a stage by its number there, with scales of a KV cache where they are stored."""
+    layer = direct_layer(plan, stage.stream, index, mock_module, hollow=True)
+    if plan.kv_cache is None or stage.vision or not layer.prefix:
+        return layer
+    ones = torch.ones(kv_heads(plan.checkpoint.text_config))
+    scales = KvRanges(key=ones, value=ones).scales(plan.kv_cache, plan.kv_cache_strategy)
+    return replace(layer, others={**layer.others, **scales})
 
 
 def hollow_names(tensors: dict[str, torch.Tensor], modules: Collection[str]) -> set[str]:

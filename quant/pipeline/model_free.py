@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,52 +17,25 @@ from ..kinds.base.tensor import QuantizedTensor, edges, require_finite, zeroed_r
 from ..methods.base import LayerProblem, ModuleReport
 from ..plan.manifest import module_record
 from ..plan.plan import QuantizePlan
-from .stages import Stage
 
 _VALUES = 2**24  # weights in float32 at a time
 _ROWS = 128  # blocks of fp8 and of codebooks do not cross such a multiple
 _WHOLE = ("global_scale", "input_scale")
 
 
-@dataclass(frozen=True, slots=True)
-class FreeLayer:
-    """A layer whose linears are rounded as it is packed, and kept in `folder` until its shard is written."""
-
-    prefix: str
-    linears: tuple[str, ...]
-    others: Mapping[str, torch.Tensor]
-    folder: Path
-    seconds: float = 0.0
-
-    def packed(
-        self, plan: QuantizePlan, weight_format: WeightFormat
-    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """The packed tensors by full name, mapped from files, and the module records."""
-        stored = {f"{self.prefix}.{name}": tensor for name, tensor in self.others.items()}
-        records = []
-        for number, linear in enumerate(self.linears):
-            module = f"{self.prefix}.{linear}"
-            tensor, zeroed = _rounded(plan, weight_format, module)
-            records.append(
-                module_record(ModuleReport(module, None, None, zeroed_rows=zeroed), tensor)
-            )
-            path = self.folder / f"packed-{number}.safetensors"
-            save_file(weight_format.pack(module, tensor), path)
-            del tensor
-            with safe_open(path, framework="pt") as file:
-                stored |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            path.unlink()  # the mapping keeps its pages
-            plan.checkpoint.release()
-        return stored, records
-
-
-def free_layer(plan: QuantizePlan, stage: Stage, index: int, folder: Path) -> FreeLayer:
-    """A layer by its number; after the last, the output projection."""
-    stream = stage.stream
-    prefix, linears = stream.prefix(index), stream.family(index).linears
-    quantized = tuple(linear for linear in linears if f"{prefix}.{linear}" in plan.modules)
-    others = stream.tensors(index, {f"{linear}.weight" for linear in quantized})
-    return FreeLayer(prefix, quantized, others, folder)
+def free_module(
+    folder: Path, plan: QuantizePlan, weight_format: WeightFormat, module: str
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The packed tensors of a linear by full name, mapped from a file of `folder`, and its record."""
+    tensor, zeroed = _rounded(plan, weight_format, module)
+    record = module_record(ModuleReport(module, None, None, zeroed_rows=zeroed), tensor)
+    path = folder / "packed.safetensors"
+    save_file(weight_format.pack(module, tensor), path)
+    with safe_open(path, framework="pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    path.unlink()  # the mapping keeps its pages
+    plan.checkpoint.release()
+    return stored, record
 
 
 def _rounded(

@@ -31,13 +31,19 @@ from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges
 from ..stream.layer_stream import LayerStream
 from .estimate import LayerTime, time_layer
-from .mock import MockLayer, hollow_names, mock_layer
-from .model_free import FreeLayer, free_layer
+from .mock import hollow_names, mock_layer
+from .model_free import free_module
 from .online_calibration import NoCalibration
 from .preflight import Preflight, preflight
 from .prepare import outline, prepare, statistics_path
 from .publish import write_final_files
-from .quantized_layer import HEAD_FAMILY, QuantizedLayer, quantize_tensors
+from .quantized_layer import (
+    HEAD_FAMILY,
+    DirectLayer,
+    QuantizedLayer,
+    direct_layer,
+    quantize_tensors,
+)
 from .stages import (
     LayerProgress,
     Session,
@@ -255,7 +261,8 @@ def _quantize_layers(
         if session.request.mock:
             work = mock_layer(plan, stage, index - stage.start)
         elif session.request.model_free:
-            work = free_layer(plan, stage, index, journal.folder)
+            pack = partial(free_module, journal.folder)
+            work = direct_layer(plan, stage.stream, index, pack, hollow=False)
         elif index < stage.end:
             work = _quantize_layer(plan, stage, source, index - stage.start, solve)
         else:
@@ -305,7 +312,7 @@ def _quantize_layer(
 
 
 def _write_layer(
-    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer | MockLayer | FreeLayer
+    plan: QuantizePlan, journal: Journal, index: int, work: QuantizedLayer | DirectLayer
 ) -> dict[str, Any]:
     """Write the shards of a layer, one for each format; the record for the journal."""
     towers = 0 if plan.vision is None else len(plan.vision.layers)
@@ -316,7 +323,11 @@ def _write_layer(
     for number, weight_format in enumerate(plan.formats):
         stored, modules = work.packed(plan, weight_format)
         path = layer_folder(journal, plan, number) / name
-        hollow = hollow_names(stored, plan.modules) if isinstance(work, MockLayer) else ()
+        hollow = (
+            hollow_names(stored, plan.modules)
+            if isinstance(work, DirectLayer) and work.hollow
+            else ()
+        )
         digest = write_tensors(path, stored, layout_of(stored), hollow)
         shards[weight_format.name] = {
             "shard": name,

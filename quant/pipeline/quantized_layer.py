@@ -24,6 +24,7 @@ from ..plan.manifest import is_worse, judged, module_record
 from ..plan.plan import QuantizePlan
 from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.calls import KvRanges
+from ..stream.layer_stream import LayerStream
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +58,7 @@ class QuantizedLayer:
         self, plan: QuantizePlan, weight_format: WeightFormat
     ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """The packed tensors by full name, and the module records; BadInput for scales a format lacks."""
-        stored = {full_name(self.prefix, name): tensor for name, tensor in self.others.items()}
-        if plan.kv_cache is not None and weight_format.holds_kv_scales:
-            stored = {
-                weight_format.kv_scale_name(name) if name.endswith(KV_SCALES) else name: tensor
-                for name, tensor in stored.items()
-            }
+        stored = _stored(plan, weight_format, self.prefix, self.others)
         records = []
         for report, (name, quantized) in zip(
             self.result.reports, self.result.weights.items(), strict=True
@@ -73,6 +69,67 @@ class QuantizedLayer:
             stored |= weight_format.pack(module, quantized)
             records.append(module_record(report, quantized))
         return stored, records
+
+
+Pack = Callable[
+    [QuantizePlan, WeightFormat, str], tuple[Mapping[str, torch.Tensor], dict[str, Any]]
+]
+"""The packed tensors of a module, by its full name, and its record."""
+
+
+@dataclass(frozen=True, slots=True)
+class DirectLayer:
+    """A layer whose `linears` (full names) are made one by one by `pack`; large tensors of a `hollow` one are
+    holes in the files."""
+
+    prefix: str
+    linears: tuple[str, ...]
+    others: Mapping[str, torch.Tensor]
+    pack: Pack
+    hollow: bool
+    seconds: float = 0.0
+
+    def packed(
+        self, plan: QuantizePlan, weight_format: WeightFormat
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """The packed tensors by full name, and the module records."""
+        stored, records = _stored(plan, weight_format, self.prefix, self.others), []
+        for module in self.linears:
+            parts, record = self.pack(plan, weight_format, module)
+            stored |= parts
+            records.append(record)
+        return stored, records
+
+
+def direct_layer(
+    plan: QuantizePlan, stream: LayerStream, index: int, pack: Pack, *, hollow: bool
+) -> DirectLayer:
+    """A layer of a stream by its number; after the last, the output projection."""
+    prefix, linears, others = "", (HEAD,), {}
+    if index < stream.num_layers:
+        prefix, family = stream.prefix(index), stream.family(index)
+        linears = tuple(n for n in family.linears if full_name(prefix, n) in plan.modules)
+        others = stream.tensors(index, {f"{linear}.weight" for linear in linears})
+    elif (bias := f"{HEAD}.bias") in plan.checkpoint:
+        others = {bias: plan.checkpoint.tensor(bias)}
+    names = tuple(full_name(prefix, linear) for linear in linears)
+    return DirectLayer(prefix, names, others, pack, hollow)
+
+
+def _stored(
+    plan: QuantizePlan,
+    weight_format: WeightFormat,
+    prefix: str,
+    others: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The tensors of a layer without codes, by full name in a format."""
+    stored = {full_name(prefix, name): tensor for name, tensor in others.items()}
+    if plan.kv_cache is None or not weight_format.holds_kv_scales:
+        return stored
+    return {
+        weight_format.kv_scale_name(name) if name.endswith(KV_SCALES) else name: tensor
+        for name, tensor in stored.items()
+    }
 
 
 def _with_scales(

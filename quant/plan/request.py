@@ -334,11 +334,8 @@ def check_request(request: QuantizeRequest) -> None:
             f"--mock: --method {request.method} measures the model before the layout is known: mock one of "
             "the methods that it chooses from"
         )
-    if request.model_free and (request.vision or request.lm_head):
-        raise BadInput(
-            "--model-free rounds linears of the layers alone: leave --quantize-vision and "
-            "--quantize-lm-head out"
-        )
+    if request.model_free and request.vision:
+        raise BadInput("--model-free knows no vision tower: leave --quantize-vision out")
     if not request.errors and not request.mock:
         _check_data_free(request)
 

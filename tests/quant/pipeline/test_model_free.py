@@ -152,7 +152,7 @@ def test_memory_is_below_three_times_the_largest_tensor(
     ("options", "message"),
     [
         ({"method": "awq"}, "--model-free: method awq is calibrated"),
-        ({"method": "rtn", "vision": True}, "--model-free rounds linears of the layers alone"),
+        ({"method": "rtn", "vision": True}, "--model-free knows no vision tower"),
         ({"method": "rtn", "kv_cache": "fp8"}, "--model-free: --kv-cache scales are measured"),
         ({"method": "Q8_0"}, "model type 'madeup' cannot be written as GGUF"),
     ],
