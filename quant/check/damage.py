@@ -20,7 +20,7 @@ from ..kinds.base.format import CACHE_SCALES
 from ..model.checkpoint import MANIFEST_NAME, Checkpoint, read_json
 from .findings import Finding
 from .reference import Comparison, family_of
-from .statistics import WeightStatistics, quantized_statistics, statistics_of
+from .statistics import WeightStatistics, not_finite, quantized_statistics, statistics_of
 
 # Deviation of a logarithm from the family's median, with the largest of the sound models after it.
 _FARTHEST = {
@@ -63,14 +63,17 @@ def damage(checkpoint: Checkpoint, reference: Checkpoint | None = None) -> Itera
             faulty = True
             yield Finding("unreadable", module, f"it cannot be read: {error}")
             continue
-        yield from _faults(statistics)
+        yield from statistics.faults
         if not statistics.faults:
             families[family_of(module)].append(statistics)
             if comparison is not None:
                 yield from comparison.add(module, tensor)
         checkpoint.release()
     for statistics in _plain(checkpoint, modules):
-        yield from _faults(statistics)
+        if isinstance(statistics, Finding):
+            yield statistics
+            continue
+        yield from statistics.faults
         if not statistics.faults:
             families[family_of(statistics.module)].append(statistics)
     if refusal and not faulty:
@@ -96,31 +99,22 @@ def _modules(checkpoint: Checkpoint) -> tuple[list[str], str]:
         return sorted(marked_modules(checkpoint, weight_format)), str(error)
 
 
-def _plain(checkpoint: Checkpoint, modules: Sequence[str]) -> Iterator[WeightStatistics]:
-    """The statistics of plain matrices, and the faults of all other float tensors."""
+def _plain(checkpoint: Checkpoint, modules: Sequence[str]) -> Iterator[WeightStatistics | Finding]:
+    """The statistics of plain matrices, and findings about all other float tensors."""
     owners = set(modules)
     for name in checkpoint.names:
         module = name.removesuffix(".weight")
-        dtype = checkpoint.dtype_name(name)
-        if dtype not in _FLOATS or module in owners or name.rpartition(".")[0] in owners:
+        is_float = checkpoint.dtype_name(name) in _FLOATS
+        if not is_float or module in owners or name.rpartition(".")[0] in owners:
             continue
         tensor = checkpoint.tensor(name)
         if tensor.dim() == 2 and tensor.numel() and module != name:
-            yield statistics_of(module, dtype, tensor)
-            continue
-        faults = {}
-        if not torch.isfinite(tensor).all():
-            faults["not-finite"] = "it holds NaN or infinite values: fetch or quantize it again"
+            yield statistics_of(module, tensor)
+        elif not torch.isfinite(tensor).all():
+            yield not_finite(name)
         elif name.endswith(CACHE_SCALES) and not (tensor > 0).all():
-            faults["zero-scale"] = "a scale of the KV cache is not positive: quantize it again"
-        if faults:
-            yield WeightStatistics(name, dtype, {}, faults, 0)
-
-
-def _faults(statistics: WeightStatistics) -> Iterator[Finding]:
-    for code, message in statistics.faults.items():
-        severity = "suspect" if code == "zero-weight" else "broken"
-        yield Finding(code, statistics.module, message, severity)
+            message = "a scale of the KV cache is not positive: quantize it again"
+            yield Finding("zero-scale", name, message)
 
 
 def _zero_points(all_statistics: Sequence[WeightStatistics]) -> Iterator[Finding]:

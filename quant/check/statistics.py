@@ -10,6 +10,7 @@ import torch
 
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
+from .findings import Finding
 
 _ROWS = 1024
 _VARIED = 0.25  # standard deviation of zero points, in codes, from which a slope is told
@@ -38,24 +39,22 @@ class WeightStatistics:
     """One weight `[out, in]`.
 
     Attributes:
-        label: scheme, or dtype of a plain weight.
         shape: logarithms of the root mean square, of the kurtosis, and of the spread of rows and columns: the
             standard deviation of the logarithms of their norms.
-        faults: messages about numbers that are wrong in any model, by the code of the finding.
+        faults: findings about numbers that are wrong in any model.
         digest: hash of the values, to find equal experts.
     """
 
     module: str
-    label: str
     shape: Mapping[str, float]
-    faults: Mapping[str, str]
+    faults: tuple[Finding, ...]
     digest: int
     codes: CodeStatistics | None = None
 
 
-def statistics_of(module: str, label: str, weight: torch.Tensor) -> WeightStatistics:
+def statistics_of(module: str, weight: torch.Tensor) -> WeightStatistics:
     """The statistics of a plain weight of any float dtype, a chunk of rows in float32 at a time."""
-    faults: dict[str, str] = {}
+    faults: list[Finding] = []
     columns = torch.zeros(weight.shape[1], dtype=torch.float64)
     rows, fourth, digest = [], 0.0, []
     for chunk in weight.split(_ROWS):
@@ -68,9 +67,9 @@ def statistics_of(module: str, label: str, weight: torch.Tensor) -> WeightStatis
     by_row = torch.cat(rows)
     energy = float(by_row.sum())
     if not torch.isfinite(by_row).all():
-        faults["not-finite"] = "its weight holds NaN or infinite values: fetch or quantize it again"
+        faults.append(not_finite(module))
     elif not energy:
-        faults["zero-weight"] = "its weight is zero everywhere"
+        faults.append(Finding("zero-weight", module, "its weight is zero everywhere", "suspect"))
     mean = energy / weight.numel()
     shape = {
         "root mean square": _log(mean) / 2,
@@ -78,23 +77,27 @@ def statistics_of(module: str, label: str, weight: torch.Tensor) -> WeightStatis
         "spread of its rows": _spread(by_row),
         "spread of its columns": _spread(columns),
     }
-    return WeightStatistics(module, label, shape, faults, hash((*digest, energy, fourth)))
+    return WeightStatistics(module, shape, tuple(faults), hash((*digest, energy, fourth)))
 
 
 def quantized_statistics(module: str, tensor: QuantizedTensor) -> WeightStatistics:
     """The statistics of a quantized weight, dequantized, with those of its codes and scales."""
-    faults: dict[str, str] = {}
-    for name, part in tensor.parts().items():
-        if part.is_floating_point() and not torch.isfinite(part.to(torch.float32)).all():
-            faults["not-finite"] = (
-                f"its {name} hold NaN or infinite values: fetch or quantize it again"
-            )
+    floats = (part for part in tensor.parts().values() if part.is_floating_point())
+    if not all(bool(torch.isfinite(part.to(torch.float32)).all()) for part in floats):
+        return WeightStatistics(module, {}, (not_finite(module),), 0)
     weight = tensor.dequantize()
-    if lost := _lost(tensor, weight):
-        faults["zero-scale"] = f"scales of zero erase {lost} of its weights that have codes"
-    statistics = statistics_of(module, tensor.scheme.label, weight)
+    statistics = statistics_of(module, weight)
     codes = code_statistics(tensor) if isinstance(tensor, IntTensor) else None
-    return replace(statistics, faults=dict(statistics.faults) | faults, codes=codes)
+    if not (lost := _lost(tensor, weight)):
+        return replace(statistics, codes=codes)
+    message = f"scales of zero erase {lost} of its weights that have codes: quantize it again"
+    return replace(statistics, faults=(Finding("zero-scale", module, message),))
+
+
+def not_finite(name: str) -> Finding:
+    return Finding(
+        "not-finite", name, "it holds NaN or infinite values: fetch or quantize it again"
+    )
 
 
 def code_statistics(tensor: IntTensor) -> CodeStatistics:
