@@ -1,4 +1,7 @@
-"""llama.cpp on a CPU, as xllamacpp's wheels have it built. See `protocol`; the folder holds a GGUF file."""
+"""llama.cpp on a CPU, as xllamacpp's wheels have it built. See `protocol`; the folder holds a GGUF file.
+
+The option `never` has tokens that are not sampled: after part of a character the server gives no table.
+"""
 
 # The package lives in an environment of its own.
 # pyright: reportMissingImports=false
@@ -26,6 +29,7 @@ def load_and_answer(task: Task) -> Answer:
     def generated(ids: list[int], count: int) -> list[dict[str, Any]]:
         """Greedy tokens after a prompt, each with its likeliest ones."""
         request = {"prompt": ids, "max_tokens": count, "logprobs": task["top"], "temperature": 0}
+        request["logit_bias"] = [[token, False] for token in task.get("never", ())]
         found = server.handle_completions({**request, "cache_prompt": False, "ignore_eos": True})
         if "choices" not in found:
             raise RuntimeError(str(found))

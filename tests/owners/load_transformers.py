@@ -1,9 +1,10 @@
-"""transformers with whatever reader a format needs. See `protocol`; option: `dequantize`."""
+"""transformers with whatever reader a format needs. See `protocol`; options: `dequantize`, `gguf_file`."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 import transformers
@@ -13,9 +14,11 @@ READERS = ("compressed-tensors", "bitsandbytes", "accelerate")
 
 
 def load_and_answer(task: Task) -> Answer:
-    options = {"dtype": getattr(torch, task["dtype"]), "device_map": "cpu"}
+    options: dict[str, Any] = {"dtype": getattr(torch, task["dtype"]), "device_map": "cpu"}
     if task.get("dequantize"):
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    if gguf_file := task.get("gguf_file"):
+        options["gguf_file"] = gguf_file
     model = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], **options).eval()
     found = [f"transformers {transformers.__version__}"]
     installed = [name for name in READERS if find_spec(name.replace("-", "_"))]

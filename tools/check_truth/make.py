@@ -10,12 +10,15 @@ refuses is a fact too, and its message is kept in FOLDER/NAME.refused.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import shutil
 import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +134,53 @@ def modelopt(task: Task, plain: Path, folder: Path) -> None:
     export.export_hf_checkpoint(model, export_dir=str(folder))
 
 
+class QuantizeParameters(ctypes.Structure):
+    """`llama_model_quantize_params` of llama.cpp v0.5.0, with room for fields that came later.
+
+    https://github.com/ggml-org/llama.cpp/blob/master/include/llama.h
+    """
+
+    _fields_ = (
+        ("nthread", ctypes.c_int32),
+        ("ftype", ctypes.c_int32),
+        ("tensor_types", ctypes.c_int32 * 2),
+        ("flags", ctypes.c_bool * 8),
+        ("rest", ctypes.c_uint8 * 128),
+    )
+
+
+def llamacpp(task: Task, plain: Path, folder: Path) -> None:
+    """llama.cpp's converter, as auto-round ships it, then `llama_model_quantize` of $LIBLLAMA."""
+    kind = task["options"]["type"]
+    shipped = find_spec("auto_round")
+    assert shipped is not None and shipped.origin is not None
+    sys.path.append(str(Path(shipped.origin).parent / "export" / "export_to_gguf"))
+    package: Any = import_module("gguf")
+    known, enums = package.MODEL_ARCH, package.LlamaFileType
+    # The converter names architectures that the released gguf package does not have yet.
+    package.MODEL_ARCH = type("", (), {"__getattr__": lambda _, name: getattr(known, name, None)})()
+    conversion: Any = import_module("conversion")
+    architecture = json.loads((plain / "config.json").read_text())["architectures"][0]
+    model_class = conversion.get_model_class(architecture)
+    # The bundled tokenizer, whatever tokenizer the family has as a rule.
+    model_class.set_vocab = lambda self: self._set_vocab_llama_hf()
+    whole = folder / "whole.gguf"
+    with torch.inference_mode():
+        # The name is not the family's: llama.cpp wants Phi-3's own tokens of a model that is called so.
+        model_class(plain, enums.MOSTLY_BF16, whole, model_name="tiny").write()
+    library = ctypes.CDLL(os.environ["LIBLLAMA"])
+    library.llama_model_quantize_default_params.restype = QuantizeParameters
+    library.llama_backend_init()
+    parameters = library.llama_model_quantize_default_params()
+    parameters.ftype, parameters.nthread = int(enums[f"MOSTLY_{kind}"]), 2
+    output = folder / f"{task['folder']}.gguf"
+    paths = (str(whole).encode(), str(output).encode())
+    status = library.llama_model_quantize(*paths, ctypes.byref(parameters))
+    whole.unlink()
+    if status:
+        raise RuntimeError(f"llama_model_quantize ended with {status}")
+
+
 MAKERS: dict[str, Callable[[Task, Path, Path], None]] = {
     "transformers": transformers,
     "llmcompressor": llmcompressor,
@@ -138,6 +188,7 @@ MAKERS: dict[str, Callable[[Task, Path, Path], None]] = {
     "gptqmodel": gptqmodel,
     "bitsandbytes": bitsandbytes,
     "modelopt": modelopt,
+    "llamacpp": llamacpp,
 }
 
 

@@ -1,0 +1,75 @@
+"""Compare `llmopt check` with what loaders really do with checkpoints that other tools wrote.
+
+    python -m tools.check_truth make --environments DIR --truth DIR      # the tools write the checkpoints
+    python -m tools.check_truth load --environments DIR --truth DIR      # the loaders try them: LOADER.json
+    python -m tools.check_truth table --truth DIR                        # docs/measured/check.md
+
+DIR of environments has `tf`, `llmcompressor`, `modelopt`, `vllm` and `llamacpp`, virtual environments with
+the packages that docs/measured/check.md names. LIBLLAMA is llama.cpp's library, for its quantizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tools.check_truth.cases import CASES
+from tools.check_truth.load import LOADERS, load_all
+from tools.check_truth.table import compared, page
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "measured" / "check.md"
+ENVIRONMENTS = {"llmcompressor": "llmc", "modelopt": "modelopt"}
+"""Environments of tools; the others are in `tf`."""
+
+AT_A_TIME = 16
+"""Checkpoints after which LOADER.json is written."""
+
+
+def make(environments: Path, truth: Path, only: str) -> None:
+    """Every tool's checkpoints in its environment; those that are there stay."""
+    own = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    for tool in dict.fromkeys(case.tool for case in CASES):
+        tasks = truth / f"{tool}.tasks.json"
+        cases = [case for case in CASES if case.tool == tool and only in case.folder]
+        tasks.write_text(json.dumps([case.task() for case in cases]))
+        python = environments / ENVIRONMENTS.get(tool, "tf") / "bin" / "python"
+        command = [str(python), "-m", "tools.check_truth.make", str(tasks), str(truth)]
+        subprocess.run(command, cwd=ROOT, env=own | {"HF_HUB_OFFLINE": "1"}, check=False)
+
+
+def load(environments: Path, truth: Path, loaders: list[str], only: str) -> None:
+    """Add the answers of loaders to their files, LOADER.json; those that are there stay."""
+    names = [case.folder for case in CASES if only in case.folder]
+    for loader in loaders:
+        path = truth / f"{loader}.json"
+        answers: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        folders = [truth / n for n in names if n not in answers and (truth / n).is_dir()]
+        for start in range(0, len(folders), AT_A_TIME):
+            answers |= load_all(loader, environments, folders[start : start + AT_A_TIME])
+            path.write_text(json.dumps(answers))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("step", choices=("make", "load", "table"))
+    parser.add_argument("--environments", type=Path)
+    parser.add_argument("--truth", type=Path, required=True)
+    parser.add_argument("--loaders", default=",".join(LOADERS))
+    parser.add_argument("--only", default="", help="checkpoints whose names contain this")
+    given = parser.parse_args()
+    if given.step == "make":
+        make(given.environments, given.truth, given.only)
+    elif given.step == "load":
+        load(given.environments, given.truth, given.loaders.split(","), given.only)
+    else:
+        rows = compared(given.truth)
+        PAGE.write_text(page(rows, given.truth), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
