@@ -2,7 +2,7 @@
 
     python -m tools.check_truth make --environments DIR --truth DIR      # the tools write the checkpoints
     python -m tools.check_truth load --environments DIR --truth DIR      # the loaders try them: LOADER.json
-    python -m tools.check_truth table --truth DIR                        # docs/measured/check.md
+    python -m tools.check_truth table --truth DIR                        # docs/measured/check.json, .md
 
 DIR of environments has `tf`, `llmcompressor`, `modelopt`, `vllm` and `llamacpp`, virtual environments with
 the packages that docs/measured/check.md names. LIBLLAMA is llama.cpp's library, for its quantizer.
@@ -19,15 +19,24 @@ from typing import Any
 
 from tools.check_truth.cases import CASES
 from tools.check_truth.load import LOADERS, load_all
-from tools.check_truth.table import compared, page
+from tools.check_truth.table import compared, parts, record_of
+from tools.document_part import write_part
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "measured" / "check.md"
+RECORD = ROOT / "docs" / "measured" / "check.json"
 ENVIRONMENTS = {"llmcompressor": "llmc", "modelopt": "modelopt"}
 """Environments of tools; the others are in `tf`."""
 
 AT_A_TIME = 16
 """Checkpoints after which LOADER.json is written."""
+
+
+def write_plain(environments: Path, truth: Path) -> None:
+    """The answers of the models before quantization, by transformers: plain.json."""
+    folders = sorted((truth / "plain").iterdir())
+    answers = load_all("transformers", environments, folders)
+    (truth / "plain.json").write_text(json.dumps(answers))
 
 
 def make(environments: Path, truth: Path, only: str) -> None:
@@ -67,8 +76,12 @@ def main() -> None:
     elif given.step == "load":
         load(given.environments, given.truth, given.loaders.split(","), given.only)
     else:
-        rows = compared(given.truth)
-        PAGE.write_text(page(rows, given.truth), encoding="utf-8")
+        if not (given.truth / "plain.json").is_file():
+            write_plain(given.environments, given.truth)
+        record = record_of(compared(given.truth), given.truth)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        for name, text in parts(record).items():
+            write_part(PAGE, f"check_truth {name}", text)
 
 
 if __name__ == "__main__":

@@ -99,9 +99,21 @@ def _finished(process: subprocess.Popen[bytes], answered: Path) -> bool:
 def load_all(
     loader: str, environments: Path, folders: Sequence[Path]
 ) -> Mapping[str, dict[str, Any]]:
-    """Answers of a loader by the folder's name."""
+    """Answers of a loader by the folder's name. What transformers refuses it tries again dequantized."""
     place = LOADERS[loader]
     python = environments / place / "bin" / "python" if place else Path(sys.executable)
     readable = [f for f in folders if loader != "llama.cpp" or any(f.glob("*.gguf"))]
     answers = ask(python, loader, [task(loader, folder) for folder in readable])
-    return {folder.name: answer for folder, answer in zip(readable, answers, strict=True)}
+    named = {folder.name: answer for folder, answer in zip(readable, answers, strict=True)}
+    if loader == "transformers":
+        again = [folder for folder in readable if "error" in named[folder.name] and _packed(folder)]
+        tasks = [task(loader, folder) | {"dequantize": True} for folder in again]
+        for folder, answer in zip(again, ask(python, loader, tasks), strict=True):
+            if "error" not in answer:
+                named[folder.name] = answer | {"needs": "CompressedTensorsConfig(dequantize=True)"}
+    return named
+
+
+def _packed(folder: Path) -> bool:
+    config = json.loads((folder / "config.json").read_text())
+    return config.get("quantization_config", {}).get("quant_method") == "compressed-tensors"
