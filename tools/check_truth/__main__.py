@@ -28,7 +28,7 @@ RECORD = ROOT / "docs" / "measured" / "check.json"
 ENVIRONMENTS = {"llmcompressor": "llmc", "modelopt": "modelopt"}
 """Environments of tools; the others are in `tf`."""
 
-AT_A_TIME = 16
+AT_A_TIME = 4
 """Checkpoints after which LOADER.json is written."""
 
 
