@@ -50,6 +50,7 @@ class ChatAnswer:
         calls: name and arguments, a JSON text, of each tool call.
         finish: "stop" after an end token or with calls, "length" at the limit.
         takes_tools: False if the template or the server leaves the tools out of the prompt.
+        logprobs: log-probabilities of the tokens, where they were asked for; None is no number.
     """
 
     text: str
@@ -59,13 +60,16 @@ class ChatAnswer:
     num_tokens: int = 0
     num_reasoning: int = 0
     takes_tools: bool = True
+    logprobs: tuple[float | None, ...] = ()
 
     @classmethod
     def of(cls, completion: Mapping[str, Any], takes_tools: bool = True) -> Self:
-        """Parse a chat completion of OpenAI's form. Raises LookupError, TypeError or AttributeError: it is
-        none."""
-        choice = completion["choices"][0]
-        message, usage = choice["message"], completion.get("usage") or {}
+        """Parse a completion or a chat completion of OpenAI, vLLM or llama.cpp. Raises LookupError, TypeError
+        or AttributeError: it is none."""
+        choice, usage = completion["choices"][0], completion.get("usage") or {}
+        message = choice["message"] if "message" in choice else {"content": choice["text"]}
+        scores = choice.get("logprobs") or {}
+        by_token = [token.get("logprob") for token in scores.get("content") or ()]
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         details = usage.get("completion_tokens_details") or {}
         finish = choice.get("finish_reason")
@@ -77,6 +81,7 @@ class ChatAnswer:
             usage.get("completion_tokens") or 0,
             details.get("reasoning_tokens") or 0,
             takes_tools,
+            tuple(scores.get("token_logprobs") or by_token),
         )
 
 

@@ -50,24 +50,15 @@ class EngineChats:
         finally:
             self._text.close()
 
-    def answer(
-        self, chat: Chat, prompt: ChatPrompt, tokens: Sequence[int], finish: str
-    ) -> ChatAnswer:
+    def answer(self, prompt: ChatPrompt, tokens: Sequence[int], finish: str) -> ChatAnswer:
         text = self._text.decode(tokens, skip_special_tokens=prompt.params.skip_special_tokens)
         parsed = Parsed()
         parsed.add(OutputParser(prompt.form).feed(text, is_last=True))
         calls = tuple((call.name, call.arguments) for call in parsed.calls)
         encode = self._tokenizer.encode
         thought = encode(parsed.reasoning, add_special_tokens=False) if parsed.reasoning else ()
-        return ChatAnswer(
-            parsed.text,
-            parsed.reasoning,
-            calls,
-            finish,
-            len(tokens),
-            len(thought),
-            prompt.takes_tools,
-        )
+        counts = len(tokens), len(thought)
+        return ChatAnswer(parsed.text, parsed.reasoning, calls, finish, *counts, prompt.takes_tools)
 
     async def _prompt(self, chat: Chat) -> ChatPrompt:
         from ...engine.server.endpoints.conversation import PROMPT_END

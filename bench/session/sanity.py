@@ -21,7 +21,9 @@ from ...base.errors import BadInput
 from ..load.address import PATHS, Address
 from ..load.json_http import JsonClient, RequestFailed
 from ..options.values import CHAT, COMPLETIONS
+from ..quality.chat_items import ChatAnswer
 from ..quality.passage import EVALUATION_TEXT
+from ..quality.tool_calls import BUNDLED, item_scores, read_tool_items
 
 REQUEST_SECONDS = 60.0
 CONCURRENCY = 4
@@ -49,18 +51,6 @@ BROKEN_FREQUENT, WEAK_FREQUENT, LEAST_CHARACTERS = 0.06, 0.2, 120
 LONGEST_UNIT = 8
 SUMS = {"3 + 4": "7", "12 + 5": "17", "9 - 6": "3", "6 * 7": "42"}
 COPIES = ("river stone lamp", "blue seven chair", "apple moon door", "green paper boat")
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
 
 
 class Outcome(StrEnum):
@@ -98,37 +88,6 @@ class SanityReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """An answer of a completion or a chat; `logprobs` of its tokens, None for one that is no number."""
-
-    text: str
-    reasoning: str
-    finish: str | None
-    num_tokens: int | None
-    logprobs: tuple[float | None, ...]
-    calls: tuple[Mapping[str, Any], ...] = ()
-
-    @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Reply:
-        """Parse the forms of OpenAI, vLLM and llama.cpp. Raises RequestFailed: no completion."""
-        try:
-            choice = answer["choices"][0]
-            message = choice.get("message") or {"content": choice.get("text")}
-            scores = choice.get("logprobs") or {}
-            by_token = [token.get("logprob") for token in scores.get("content") or ()]
-            return cls(
-                message.get("content") or "",
-                message.get("reasoning_content") or message.get("reasoning") or "",
-                choice.get("finish_reason"),
-                (answer.get("usage") or {}).get("completion_tokens"),
-                tuple(scores.get("token_logprobs") or by_token),
-                tuple(call["function"] for call in message.get("tool_calls") or ()),
-            )
-        except (LookupError, TypeError, AttributeError) as error:
-            raise RequestFailed("the answer is no completion") from error
-
-
-@dataclass(frozen=True, slots=True)
 class SanityServer:
     """Requests to one model of a server."""
 
@@ -136,19 +95,21 @@ class SanityServer:
     url: str
     model: str
 
-    def ask(self, backend: str, bodies: Iterable[Mapping[str, Any]]) -> list[Reply]:
+    def ask(self, backend: str, bodies: Iterable[Mapping[str, Any]]) -> list[ChatAnswer]:
         """Replies at temperature 0, in order. Raises RequestFailed: one failed."""
         usual = {"model": self.model, "temperature": 0, "max_tokens": MAX_TOKENS}
         sent = [{**usual, **body} for body in bodies]
-        return list(
-            map(Reply.of, self.client.post_each(self.url + PATHS[backend], sent, CONCURRENCY))
-        )
+        answers = self.client.post_each(self.url + PATHS[backend], sent, CONCURRENCY)
+        try:
+            return [ChatAnswer.of(answer) for answer in answers]
+        except (LookupError, TypeError, AttributeError) as error:
+            raise RequestFailed("the answer is no completion") from error
 
-    def chat(self, questions: Iterable[str], **fields: Any) -> list[Reply]:
+    def chat(self, questions: Iterable[str], **fields: Any) -> list[ChatAnswer]:
         messages = ([{"role": "user", "content": question}] for question in questions)
         return self.ask(CHAT, ({"messages": turns, **fields} for turns in messages))
 
-    def continued(self) -> list[Reply]:
+    def continued(self) -> list[ChatAnswer]:
         """Continuations of the openings: completions, or chats where a server has no completions."""
         try:
             return self.ask(
@@ -170,9 +131,8 @@ def check_sanity(
         if model is None or getattr(error.__cause__, "is_unreachable", False):
             raise
         name = model
-    name = model or name
     client = address.json_client(min(timeout, REQUEST_SECONDS))
-    server = SanityServer(client, address.url, name)
+    server = SanityServer(client, address.url, model or name)
     kinds: list[tuple[str, Callable[[SanityServer], list[SanityCheck]]]] = [
         (PROMPTS, _check_prompts),
         ("text", _check_text),
@@ -188,7 +148,7 @@ def check_sanity(
             checks.append(_failed(label, error))
     if all(check.outcome is Outcome.NOT_ASKED for check in checks):
         raise BadInput(f"{address.url} offers nothing to check: {checks[1].evidence}")
-    return SanityReport(address.url, name, tuple(checks))
+    return SanityReport(address.url, server.model, tuple(checks))
 
 
 def _failed(label: str, error: RequestFailed) -> SanityCheck:
@@ -277,8 +237,8 @@ def repeats_from_start(text: str) -> bool:
     return any(text == (text[:size] * len(text))[: len(text)] for size in units)
 
 
-def _check_lengths(replies: Sequence[Reply]) -> SanityCheck:
-    counts = [reply.num_tokens for reply in replies if reply.num_tokens is not None]
+def _check_lengths(replies: Sequence[ChatAnswer]) -> SanityCheck:
+    counts = [reply.num_tokens for reply in replies if reply.num_tokens]
     longest = max((len(reply.text) for reply in replies), default=0)
     is_broken = max(counts, default=0) > MAX_TOKENS or longest > 40 * MAX_TOKENS
     shown = f"{max(counts)} tokens" if counts else f"{longest} characters"
@@ -332,17 +292,14 @@ def _check_json(server: SanityServer) -> list[SanityCheck]:
 
 
 def _check_call(server: SanityServer) -> list[SanityCheck]:
-    how = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 4 * MAX_TOKENS}
-    (reply,) = server.chat(["How is the weather in Paris?"], **how)
+    item = read_tool_items(BUNDLED)[0]
+    how = {"tools": list(item.chat.tools), "tool_choice": "required", "max_tokens": 4 * MAX_TOKENS}
+    (reply,) = server.chat([item.messages[0]["content"]], **how)
     if not reply.calls:
         evidence = f"no call although one was required: {reply.text[:60]!r}"
         return [SanityCheck("tool call", Outcome.WEAK, evidence)]
-    name, text = reply.calls[0].get("name"), reply.calls[0].get("arguments")
-    try:
-        arguments = json.loads(text or "")
-    except (TypeError, ValueError):
-        arguments = None
-    is_valid = name == "get_weather" and isinstance(arguments, dict)
-    is_cut = reply.finish == "length"
-    is_right = isinstance(arguments, dict) and isinstance(arguments.get("city"), str)
-    return [_judged("tool call", not (is_valid or is_cut), not is_right, f"{name}({text})")]
+    scores = item_scores(item, reply)
+    is_valid = scores["valid_json"] and scores["declared_name"]
+    is_broken = not is_valid and reply.finish != "length"
+    evidence = "{}({})".format(*reply.calls[0])
+    return [_judged("tool call", is_broken, not scores["correct"], evidence)]

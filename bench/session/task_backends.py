@@ -76,8 +76,8 @@ class EngineBackend:
         prompts = rendered.prompts(chats)
         answers = self._complete([(prompt.token_ids, prompt.params) for prompt in prompts], what)
         return [
-            rendered.answer(chat, prompt, tokens, finish)
-            for chat, prompt, (tokens, _, finish) in zip(chats, prompts, answers, strict=True)
+            rendered.answer(prompt, tokens, finish)
+            for prompt, (tokens, _, finish) in zip(prompts, answers, strict=True)
         ]
 
     def _score_full(self, window: TaskWindow) -> list[TokenLogprobs]:

@@ -251,9 +251,7 @@ def asked_needles(scorer: TaskScorer, options: BenchOptions) -> list[TaskScoring
 
 def protocol_words(options: BenchOptions, backend: TaskBackend, tasks: TaskSet) -> str:
     """How the tasks were asked, for reports and comparisons."""
-    chats = []
-    if tasks.chats:
-        chats = [backend.chat_form]
+    chats = [backend.chat_form] if tasks.chats else []
     if TOOL_CALLS in tasks.chats and options.tool_responses is not None:
         chats.append("tool calls of recorded responses")
     if not (tasks.specs or tasks.bundled or tasks.needles):

@@ -110,7 +110,8 @@ class Dialect:
         elif body.get("tools") and self.name == "llama.cpp":
             return 500, {"error": {"message": "tools param requires --jinja flag"}}
         elif body.get("tools"):
-            function = {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+            arguments = '{"city": "Paris", "unit": "celsius"}'
+            function = {"name": "get_weather", "arguments": arguments}
             message = {"content": None, "tool_calls": [{"type": "function", "function": function}]}
         return 200, {"choices": [{"message": message, "finish_reason": "stop"}]}
 
