@@ -7,20 +7,23 @@ window, and a depth N stands for the positions with N/2 to N tokens before them.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...base.errors import BadInput
 from ...engine.base.units import format_tokens
 from ...quant.stream.sources import plain_text
+from ..metrics.statistics import mean_interval
 from .domains import domain_texts
 from .passage import EVALUATION_TEXT, Passage, PassageWindow, leading_special_tokens
 from .positions import QualitySeries
-from .summary import distance
 
 PROTOCOL = "depth v1"
 SHORTEST_DEPTH = 128
@@ -126,11 +129,38 @@ def depth_label(depth: int) -> str:
     return format_tokens(depth).replace(",", "")
 
 
-def by_depth(series: QualitySeries, depths: Sequence[int], seed: int = 0) -> dict[str, Any]:
-    """KL and top-1 agreement with intervals by depth, a `distance` each: the mean over the scored tokens with
-    at least half of the depth, and less than all of it, before them."""
-    position = series.needed("position")
+def by_depth(series: QualitySeries, depths: Sequence[int]) -> dict[str, Any]:
+    """KL and top-1 agreement by depth: the mean over the scored tokens with at least half of the depth, and
+    less than all of it, before them. None where the series has no distance, or too short windows."""
+    position, document = series.needed("position"), series.needed("document")
+    columns = {"kl_nats": series.column("kl"), "top1_agreement": series.column("top1")}
+    scored = {}
+    for end in bucket_ends(depths):
+        where = (position >= end // 2) & (position < end)
+        parts = {key: column[where] for key, column in columns.items() if column is not None}
+        scored[depth_label(end)] = _distance(parts, document[where]) if where.any() else None
+    return scored
+
+
+def _distance(columns: Mapping[str, np.ndarray], document: np.ndarray) -> dict[str, Any] | None:
+    """Means over documents of one length, with Student's intervals: documents differ more than their segments
+    say, so that a bootstrap of segments would be too sure."""
+    if len(columns) < 2:
+        return None
+    numbers, of = np.unique(document, return_inverse=True)
+    counts = np.bincount(of)
+    means, intervals = {}, {}
+    for key, column in columns.items():
+        by_document = np.bincount(of, column.astype(np.float64)) / counts
+        means[key] = float(by_document.mean())
+        low, high = mean_interval(by_document.tolist()) or (None, None)
+        if column.min() == column.max():
+            low = high = means[key]
+        most = 1.0 if key == "top1_agreement" else math.inf
+        intervals[key] = (low and max(low, 0.0), high and min(high, most))
     return {
-        depth_label(end): distance(series, (position >= end // 2) & (position < end), seed)
-        for end in bucket_ends(depths)
+        "num_tokens": len(document),
+        "num_documents": len(numbers),
+        **means,
+        "intervals": intervals,
     }

@@ -144,7 +144,7 @@ def check_depths(options: BenchOptions, max_model_len: int) -> None:
 def depth_parts(passage: Passage, series: QualitySeries, options: BenchOptions) -> dict[str, Any]:
     """`depth` of the record: distances by depth; and `depth_text`."""
     return {
-        "depth": by_depth(series, options.quality_depth, options.seed),
+        "depth": by_depth(series, options.quality_depth),
         "depth_text": depth_text(passage),
     }
 
@@ -170,7 +170,7 @@ def kv_parts(options: BenchOptions, engine: Engine, progress: Progress) -> dict[
         series, _ = score_passage(
             passage, model, exact, progress=progress, what=f"{dtype} KV cache"
         )
-        distances[dtype] = by_depth(series, options.quality_depth, options.seed)
+        distances[dtype] = by_depth(series, options.quality_depth)
     return {"kv": distances, "depth_text": depth_text(passage)}
 
 
