@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -109,10 +109,12 @@ def _bands() -> Table:
 
 
 def error_band(likeness: Likeness, bands: Table | None = None) -> ErrorBand | None:
-    """The band of the rows most like a deployment, else of deployments that nothing is like; None where the
-    table has neither."""
+    """The band of the rows most like a deployment, where its model was measured else of models that were not,
+    else of deployments that nothing is like; None where the table has none of them."""
     known = _bands() if bands is None else bands
-    for key in likeness.band_names:
+    unseen = replace(likeness, known="model not measured")
+    wider = unseen.band_names if likeness.known == "model measured" else []
+    for key in (*likeness.band_names, *wider):
         if entry := known.get(key):
             return _band_of(entry, entry["rows"], key.replace("|", ", "))
     return unlike_band(known) if NOTHING_LIKE_IT in known else None

@@ -84,8 +84,8 @@ class Deployed:
     def tags(self) -> tuple[str, ...]:
         """The names of the factors that its parameters take."""
         tags = [self.engine, self.generation, self.weights, self.attention]
-        if self.engine == "vllm" and _V0.match(self.version):
-            tags.append("vllm v0")
+        if (era := _ERAS.get(self.engine)) and era[1].match(self.version):
+            tags.append(era[0])
         if self.is_widened:
             tags.append("widened")
         return tuple(tags)
@@ -100,8 +100,12 @@ class Deployed:
         return keys if self.version else keys[:1]
 
 
-_V0 = re.compile(r"0\.[1-8]\.")
-"""Versions of vLLM's first engine, whose host works between steps; 0.9 to 0.11 removed it."""
+_ERAS = {
+    "vllm": ("vllm v0", re.compile(r"0\.[1-8]\.")),
+    "trtllm": ("trtllm 1.0", re.compile(r"0\.|1\.0(\D|$)")),
+}
+"""Old engines with factors of their own: vLLM's first, whose host works between steps (0.9 to 0.11 removed
+it), and TensorRT-LLM up to 1.0, where prompts wait longer."""
 
 
 def fitted_parameters(deployed: Deployed) -> StepParameters:

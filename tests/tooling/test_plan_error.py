@@ -39,7 +39,8 @@ from tools.plan_error.report import (
     unlike_entry,
 )
 from tools.plan_error.rivals import nearest_rows
-from tools.plan_error.rows import draft_tokens, parallelism, read_rows, split_group
+from tools.plan_error.rows import parallelism, read_rows, split_group
+from tools.plan_error.scripts import draft_tokens, is_known, wait_steps
 
 ROW = {
     "id": "a",
@@ -107,6 +108,7 @@ def test_multiplied_sizes_are_divided_again(
     assert parallelism({f"{name}_size": size for name, size in sizes.items()}) == meant
 
 
+OSS = {"model_path": "openai/gpt-oss-120b"}
 R1 = {"model_path": "deepseek-ai/DeepSeek-R1", "backend": "trtllm", "tp_size": "8"}
 
 
@@ -127,6 +129,64 @@ def test_draft_tokens_are_those_of_the_public_configurations(
     assert draft_tokens([row], parallelism(row)) == drafts
     spread = row | {"tp_size": "1", "attention_dp_size": "8", "moe_ep_size": "8"}
     assert draft_tokens([spread], parallelism(spread)) == min(drafts, 1)
+
+
+@pytest.mark.parametrize(
+    ("row", "known"),
+    [
+        ({"system": "gb200", "silicon_data_source": "a.csv; measured=2025-11-17T00"}, False),
+        ({"system": "gb200", "silicon_data_source": "a; measured=2025-11-17; image=b"}, True),
+        ({"system": "gb200", "silicon_data_source": "a.csv; measured=2026-01-17T00"}, True),
+        (OSS | {"batch_size": "512", "silicon_data_source": "measured=2025-12-08T00"}, False),
+        (OSS | {"batch_size": "512", "silicon_data_source": "measured=2025-12-09T00"}, True),
+        (OSS | {"batch_size": "64", "silicon_data_source": "measured=2025-12-08T00"}, True),
+    ],
+)
+def test_rows_whose_scripts_ran_something_else_are_left_out(
+    row: dict[str, str], known: bool
+) -> None:
+    assert is_known(ROW | row) == known
+
+
+def test_no_deployment_has_more_sequences_than_the_client_sends(tmp_path: Path) -> None:
+    source = {"silicon_data_source": "a.csv; silicon_concurrency=32"}
+    wide = {"batch_size": "32", "attention_dp_size": "64", "moe_ep_size": "8", "tp_size": "1"}
+    (row,) = read_rows(written(tmp_path, [ROW | R1 | source | wide]))
+    assert row.concurrency == 32
+
+
+def test_a_configuration_under_two_names_counts_once(tmp_path: Path) -> None:
+    rows = [
+        ROW | R1 | {"model_path": f"deepseek-ai/{name}"} for name in ("DeepSeek-R1", "DeepSeek-V3")
+    ]
+    (row,) = read_rows(written(tmp_path, rows))
+    assert row.count == 2
+
+
+LLAMA = {"backend": "trtllm", "model_path": "nvidia/Llama-3.3-70B-Instruct-FP8"}
+DATED = {"silicon_data_source": "source_file=2026-04-06.csv; measured=2026-02-05"}
+SHORT = {"isl": "1024", "osl": "1024"}
+
+
+@pytest.mark.parametrize(
+    ("row", "parallel", "clients", "steps"),
+    [
+        (LLAMA | DATED | SHORT, Parallelism(4), 8, 20),
+        (LLAMA | DATED | SHORT, Parallelism(8), 8, 0),
+        (LLAMA | SHORT, Parallelism(4), 8, 0),
+        (LLAMA | DATED | {"isl": "8192"}, Parallelism(4), 8, 0),
+        (R1 | DATED | SHORT, Parallelism(1, ep=8, attention_dp=8), 8, 60),
+        (R1 | DATED | SHORT | {"system": "b200_sxm"}, Parallelism(8), 64, 40),
+        (R1 | DATED | SHORT | {"system": "b200_sxm"}, Parallelism(8), 32, 0),
+        (R1 | DATED | {"backend": "sglang", "system": "b200_sxm"}, Parallelism(8), 16, 30),
+        (R1 | DATED | {"backend": "sglang", "system": "b200_sxm"}, Parallelism(8), 8, 10),
+        (R1 | DATED | {"backend": "sglang", "system": "h200_sxm"}, Parallelism(8), 16, 0),
+    ],
+)
+def test_prompts_wait_for_the_steps_that_the_public_scripts_set(
+    row: dict[str, str], parallel: Parallelism, clients: int, steps: int
+) -> None:
+    assert wait_steps(ROW | row, parallel, clients) == steps
 
 
 def test_accepted_draft_tokens_shorten_the_time_of_a_token(tmp_path: Path) -> None:
@@ -176,7 +236,7 @@ def test_a_fit_lowers_the_error_and_is_written_with_units(tmp_path: Path) -> Non
     before = np.abs(columns.predict(priors)[1] / tpot - 1)
     assert np.median(errors) < 0.2 * np.median(before)
     content = as_json(found)
-    assert {*content["parameters"], OF_ROWS} == set(PRIORS)
+    assert {*content["parameters"], *OF_ROWS} == set(PRIORS)
     assert all(entry["unit"] for entry in content["parameters"].values())
     assert content["fitted_configurations"] == len(columns.rows)
 
@@ -191,8 +251,8 @@ def test_what_is_judged_is_what_a_plan_says(tmp_path: Path) -> None:
         for name, entry in file["parameters"].items()
         for tag in ("", *entry.get("factors", ()))
     ]
-    slots.append((OF_ROWS, ""))
-    entries = [file["parameters"].get(name, file[OF_ROWS]) for name, _ in slots]
+    slots += [(name, "") for name in OF_ROWS]
+    entries = [file["parameters"].get(name) or file[name] for name, _ in slots]
     values = [
         e["factors"][tag]["value"] if tag else e["value"]
         for e, (_, tag) in zip(entries, slots, strict=True)
@@ -227,7 +287,8 @@ def test_corrections_are_few_and_of_no_model(tmp_path: Path) -> None:
     names = {name.split("-")[0] for name in model_names()}
     for key in (key for known in corrections.values() for key in known):
         engine = key.split("|")[0]
-        assert not any(name in key for name in names if len(name) > 3), key
+        parts = key.removeprefix("llama.cpp")  # the engine
+        assert not any(name in parts for name in names if len(name) > 3), key
         assert " " not in engine or engine.split(" ")[1], f"{key}: no version"
 
 
@@ -294,6 +355,18 @@ def test_interpolation_returns_what_it_knows_and_bands_hold_their_rows(tmp_path:
     judged = judged_rows(columns, near, NOT_MEASURED * len(columns.rows))
     found = bands(judged)
     assert found["vllm|hopper|model not measured"]["rows"] == len(judged) // 2 == 36
+
+
+def test_a_measure_with_few_rows_has_the_band_of_rows_that_nothing_is_like(tmp_path: Path) -> None:
+    columns = Columns.of(read_rows(written(tmp_path, loads())))
+    predicted = Predicted(*(1.1 * column for column in columns.measured))
+    judged = judged_rows(columns, predicted, NOT_MEASURED * len(columns.rows))
+    sparse = [(row, like, (ratios[0], np.nan, ratios[2])) for row, like, ratios in judged]
+    key = "vllm|hopper|model not measured"
+    assert key not in bands(sparse)
+    unlike = unlike_entry(judged)
+    band = bands(sparse, unlike=unlike)[key]
+    assert band["ttft"] == unlike["ttft"] and band["tpot"] == bands(judged)[key]["tpot"]
 
 
 def test_bands_are_stretched_until_they_hold_nine_of_ten_rows_of_other_models(

@@ -132,7 +132,7 @@ def _bands(
             for name, share in coverage(group, stretches[known]).items()
         )
         print(f"  {known}, {len(group)} rows: {', '.join(cells)}")
-    known_bands: dict[str, object] = dict(bands(pool, stretches))
+    known_bands: dict[str, object] = dict(bands(pool, stretches, unlike))
     known_bands[NOTHING_LIKE_IT] = unlike
     return known_bands, stretches
 

@@ -50,6 +50,7 @@ class Columns:
     roofs: Roofs
     loop: Loop
     drafts: Column
+    wait_steps: Column
     measured: Predicted
 
     @classmethod
@@ -75,6 +76,7 @@ class Columns:
             _stacked(Roofs, [model.roofs for model in models]),
             loop,
             np.array([row.drafts for row in rows], float),
+            np.array([row.wait_steps for row in rows], float),
             Predicted(ttft, tpot, np.where(np.isnan(told), throughput(loop, ttft, tpot), told)),
         )
 
@@ -96,6 +98,7 @@ class Columns:
             part(self.roofs),
             part(self.loop),
             self.drafts[chosen],
+            self.wait_steps[chosen],
             part(self.measured),
         )
 
@@ -106,7 +109,8 @@ class Columns:
         token = step / sum(accepted**n * (self.drafts >= n) for n in range(MOST_DRAFTS + 1))
         times = LoopTimes(token, token + mixed - step, packed)
         ttft, tpot = closed_loop(self.loop, times, p)
-        return ttft + p["load.steps"] * (step - token), tpot
+        waited = p["load.steps"] * (step - token) + p["load.wait"] * self.wait_steps * step
+        return ttft + waited, tpot
 
     def step_seconds(self, p: dict[str, Any]) -> LoopTimes:
         """Times of each row's steps with these parameters."""

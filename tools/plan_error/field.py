@@ -103,6 +103,7 @@ def _row(lines: Sequence[Mapping[str, str]]) -> Row | None:
         throughput=measured.throughput,
         cached=prompt - 1 if engine == "llama.cpp" and output > 1 and prompt > 1 else 0,
         drafts=0,
+        wait_steps=0,
         fitted=True,
         group=f"{device.name}|{model.name}",
         count=len(lines),

@@ -22,17 +22,27 @@ from .rows import Row
 PRIOR_WEIGHT = 0.5
 FACTOR_SPREAD = 0.4
 """Prior spread of a factor's logarithm, in parts of its value's."""
-WIDE = ("widened", "int4", "vllm v0", "llama.cpp", "ampere", "ada", "consumer blackwell")
+WIDE = (
+    "widened",
+    "int4",
+    "vllm v0",
+    "trtllm 1.0",
+    "llama.cpp",
+    "ampere",
+    "ada",
+    "consumer blackwell",
+)
 """Tags whose factors are spread like a value: physics of their own that few rows show."""
-TPOT_SCALE, TTFT_SCALE = 0.08, 0.2
+TPOT_SCALE, TTFT_SCALE = 0.08, 0.1
 """Errors beyond which the loss grows linearly."""
 SMALLEST_FACTOR = 0.02
 """A factor whose logarithm stays below this is dropped, and the rest are fitted again."""
 CORRECTION_ROWS = {"tpot": 2.0, "ttft": 5.0}
 """Rows of no error that a correction is shrunk by."""
 MOST_CORRECTIONS = {"tpot": 40, "ttft": 20}
-OF_ROWS = "draft.acceptance"
-"""The parameter that only measured rows have: a plan is told the acceptance of its draft tokens."""
+OF_ROWS = ("draft.acceptance", "load.wait")
+"""Parameters that only measured rows have: a plan is told the acceptance of its draft tokens, and its server
+lets no prompt wait."""
 
 SOURCE = (
     "python -m tools.plan_error --fit, on the fitting half of silicon_sample.csv (aiconfigurator-core "
@@ -40,6 +50,7 @@ SOURCE = (
 )
 
 _ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp")
+_ERAS = (*_ENGINES, "trtllm 1.0")
 _GENERATIONS = ("blackwell", "consumer blackwell", "ada", "ampere")
 _COMMON = (*_ENGINES, *_GENERATIONS)
 _ATTENTION = ("latent", "linear attention")
@@ -89,13 +100,16 @@ PRIORS = {
     "host.step": Prior(5e-4, 1.0, ("vllm v0",), "seconds per step"),
     "host.sequence": Prior(5e-6, 1.0, ("vllm v0",), "seconds per sequence of a rank's step"),
     "draft.acceptance": Prior(0.7, 0.3, (), "probability that a draft token is accepted"),
+    "load.wait": Prior(
+        0.5, 1.0, ("sglang", "trtllm"), "steps that a prompt waits, of those that a setting allows"
+    ),
     "load.interference": Prior(1.0, 0.2, (), "prefills that a decode waits for"),
     "load.queue": Prior(0.5, 1.0, (), "prefills of an M/D/1 queue"),
-    "load.burst": Prior(0.1, 1.5, _ENGINES, "share of the requests in the first burst"),
-    "load.fixed": Prior(0.015, 1.5, _ENGINES, "seconds per request"),
-    "load.arrival": Prior(1e-4, 1.0, _ENGINES, "seconds per other client"),
-    "load.prompt": Prior(1.0, 0.5, _ENGINES, "prefills per prompt"),
-    "load.steps": Prior(1.0, 1.0, _ENGINES, "decode steps that a prompt waits for"),
+    "load.burst": Prior(0.1, 1.5, _ERAS, "share of the requests in the first burst"),
+    "load.fixed": Prior(0.015, 1.5, _ERAS, "seconds per request"),
+    "load.arrival": Prior(1e-4, 1.0, _ERAS, "seconds per other client"),
+    "load.prompt": Prior(1.0, 0.5, _ERAS, "prefills per prompt"),
+    "load.steps": Prior(1.0, 1.0, _ERAS, "decode steps that a prompt waits for"),
 }
 
 Slot = tuple[str, str]
@@ -297,7 +311,7 @@ def as_json(found: Fit) -> dict[str, Any]:
         "fitted_models": found.models,
         "fitted_gpus": found.gpus,
         "standard_errors": "of the natural logarithm of a value, a factor or a correction",
-        OF_ROWS: parameters.pop(OF_ROWS),
+        **{name: parameters.pop(name) for name in OF_ROWS},
         "parameters": parameters,
         "corrections": {
             measure: {

@@ -94,27 +94,34 @@ Stretches = Mapping[str, Mapping[str, float]]
 
 
 def bands(
-    judged: Sequence[Judged], stretches: Stretches | None = None
+    judged: Sequence[Judged],
+    stretches: Stretches | None = None,
+    unlike: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Bands by key, of those with enough rows."""
+    """Bands by key, of those with enough rows of the TPOT; a measure with fewer has the band of `unlike`."""
     held: dict[str, list[Ratios]] = {}
     for _, like, ratios in judged:
         for key in like.band_names:
             held.setdefault(key, []).append(ratios)
     found = {
-        key: _band_of(ratios, (stretches or {}).get(key.split("|")[2], {}))
+        key: _band_of(ratios, (stretches or {}).get(key.split("|")[2], {}), unlike or {})
         for key, ratios in sorted(held.items())
     }
     return {key: band for key, band in found.items() if band is not None}
 
 
-def _band_of(ratios: list[Ratios], stretches: Mapping[str, float]) -> dict[str, Any] | None:
-    """Entry of a band; None without enough rows of each measure."""
+def _band_of(
+    ratios: list[Ratios], stretches: Mapping[str, float], unlike: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Entry of a band; None without enough rows of a measure that `unlike` cannot lend."""
     entry: dict[str, Any] = {"rows": len(ratios)}
     for name, column in zip(MEASURES, np.log(np.array(ratios)).T, strict=True):
         known = column[~np.isnan(column)]
         if len(known) < FEWEST_ROWS:
-            return None
+            if name == MEASURES[0] or name not in unlike:
+                return None
+            entry[name] = unlike[name]
+            continue
         low, high = held_quantiles(known.tolist())
         centre, half = (low + high) / 2, stretches.get(name, 1.0) * (high - low) / 2
         entry[name] = [float(f"{q:.3g}") for q in np.exp([centre - half, centre + half])]
@@ -123,7 +130,7 @@ def _band_of(ratios: list[Ratios], stretches: Mapping[str, float]) -> dict[str, 
 
 def unlike_entry(judged: Sequence[Judged]) -> dict[str, Any]:
     """The band of deployments that no measured one is like."""
-    return {"of": UNLIKE, **(_band_of([ratios for _, _, ratios in judged], {}) or {})}
+    return {"of": UNLIKE, **(_band_of([ratios for _, _, ratios in judged], {}, {}) or {})}
 
 
 def held_quantiles(ratios: list[float], quantiles: tuple[float, float] = HELD) -> Column:
@@ -137,7 +144,7 @@ def needed_stretches(
     """For each judged row, how far the band of the rows of other parts has to be stretched to hold it."""
     found = []
     for name in sorted({part(row) for row, _, _ in judged}):
-        known = bands([entry for entry in pool if part(entry[0]) != name])
+        known = bands([entry for entry in pool if part(entry[0]) != name], unlike=unlike)
         known[NOTHING_LIKE_IT] = dict(unlike)
         for row, like, ratios in judged:
             if part(row) == name and (band := error_band(like, known)) is not None:

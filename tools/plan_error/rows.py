@@ -1,13 +1,12 @@
 """Measured deployments: rows of `silicon_sample.csv`, one per configuration, and the split into halves.
 
-Rows equal in all columns but id, source and the two measurements are one configuration, and their medians
-count once. Rows whose tensor- or data-parallel size is the square of the expert-parallel one, with the width
-of the experts split as often, are those of the plain size multiplied by it: they repeat the measurements of
-rows that say so. Sizes past eight, which no tensor parallelism of these models has, are ranks of attention
-data parallelism, and so is a size that multiplies the batch into the client's concurrency, and the factor by
-which the experts have more ranks than the attention. The draft tokens of the dated runs are in the load
-generator's public configurations (SemiAnalysisAI/InferenceX, `nvidia-master.yaml`): by image, or by the day
-on which a configuration with them first ran.
+Rows of one configuration count once, by their medians: those equal in all columns but id, source and the two
+measurements, and those that differ in the name of the model (DeepSeek-R1 and V3 are one shape) or in sizes
+that mean the same. Rows whose tensor- or data-parallel size is the square of the expert-parallel one, with
+the width of the experts split as often, are those of the plain size multiplied by it. Sizes past eight, which
+no tensor parallelism of these models has, are ranks of attention data parallelism, and so is a size that
+multiplies the batch into the client's concurrency, and the factor by which the experts have more ranks than
+the attention. No deployment has more sequences than the client sends. `scripts.py` has what no column states.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import csv
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from math import nan
@@ -29,24 +28,21 @@ from llmopt.engine.planner.error_bands import batch_regime
 from llmopt.engine.planner.step_model import Parallelism
 from llmopt.engine.planner.weights import WeightRecipe, recipe_for
 
+from .scripts import draft_tokens, is_known, wait_steps
+
 MOST_TP = 8
 PACKAGED = "systems/silicon_sample.csv"
 MEASURED_COLUMNS = ("id", "silicon_data_source", "silicon_ttft_ms", "silicon_tpot_ms")
 _FORMATS = {"nvfp4": "nvfp4", "fp8": "fp8", "fp8_block": "fp8-block", "": "bf16"}
-_DRAFTED = (
-    r"^trtllm \S+DeepSeek-R1 .*release:1.2.0rc6.post3",
-    r"^trtllm \S+DeepSeek-R1 .*measured=2026-01-14.*release:1.1.0rc2.post2",
-    r"^sglang \S+DeepSeek-R1 b200_sxm fp8_block 8 .*sglang:v0.5.9-cu130(;|$)",
-    r"^sglang \S+Qwen3.5\S+ .*sglang:v0.5.9-cu130(;|$)",
-)
 _ENDINGS = ("-fp8", "-nvfp4", "-instruct")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One measured configuration. `fitted` says which half it is in, `cached` counts the prompt tokens that
-    are not computed, `drafts` the draft tokens of a decode step, `count` the rows that its medians are of;
-    `names` are the file's own columns. A time or a throughput that was not measured is NaN."""
+    are not computed, `drafts` the draft tokens of a decode step, `wait_steps` the steps that a setting of the
+    server lets a prompt wait, `count` the rows that its medians are of; `names` are the file's own columns. A
+    time or a throughput that was not measured is NaN."""
 
     model: str
     device: Device
@@ -62,12 +58,20 @@ class Row:
     throughput: float
     cached: int
     drafts: int
+    wait_steps: int
     fitted: bool
     group: str
     count: int
     names: Mapping[str, str]
     planned: PlannedModel
     recipe: WeightRecipe
+
+    @property
+    def conditions(self) -> tuple[object, ...]:
+        """Model, hardware, engine and load: equal for the rows of one configuration in one half."""
+        kind = self.model, self.device.name, self.engine, self.version, self.recipe.name
+        load = self.prompt, self.output, self.concurrency, self.drafts, self.wait_steps
+        return *kind, *load, self.parallel, self.fitted
 
     @property
     def regime(self) -> str:
@@ -93,11 +97,14 @@ def packaged_csv() -> Path:
 def read_rows(path: Path) -> list[Row]:
     """The aggregated configurations of the file, in its order."""
     with path.open(encoding="utf-8", newline="") as file:
-        raw = [row for row in csv.DictReader(file) if row["mode"] == "agg"]
+        raw = [row for row in csv.DictReader(file) if row["mode"] == "agg" and is_known(row)]
     same: dict[tuple[str, ...], list[dict[str, str]]] = defaultdict(list)
     for row in raw:
         same[tuple(value for key, value in row.items() if key not in MEASURED_COLUMNS)].append(row)
-    return [_configuration(rows) for rows in same.values()]
+    alike: dict[tuple[object, ...], list[dict[str, str]]] = defaultdict(list)
+    for group in same.values():
+        alike[_configuration(group).conditions] += group
+    return [_configuration(group) for group in alike.values()]
 
 
 def _configuration(rows: list[dict[str, str]]) -> Row:
@@ -109,6 +116,8 @@ def _configuration(rows: list[dict[str, str]]) -> Row:
     unstated = parallel.attention_dp == 1 < parallel.tp and not first["attention_dp_size"]
     if client and unstated and int(client[1]) == batch * parallel.tp:
         batch, parallel = int(client[1]), replace(parallel, tp=1, attention_dp=parallel.tp)
+    elif client:
+        batch = min(batch, int(client[1]))
     planned, recipe, device = described(first)
     return Row(
         model=planned.name,
@@ -125,6 +134,7 @@ def _configuration(rows: list[dict[str, str]]) -> Row:
         throughput=nan,
         cached=0,
         drafts=draft_tokens(rows, parallel),
+        wait_steps=wait_steps(first, parallel, batch),
         fitted=hashlib.sha256(group.encode()).hexdigest()[0] < "8",
         group=group,
         count=len(rows),
@@ -132,15 +142,6 @@ def _configuration(rows: list[dict[str, str]]) -> Row:
         planned=planned,
         recipe=recipe,
     )
-
-
-def draft_tokens(rows: Sequence[Mapping[str, str]], parallel: Parallelism) -> int:
-    """Draft tokens of a step, which no column states: three, one with attention data parallelism."""
-    named = ("backend", "model_path", "system", "moe_quant_mode", "tp_size", "silicon_data_source")
-    texts = [" ".join(row[name] for name in named) for row in rows]
-    if not any(re.search(pattern, text) for pattern in _DRAFTED for text in texts):
-        return 0
-    return 1 if parallel.attention_dp > 1 else 3
 
 
 def split_group(row: Mapping[str, str]) -> str:

@@ -173,6 +173,10 @@ def test_the_closest_band_is_taken_and_none_where_nothing_is_like_it() -> None:
     assert wider and wider.num_rows == 90
     assert error_band(replace(like, known="model not measured"), BANDS) is None
     assert error_band(replace(like, engine="llmopt"), BANDS) is None
+    left_out = {"vllm|hopper|model not measured": BANDS["vllm|hopper|model measured"]}
+    assert error_band(like, left_out) == error_band(
+        replace(like, known="model not measured"), left_out
+    )
 
 
 def test_bundled_bands_hold_the_prediction_and_enough_rows() -> None:
