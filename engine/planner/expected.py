@@ -321,7 +321,7 @@ def offload_band(offload: Offload) -> ErrorBand | None:
     outwards (docs/measured/offload.md)."""
     if offload.engine != "llama.cpp":
         return None
-    tpot, ttft = (0.8, 1.5), (0.5, 2.0)
+    tpot, ttft = (0.8, 1.6), (0.5, 2.0)
     throughput = 1 / tpot[1], 1 / tpot[0]
     return ErrorBand(tpot, ttft, throughput, 15, "llama.cpp with weights in RAM")
 
