@@ -142,7 +142,7 @@ QUESTIONS: Mapping[str, Mapping[str, str]] = {
         "Which format for my card?": "llmopt best ./my-model --gpu l40s --loads-in vllm --dry-run",
         "Does it fit?": "llmopt kv-plan llama-70b --gpu h100 --ctx 32k --concurrency 16",
         "Is it slower than last week?": "llmopt compare runs/LAST_WEEK runs/TODAY",
-        "Will this checkpoint load?": "llmopt verify ./my-checkpoint",
+        "Will this checkpoint load?": "llmopt check ./my-checkpoint --gpu rtx-5090",
         "Is this server sane?": "llmopt bench --base-url localhost:8000",
     },
 }

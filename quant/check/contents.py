@@ -245,7 +245,7 @@ def stored_shape(checkpoint: Checkpoint, module: str, codes: Codes) -> tuple[int
 
         weights, size = GGUF_BLOCKS[codes.kind]
         return blocks[0], blocks[1] // size * weights
-    if len(weight := stored("weight")) == 2 and codes.kind not in ("nf4", "fp4"):
+    if len(weight := stored("weight")) == 2 and codes.kind not in ("nf4", "fp4", "awq4"):
         is_nibbles = checkpoint.dtype_name(f"{module}.weight") == "U8" and bits == 4
         return weight[0], weight[1] * (2 if is_nibbles else 1)
     return None

@@ -101,6 +101,11 @@ def _transformers(contents: Contents, target: Target) -> EngineAnswer:
         needs = {"auto-round": "needs auto-round", "compressed-tensors": "needs compressed-tensors"}
         if contents.method in needs and all(linear.codes.kind for linear in contents.linears):
             return EngineAnswer("transformers", installed, "loads", needs[contents.method])
+        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+        if contents.method not in AUTO_QUANTIZER_MAPPING:
+            reason = f"it has no reader for the format {contents.method}"
+            return EngineAnswer("transformers", installed, "does not", reason)
         return EngineAnswer("transformers", installed, "unknown", contents.refusal)
     loads, reason = transformers_loads(contents.loaders, contents.method)
     for linear in contents.linears if loads and contents.method == "gptq" else ():

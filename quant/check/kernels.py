@@ -244,6 +244,8 @@ _MODELOPT = {
     "NVFP4_AWQ": ("nvfp4", "nvfp4", True),
     "W4A16_NVFP4": ("nvfp4", "", False),
     "MXFP8": ("mxfp8", "mxfp8", False),
+    "W4A16_AWQ": ("awq4", "", False),
+    "W4A8_AWQ": ("awq4", "fp8", False),
 }
 """Kind, inputs, and static inputs of each `quant_algo` of ModelOpt."""
 

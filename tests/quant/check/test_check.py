@@ -21,6 +21,8 @@ from llmopt.quant.check.kernels import (
 from llmopt.quant.gguf.container import TYPE_SIZES
 from llmopt.recipes import MODELS
 
+from tools.loader_table import PAGE, page
+
 STRANGERS = Path(__file__).parents[2] / "strangers" / "checkpoints"
 HOPPER, ADA, AMPERE, BLACKWELL, CONSUMER = 90, 89, 80, 100, 120
 
@@ -55,7 +57,9 @@ def test_a_card_without_the_kernel_is_refused_in_the_words_of_the_engine() -> No
 
 
 def test_a_processor_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmopt.quant.check.kernels.processor_flags", lambda: frozenset({"avx512f"}))
+    monkeypatch.setattr(
+        "llmopt.quant.check.kernels.processor_flags", lambda: frozenset({"avx512f"})
+    )
     on_cpu = Target(gpu="cpu", capability=CPU)
     (answer,) = check(STRANGERS / "llmcompressor-w4a16-0.14.0.1", ["vllm"], on_cpu).engines
     assert answer.linears[0].kernel.kernel == "CPU WNA16"
@@ -134,3 +138,7 @@ def test_plain_weights_and_an_index_alone_are_answered(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     report = check(tmp_path / "config.json", ["vllm"])
     assert report.answer == "loads" and report.linears[0].shape == (32, 64)
+
+
+def test_the_table_of_the_documents_is_that_of_the_rules() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python tools/loader_table.py"
