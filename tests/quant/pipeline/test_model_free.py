@@ -172,10 +172,13 @@ def test_a_checkpoint_without_layers_is_refused(tmp_path: Path) -> None:
         quantize(QuantizeRequest(folder, tmp_path / "m", "rtn", model_free=True))
 
 
-def test_a_mock_of_a_made_up_model_type(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lm_head", [False, True])
+def test_a_mock_of_a_made_up_model_type(tmp_path: Path, lm_head: bool) -> None:
     source = made_up(tmp_path / "source")
-    quantize(QuantizeRequest(source, tmp_path / "m", "rtn", model_free=True))
-    quantize(QuantizeRequest(source, tmp_path / "mock", "rtn", model_free=True, mock=True))
+    options: dict[str, Any] = {"method": "rtn", "model_free": True, "lm_head": lm_head}
+    quantize(QuantizeRequest(source, tmp_path / "m", **options))
+    assert ("lm_head" in quantized_modules(Checkpoint(tmp_path / "m"))) == lm_head
+    quantize(QuantizeRequest(source, tmp_path / "mock", mock=True, **options))
     ours, theirs = Checkpoint(tmp_path / "mock"), Checkpoint(tmp_path / "m")
     assert ours.names == theirs.names and ours.config == theirs.config
     for name in ours.names:
