@@ -81,7 +81,21 @@ def _llmopt(contents: Contents, target: Target) -> EngineAnswer:
         return EngineAnswer("llmopt", VERSION, "does not", contents.refusal)
     if known is None or known.choices is None:
         return EngineAnswer("llmopt", VERSION, "does not", f"its engine does not run {family}")
-    return EngineAnswer("llmopt", VERSION, "loads", "")
+    reason = _cut_group(contents)
+    # llm-compressor 0.14 writes Mixtral's experts so, and no loader reads them (run 2026-11-29).
+    if contents.loaders is not None and not isinstance(contents.parameters, str):
+        if apart := contents.parameters.experts_apart(contents.loaders.names):
+            reason = f"the experts of {by_kind(apart)[0]} have names that no {family} has"
+    return EngineAnswer("llmopt", VERSION, "does not" if reason else "loads", reason or "")
+
+
+def _cut_group(contents: Contents) -> str | None:
+    """A linear whose inputs are no whole groups, as GPTQModel writes them; None: there is none."""
+    for linear in contents.linears:
+        group = linear.codes.group
+        if linear.shape is not None and group > 0 and linear.shape[1] % group:
+            return f"{linear.module} has {linear.shape[1]} inputs, no whole groups of {group}"
+    return None
 
 
 def _transformers(contents: Contents, target: Target) -> EngineAnswer:
@@ -108,11 +122,8 @@ def _transformers(contents: Contents, target: Target) -> EngineAnswer:
             return EngineAnswer("transformers", installed, "does not", reason)
         return EngineAnswer("transformers", installed, "unknown", contents.refusal)
     loads, reason = transformers_loads(contents.loaders, contents.method)
-    for linear in contents.linears if loads and contents.method == "gptq" else ():
-        group = linear.codes.group
-        if linear.shape is not None and group > 0 and linear.shape[1] % group:
-            loads = False
-            reason = f"{linear.module} has {linear.shape[1]} inputs, no whole groups of {group}"
+    if loads and contents.method == "gptq" and (cut := _cut_group(contents)):
+        loads, reason = False, cut
     return EngineAnswer("transformers", installed, "loads" if loads else "does not", reason)
 
 
