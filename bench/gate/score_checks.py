@@ -112,7 +112,8 @@ def _check_value(
         format_value = "{:+.2%}".format
     text = f"{scored.label} is {format_value(value)}{_between((low, high), format_value)}"
     undecided = f": the limit {limit.text} {WITHIN} "
-    undecided += "text or items" if scored.option else "tokens (--quality-tokens)"
+    more = {"": "tokens (--quality-tokens)", "--quality-full": "text or items"}
+    undecided += more.get(scored.option, "documents (--quality-documents)")
     if scored.key == "flips":
         undecided += f": about {items_for_limit(value, limit.bound):,} would tell"
     sides = {"interval": (low, high), "change": change_between(base, value)}

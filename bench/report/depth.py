@@ -13,22 +13,26 @@ from ..page.plot_style import SERIES, canvas, title, to_svg
 PANELS = {"KL (nats)": "kl_nats", "Top-1 agreement": "top1_agreement"}
 
 
-def depth_curves(quality: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """{name for readers: distances by depth} of the weights, and of each cache of `--quality-kv`."""
-    curves = {"from the reference": quality.get("depth") or {}}
-    curves |= {f"{dtype} KV cache": depths for dtype, depths in (quality.get("kv") or {}).items()}
+def depth_curves(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """{name for readers: distances by depth} of the weights of every run, and of its caches of
+    `--quality-kv`; of several runs the names begin with theirs."""
+    curves: dict[str, Mapping[str, Any]] = {}
+    for name, result in results.items():
+        quality, prefix = result["llmopt"]["quality"] or {}, f"{name}: " if len(results) > 1 else ""
+        curves[f"{prefix}from the reference"] = quality.get("depth") or {}
+        for dtype, depths in (quality.get("kv") or {}).items():
+            curves[f"{prefix}{dtype} KV cache"] = depths
     return {name: depths for name, depths in curves.items() if any(depths.values())}
 
 
-def depth_table(quality: Mapping[str, Any]) -> ReportTable:
-    """KL with its interval and top-1 agreement, a row for each depth and a column for each curve."""
-    curves = depth_curves(quality)
+def depth_table(curves: Mapping[str, Mapping[str, Any]]) -> ReportTable:
+    """KL with its interval and top-1 agreement, a row for each curve and a column for each depth."""
     depths = list(dict.fromkeys(depth for curve in curves.values() for depth in curve))
     rows = [
-        [depth, *(_distance_words(curve.get(depth)) for curve in curves.values())]
-        for depth in depths
+        [name, *(_distance_words(curve.get(depth)) for depth in depths)]
+        for name, curve in curves.items()
     ]
-    return ReportTable(["depth", *curves], rows)
+    return ReportTable(["depth", *depths], rows)
 
 
 def _distance_words(scored: Mapping[str, Any] | None) -> str:

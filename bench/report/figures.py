@@ -265,7 +265,7 @@ def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[s
     roofline = result["llmopt"]["roofline"]
     if roofline and roofline["points"]:
         figures["roofline"] = roofline_svg({"this run": roofline})
-    if curves := depth_curves(result["llmopt"]["quality"] or {}):
+    if curves := depth_curves({"this run": result}):
         figures["depth"] = depth_svg(curves)
     return figures
 
@@ -282,12 +282,7 @@ def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> d
         figures["distributions"] = distributions_svg(both)
     if len(roofs := rooflines(results)) == len(results):
         figures["roofline"] = roofline_svg(roofs)
-    curves = {
-        f"{name}: {curve}": depths
-        for name, result in results.items()
-        for curve, depths in depth_curves(result["llmopt"]["quality"] or {}).items()
-    }
-    if curves:
+    if curves := depth_curves(results):
         figures["depth"] = depth_svg(curves)
     return figures
 

@@ -14,6 +14,7 @@ from ..page.page import Figure, Page, ReportTable, ReportVerdict, drawn, number,
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..record.comparable import served_weight_bytes, widened_words
 from ..report.comparison import TONES, aspects_table, deltas_table
+from ..report.depth import depth_curves, depth_svg
 from ..report.figures import (
     SHARED_ROOFLINE,
     bars_svg,
@@ -213,6 +214,8 @@ def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
     }
     if len(roofs := rooflines(results)) == len(results):
         svgs["roofline"] = roofline_svg(roofs)
+    if curves := depth_curves(results):
+        svgs["depth"] = depth_svg(curves)
     captions = {
         "side-by-side": "Speed, quality and memory on the same prompts.",
         "changes": "Dots are estimates, bars 90 % intervals; the dashed line is the threshold. Throughput is "

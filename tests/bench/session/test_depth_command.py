@@ -28,7 +28,9 @@ def test_weights_and_caches_by_depth(tmp_path: Path) -> None:
     assert exact["512"]["kl_nats"] == 0 < rounded["512"]["kl_nats"] < 0.1
     assert quality["depth_text"]["description"].startswith("2 documents of 512 tokens")
     (report,) = tmp_path.glob("*/report.md")
-    assert "| depth | from the reference | float32 KV cache | int8 KV cache |" in report.read_text()
+    text = report.read_text()
+    assert "| depth | 128 | 256 | 512 |" in text and "| int8 KV cache | 0.00" in text
+    assert "| from the reference | 0.00000 (0.00000 to 0.00000), 100.0 % |" in text
     (figure,) = tmp_path.glob("*/depth.svg")
     assert "int8 KV cache" in figure.read_text()
 
