@@ -20,6 +20,7 @@ class Reader:
     """A backend that answers the question on the archive number from the document, and no other."""
 
     max_inputs = longest = 4096
+    chat_form = "chats"
 
     def __init__(self, *, sends_messages: bool) -> None:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(MODELS / "stories3M")
@@ -28,6 +29,9 @@ class Reader:
 
     def score(self, windows: Sequence[Any], what: str) -> Any:
         raise AssertionError("needles are generated")
+
+    def converse(self, chats: Sequence[Any], what: str) -> Any:
+        raise AssertionError("needles are no chats with tools")
 
     def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
         self.seen += requests
