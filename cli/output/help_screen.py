@@ -183,6 +183,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "llmopt best ./my-model --gpu h100 --ctx 32k --slo tpot:20 --loads-in vllm",
     ),
     "verify": ("llmopt verify stories3M-awq-4bit", "llmopt verify model.Q4_K_M.gguf --json"),
+    "check": (
+        "llmopt check ./my-checkpoint",
+        "llmopt check ./my-checkpoint --engine vllm --gpu l40s --tp 2",
+    ),
     "convert": (
         "llmopt convert stories3M-awq-4bit --format gptq -o out",
         "llmopt convert model.gguf --format compressed-tensors",
