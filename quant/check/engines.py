@@ -15,6 +15,7 @@ from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
 from ..model.architecture import HEAD
 from ..model.parameters import by_kind
 from .contents import Contents, StoredLinear, codes_of
+from .coverage import model_faults
 from .kernels import (
     CPU,
     Answer,
@@ -83,9 +84,10 @@ def _llmopt(contents: Contents, target: Target) -> EngineAnswer:
         return EngineAnswer("llmopt", VERSION, "does not", f"its engine does not run {family}")
     reason = _cut_group(contents)
     # llm-compressor 0.14 writes Mixtral's experts so, and no loader reads them (run 2026-11-29).
-    if contents.loaders is not None and not isinstance(contents.parameters, str):
-        if apart := contents.parameters.experts_apart(contents.loaders.names):
-            reason = f"the experts of {by_kind(apart)[0]} have names that no {family} has"
+    names = () if contents.loaders is None else contents.loaders.names
+    parameters = contents.parameters
+    if not isinstance(parameters, str) and (apart := parameters.experts_apart(names)):
+        reason = f"the experts of {by_kind(apart)[0]} have names that no {family} has"
     return EngineAnswer("llmopt", VERSION, "does not" if reason else "loads", reason or "")
 
 
@@ -124,6 +126,12 @@ def _transformers(contents: Contents, target: Target) -> EngineAnswer:
     loads, reason = transformers_loads(contents.loaders, contents.method)
     if loads and contents.method == "gptq" and (cut := _cut_group(contents)):
         loads, reason = False, cut
+    if loads and contents.method == "compressed-tensors":
+        # It gave NaN of such a checkpoint, for want of the scales (5.24, run 2026-11-29).
+        modules = {linear.module for linear in contents.linears}
+        for fault in model_faults(contents.checkpoint, modules, parameters):
+            if fault.code == "undeclared-plain":
+                loads, reason = False, fault.message
     return EngineAnswer("transformers", installed, "loads" if loads else "does not", reason)
 
 

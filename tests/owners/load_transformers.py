@@ -19,11 +19,16 @@ def load_and_answer(task: Task) -> Answer:
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     if gguf_file := task.get("gguf_file"):
         options["gguf_file"] = gguf_file
-    model = transformers.AutoModelForCausalLM.from_pretrained(task["folder"], **options).eval()
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        task["folder"], output_loading_info=True, **options
+    )
     found = [f"transformers {transformers.__version__}"]
     installed = [name for name in READERS if find_spec(name.replace("-", "_"))]
     found += [f"{name} {importlib.metadata.version(name)}" for name in installed]
-    return answer_of(model, task) | {"loader": f"{', '.join(found)}, {task['dtype']}"}
+    # Parameters that no file has: they were initialised at random.
+    missing = sorted(info["missing_keys"])
+    loader = f"{', '.join(found)}, {task['dtype']}"
+    return answer_of(model.eval(), task) | {"loader": loader, "missing": missing}
 
 
 if __name__ == "__main__":

@@ -60,10 +60,11 @@ def gguf(family: str, kind: str) -> Case:
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 KV_FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+BY_CHANNEL = {"num_bits": 8, "strategy": "channel", "group_size": None}
 MIXED = {
-    "attention": int_weights(num_bits=8, strategy="channel", group_size=None) | {"targets": ["re:.*self_attn.*"]},
+    "attention": int_weights(**BY_CHANNEL) | {"targets": ["re:.*self_attn.*"]},
     "mlp": int_weights() | {"targets": ["re:.*mlp.*_proj$"]},
-}  # fmt: skip
+}
 CASES: tuple[Case, ...] = (
     Case("transformers", "llama", "plain"),
     Case("transformers", "gemma2", "plain"),

@@ -100,8 +100,8 @@ def load_all(
     loader: str, environments: Path, folders: Sequence[Path]
 ) -> Mapping[str, dict[str, Any]]:
     """Answers of a loader by the folder's name. What transformers refuses it tries again dequantized."""
-    place = LOADERS[loader]
-    python = environments / place / "bin" / "python" if place else Path(sys.executable)
+    folder = LOADERS[loader]
+    python = environments / folder / "bin" / "python" if folder else Path(sys.executable)
     readable = [f for f in folders if loader != "llama.cpp" or any(f.glob("*.gguf"))]
     answers = ask(python, loader, [task(loader, folder) for folder in readable])
     named = {folder.name: answer for folder, answer in zip(readable, answers, strict=True)}

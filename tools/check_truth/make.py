@@ -122,7 +122,9 @@ def modelopt(task: Task, plain: Path, folder: Path) -> None:
     export: Any = import_module("modelopt.torch.export")
     config = dict(getattr(quantization, task["options"]["config"]))
     if kv := task["options"].get("kv"):
-        update = import_module("modelopt.torch.quantization.utils").update_quant_cfg_with_kv_cache_quant
+        update = import_module(
+            "modelopt.torch.quantization.utils"
+        ).update_quant_cfg_with_kv_cache_quant
         config = update(config, getattr(quantization, kv)["quant_cfg"])
     model = loaded(plain)
 
@@ -216,5 +218,5 @@ def make(task: Task, parent: Path) -> None:
 
 
 if __name__ == "__main__":
-    for one_task in json.loads(Path(sys.argv[1]).read_text()):
-        make(one_task, Path(sys.argv[2]))
+    for case in json.loads(Path(sys.argv[1]).read_text()):
+        make(case, Path(sys.argv[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ class Row:
     Attributes:
         refusal: the loader's reason; empty where it ran.
         likeness: correlation of its log-probabilities with those of the model before quantization.
-        is_other: it ran, and its likeness is well below the best loader's.
+        is_other: True if it ran, and with random weights, NaN or a likeness well below the best loader's.
     """
 
     checkpoint: str
@@ -96,19 +97,23 @@ def compared(truth: Path) -> list[Row]:
         tried = {loader: known.get(case.folder) for loader, known in answers.items()}
         if not any(tried.values()):
             continue
-        said = checked(truth / case.folder)
+        verdicts = checked(truth / case.folder)
         for loader, result in tried.items():
             if result is not None:
                 near = likeness(result, plain[case.family]["logprobs"])
                 refusal = short(result.get("error", ""))
-                answer, reason = said[loader]
-                rows.append(Row(case.folder, loader, refusal, near, answer, short(reason)))
+                # What is initialised at random or gives NaN computes something else, whoever is best.
+                is_other = bool(result.get("missing")) or (near is not None and math.isnan(near))
+                near = None if near is None or math.isnan(near) else round(near, 3)
+                answer, reason = verdicts[loader]
+                row = Row(case.folder, loader, refusal, near, answer, short(reason), is_other)
+                rows.append(row)
     best: dict[str, float] = {}
     for row in rows:
         best[row.checkpoint] = max(best.get(row.checkpoint, 0.0), row.likeness or 0.0)
     return [
-        replace(row, is_other=row.likeness < best[row.checkpoint] - DIFFERENT)
-        if row.likeness is not None and not row.refusal
+        replace(row, is_other=True)
+        if row.likeness is not None and row.likeness < best[row.checkpoint] - DIFFERENT
         else row
         for row in rows
     ]

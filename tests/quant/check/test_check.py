@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,29 @@ def test_a_processor_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     codes = Codes("fp8-block", "", 128, inputs="fp8")
     refused = kernel_for(Question("vllm", "0.33.0", "fp8", codes, CPU))
     assert refused.answer == "does not" and "amx_tile" in refused.reason
+
+
+def test_a_plain_head_that_the_config_calls_quantized_is_nan_in_transformers(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(STRANGERS / "llmcompressor-fp8-dynamic-0.14.0.1", tmp_path, dirs_exist_ok=True)
+    assert check(tmp_path, ["transformers"]).answer == "loads"
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []  # as auto-round 0.16.1 writes it for FP8_STATIC
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (answer,) = check(tmp_path, ["transformers"]).engines
+    assert answer.answer == "does not" and "lm_head is not quantized" in answer.reason
+
+
+def test_inputs_that_are_no_whole_groups_do_not_load(tmp_path: Path) -> None:
+    shutil.copytree(STRANGERS / "gptqmodel-v1-7.7.0", tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["group_size"] = (
+        48  # GPTQModel takes what does not divide the inputs
+    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for engine in ("transformers", "llmopt"):
+        assert check(tmp_path, [engine]).answer == "does not"
 
 
 def test_what_is_not_known_is_named(tmp_path: Path) -> None:
