@@ -19,9 +19,10 @@ def load_and_answer(task: Task) -> Answer:
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
     if gguf_file := task.get("gguf_file"):
         options["gguf_file"] = gguf_file
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         task["folder"], output_loading_info=True, **options
     )
+    model, info = loaded
     found = [f"transformers {transformers.__version__}"]
     installed = [name for name in READERS if find_spec(name.replace("-", "_"))]
     found += [f"{name} {importlib.metadata.version(name)}" for name in installed]

@@ -41,6 +41,9 @@ HOPPER, ADA, AMPERE, BLACKWELL, CONSUMER = 90, 89, 80, 100, 120
         ("autoround-native-0.16.1", "llmopt", "does not"),
         ("autoround-native-0.16.1", "vllm", "loads"),
         ("llmcompressor-fp8-dynamic-0.14.0.1", "trtllm", "loads"),
+        ("llmcompressor-mixtral-0.14.0.1", "transformers", "does not"),
+        ("llmcompressor-mixtral-0.14.0.1", "llmopt", "does not"),
+        ("llmcompressor-mixtral-0.14.0.1", "vllm", "loads"),
     ],
 )
 def test_checkpoints_of_other_tools_load_where_they_do(name: str, engine: str, answer: str) -> None:

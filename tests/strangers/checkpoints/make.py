@@ -24,6 +24,8 @@ from transformers import (
     CompressedTensorsConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 
 EXPECTED = "expected.safetensors"
@@ -51,6 +53,22 @@ def model(hidden: int = 32, dtype: torch.dtype = torch.float32) -> Any:
     return made
 
 
+def mixtral() -> Any:
+    """A Mixtral of one layer and two experts with random weights."""
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config).to(torch.bfloat16).eval()
+
+
 def linears(made: Any) -> dict[str, Any]:
     """The linears of the layer, by name."""
     return {name: part for name, part in made.named_modules() if name.endswith("_proj")}
@@ -64,10 +82,10 @@ def expect(
     save_file({k: v.detach().to(dtype).contiguous() for k, v in kept.items()}, folder / EXPECTED)
 
 
-def source(folder: Path, dtype: torch.dtype) -> str:
-    """The model and a tokenizer in a folder of their own, which `main` removes."""
+def source(folder: Path, dtype: torch.dtype, made: Any = None) -> str:
+    """A model and a tokenizer in a folder of their own, which `main` removes; by default the Llama."""
     plain = folder / "plain"
-    model(64, dtype).save_pretrained(plain)
+    (made or model(64, dtype)).save_pretrained(plain)
     for path in TOKENIZER.glob("*token*"):
         shutil.copy(path, plain)
     return str(plain)
@@ -186,6 +204,8 @@ LLM_COMPRESSOR: dict[str, dict[str, Any]] = {
     "llmcompressor-w4a16": {"config_groups": SCHEMES["ct-int4"]},
     "llmcompressor-w8a8": {"scheme": "W8A8"},
     "llmcompressor-fp8-dynamic": {"scheme": "FP8_DYNAMIC"},
+    # It names the experts as no Mixtral does, and transformers does not read them: nothing is expected.
+    "llmcompressor-mixtral": {"config_groups": SCHEMES["ct-int4"]},
     "llmcompressor-gptq-actorder": {
         "config_groups": {
             "g": {"targets": ["Linear"], "weights": weights(symmetric=False, actorder="weight")}
@@ -205,10 +225,14 @@ def llm_compressor(kind: str, folder: Path) -> None:
         rows = {"input_ids": calibration(), "attention_mask": [[1] * LENGTH] * 8}
         options["dataset"] = import_module("datasets").Dataset.from_dict(rows)
         options |= {"num_calibration_samples": 8, "max_seq_length": LENGTH}
-    made = AutoModelForCausalLM.from_pretrained(source(folder, dtype), dtype=dtype)
-    recipe = modifier(targets="Linear", ignore=["lm_head"], **LLM_COMPRESSOR[kind])
+    plain = source(folder, dtype, mixtral() if kind == "llmcompressor-mixtral" else None)
+    made = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype)
+    ignore = ["lm_head", "re:.*mlp.gate$"]
+    recipe = modifier(targets="Linear", ignore=ignore, **LLM_COMPRESSOR[kind])
     import_module("llmcompressor").oneshot(model=made, recipe=recipe, **options)
     made.save_pretrained(folder, save_compressed=True)
+    if kind == "llmcompressor-mixtral":
+        return
     decompressed = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=CompressedTensorsConfig(run_compressed=False), dtype=dtype
     )
