@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
 from ..base.option import at_least, check_limits, option
 from .options.command import with_options
 from .options.shared import TrustRemoteCode, json_option
+
+if TYPE_CHECKING:
+    from ..engine.planner.formats import FormatSpeed
+
+PLANNED_CLIENTS, PLANNED_CONTEXT = 8, "2k"
+"""Load of the plan that says what a fallback costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +84,35 @@ def check(
     target = Target(options.engine_version, options.gpu, capability, options.tp)
     how = {"reference": options.reference, "trust_remote_code": trust_remote_code}
     report = run(path, engines, target, values=options.values, **how)
+    slow = next((engine.engine for engine in report.engines if engine.falls_back), None)
+    speeds = [] if slow is None or device is None else _planned_speeds(path, slow, options)
     if options.markdown and not options.as_json:
         print(markdown_of(report))
     else:
-        show_check(report, result_console(options.as_json, report.as_dict()))
+        document = report.as_dict() | {"planned": [asdict(speed) for speed in speeds]}
+        show_check(report, result_console(options.as_json, document), speeds)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def _planned_speeds(path: Path, engine: str, options: CheckOptions) -> list[FormatSpeed]:
+    """Planned speeds of a checkpoint that falls back to 16-bit products, and of other formats; none where
+    the planner does not know the model or the engine."""
+    from ..base.errors import BadInput
+    from ..engine.config.plan_options import PlanRequest
+    from ..engine.planner.formats import format_speeds
+    from ..engine.planner.plan_request import plan_for
+
+    ask = PlanRequest(
+        str(path),
+        context=PLANNED_CONTEXT,
+        sequences=PLANNED_CLIENTS,
+        gpus=(options.gpu or "",),
+        engine=engine,
+        tp=options.tp,
+    )
+    try:
+        plan = plan_for(ask)
+    except BadInput:
+        return []
+    return format_speeds(plan, plan.first_that_fits)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 from .console import say, table_of
+from .plan_answer import format_lines
 
 if TYPE_CHECKING:
+    from ...engine.planner.formats import FormatSpeed
     from ...quant.check.check import CheckReport
     from ...quant.check.engines import EngineAnswer
+    from ...quant.check.kernels import KernelAnswer
 
 _STYLES = {"loads": "green", "does not": "red", "unknown": "yellow"}
 _LINEARS = ("linears", "codes", "out × in")
 _ENGINES = ("engine", "answer", "kernel, or reason")
-_KERNELS = ("linears", "out × in on a rank", "answer", "kernel", "reason")
+_KERNELS = ("linears", "on a rank", "kernel, or reason")
 
 
-def show_check(report: CheckReport, console: Console) -> None:
-    """Print the kinds of linears, an engine a line, the kernels of a single engine, and the findings."""
+def show_check(report: CheckReport, console: Console, speeds: Sequence[FormatSpeed] = ()) -> None:
+    """Print the kinds of linears, an engine a line, the kernels of a single engine, the planned `speeds`
+    where a kernel falls back, and the findings."""
     say(f"{report.path}: {report.method or 'plain weights'}", console)
     if report.linears:
         console.print(table_of(_LINEARS, _linear_rows(report), left=(0, 1)))
@@ -31,7 +36,9 @@ def show_check(report: CheckReport, console: Console) -> None:
     console.print(table_of(_ENGINES, answers, left=(0, 1, 2)))
     if len(report.engines) == 1 and report.engines[0].answer == "loads" and report.linears:
         rows = _kernel_rows(report.engines[0])
-        console.print(table_of(_KERNELS, rows, left=(0, 2, 3, 4)))
+        console.print(table_of(_KERNELS, rows, left=(0, 2)))
+    for line in format_lines(speeds):
+        say(f"  planned, as kv-plan says  {line}", console)
     for finding in report.findings:
         say(f"  {finding.severity}  {finding.code}: {finding.message}", console)
     console.print(report.answer, style=_STYLES[report.answer])
@@ -70,15 +77,15 @@ def _linear_rows(report: CheckReport) -> list[tuple[str, ...]]:
 
 def _kernel_rows(engine: EngineAnswer) -> list[tuple[str, ...]]:
     return [
-        (
-            linear.linears,
-            _sizes(linear.shape),
-            linear.kernel.answer,
-            f"{linear.kernel.kernel}{' (fallback)' if linear.kernel.falls_back else ''}",
-            linear.kernel.reason,
-        )
+        (linear.linears, _sizes(linear.shape), _served_by(linear.kernel))
         for linear in engine.linears
     ]
+
+
+def _served_by(answer: KernelAnswer) -> str:
+    if not answer.kernel:
+        return f"{answer.answer}: {answer.reason}"
+    return f"{answer.kernel} (fallback: {answer.reason})" if answer.falls_back else answer.kernel
 
 
 def _sizes(shape: tuple[int, ...] | None) -> str:

@@ -4,7 +4,7 @@ and the table of its simulated load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from .console import facts_table
 
 if TYPE_CHECKING:
     from ...engine.planner.answer import Answer
+    from ...engine.planner.formats import FormatSpeed
     from ...engine.planner.load import PlannedLoad, Quantiles
     from ...engine.planner.load_plan import LoadPlan
     from ...engine.planner.memory import Deployment
@@ -55,7 +56,7 @@ def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
         "users": _users(plan, answer),
         "speed": _speed(plan, answer),
         "cost": _cost(plan, answer),
-        "formats": _formats(answer),
+        "formats": format_lines(answer.formats),
         "cheaper": cheaper,
         "limit": [limit],
     }
@@ -161,11 +162,10 @@ def _requested(plan: LoadPlan, share: float) -> str:
     )
 
 
-def _formats(answer: Answer) -> Iterator[str]:
+def format_lines(speeds: Sequence[FormatSpeed]) -> Iterator[str]:
     """The weight formats by their speed at this load, and with all places taken."""
-    if len(answer.formats) < 2:
+    if len(speeds) < 2:
         return
-    speeds = answer.formats
     with_few = ", ".join(f"{speed.weights} {rate(speed.tokens_per_second)}" for speed in speeds)
     yield f"with {counted(speeds[0].clients, 'client')}: {with_few} tokens/s"
     if all(speed.places == speed.clients for speed in speeds):

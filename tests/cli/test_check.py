@@ -33,10 +33,26 @@ def test_the_answer_as_json_markdown_and_tables(capsys: pytest.CaptureFixture[st
     code, out, _ = run(capsys, INT4, "--json", "--values")
     answer = json.loads(out)
     assert code == 0 and answer["answer"] == "loads"
-    assert {"checkpoint", "answer", "method", "linears", "engines", "findings"} == set(answer)
+    assert {"checkpoint", "answer", "method", "linears", "engines", "findings", "planned"} == set(
+        answer
+    )
     assert len(answer["engines"]) == 6
     assert all(finding["severity"] != "broken" for finding in answer["findings"])
     _, out, _ = run(capsys, INT4, "--markdown", "--gpu", "h100", "--engine", "vllm")
     assert "| vllm 0.33.0 | loads | Marlin |" in out
     _, out, _ = run(capsys, INT4, "--engine", "vllm", "--gpu", "h100")
     assert "Marlin" in out and "missing-tokenizer" in out
+
+
+def test_a_fallback_is_named_with_its_planned_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    """An A100 has no FP8 products: Marlin reads the weights alone, and plain weights are as fast for many."""
+    checkpoint = str(STRANGERS / "llmcompressor-fp8-dynamic-0.14.0.1")
+    asked = (checkpoint, "--engine", "vllm", "--gpu")
+    _, out, _ = run(capsys, *asked, "a100", "--json")
+    speeds = {entry["weights"]: entry for entry in json.loads(out)["planned"]}
+    assert speeds["fp8"]["tokens_per_second_full"] < speeds["bf16"]["tokens_per_second_full"]
+    _, out, _ = run(capsys, *asked, "a100")
+    assert "Marlin FP8, weights alone (fallback: " in " ".join(out.split())
+    assert "with 8 clients: bf16" in out
+    _, out, _ = run(capsys, *asked, "h100", "--json")
+    assert json.loads(out)["planned"] == []
