@@ -66,7 +66,8 @@ def mixtral() -> Any:
         max_position_embeddings=64,
     )
     torch.manual_seed(0)
-    return MixtralForCausalLM(config).to(torch.bfloat16).eval()
+    made: Any = MixtralForCausalLM(config)
+    return made.to(torch.bfloat16).eval()
 
 
 def linears(made: Any) -> dict[str, Any]:
