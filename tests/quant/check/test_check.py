@@ -21,6 +21,7 @@ from llmopt.quant.check.kernels import (
 )
 from llmopt.quant.gguf.container import TYPE_SIZES
 from llmopt.recipes import MODELS
+from safetensors.torch import load_file, save_file
 
 from tools.loader_table import PAGE, page
 
@@ -169,3 +170,22 @@ def test_plain_weights_and_an_index_alone_are_answered(tmp_path: Path) -> None:
 
 def test_the_table_of_the_documents_is_that_of_the_rules() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(), "run python tools/loader_table.py"
+
+
+def test_codes_of_the_head_load_in_vllm_where_a_target_names_it(tmp_path: Path) -> None:
+    shutil.copytree(STRANGERS / "llmcompressor-w4a16-0.14.0.1", tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    up = "model.layers.0.mlp.up_proj"
+    for ending in ("weight_packed", "weight_scale", "weight_shape"):
+        tensors[f"lm_head.{ending}"] = tensors[f"{up}.{ending}"].clone()
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["ignore"] = []
+    groups = config["quantization_config"]["config_groups"].values()
+    for targets, answer in ((["Linear"], "does not"), (["Linear", "re:.*lm_head"], "loads")):
+        for group in groups:
+            group["targets"] = targets
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (engine,) = check(tmp_path, ["vllm"]).engines
+        assert engine.answer == answer, engine.reason
