@@ -55,7 +55,8 @@ class CheckOptions:
 @with_options
 def check(
     checkpoint: Annotated[
-        str, typer.Argument(help="A folder, a .gguf file, or a config.json next to an index.")
+        str,
+        typer.Argument(help="A folder, a .gguf file, a config.json next to an index, or a hub id."),
     ],
     options: CheckOptions,
     trust_remote_code: TrustRemoteCode = False,
@@ -63,14 +64,24 @@ def check(
     """Say which engines load a checkpoint, with which kernels; exit 1 if none does."""
     from ..base.atomic_io import expanded
     from ..base.errors import BadInput
-    from ..engine.planner.devices import find_device
+    from ..quant.source.hub_headers import headers_of
     from ..quant.source.models import resolve_model
 
     if options.engine_version is not None and options.engine not in ("vllm", "sglang", "trtllm"):
         raise BadInput("--engine-version goes with --engine vllm, sglang or trtllm")
     path = expanded(checkpoint)
-    if not path.exists():
-        path = resolve_model(checkpoint)
+    if path.exists():
+        _check(path, options, trust_remote_code)
+    elif options.values or options.reference is not None:
+        _check(resolve_model(checkpoint), options, trust_remote_code)
+    else:
+        with headers_of(checkpoint) as path:
+            _check(path, options, trust_remote_code)
+
+
+def _check(path: Path, options: CheckOptions, trust_remote_code: bool) -> None:
+    """Print the answers for a checkpoint; exit 1 or 3 where it does not load as meant."""
+    from ..engine.planner.devices import find_device
     from ..quant.check.check import check as run  # torch
     from ..quant.check.engines import ENGINES, Target
     from ..quant.check.kernels import CPU
