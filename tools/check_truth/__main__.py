@@ -3,6 +3,7 @@
     python -m tools.check_truth make --environments DIR --truth DIR      # the tools write the checkpoints
     python -m tools.check_truth load --environments DIR --truth DIR      # the loaders try them: LOADER.json
     python -m tools.check_truth table --truth DIR                        # docs/measured/check.json, .md
+    python -m tools.check_truth mock --environments DIR --truth DIR      # mocks load where real ones do
 
 DIR of environments has `tf`, `llmcompressor`, `modelopt`, `vllm` and `llamacpp`, virtual environments with
 the packages that docs/measured/check.md names. LIBLLAMA is llama.cpp's library, for its quantizer.
@@ -14,11 +15,13 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from tools.check_truth.cases import CASES
 from tools.check_truth.load import LOADERS, load_all
+from tools.check_truth.mocks import compare_pairs, write_pairs
 from tools.check_truth.table import compared, parts, record_of
 from tools.document_part import write_part
 
@@ -65,7 +68,7 @@ def load(environments: Path, truth: Path, loaders: list[str], only: str) -> None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("step", choices=("make", "load", "table"))
+    parser.add_argument("step", choices=("make", "load", "table", "mock"))
     parser.add_argument("--environments", type=Path)
     parser.add_argument("--truth", type=Path, required=True)
     parser.add_argument("--loaders", default=",".join(LOADERS))
@@ -75,6 +78,9 @@ def main() -> None:
         make(given.environments, given.truth, given.only)
     elif given.step == "load":
         load(given.environments, given.truth, given.loaders.split(","), given.only)
+    elif given.step == "mock":
+        names = write_pairs(given.truth / "plain" / "llama", given.truth / "pairs")
+        sys.exit(bool(compare_pairs(given.environments, given.truth / "pairs", names)))
     else:
         if not (given.truth / "plain.json").is_file():
             write_plain(given.environments, given.truth)
