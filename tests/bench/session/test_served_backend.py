@@ -12,7 +12,7 @@ from llmopt.bench.load.address import BACKENDS, Address, ServedModel, find_serve
 from llmopt.bench.load.json_http import NoPromptLogprobs
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.session.task_backends import EngineBackend, ServedBackend
-from llmopt.bench.session.tasks import TaskScorer, check_template, protocol_words
+from llmopt.bench.session.tasks import TaskScorer, TaskSet, check_template, protocol_words
 from llmopt.recipes import DATA
 
 from tests.support.live_server import RunningServer, make_engine, running
@@ -102,15 +102,16 @@ def test_templates_are_checked_before_anything_is_measured(server: RunningServer
         {"tasks": "t", "apply_chat_template": True, "num_fewshot": 3, "system_instruction": "Hi"},
         "option",
     )
+    tasks = TaskSet(specs=("t",))
     remote, chat = over_http(server), over_http(server, "openai-chat")
     with pytest.raises(BadInput, match="has no chat template"):
-        check_template(asked, remote)
+        check_template(asked, remote, tasks)
     with pytest.raises(BadInput, match="add --apply-chat-template"):
-        check_template(plain, chat)
-    check_template(plain, remote)
-    check_template(asked, chat)
-    assert "no chat template; the task's own shots" in protocol_words(plain, remote)
-    words = protocol_words(asked, chat)
+        check_template(plain, chat, tasks)
+    check_template(plain, remote, tasks)
+    check_template(asked, chat, tasks)
+    assert "no chat template; the task's own shots" in protocol_words(plain, remote, tasks)
+    words = protocol_words(asked, chat, tasks)
     assert "the server applies its chat template; shots as turns" in words
     assert "3 shots; system instruction 'Hi'" in words
 
