@@ -84,9 +84,9 @@ def test_equal_models_keep_a_limit_that_the_items_can_tell() -> None:
 
 def test_known_changes_break_their_limit() -> None:
     rng = np.random.default_rng(5)
-    found = [verdict("length<=+5%", *written(rng, 200, 0.3)).outcome.value for _ in range(50)]
-    found += [verdict("tools>=-2%", *answered(rng, 400, 0.2)).outcome.value for _ in range(50)]
-    assert Counter(found)["regression"] >= 95
+    outcomes = [verdict("length<=+5%", *written(rng, 200, 0.3)).outcome.value for _ in range(50)]
+    outcomes += [verdict("tools>=-2%", *answered(rng, 400, 0.2)).outcome.value for _ in range(50)]
+    assert Counter(outcomes)["regression"] >= 95
 
 
 def test_the_items_that_an_undecided_limit_names_tell_such_a_loss() -> None:
@@ -100,8 +100,10 @@ def test_the_items_that_an_undecided_limit_names_tell_such_a_loss() -> None:
     assert f"about {needed:,} tell it from no change" in check.reason
     changed = float((base != new).mean())
     assert needed == items_for_loss(0.1 * float(base.mean()), changed)
-    told = [verdict("tools>=+0%", *answered(rng, needed, 0.1)).outcome.value for _ in range(200)]
-    assert Counter(told)["regression"] >= 0.6 * 200
+    outcomes = [
+        verdict("tools>=+0%", *answered(rng, needed, 0.1)).outcome.value for _ in range(200)
+    ]
+    assert Counter(outcomes)["regression"] >= 0.6 * 200
 
 
 def test_the_items_of_a_length_follow_from_its_interval() -> None:

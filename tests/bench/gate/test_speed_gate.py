@@ -95,8 +95,8 @@ def test_a_runner_of_github_is_judged_by_the_processors_work(
     assert judged(base, slower, "auto").outcome is GateOutcome.PASS
     monkeypatch.setenv("RUNNER_ENVIRONMENT", "github-hosted")
     assert judged(base, new, "auto").outcome is GateOutcome.PASS
-    found = judged(base, slower, "auto")
-    assert found.outcome is GateOutcome.REGRESSION and "CPU time" in found.decided_by[0]
+    slowed = judged(base, slower, "auto")
+    assert slowed.outcome is GateOutcome.REGRESSION and "CPU time" in slowed.decided_by[0]
 
 
 def test_the_reach_says_before_the_run_which_limits_are_told() -> None:

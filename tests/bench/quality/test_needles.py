@@ -57,11 +57,11 @@ def test_answers_are_scored_exactly() -> None:
     assert tracking.is_right(", ".join(reversed(names)))
     assert not tracking.is_right(", ".join(names[1:]))
     assert not tracking.is_right(", ".join(["BCDFG", *names[1:]]))
-    words = aggregation.expected
-    assert aggregation.is_right(f"They are **{words[2]}**, {words[0]} and {words[1]}.")
-    assert not aggregation.is_right(f"{words[0]}, {words[1]}, z9zz9")
+    commonest = aggregation.expected
+    assert aggregation.is_right(f"They are **{commonest[2]}**, {commonest[0]} and {commonest[1]}.")
+    assert not aggregation.is_right(f"{commonest[0]}, {commonest[1]}, z9zz9")
     logged = " ".join(aggregation.lines)
-    counts = {word: logged.count(word) for word in words}
+    counts = {word: logged.count(word) for word in commonest}
     assert set(counts.values()) == {5}
 
 

@@ -13,11 +13,11 @@ LLAMA = ("llama-8b", "--gpu", "a100-40gb-sxm", "--engine", "vllm", "--engine-ver
 def test_gpt_oss_on_a_b200_is_near_its_measured_time(capsys: pytest.CaptureFixture[str]) -> None:
     """10.50 ms a token for 64 clients by vLLM 0.15.1 (aiconfigurator-core 0.12.0, silicon_sample.csv)."""
     load = ("--concurrency", "64", "--input-len", "1024", "--output-len", "1024")
-    told = answer(capsys, *GPT_OSS, "--engine-version", "0.15.1", *load)["predicted"]
-    low, high = told["error"]["tpot"]
-    assert low * told["tpot_ms"] < 10.50 < high * told["tpot_ms"] < 2 * 10.50
+    predicted = answer(capsys, *GPT_OSS, "--engine-version", "0.15.1", *load)["predicted"]
+    low, high = predicted["error"]["tpot"]
+    assert low * predicted["tpot_ms"] < 10.50 < high * predicted["tpot_ms"] < 2 * 10.50
     unknown = answer(capsys, *GPT_OSS, *load)["predicted"]
-    assert unknown["tpot_ms"] == pytest.approx(told["tpot_ms"], rel=0.05)
+    assert unknown["tpot_ms"] == pytest.approx(predicted["tpot_ms"], rel=0.05)
 
 
 @pytest.mark.parametrize(("weights", "measured"), [("bf16", 491.9), ("int4", 813.5)])
@@ -26,8 +26,8 @@ def test_formats_with_eight_clients_are_near_the_measured_ones(
 ) -> None:
     """Tokens per second of Llama-3.1-8B on an A100 40GB (FreedomIntelligence/AccelMark@5797fc4, closed loop)."""
     load = ("--concurrency", "8", "--input-len", "282", "--output-len", "355", "--tp", "1")
-    told = answer(capsys, *LLAMA, "--weights", weights, *load)["predicted"]
-    assert told["throughput_tokens_per_s"] == pytest.approx(measured, rel=0.1)
+    predicted = answer(capsys, *LLAMA, "--weights", weights, *load)["predicted"]
+    assert predicted["throughput_tokens_per_s"] == pytest.approx(measured, rel=0.1)
 
 
 def test_a_card_that_was_measured_has_a_band_of_its_generation(
