@@ -75,6 +75,12 @@ def made(folder: Path, number: int, *words: str, model: str = STORIES) -> dict[s
     return digests(folder / "out")
 
 
+@pytest.mark.whole
+def test_workers_write_the_same_bytes_by_names_alone(tmp_path: Path) -> None:
+    words = ("--method", "fp8", "--model-free")
+    assert made(tmp_path / "one", 1, *words) == made(tmp_path / "two", 2, *words)
+
+
 @pytest.mark.parametrize("count", [1, 5, 12, 16])
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 7, 16, 20])
 def test_every_number_of_workers_adds_in_one_order(
