@@ -87,7 +87,7 @@ def autoround(task: Task, plain: Path, folder: Path) -> None:
         options = {"scheme": options["scheme"]}  # it brings bits and groups
     tuner = import_module("auto_round").AutoRound(
         loaded(plain),
-        AutoTokenizer.from_pretrained(plain),
+        AutoTokenizer.from_pretrained(plain, trust_remote_code=False),
         iters=0,
         dataset=[torch.tensor([row]) for row in calibration()],
         seqlen=LENGTH,

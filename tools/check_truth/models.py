@@ -61,7 +61,7 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) 
     options = {**COMMON, **FAMILIES[family]}
     config = AutoConfig.for_model(options.pop("model_type", family), **options)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -53,7 +53,7 @@ def test_random_assignment_is_seeded_and_covers_all() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tasks": ("arc_easy",)}, "--tasks scores the model without adapters"),
+        ({"tasks": ("arc_easy",)}, "--tasks and needles score the model without adapters"),
         ({"lora": {"a": Path("a"), "b": Path("b")}}, "--no-quality"),
     ],
 )
