@@ -108,9 +108,9 @@ def test_a_file_of_bfcl_has_schemas_in_json_and_names_without_dots(item: ToolIte
 def test_arguments_match_by_type_and_value(
     item: ToolItem, arguments: dict[str, Any], is_right: bool
 ) -> None:
-    found = called(item, **arguments)
-    assert found["correct"] == found["arguments"] == float(is_right)
-    assert found["valid_json"] == found["declared_name"] == found["right_name"] == 1.0
+    answer = called(item, **arguments)
+    assert answer["correct"] == answer["arguments"] == float(is_right)
+    assert answer["valid_json"] == answer["declared_name"] == answer["right_name"] == 1.0
 
 
 def test_names_and_json_are_scored_apart(item: ToolItem) -> None:
@@ -133,8 +133,8 @@ def test_parallel_calls_come_in_any_order() -> None:
 def test_a_call_that_is_not_due_is_counted() -> None:
     item = next(i for i in read_tool_items("bundled") if i.kind == "none")
     assert item_scores(item, ChatAnswer("Sorry.")) == {"correct": 1.0, "false_call": 0.0}
-    asked = ChatAnswer("", calls=((item.functions[0]["name"], "{}"),))
-    assert item_scores(item, asked) == {"correct": 0.0, "false_call": 1.0}
+    called_first = ChatAnswer("", calls=((item.functions[0]["name"], "{}"),))
+    assert item_scores(item, called_first) == {"correct": 0.0, "false_call": 1.0}
 
 
 def test_failures_name_the_part(item: ToolItem) -> None:

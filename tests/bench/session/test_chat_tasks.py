@@ -76,8 +76,8 @@ def engine() -> Any:
 
 
 def scores(backend: Any, tasks: str = "answers,tool_calls", **options: Any) -> TaskScores:
-    asked = BenchOptions(tasks=tuple(tasks.split(",")), tasks_limit=28, **options)
-    return run_tasks(prepare_tasks(asked.task_names, asked), backend, asked)
+    bench_options = BenchOptions(tasks=tuple(tasks.split(",")), tasks_limit=28, **options)
+    return run_tasks(prepare_tasks(bench_options.task_names, bench_options), backend, bench_options)
 
 
 def values(scored: TaskScores) -> dict[str, float]:
@@ -88,16 +88,19 @@ def values(scored: TaskScores) -> dict[str, float]:
 def test_a_model_that_reads_its_tools_calls_them_all(engine: Any) -> None:
     engine.tokenizer.chat_template = TOOLS + TURNS
     scored = scores(ReadingBackend(engine))
-    found = values(scored)
-    assert found["tool_calls.correct"] == found["tool_calls.valid_json"] == 1.0
+    shares = values(scored)
+    assert shares["tool_calls.correct"] == shares["tool_calls.valid_json"] == 1.0
     assert (
-        found["tool_calls.false_call"] == found["answers.at_limit"] == found["answers.loop"] == 0.0
+        shares["tool_calls.false_call"]
+        == shares["answers.at_limit"]
+        == shares["answers.loop"]
+        == 0.0
     )
     assert scored.record["tool_calls"]["failures"] == dict.fromkeys(
         ("generation", "parser", "template"), 0
     )
     assert scored.record["tool_calls"]["kinds"]["parallel"] == [4, 4]
-    assert found["answers.tokens"] > 5 and len(scored.items) > 28 * 5
+    assert shares["answers.tokens"] > 5 and len(scored.items) > 28 * 5
 
 
 def test_a_template_without_tools_hurts_tools_alone(engine: Any) -> None:
