@@ -3,6 +3,8 @@
 A setting is a profile of `LLMOPT_CPU`, an instruction path of the C kernels (`LLMOPT_NATIVE`), or
 `no-compiler`: a machine without a C compiler on its PATH. CI runs `make test` whole as `native` and `avx2`;
 without arguments this runs what is left. A setting that this processor cannot take is named, with the reason.
+`--differs avx2` runs nothing: it exits with 0 where the profile leaves out instructions of this processor, so
+that the suite as `avx2` is another one than as `native`.
 """
 
 from __future__ import annotations
@@ -66,6 +68,13 @@ def settings(flags: frozenset[str]) -> tuple[dict[str, dict[str, str]], list[str
     return environments, lacking
 
 
+def left_out(name: str, flags: frozenset[str]) -> frozenset[str]:
+    """Flags that a processor has, that some profile or path uses, and that this profile does not."""
+    used = frozenset[str]().union(*(known.flags for known in PROFILES), *(p.needs for p in PATHS))
+    profile_flags = next(known.flags for known in PROFILES if known.name == name)
+    return (used & flags) - profile_flags
+
+
 def path_without_compilers(folders: str, links: Path) -> str:
     """PATH with a folder of links in place of each folder that has a C compiler."""
     kept_folders = []
@@ -95,6 +104,11 @@ def run(name: str, changes: dict[str, str]) -> int:
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["--differs"]:
+        name = sys.argv[2]
+        flags = left_out(name, machine_flags())
+        print(f"{name} leaves out: {', '.join(sorted(flags)) or 'nothing that this processor has'}")
+        return 0 if flags else 1
     environments, notes = settings(machine_flags())
     chosen = sys.argv[1:] or [name for name in DEFAULT if name in environments]
     if unknown := set(chosen) - environments.keys():

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from llmopt.base.processor import PATHS, PROFILES
 
-from tools.processor_profiles import DEFAULT, NO_COMPILER, path_without_compilers, settings
+from tools.processor_profiles import (
+    DEFAULT,
+    NO_COMPILER,
+    left_out,
+    path_without_compilers,
+    settings,
+)
 
 PATH_FLAGS = {path.name: path.needs for path in PATHS}
 PROFILE_FLAGS = {known.name: known.flags for known in PROFILES}
@@ -23,6 +29,14 @@ def test_settings_that_a_processor_lacks_are_named() -> None:
     assert {"generic", NO_COMPILER} <= set(settings(frozenset())[0])
     assert set(settings(PATH_FLAGS["i8mm"])[0]) == {"i8mm", "dotprod", "neon", NO_COMPILER}
     assert set(DEFAULT) <= {*PATH_FLAGS, *PROFILE_FLAGS, NO_COMPILER}
+
+
+def test_a_profile_that_takes_nothing_from_a_processor_is_the_processor() -> None:
+    zen3 = PROFILE_FLAGS["avx2"] | {"sse4_1", "vaes", "sha_ni"}
+    assert not left_out("avx2", zen3)
+    assert left_out("avx2", zen3 | {"avx_vnni"}) == {"avx_vnni"}
+    assert "avx512_bf16" in left_out("avx2", PROFILE_FLAGS["amx"])
+    assert not left_out("amx", PROFILE_FLAGS["amx"])
 
 
 def test_no_name_of_a_compiler_is_left_on_the_path(tmp_path: Path) -> None:
