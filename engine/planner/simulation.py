@@ -125,7 +125,8 @@ class Simulation:
         self._prefix_share, self._has_prefix = prefix_share, False
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[int, _Sequence] = {}
-        self._prefilling: list[_Sequence] = []
+        self._prefilling: dict[int, _Sequence] = {}
+        self._newest: list[int] = []  # a heap of negated orders; ended sequences are skipped later
         self._ends: list[tuple[int, int, int]] = []
         self._num_decoding = self._context = self._held = self._released = 0
         self._now = self._before = 0.0
@@ -172,7 +173,8 @@ class Simulation:
             sequence.run += 1
             self._held += taken
             self._running[sequence.order] = sequence
-            self._prefilling.append(sequence)
+            self._prefilling[sequence.order] = sequence
+            heappush(self._newest, -sequence.order)
         self.most_running = max(self.most_running, len(self._running))
         self.most_waiting = max(self.most_waiting, len(self._waiting))
 
@@ -195,10 +197,10 @@ class Simulation:
     def _make_room(self) -> None:
         """Take the cache of the last requests until every decoding one has room for a token."""
         while self._held + self._num_decoding > self._server.num_tokens and len(self._running) > 1:
-            sequence = self._running.pop(max(self._running))
-            if sequence in self._prefilling:
-                self._prefilling.remove(sequence)
-            else:
+            sequence = self._running.pop(-heappop(self._newest), None)
+            if sequence is None:
+                continue
+            if self._prefilling.pop(sequence.order, None) is None:
                 self._leave(sequence)
             self._held -= sequence.length - sequence.shared + self._server.limits.block_size // 2
             self._waiting.appendleft(sequence)
@@ -220,7 +222,7 @@ class Simulation:
         decode, context = self._num_decoding, self._context
         prompt = attended = prompts = 0
         complete = []
-        for sequence in self._prefilling:
+        for sequence in self._prefilling.values():
             if not (count := min(sequence.length - sequence.computed, budget)):
                 break
             if limits.prefill_chunk_size is not None:
@@ -241,7 +243,7 @@ class Simulation:
             seconds = self._clock.decode(decode, context) if decode else 0.0
         self._pass(1, seconds)
         for sequence in complete:
-            self._prefilling.remove(sequence)
+            del self._prefilling[sequence.order]
             self._begin(sequence)
 
     def _begin(self, sequence: _Sequence) -> None:
