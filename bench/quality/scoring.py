@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -112,12 +112,12 @@ class SharedScores:
         groups = list(_groups(passage.windows))[number - 1 :: count]
         left = [group for group in groups if not self._file(passage, group[0]).is_file()]
         with ExitStack() as stack:
-            passes = _passes(passage, model, reference, stack)
+            passes = _passes(passage, [model], reference, stack)
             for first, windows in left:
                 steps = plan_windows(windows, passes)
                 with atomic_file(self._file(passage, first)) as file, ExitStack() as opened:
                     writer = None
-                    for scores in _score_windows(first, windows, steps, passes):
+                    for (scores,) in _score_windows(first, windows, steps, passes):
                         step = pa.table(typed(scores))
                         writer = writer or opened.enter_context(pq.ParquetWriter(file, step.schema))
                         writer.write_table(step)
@@ -128,10 +128,13 @@ class SharedScores:
 
 
 def _passes(
-    passage: Passage, model: PromptScorer, reference: PromptScorer | None, stack: ExitStack
+    passage: Passage,
+    models: Sequence[PromptScorer],
+    reference: PromptScorer | None,
+    stack: ExitStack,
 ) -> list[PromptPass]:
-    """The prompt passes of the model and of its reference, which the windows fit."""
-    scorers = [model] if reference is None else [model, reference]
+    """The prompt passes of the models and, last, of their reference, which the windows fit."""
+    scorers = [*models] if reference is None else [*models, reference]
     passes = [stack.enter_context(scorer.prompt_pass()) for scorer in scorers]
     for prompts in passes:
         prompts.check_fits(passage.longest - 1)
@@ -146,39 +149,54 @@ def score_passage(
     progress: Progress | None = None,
     what: str = "model",
 ) -> tuple[QualitySeries, ScoringSpeed]:
-    """Score every position of a passage. Raises BadInput: a window does not fit a model, the vocabularies
-    differ, or logits are not numbers."""
+    """Score every position of a passage, and time it. Raises BadInput: a window does not fit a model, the
+    vocabularies differ, or logits are not numbers."""
+    speed = ScoringSpeed(passage.num_scored)
+    named: dict[str, Any] = {"progress": progress, "what": what, "speed": speed}
+    (series,) = score_models(passage, [model], reference, **named)
+    return series, speed
+
+
+def score_models(
+    passage: Passage,
+    models: Sequence[PromptScorer],
+    reference: PromptScorer | None = None,
+    *,
+    progress: Progress | None = None,
+    what: str = "model",
+    speed: ScoringSpeed | None = None,
+) -> list[QualitySeries]:
+    """Score every position with each of several models, or one without reference: the reference is computed
+    once. Times go to `speed`. Raises BadInput: as `score_passage`."""
     progress = progress or Silent()
     progress.start(f"quality of the {what}", passage.num_scored, "tokens")
     try:
-        with ExitStack() as stack, SeriesWriter() as writer:
-            passes = _passes(passage, model, reference, stack)
-            speed = _score_groups(passage, passes, writer, progress)
-            return writer.finish(), speed
+        with ExitStack() as stack:
+            passes = _passes(passage, models, reference, stack)
+            writers = [stack.enter_context(SeriesWriter()) for _ in models]
+            sample = passage.windows[0].token_ids
+            prefills = [_Prefill(prompts, sample) for prompts in passes if speed is not None]
+            for first, windows in _groups(passage.windows):
+                for prefill in prefills:
+                    prefill.run()
+                begun = time.perf_counter()
+                steps = list(plan_windows(windows, passes))
+                for scored in _score_windows(first, windows, steps, passes):
+                    for writer, scores in zip(writers, scored, strict=True):
+                        writer.add(scores)
+                    progress.advance(len(scored[0]))
+                if speed is not None:
+                    speed.num_computed += sum(
+                        span.end - span.begin for step in steps for span in step
+                    )
+                    speed.seconds += time.perf_counter() - begun
+            for prefill in prefills:
+                prefill.run()
+            if speed is not None:
+                speed.prefills += [(prefill.num_tokens, prefill.seconds) for prefill in prefills]
+            return [writer.finish() for writer in writers]
     finally:
         progress.finish()
-
-
-def _score_groups(
-    passage: Passage, passes: Sequence[PromptPass], writer: SeriesWriter, progress: Progress
-) -> ScoringSpeed:
-    speed = ScoringSpeed(passage.num_scored)
-    sample = passage.windows[0].token_ids
-    prefills = [_Prefill(prompts, sample) for prompts in passes]
-    for first, windows in _groups(passage.windows):
-        for prefill in prefills:
-            prefill.run()
-        begun = time.perf_counter()
-        steps = list(plan_windows(windows, passes))
-        speed.num_computed += sum(end - begin for step in steps for _, begin, end, _ in step)
-        for scores in _score_windows(first, windows, steps, passes):
-            writer.add(scores)
-            progress.advance(len(scores))
-        speed.seconds += time.perf_counter() - begun
-    for prefill in prefills:
-        prefill.run()
-        speed.prefills.append((prefill.num_tokens, prefill.seconds))
-    return speed
 
 
 def _groups(windows: Sequence[PassageWindow]) -> Iterator[tuple[int, Sequence[PassageWindow]]]:
@@ -234,8 +252,8 @@ def _score_windows(
     windows: Sequence[PassageWindow],
     steps: Iterable[Sequence[Span]],
     passes: Sequence[PromptPass],
-) -> Iterator[PositionScores]:
-    """Scores step by step; `first` is the number of the first window."""
+) -> Iterator[list[PositionScores]]:
+    """Scores of each model, step by step; `first` is the number of the first window."""
     prompts = [window.token_ids[:-1] for window in windows]
     for step in steps:
         hidden = [prompts_of.hidden(step, prompts) for prompts_of in passes]
@@ -280,31 +298,36 @@ def _step_scores(
     places: _ScoredPositions,
     passes: Sequence[PromptPass],
     hidden: Sequence[torch.Tensor],
-) -> PositionScores:
+) -> list[PositionScores]:
     device = hidden[0].device
     rows = torch.tensor(places.rows, device=device)
     ids = torch.tensor(places.token_ids, device=device)
     size = min(rows_per_slice(prompts.vocab_size) for prompts in passes)
-    parts = []
+    num_models = max(1, len(passes) - 1)
+    parts: list[list[torch.Tensor]] = [[] for _ in range(num_models)]
     for part, ids_of_part in zip(rows.split(size), ids.split(size), strict=True):
-        pairs = zip(passes, hidden, strict=True)
-        logits, *reference = [p.logits(states.index_select(0, part)) for p, states in pairs]
-        parts.append(reduce_slice(logits, ids_of_part, *reference))
-    table = torch.cat(parts).T.cpu().numpy()
-    if np.isnan(table).any():
-        where = int(np.isnan(table).any(axis=0).argmax())
+        states = [of_pass.index_select(0, part) for of_pass in hidden]
+        reference = [p.logits(states[-1]) for p in passes[num_models:]]
+        for number, scored in enumerate(parts):
+            logits = passes[number].logits(states[number])
+            scored.append(reduce_slice(logits, ids_of_part, *reference))
+    tables = [torch.cat(scored).T.cpu().numpy() for scored in parts]
+    if (wrong := np.isnan(tables).any(axis=(0, 1))).any():
+        where = int(wrong.argmax())
         raise BadInput(
             f"the logits at position {places.positions[where]} of window {first + places.windows[where]} "
             "are not numbers: the model or its dtype overflows"
         )
-    columns = dict(zip(SCORES, table, strict=False))
-    return PositionScores(
-        document=np.array([windows[window].document for window in places.windows]),
-        window=np.array(places.windows) + first,
-        position=np.array(places.positions),
-        token_id=np.array(places.token_ids),
-        **columns,
-    )
+    return [
+        PositionScores(
+            document=np.array([windows[window].document for window in places.windows]),
+            window=np.array(places.windows) + first,
+            position=np.array(places.positions),
+            token_id=np.array(places.token_ids),
+            **dict(zip(SCORES, table, strict=False)),
+        )
+        for table in tables
+    ]
 
 
 class _Row(NamedTuple):

@@ -78,7 +78,7 @@ def score_quality(
     shared: SharedScores | None = None,
 ) -> ScoredQuality:
     """Score the engine and any reference, unless all `shared` exist. BadInput: damaged, or misfits."""
-    from ..quality.scoring import score_passage
+    from ..quality.scoring import score_models, score_passage
 
     rounding = None
     full, deep = further_passages(options, engine.tokenizer, engine.max_model_len)
@@ -88,9 +88,11 @@ def score_quality(
     else:
         model, reference = _scorers(options, engine, passages)
         named: dict[str, Any] = {"progress": progress, "what": options.name or "model"}
-        pairs = [score_passage(part, model, reference, **named) for part in passages]
-        (series, *rest), speed = (pair[0] for pair in pairs), pairs[0][1].as_dict()
-        if reference is not None:
+        series, timed = score_passage(passage, model, reference, **named)
+        rest = [score_models(part, [model], reference, **named)[0] for part in passages[1:]]
+        speed = timed.as_dict()
+        del reference  # its weights and cache: the caches below have that memory
+        if options.reference is not None:
             rounding = _cache_rounding(options, model, passage, progress)
     quality = summarize(
         passage,
@@ -158,20 +160,18 @@ def kv_parts(options: BenchOptions, engine: Engine, progress: Progress) -> dict[
     """`kv` of the record, and `depth_text`: by type of the KV cache the distance by depth of the model on it
     from the same weights on a cache that rounds nothing. Raises BadInput: a type that this device does not
     have, or not enough memory."""
-    from ..quality.scoring import score_passage
+    from ..quality.scoring import score_models
 
     passage = deep_passage(options, engine.tokenizer, engine.max_model_len)
     assert passage is not None, "--quality-kv needs --quality-depth"
     num_tokens = _cache_tokens(options, engine.device.type, [passage])
-    lora, distances = next(iter(options.loras), None), {}
-    for dtype in options.quality_kv:
-        passes = (engine.prompt_pass_on(name, num_tokens, lora) for name in (dtype, None))
-        model, exact = map(_OpenedPass, passes)
-        series, _ = score_passage(
-            passage, model, exact, progress=progress, what=f"{dtype} KV cache"
-        )
-        distances[dtype] = by_depth(series, options.quality_depth)
-    return {"kv": distances, "depth_text": depth_text(passage)}
+    lora, dtypes = next(iter(options.loras), None), options.quality_kv
+    passes = (engine.prompt_pass_on(dtype, num_tokens, lora) for dtype in (*dtypes, None))
+    *models, exact = map(_OpenedPass, passes)
+    series = score_models(passage, models, exact, progress=progress, what="KV caches")
+    distances = (by_depth(scores, options.quality_depth) for scores in series)
+    kv = dict(zip(dtypes, distances, strict=True))
+    return {"kv": kv, "depth_text": depth_text(passage)}
 
 
 def _cache_rounding(
@@ -180,7 +180,7 @@ def _cache_rounding(
     """Distance of the model from itself on a KV cache that rounds nothing; None where its own does not round.
     A 16-bit cache next to float32 activations, or one of 8 bits, is a cost of its own: the reference has the
     cache that the engine takes by default, so that a model is at no distance from itself."""
-    from ..quality.scoring import score_passage
+    from ..quality.scoring import score_models
 
     totals = accumulate(window.num_scored for window in passage.windows)
     count = next((n for n, sum_ in enumerate(totals, 1) if sum_ >= CACHE_TOKENS), None)
@@ -195,7 +195,7 @@ def _cache_rounding(
     if exact is None:
         return None
     opened = _OpenedPass(exact)
-    series, _ = score_passage(part, model, opened, progress=progress, what="KV cache")
+    (series,) = score_models(part, [model], opened, progress=progress, what="KV cache")
     scored = distance(series, np.ones(len(series.needed("kl")), dtype=bool), options.seed)
     computed = str(engine.dtype).removeprefix("torch.")
     return {"dtype": engine.stats.kv_dtype, "computed_in": computed} | (scored or {})

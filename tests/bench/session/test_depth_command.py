@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llmopt.bench.session import quality as scoring
+from llmopt.engine.core.engine import Engine
+from llmopt.engine.execution.prompt_pass import PromptPass
 
 from .test_full_quality import llmopt
 
@@ -33,6 +37,32 @@ def test_weights_and_caches_by_depth(tmp_path: Path) -> None:
     assert "| from the reference | 0.00000 (0.00000 to 0.00000), 100.0 % |" in text
     (figure,) = tmp_path.glob("*/depth.svg")
     assert "int8 KV cache" in figure.read_text()
+
+
+def test_caches_share_a_pass_without_rounding_and_the_references_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache that rounds nothing is computed once for all types, and the reference is gone by then."""
+    references: list[weakref.ref[Engine]] = []
+    dtypes: list[str | None] = []
+    load, on_cache = scoring.load_reference, Engine.prompt_pass_on
+
+    def loaded(*args: Any) -> Engine:
+        engine = load(*args)
+        references.append(weakref.ref(engine))
+        return engine
+
+    def opened(self: Engine, dtype: str | None, *args: Any) -> PromptPass:
+        assert [reference() for reference in references] == [None]
+        dtypes.append(dtype)
+        return on_cache(self, dtype, *args)
+
+    monkeypatch.setattr(scoring, "load_reference", loaded)
+    monkeypatch.setattr(scoring, "_cache_rounding", lambda *_: None)
+    monkeypatch.setattr(Engine, "prompt_pass_on", opened)
+    words = ("--reference", "stories3M", *DEPTHS, "--quality-kv", "float32,int8")
+    assert llmopt(tmp_path, *words) == 0
+    assert dtypes == ["float32", "int8", None]
 
 
 @pytest.mark.parametrize(
