@@ -141,14 +141,14 @@ def test_keyboard_and_screen_reader_find_every_control(server: RunningServer) ->
 
             seen = []
             await page.run("document.body.focus()")
-            for _ in range(14):
+            for _ in range(15):
                 await page.press("Tab")
                 seen.append(
                     await page.run(
                         "document.activeElement.id || document.activeElement.textContent"
                     )
                 )
-            for control in ("theme", "clear", "message", "send", "pause", "sequences-scroll"):
+            for control in ("fold", "theme", "clear", "message", "send", "pause", "sequences-scroll"):
                 assert control in seen, (control, seen)
             assert page.problems == []
 

@@ -16,7 +16,10 @@ from .test_reasoning import TEMPLATE
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")
 
 ANSWER = "## Hi\n<img src=x onerror=pwned=1>\n```py\nx = '<b>'\n```"
-SCRIPT = (ScriptedText("Show me", f"<think>Rain? Hm.\n</think>\n\n{ANSWER}"),)
+SCRIPT = (
+    ScriptedText("Show me", f"<think>Rain? Hm.\n</think>\n\n{ANSWER}"),
+    ScriptedText("Only think", "<think>Rain? Hm.\n</think>\n"),
+)
 LAST = "[...document.querySelectorAll('.turn')].at(-1)"
 DONE = f"{LAST}.querySelector('.meta')?.textContent"
 
@@ -58,7 +61,41 @@ ATTACKS = [
     "`` ` <script>pwned=1</script> ``&lt;script&gt;&#106;avascript:pwned",
 ]
 
-ALLOWED = "p h3 h4 h5 h6 ul ol li blockquote hr div table thead tbody tr th td pre code span button a strong em del"
+ALLOWED = (
+    "p h3 h4 h5 h6 ul ol li blockquote hr div table thead tbody tr th td pre code span button a strong em del "
+    "math mrow mi mn mo mtext mspace mfrac msqrt mroot msub msup msubsup munder mover munderover mtable mtr mtd"
+)
+
+PARTS = r"""> quoted
+goes on
+> ```
+> code
+
+text AT&amp;T &lt;b&gt; &#8364; &#x41; `&amp;` &nonsense; &#0;
+
+- [x] done
+- [ ] open
+
+Of $5 to $10, $a_1^{2}$ and \(\frac{1}{\sqrt[3]{x}}\), $k$-means, $\nonsense{x}$, $HOME/$USER.
+
+$$
+\sum_{n=1}^\infty
+- \begin{pmatrix} 1 & \text{if } x \\ 3 & 4 \end{pmatrix}
+$$
+$$ open
+"""
+SHOWN_PARTS = (
+    '<blockquote><p>quoted\ngoes on</p><div class="code">',
+    "<code>code</code></pre></div></blockquote><p>",
+    "AT&amp;T &lt;b&gt; € A <code>&amp;amp;</code> &amp;nonsense; &amp;#0;",
+    '<li class="task"><p>☑ done</p></li><li class="task"><p>☐ open</p></li>',
+    "Of $5 to $10, <math><msubsup><mi>a</mi><mn>1</mn><mn>2</mn></msubsup></math> and <math><mfrac><mn>1</mn>"
+    "<mroot><mi>x</mi><mn>3</mn></mroot></mfrac></math>, <math><mi>k</mi></math>-means, $\\nonsense{x}$, "
+    "$HOME/$USER.",
+    '<p class="formula"><math display="block"><munderover><mo>∑</mo>',
+    "<mtr><mtd><mn>1</mn></mtd><mtd><mtext>if&nbsp;</mtext><mi>x</mi></mtd></mtr>",
+    "<p>$$ open",
+)
 
 STREAM = """
 (text, step) => import('/page/markdown.js').then(({ showMarkdown }) => {
@@ -196,7 +233,7 @@ def test_markdown_is_shown_and_never_becomes_a_script(scripted: RunningServer) -
             async def shown(text: str, step: int = 1) -> dict[str, list[str]]:
                 found = await page.run(f"({STREAM})({json.dumps(text)}, {step})")
                 assert set(found["tags"]) <= set(ALLOWED.split()), text
-                names = "class type aria-label tabindex start href title target rel"
+                names = "class type aria-label tabindex start href title target rel display stretchy width"
                 assert set(found["attributes"]) <= set(names.split()), text
                 for _, address, rel in found["links"]:
                     assert address.startswith("https://") and "noopener" in rel
@@ -218,6 +255,10 @@ def test_markdown_is_shown_and_never_becomes_a_script(scripted: RunningServer) -
             ):
                 assert part in html, (part, html)
 
+            html = (await shown(PARTS))["html"]
+            for part in SHOWN_PARTS:
+                assert part in html, (part, html)
+
             for attack in ATTACKS:
                 # A NUL and other control characters come as a model may write them.
                 found = await shown(attack.replace("\\x01", "\x01"))
@@ -237,11 +278,118 @@ def test_markdown_is_shown_and_never_becomes_a_script(scripted: RunningServer) -
                 "<h",
                 "~~~",
                 "1. ",
+                "$a ",
+                "$$\n",
+                "\\[\n",
+                "\\(",
+                "${",
+                "&#",
+                "> a\n",
             ):
                 await shown(piece * (60_000 // len(piece)), step=20_000)
             assert await page.run("window.pwned") is None
             tried = "(() => { try { document.body.innerHTML = '<p>' } catch (error) { return error.name } })()"
             assert await page.run(tried) == "TypeError"
+
+    asyncio.run(visit())
+
+
+def test_a_sent_message_is_edited_and_an_empty_answer_says_why(scripted: RunningServer) -> None:
+    async def visit() -> None:
+        async with opened_page() as page:
+            await _open(page, scripted.url)
+            assert await page.run("document.getElementById('served').textContent") == "tiny"
+            samples = await page.run("document.getElementById('samples').textContent")
+            assert "hash table" in samples and "Lily" not in samples  # it has a chat template
+            await page.run("document.getElementById('message').focus()")
+            for text, turns in (("Only think", 2), ("Show me", 4)):
+                await page.type(text)
+                await page.press("Enter")
+                await page.wait_for(f"{DONE}.includes('tokens')")
+                assert await _count(page, ".turn") == turns
+            limit = "[...document.querySelectorAll('.limit')].map((one) => one.textContent)"
+            why = "The model ended after its reasoning, without an answer."
+            assert await page.run(limit) == [why, ""]
+
+            # Left with Escape, a message stays; sent again, it takes the place of what came after it.
+            await page.run("document.querySelector('.edit').click()")
+            assert await page.run("document.activeElement.value") == "Only think"
+            await page.type(", not")
+            await page.press("Escape")
+            assert (
+                await page.run("document.querySelector('.turn.user .text').textContent")
+                == "Only think"
+            )
+            await page.run("document.querySelector('.edit').click()")
+            await page.run("document.activeElement.value = ''")
+            await page.type("Show me <b>")
+            await page.press("Enter")
+            await page.wait_for(
+                f"document.querySelectorAll('.turn').length === 2 && {DONE}.includes('tokens')"
+            )
+            assert (
+                await page.run("document.querySelector('.turn.user .text').textContent")
+                == "Show me <b>"
+            )
+            assert await page.run(f"{LAST}.querySelector('h4').textContent") == "Hi"
+            await page.call("Page.reload")
+            await page.wait_for("document.querySelectorAll('.turn').length === 2")
+            assert page.problems == []
+
+    asyncio.run(visit())
+
+
+def test_the_engine_is_folded_away_and_dims_without_a_connection() -> None:
+    async def visit(server: RunningServer) -> None:
+        async with opened_page() as page:
+            await _open(page, server.url)
+            await page.wait_for("document.getElementById('state').textContent === 'serving'")
+            assert "Lily" in await page.run("document.getElementById('samples').textContent")
+            width = "document.querySelector('.chat').clientWidth"
+            before = await page.run(width)
+            await page.run("document.getElementById('fold').click()")
+            assert await page.run("document.getElementById('engine').checkVisibility()") is False
+            assert await page.run(width) > 1.2 * before
+            server.wait_until_idle()  # nobody asks for the engine's state
+            await page.call("Page.reload")
+            await page.wait_for("document.getElementById('fold')?.textContent === 'Show engine'")
+            await page.run("document.getElementById('fold').click()")
+            await page.wait_for("document.getElementById('state').textContent === 'serving'")
+            shown = "getComputedStyle(document.querySelector('.cards')).opacity"
+            assert await page.run(shown) == "1"
+            server.loop.fail("the engine failed")
+            await page.wait_for(
+                "document.getElementById('state').textContent === 'the engine failed'"
+            )
+            assert float(await page.run(shown)) < 1
+
+    with running(make_engine(num_blocks=60, block_size=16)) as server:
+        asyncio.run(visit(server))
+
+
+def test_a_code_line_of_80_characters_and_the_tables_of_a_phone_fit(
+    scripted: RunningServer,
+) -> None:
+    async def visit() -> None:
+        async with opened_page() as page:
+            await _open(page, scripted.url)
+            text = json.dumps(f"```py\n{'x' * 80}\n```")
+            add = "const box = document.createElement('div'); box.className = 'markdown';"
+            add += f"document.getElementById('log').append(box); showMarkdown(box, {text});"
+            await page.run(f"import('/page/markdown.js').then(({{ showMarkdown }}) => {{ {add} }})")
+            await page.resize(1280)
+            fits = "((one) => one.scrollWidth <= one.clientWidth)(document.querySelector('{}'))"
+            assert await page.run(fits.format(".code pre"))
+            cells = "['7329f3', 'decode', '12000 (6000 cached)', '1200 of 4096', '1024', '120 s']"
+            fill = (
+                "const row = document.createElement('tr'); row.append(..."
+                f"{cells}.map((text) => Object.assign(document.createElement('td'), {{ textContent: text }})));"
+                "document.getElementById('sequences').replaceChildren(row);"
+            )
+            for width in (390, 320):
+                await page.resize(width)
+                shown = fits.format("#sequences-scroll")
+                assert await page.run(f"(() => {{ {fill} return {shown} }})()"), width
 
     asyncio.run(visit())
 

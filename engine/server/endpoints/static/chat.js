@@ -5,9 +5,10 @@ import { lastChat, listChats, newChat, rememberOpen, save } from "./chats.js";
 import { button, byId } from "./dom.js";
 import { collectPictures } from "./pictures.js";
 import { decimal, seconds } from "./text.js";
-import { ResponseView, showMessage, whyLimited } from "./turns.js";
+import { ResponseView, showMessage, whyEnded } from "./turns.js";
 
-const SAMPLES = ["Once upon a time there was a fox", "Tell me a story about a big red ball", "Why was Lily happy?"];
+const TO_CONTINUE = ["Once upon a time there was a fox", "Tell me a story about a big red ball", "Why was Lily happy?"];
+const TO_ANSWER = ["Explain how a hash table works, with an example", "What is 17 × 24? Show the steps.", "Write a haiku about the sea"];
 const log = byId("log");
 
 /** Set up the chat; `mine` collects the ids of its requests for the engine view. */
@@ -18,11 +19,13 @@ export function startChat(mine) {
     byId("picture-problem").textContent = problem;
   });
   const list = listChats(turnTo, () => chat);
-  byId("samples").append(...SAMPLES.map((text) => button("", text, () => send(text))));
   listen();
   open(lastChat());
   return {
-    allowPictures() {
+    /** Suit a model: pictures if it takes them, and samples for one that answers or only continues. */
+    suit({ takesPictures, isChat }) {
+      byId("samples").replaceChildren(...(isChat ? TO_ANSWER : TO_CONTINUE).map((text) => button("", text, () => send(text))));
+      if (!takesPictures) return;
       pictures.allow();
       byId("choose").hidden = byId("picture-hint").hidden = false;
     },
@@ -61,7 +64,7 @@ export function startChat(mine) {
     list.close();
     for (const turn of log.querySelectorAll(".turn")) turn.remove();
     for (const turn of chat.turns) {
-      if (turn.role === "user") log.append(showMessage(turn));
+      if (turn.role === "user") addMessage(turn);
       else addResponse(turn).show(false);
     }
     byId("empty").hidden = chat.turns.length > 0;
@@ -71,6 +74,18 @@ export function startChat(mine) {
   function turnTo(other) {
     open(other);
     byId("message").focus();
+  }
+
+  /** Show a message; sent again with another text, it takes the place of what came after it. */
+  function addMessage(turn) {
+    log.append(showMessage(turn, (text) => {
+      if (running) return;
+      const index = chat.turns.indexOf(turn);
+      chat.turns.length = index;
+      for (const old of [...log.querySelectorAll(".turn")].slice(index)) old.remove();
+      send(text, turn.pictures);
+      byId("message").focus();
+    }));
   }
 
   function addResponse(turn) {
@@ -90,7 +105,7 @@ export function startChat(mine) {
     const turn = { role: "user", text, pictures: urls };
     chat.turns.push(turn);
     byId("empty").hidden = true;
-    log.append(showMessage(turn));
+    addMessage(turn);
     respond();
   }
 
@@ -198,7 +213,7 @@ function summary(reply) {
 /** The response for those who hear the page, once it is whole. */
 function announcement({ parts, problem, limit }, reply) {
   const [first] = parts;
-  const why = first?.end === "length" ? ` ${whyLimited(limit)}` : "";
+  const why = first ? ` ${whyEnded(first, limit)}` : "";
   return `Response ${reply.ended || "complete"}: ${first?.text ?? problem ?? ""}${why}`;
 }
 

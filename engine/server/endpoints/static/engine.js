@@ -7,6 +7,7 @@ import { byId } from "./dom.js";
 import { decimal, percent, seconds, shortName } from "./text.js";
 
 const PARTS = { schedule: "schedule", model: "model and sampler", output: "output processing" };
+const FOLDED = "llmopt-engine-folded";
 const RATE_SECONDS = 120;
 const WINDOW_SECONDS = 10;
 
@@ -15,6 +16,7 @@ export function startEngine(mine) {
   const history = [];
   const rates = [];
   let paused = false;
+  let folded = localStorage.getItem(FOLDED) === "yes";
   let feed = null;
   let latest = null;
 
@@ -29,16 +31,29 @@ export function startEngine(mine) {
   document.addEventListener("scheme", again);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   addEventListener("resize", again);
-  follow();
+  byId("fold").onclick = () => {
+    folded = !folded;
+    localStorage.setItem(FOLDED, folded ? "yes" : "no");
+    fold();
+  };
+  fold();
 
-  /** Subscribe only while the page is visible, so that a hidden page costs the engine nothing. */
+  /** Show the view, or leave its room to the chat. */
+  function fold() {
+    document.body.classList.toggle("folded", folded);
+    byId("fold").ariaExpanded = String(!folded);
+    byId("fold").textContent = folded ? "Show engine" : "Hide engine";
+    follow();
+  }
+
+  /** Subscribe only while the view is visible, so that a hidden one costs the engine nothing. */
   function follow() {
-    const wanted = !paused && document.visibilityState === "visible";
+    const wanted = !paused && !folded && document.visibilityState === "visible";
     if (wanted && !feed) watch((feed = new AbortController()));
     if (!wanted) {
       feed?.abort();
       feed = null;
-      setState(paused ? "paused" : "waiting", "unsure");
+      setState(folded ? "" : paused ? "paused" : "waiting", "unsure");
     }
   }
 
@@ -216,6 +231,7 @@ function setState(text, tone) {
   const element = byId("state");
   if (element.textContent !== text) element.textContent = text;
   element.dataset.tone = tone;
+  byId("engine").classList.toggle("stale", tone === "bad");
 }
 
 function cell(text) {

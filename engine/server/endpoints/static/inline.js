@@ -1,14 +1,23 @@
-// Markdown within a line, as nodes: code, emphasis and links. Linear in the length, whatever a model writes.
+// Markdown within a line, as nodes: code, emphasis, links and formulas. Linear in the length, whatever a model writes.
 
 import { element } from "./dom.js";
+import { math } from "./math.js";
 
 const MAX_DEPTH = 6;
-const SPECIAL = /[\\`*_~[!<h]/g;
+const MAX_FORMULA = 4000;
+const SPECIAL = /[\\`*_~[!<h&$]/g;
 const ESCAPED = /\\[!-/:-@[-`{-~]/y;
 const ADDRESS = /https?:\/\/[^\s<>"'`|]+/y;
 const BRACKETED = /<((?:https?:\/\/|mailto:)[^\s<>]+)>/y;
 const TARGET = /\(\s*(?:<([^<>\n]*)>|([^\s()]*(?:\([^\s()]*\)[^\s()]*)*))(?:\s+(?:"([^"]*)"|'([^']*)'))?\s*\)/y;
 const EMPHASIS = { "**": "strong", "__": "strong", "~~": "del", "*": "em", _: "em" };
+const ENTITY = /&(?:#(\d{1,7})|#[xX]([\da-fA-F]{1,6})|([A-Za-z]{2,6}));/y;
+const NAMED = new Map(Object.entries({
+  amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", copy: "©", reg: "®", trade: "™", hellip: "…", ndash: "–",
+  mdash: "—", lsquo: "‘", rsquo: "’", ldquo: "“", rdquo: "”", laquo: "«", raquo: "»", times: "×", divide: "÷", plusmn: "±",
+  minus: "−", deg: "°", middot: "·", bull: "•", euro: "€", pound: "£", larr: "←", rarr: "→", harr: "↔", le: "≤", ge: "≥",
+  ne: "≠", asymp: "≈", infin: "∞",
+}));
 const WORD = /[\p{L}\p{N}_]/u;
 
 /** Nodes of one block's text; what is not understood, HTML above all, is text. */
@@ -47,6 +56,9 @@ class Reader {
   at(index) {
     switch (this.#text[index]) {
       case "\\": {
+        const formula = this.#text[index + 1] === "(" ? this.#math(index, "\\(", "\\)")
+          : this.#text[index + 1] === "[" ? this.#math(index, "\\[", "\\]") : null;
+        if (formula) return formula;
         const escaped = this.#match(ESCAPED, index);
         return escaped && { nodes: [escaped[0][1]], end: index + 2 };
       }
@@ -62,6 +74,10 @@ class Reader {
       }
       case "h":
         return this.#address(index);
+      case "&":
+        return this.#entity(index);
+      case "$":
+        return this.#text[index + 1] === "$" ? this.#math(index, "$$", "$$") : this.#dollars(index);
       default:
         return this.#emphasis(index);
     }
@@ -127,6 +143,35 @@ class Reader {
     const address = bracketed ?? bare;
     const label = inline(text.slice(open + 1, close), MAX_DEPTH - 1);
     return { nodes: [anchor(address, double ?? single ?? "", label.length ? label : [address])], end: close + 1 + whole.length };
+  }
+
+  #entity(index) {
+    const [whole, decimal, hexadecimal, name] = this.#match(ENTITY, index) ?? [];
+    const code = decimal ? Number(decimal) : hexadecimal ? parseInt(hexadecimal, 16) : 0;
+    const isCharacter = code > 0 && code <= 0x10ffff && (code < 0xd800 || code > 0xdfff);
+    const shown = isCharacter ? String.fromCodePoint(code) : NAMED.get(name);
+    return shown ? { nodes: [shown], end: index + whole.length } : null;
+  }
+
+  /** A formula between dollars; as in pandoc, spaces at its ends or a digit after it make it an amount of money. */
+  #dollars(index) {
+    const text = this.#text;
+    if (!/\S/.test(text[index + 1] ?? "")) return null;
+    const close = this.#find("$", "$", index + 2, (at) => text[at - 1] !== "\\");
+    const isFormula = close < Infinity && /\S/.test(text[close - 1]) && !/[\dA-Z_$]/.test(text[close + 1] ?? "");
+    return !isFormula ? null : this.#formula(index, index + 1, close, close + 1, false);
+  }
+
+  #math(index, open, mark) {
+    const close = this.#find(mark, mark, index + open.length, () => true);
+    const end = close + mark.length;
+    return close === Infinity ? null : this.#formula(index, index + open.length, close, end, mark !== "\\)");
+  }
+
+  /** What is no formula that is understood is shown as it was written. */
+  #formula(index, start, close, end, isDisplay) {
+    const made = close - start <= MAX_FORMULA ? math(this.#text.slice(start, close), isDisplay) : null;
+    return { nodes: [made ?? this.#text.slice(index, end)], end };
   }
 
   #address(index) {

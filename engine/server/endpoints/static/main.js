@@ -30,8 +30,12 @@ async function listModels(chat) {
     const option = new Option(card.parent ? `${card.id} (adapter)` : card.id, card.id);
     select.append(option);
   }
-  if (cards.some((card) => card.input_modalities.includes("image"))) chat.allowPictures();
-  document.title = `${select.value} · llmopt`;
+  chat.suit({
+    takesPictures: cards.some((card) => card.input_modalities.includes("image")),
+    isChat: cards[0].chat_template.source !== "plain",
+  });
+  document.getElementById("served").textContent = cards[0].id;
+  document.title = `${cards[0].id} · llmopt`;
 }
 
 const saved = localStorage.getItem("llmopt-scheme");

@@ -1,4 +1,4 @@
-// Markdown of an answer as elements: headings, lists, quotes, tables and code. It may be cut anywhere: it is streamed.
+// Markdown of an answer as elements: headings, lists, quotes, tables, formulas and code. It may be cut anywhere: it is streamed.
 
 import { copyButton, element } from "./dom.js";
 import { inline } from "./inline.js";
@@ -10,6 +10,9 @@ const RULE = /^ {0,3}([-*_])(?:[ \t]*\1){2,}[ \t]*$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
 const DASHES = /^:?-+:?$/;
+const TASK = /^\[([ xX])\] +/;
+const FORMULA = /^ {0,3}(\$\$|\\\[)/;
+const CLOSERS = { "$$": /\$\$\s*$/, "\\[": /\\\]\s*$/ };
 
 /** Show `text` in `parent`; blocks that are the same as before stay, and with them focus and selection. */
 export function showMarkdown(parent, text) {
@@ -54,6 +57,10 @@ function blockAt(lines, start, depth) {
   }
   if (RULE.test(line)) return { end: start + 1, show: () => element("hr") };
   if (isTable(lines, start)) return tableAt(lines, start);
+  if (FORMULA.test(line)) {
+    const end = formulaEnd(lines, start);
+    if (end) return { end, show: () => element("p", "formula", ...inline(lines.slice(start, end).join("\n"))) };
+  }
   if (depth < MAX_DEPTH && QUOTE.test(line)) return quoteAt(lines, start, depth);
   if (depth < MAX_DEPTH && ITEM.test(line)) return listAt(lines, start, depth);
   return paragraphAt(lines, start, depth);
@@ -79,11 +86,33 @@ function codeBlock(code, language) {
   return block;
 }
 
+/** The line after a formula of its own lines; 0 if it does not end, which is looked for once. */
+function formulaEnd(lines, start) {
+  const mark = FORMULA.exec(lines[start])[1];
+  if (lines[start].trim().length > mark.length && CLOSERS[mark].test(lines[start])) return start + 1;
+  lines.closers ??= new Map();
+  let close = lines.closers.get(mark) ?? -1;
+  if (close <= start) {
+    close = lines.findIndex((line, index) => index > start && CLOSERS[mark].test(line));
+    lines.closers.set(mark, close < 0 ? Infinity : close);
+  }
+  return close > start && close < Infinity ? close + 1 : 0;
+}
+
 function quoteAt(lines, start, depth) {
-  let end = start;
-  while (end < lines.length && QUOTE.test(lines[end])) end++;
+  let [end, isCode] = [start, false];
+  for (; end < lines.length; end++) {
+    if (!QUOTE.test(lines[end]) && (isCode || !continuesQuote(lines, end))) break;
+    if (FENCE.test(lines[end].replace(QUOTE, ""))) isCode = !isCode;
+  }
   const inner = lines.slice(start, end).map((line) => line.replace(QUOTE, ""));
   return { end, show: () => element("blockquote", "", ...children(inner, depth + 1)) };
+}
+
+/** Whether a line without the mark goes on with the paragraph that ends the quote. */
+function continuesQuote(lines, index) {
+  const before = [lines[index - 1].replace(QUOTE, "")];
+  return lines[index].trim() && before[0].trim() && !interrupts(before, 0) && !startsBlock(lines, index);
 }
 
 function listAt(lines, start, depth) {
@@ -123,7 +152,11 @@ function itemEnd(lines, start, level) {
 function showList(items, isOrdered, first, depth) {
   const list = element(isOrdered ? "ol" : "ul");
   if (isOrdered) list.start = first;
-  for (const item of items) list.append(element("li", "", ...children(item, depth + 1)));
+  for (const item of items) {
+    const task = TASK.exec(item[0]);
+    if (task) item[0] = `${task[1] === " " ? "☐" : "☑"} ${item[0].slice(task[0].length)}`;
+    list.append(element("li", task ? "task" : "", ...children(item, depth + 1)));
+  }
   return list;
 }
 

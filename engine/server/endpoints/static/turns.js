@@ -4,12 +4,42 @@ import { button, copyButton, element } from "./dom.js";
 import { showMarkdown } from "./markdown.js";
 import { thumbnail } from "./pictures.js";
 
-/** Element of a user's turn. */
-export function showMessage({ text, pictures }) {
+/** Element of a user's turn; `send(text)` asks again with another text. */
+export function showMessage({ text, pictures }, send) {
   const turn = element("div", "turn user", element("p", "who", "You"));
   if (pictures.length) turn.append(element("div", "pictures", ...pictures.map(thumbnail)));
-  if (text) turn.append(element("div", "text", text));
+  const shown = element("div", "text", text);
+  shown.hidden = !text;
+  const edit = button("quiet edit", "Edit", () => {
+    const editor = showEditor(text, send, () => {
+      editor.replaceWith(shown, tools);
+      edit.focus();
+    });
+    shown.remove();
+    tools.replaceWith(editor);
+    editor.firstChild.focus();
+  });
+  const tools = element("div", "tools", edit);
+  turn.append(shown, tools);
   return turn;
+}
+
+/** A field with a sent message, to send it again or to leave it. */
+function showEditor(text, send, close) {
+  const field = element("textarea");
+  field.value = text;
+  field.rows = Math.min(8, text.split("\n").length + 1);
+  field.ariaLabel = "Edit the message";
+  const again = () => field.value.trim() && send(field.value.trim());
+  field.onkeydown = (event) => {
+    if (event.isComposing || (event.key !== "Escape" && (event.key !== "Enter" || event.shiftKey))) return;
+    event.preventDefault();
+    if (event.key === "Escape") close();
+    else again();
+  };
+  const actions = element("div", "actions", element("p", "hint", "What came after it is replaced."));
+  actions.append(button("quiet", "Cancel", close), button("primary", "Send again", again));
+  return element("div", "editor", field, actions);
 }
 
 /** Shows a response, of one part for each completion: its reasoning folded, its text as Markdown, why it ended. */
@@ -81,11 +111,20 @@ class PartView {
     this.#thoughts.textContent = reasoning.trim();
     showMarkdown(this.#text, answer);
     this.#text.classList.toggle("live", isLive && (!reasoning || answer !== ""));
-    this.#limit.textContent = end === "length" ? whyLimited(limit) : "";
+    this.#limit.textContent = isLive ? "" : whyEnded({ text, reasoning, end }, limit);
   }
 }
 
-export function whyLimited(limit) {
+/** Why a completion is cut or empty; nothing where the model ended what it wrote. */
+export function whyEnded({ text, reasoning, end }, limit) {
+  if (end === "length") return whyLimited(limit);
+  if (!end || text.trim()) return "";
+  return reasoning.trim()
+    ? "The model ended after its reasoning, without an answer."
+    : "The model ended its answer at once: its first token was an end of text.";
+}
+
+function whyLimited(limit) {
   return limit
     ? `Stopped by the limit of ${limit.toLocaleString("en")} tokens: raise Max tokens under Settings, or leave it empty.`
     : "Stopped by the limit: the context is full.";
