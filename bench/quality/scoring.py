@@ -30,8 +30,8 @@ from ...engine.sampling.sampler import SLICE_BYTES, rows_per_slice
 from .passage import Passage, PassageWindow
 from .positions import SCORES, PositionScores, QualitySeries, SeriesWriter, readable, typed
 
-# Logits of both models, a buffer as large, and the LM head's memory to make them.
-SCORING_BYTES = 4 * SLICE_BYTES
+# Logits of a model and of its reference, and the LM head's memory to make them.
+SCORING_BYTES = 3 * SLICE_BYTES
 # The prompt of the prefill rate that is reported next to the rate of scoring; tokens scored between prefills.
 PREFILL_TOKENS = 512
 TOKENS_BETWEEN_PREFILLS = 16384
@@ -303,15 +303,11 @@ def _step_scores(
     rows = torch.tensor(places.rows, device=device)
     ids = torch.tensor(places.token_ids, device=device)
     size = min(rows_per_slice(prompts.vocab_size) for prompts in passes)
-    num_models = max(1, len(passes) - 1)
-    parts: list[list[torch.Tensor]] = [[] for _ in range(num_models)]
-    for part, ids_of_part in zip(rows.split(size), ids.split(size), strict=True):
-        states = [of_pass.index_select(0, part) for of_pass in hidden]
-        reference = [p.logits(states[-1]) for p in passes[num_models:]]
-        for number, scored in enumerate(parts):
-            logits = passes[number].logits(states[number])
-            scored.append(reduce_slice(logits, ids_of_part, *reference))
-    tables = [torch.cat(scored).T.cpu().numpy() for scored in parts]
+    parts = [
+        _slice_scores(passes, [of_pass.index_select(0, part) for of_pass in hidden], ids_of_part)
+        for part, ids_of_part in zip(rows.split(size), ids.split(size), strict=True)
+    ]
+    tables = [torch.cat(scored).T.cpu().numpy() for scored in zip(*parts, strict=True)]
     if (wrong := np.isnan(tables).any(axis=(0, 1))).any():
         where = int(wrong.argmax())
         raise BadInput(
@@ -328,6 +324,16 @@ def _step_scores(
         )
         for table in tables
     ]
+
+
+def _slice_scores(
+    passes: Sequence[PromptPass], states: Sequence[torch.Tensor], ids: torch.Tensor
+) -> list[torch.Tensor]:
+    """Scores of each model, [rows, scores]; logits of one model and of the reference are alive."""
+    num_models = max(1, len(passes) - 1)
+    reference = [p.logits(states[-1]) for p in passes[num_models:]]
+    pairs = zip(passes[:num_models], states, strict=False)
+    return [reduce_slice(p.logits(of_pass), ids, *reference) for p, of_pass in pairs]
 
 
 class _Row(NamedTuple):
