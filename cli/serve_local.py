@@ -95,7 +95,7 @@ def _serve(
     with answering_while_loading(listener, options.tls):
         from ..engine.core.engine import Engine
         from ..engine.server.app import create_app, describe_template
-        from ..engine.server.launch import EXIT_SECONDS, end_within, serve
+        from ..engine.server.launch import serve
 
         opened = Engine(config)
         app = create_app(opened, model_name=served, options=options, **for_app)
@@ -104,7 +104,6 @@ def _serve(
     as_json = serving.as_json
     serve(app, listener, on_ready=lambda: _announce(url, served, facts, options, as_json))
     _tell(options, "stopped", "stopped")
-    end_within(EXIT_SECONDS)
 
 
 def _tell(options: ServerOptions, event: str, text: str, **fields: object) -> None:

@@ -216,8 +216,9 @@ def end_within(seconds: float) -> Timer:
     return timer
 
 
-def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> None:
-    """Serve `app` until SIGINT or SIGTERM, then drain the requests in flight.
+def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]) -> Timer:
+    """Serve `app` until SIGINT or SIGTERM, then drain the requests in flight. Returns the timer of
+    `end_within`, which the signal started, because threads may still work for a request.
 
     `on_ready` is called once the engine is warm. With a shutdown delay, requests are still taken for that
     long after the signal, while `/ready` is 503. Requests that outlast the drain end with an error. A second
@@ -230,13 +231,12 @@ def serve(app: FastAPI, listener: socket.socket, *, on_ready: Callable[[], None]
     _listen(listener)
     sys.setswitchinterval(SWITCH_SECONDS)
     server = Server(app, on_ready)
-    try:
-        server.run(sockets=[listener])
-        app.state.loop.stop()  # a third SIGINT skips the lifespan's shutdown
-    finally:
-        server.last_resort.cancel()
+    server.run(sockets=[listener])
+    app.state.loop.stop()  # a third SIGINT skips the lifespan's shutdown
     if server.engine_failure is not None:
+        server.last_resort.cancel()
         raise Failure(server.engine_failure)
+    return server.last_resort
 
 
 class Server(uvicorn.Server):

@@ -36,7 +36,7 @@ connection before the client has the response."""
 BEGUN_AT_A_TIME = 4
 """Requests that begin in one turn of the event loop: a thousand at once would take it for a second."""
 
-_CODES = {408: "timeout", 431: "headers_too_large", 503: "too_many_connections"}
+_CODES = {408: "timeout", 431: "headers_too_large", 503: "engine_unavailable"}
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
@@ -83,7 +83,7 @@ class BoundedConnection(H11Protocol):
             limit = self.options.max_connections + RESERVED_CONNECTIONS
             if oldest is not self or self._num_open > limit:
                 self.refused.add(oldest)
-                oldest.transport.write(refusal(503, "too many connections"))
+                oldest.transport.write(refusal(503, "too many connections", "too_many_connections"))
                 oldest.transport.close()
                 oldest._count()
         if not transport.is_closing():
@@ -126,10 +126,13 @@ class BoundedConnection(H11Protocol):
                     )
             await send(message)
 
-        if scope["path"] not in ("/health", "/ready"):
-            async with self.turns:
-                await asyncio.sleep(0)
-        await self._app(scope, partial(self._receive, cycle), respond)
+        try:
+            if scope["path"] not in ("/health", "/ready"):
+                async with self.turns:
+                    await asyncio.sleep(0)
+            await self._app(scope, partial(self._receive, cycle), respond)
+        except asyncio.CancelledError:  # uvicorn's, after the drain
+            self._refuse(503, "the server is stopping")
 
     async def _receive(self, cycle: RequestResponseCycle) -> Any:
         if cycle is self.cycle and cycle.more_body:
@@ -291,9 +294,9 @@ class _Parser(h11.Connection):
         return event
 
 
-def refusal(status: int, problem: str) -> bytes:
+def refusal(status: int, problem: str, code: str | None = None) -> bytes:
     """The response to a client that has sent no whole request, after which the connection is closed."""
-    body = json.dumps(error_body(status, problem, code=_CODES.get(status))).encode()
+    body = json.dumps(error_body(status, problem, code=code or _CODES.get(status))).encode()
     lines = [f"HTTP/1.1 {status} {STATUS_PHRASES[status].decode()}", "Connection: close"]
     lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
     lines += ["Retry-After: 1"] if status == 503 else []

@@ -19,6 +19,7 @@ import pytest
 from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.server import launch
 from llmopt.engine.server.app import create_app
+from llmopt.engine.server.endpoints.capabilities import Constrainer
 from llmopt.engine.server.launch import ServiceManager, base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
@@ -35,8 +36,9 @@ def serve_while(
     engine: Any = None,
     listener: socket.socket | None = None,
     **options: Any,
-) -> None:
-    """Serve until the client, in a thread, has sent SIGTERM; what it raises is raised here."""
+) -> bool:
+    """Serve until the client, in a thread, has sent SIGTERM; what it raises is raised here. Returns True if
+    the end of the process is still bounded."""
     listener, failures = listener or bind("127.0.0.1", 0), []
     app = create_app(
         engine or make_engine("stories260K"), model_name="tiny", options=ServerOptions(**options)
@@ -50,10 +52,13 @@ def serve_while(
             os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=run)
-    serve(app, listener, on_ready=thread.start)
+    last_resort = serve(app, listener, on_ready=thread.start)
+    is_bounded = last_resort.is_alive()
+    last_resort.cancel()
     thread.join(20)
     if failures:
         raise failures[0]
+    return is_bounded
 
 
 def test_while_the_model_loads_every_path_is_503() -> None:
@@ -184,6 +189,43 @@ def test_another_process_s_watchdog_is_left_alone(monkeypatch: pytest.MonkeyPatc
     ServiceManager().notify("READY=1")  # nobody listens
     monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/notify")
     ServiceManager().notify("READY=1")
+
+
+def test_a_request_that_no_step_computes_is_told_and_the_exit_stays_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that waits for a worker thread is cancelled after the drain; threads that go on cannot keep the
+    process, because the timer of the signal still runs when `serve` returns."""
+    is_reached = threading.Event()
+
+    class Hurried(launch.Server):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.config.timeout_graceful_shutdown = 0
+
+    async def wait_for_ever(*_: Any) -> None:
+        is_reached.set()
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(launch, "Server", Hurried)
+    monkeypatch.setattr(Constrainer, "mask", wait_for_ever)
+    answers: list[httpx.Response] = []
+
+    def ask(url: str) -> None:
+        body = {"prompt": "Once", "guided_regex": "a"}
+        answers.append(httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60))
+
+    def client(url: str) -> None:
+        asking = threading.Thread(target=ask, args=(url,))
+        asking.start()
+        assert is_reached.wait(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        asking.join(60)
+
+    is_bounded = serve_while(client, drain_seconds=0)
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"]["message"] == "the server is stopping"
+    assert is_bounded
 
 
 def test_a_step_without_end_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
