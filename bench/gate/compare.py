@@ -117,7 +117,6 @@ class Comparison:
 
     @property
     def sentence(self) -> str:
-        """The reasons, and the hardware that could not be compared."""
         return "; ".join((*self.reasons, *self.unknown))
 
     def as_dict(self) -> dict[str, Any]:
@@ -449,7 +448,6 @@ def unusable(
 
 
 def is_disturbed(data: RunData) -> bool:
-    """True if every pass was disturbed, by its own evidence."""
     return all(run.get("disturbed") for run in data.result["llmopt"]["runs"])
 
 

@@ -316,7 +316,6 @@ class MeasuredVerdict(LimitVerdict):
 
     @property
     def half_width(self) -> float:
-        """Half of the interval of the change, for ±."""
         return (self.high - self.low) / 2
 
     def as_dict(self) -> dict[str, Any]:

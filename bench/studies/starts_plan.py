@@ -56,7 +56,6 @@ class Build:
 
     @property
     def is_other_tool(self) -> bool:
-        """True for a benchmark of its own, which writes its result to a named file or folder."""
         return self.OUTPUT in self.spec or self.FOLDER in self.spec
 
     @property

@@ -48,7 +48,6 @@ def result_console(as_json: bool, result: Any = None) -> Console:
 
 
 def say(text: str, console: Console = people) -> None:
-    """Print a line as it is, wrapped by the terminal alone."""
     console.print(text, soft_wrap=True)
 
 

@@ -132,7 +132,6 @@ def _write_lines(formatter: Any, lines: Iterable[str], indent: int = 2) -> None:
 
 
 def _styled(text: str, **style: Any) -> str:
-    """The text in colour, on a terminal that has some."""
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return typer.style(text, **style) if has_colour else text
 

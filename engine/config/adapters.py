@@ -41,7 +41,6 @@ _SEPARATOR = "\0"
 
 
 def adapter_name(key: str) -> str:
-    """The name under which the adapter of a key is or was served."""
     return key.partition(_SEPARATOR)[0]
 
 

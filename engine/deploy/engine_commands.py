@@ -117,7 +117,6 @@ class ServerCommand:
 
 
 def find_program(name: str) -> str | None:
-    """The path of a program next to this Python, or on the PATH."""
     return shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
 
 

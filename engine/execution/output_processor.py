@@ -147,7 +147,6 @@ class BestOf:
 
     @staticmethod
     def scored(params: SamplingParams) -> SamplingParams:
-        """The same params, with the logprobs that completions are ranked by."""
         return params if params.logprobs is not None else replace(params, logprobs=0)
 
     def take(self, output: RequestOutput) -> list[RequestOutput]:

@@ -36,12 +36,10 @@ class SamplingRow(NamedTuple):
 
     @property
     def history(self) -> Sequence[int]:
-        """All token ids before the one to sample."""
         return [*self.known, *self.draft_ids] if self.draft_ids else self.known
 
     @property
     def position(self) -> int:
-        """Position of the token to sample."""
         return len(self.known) + len(self.draft_ids)
 
 

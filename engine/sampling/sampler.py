@@ -112,7 +112,6 @@ _ROWS = 64
 
 
 def rows_per_slice(vocab_size: int) -> int:
-    """Prompt positions whose logits are in memory at once."""
     return max(1, min(SLICE_ROWS, SLICE_BYTES // (4 * vocab_size)))
 
 

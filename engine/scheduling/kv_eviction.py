@@ -120,7 +120,6 @@ class Compactor(SchedulerExtension):
         return self._rule.num_reusable(request, num_blocks)
 
     def num_admitted(self, request: Request, num_tokens: int) -> int:
-        """Tokens until the sequence is compacted."""
         point = self._rule.compaction_point(request)
         return num_tokens if point is None else min(num_tokens, point)
 

@@ -75,7 +75,6 @@ class Scheduler:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest sequence that fits into the context and, alone, into the KV cache."""
         return self.config.longest(self.pool.num_usable)
 
     def longest_after(self, num_prompt_tokens: int) -> int:

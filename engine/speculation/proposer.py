@@ -46,7 +46,6 @@ class TargetStates:
 
     @property
     def place(self) -> tuple[str, int]:
-        """The sequence id, and its number of computed tokens after the step."""
         return self.row.sequence_id, self.row.start + len(self.next_ids)
 
 

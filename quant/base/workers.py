@@ -132,7 +132,6 @@ def first_alone(call: Callable[[], Answer]) -> Answer:
 
 
 def done_by(worker: int, call: Callable[[], Answer]) -> Answer:
-    """Run on one worker, broadcast its result or exception."""
     return opened(given(tried(call) if rank() == worker else None, worker))
 
 

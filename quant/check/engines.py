@@ -61,7 +61,6 @@ class EngineAnswer:
 
     @property
     def falls_back(self) -> bool:
-        """True if a linear is not served by the engine's fast kernel."""
         return any(linear.kernel.falls_back for linear in self.linears)
 
 

@@ -110,7 +110,6 @@ class EngineRules:
         return version
 
     def has(self, name: str, version: str) -> bool:
-        """True if the version has a method or an architecture of this name."""
         known = name in self.methods or name in self.architectures
         return known and name not in self.lacking.get(version, ())
 

@@ -65,7 +65,6 @@ def checkpoint_format(checkpoint: Checkpoint) -> WeightFormat:
 
 
 def marked_modules(checkpoint: Checkpoint, weight_format: WeightFormat) -> set[str]:
-    """The modules that have a tensor with one of the format's marks in its name."""
     marked = ((n, m) for m in weight_format.markers for n in checkpoint.names if n.endswith(m))
     return {name.removesuffix(marker) for name, marker in marked}
 

@@ -168,7 +168,6 @@ class _InOrder:
 
 
 def _flag(knob: str) -> str:
-    """The spelling that gives a hyperparameter a value other than its default."""
     flag = flag_of(knob, options_of(MethodOptions)[knob])
     return flag.replace("--", "--no-", 1) if getattr(MethodOptions(), knob) is True else flag
 

@@ -94,7 +94,6 @@ class WeightMap:
         prefix = model.base_model_prefix
 
         def in_model(name: str) -> str:
-            """The name with the base model's prefix, which some checkpoints leave out."""
             is_whole = not prefix or name.partition(".")[0] in model._modules
             return name if is_whole else f"{prefix}.{name}"
 
@@ -258,7 +257,6 @@ class MetaModel:
         return self._by_layer[index]
 
     def is_tied(self, index: int, name: str) -> bool:
-        """True if a tensor of a layer, by its name in the module, is another module's too."""
         return f"{self.paths[index]}.{name}" in self._tied
 
     def fill(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -126,7 +126,6 @@ class ModelParameters:
         }
 
     def split_weights(self) -> list[str]:
-        """Patterns of the weights that become several parameters, whether or not a file has one."""
         return WeightMap((), self._model).split_weights
 
     def missing(self, names: Iterable[str]) -> list[str]:

@@ -190,7 +190,6 @@ class _Layer:
     routers: int = 0
 
     def square(self, linear: str) -> int:
-        """Bytes of the Gram matrix of a linear's input."""
         return self.shapes[linear][1] ** 2 * _FLOAT
 
     def weights(self, linears: Iterable[str]) -> int:
@@ -198,7 +197,6 @@ class _Layer:
 
     @property
     def grams(self) -> int:
-        """Bytes of the Gram matrices of all inputs."""
         return self.routers + sum(self.square(group[0]) for group in self.family.shared_inputs)
 
     @property

@@ -96,7 +96,6 @@ class Preflight:
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean stored bits of the quantized linears."""
         chosen = [kind for kind in self.kinds if kind.scheme]
         return sum(kind.bytes for kind in chosen) * 8 / sum(kind.weights for kind in chosen)
 

@@ -31,7 +31,6 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def is_worse(error: float, rounded: float) -> bool:
-    """True if an error exceeds that of RTN by more than summation noise."""
     return error > rounded * (1 + 1e-6)
 
 
@@ -158,7 +157,6 @@ class Conversion:
 
     @property
     def lossless(self) -> bool:
-        """True if every dequantized weight is unchanged."""
         return not any(module["reason"] for module in self.modules.values())
 
 

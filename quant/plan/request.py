@@ -265,7 +265,6 @@ class QuantizeRequest:
 
     @property
     def measures(self) -> bool:
-        """True if calibration data are read and output errors are measured."""
         return self.errors and not self.mock
 
     @property
@@ -360,7 +359,6 @@ def check_groups(request: QuantizeRequest) -> None:
 
 
 def searches(request: QuantizeRequest) -> bool:
-    """True if the widths of the linears are searched, under a target."""
     targets = request.target_bpw, request.target_bytes
     return request.method == AUTO or bool(request.candidates) or targets != (None, None)
 

@@ -100,7 +100,6 @@ def vision_units(model: nn.Module, text: str) -> list[tuple[str, nn.Module]]:
 
 
 def part_of(path: str) -> str:
-    """The part that a module outside the language model belongs to."""
     return PROJECTOR if any(_PROJECTOR.search(name) for name in path.split(".")) else VISION
 
 

@@ -267,7 +267,6 @@ class States:
         return cls(token_ids, tensors, images)
 
     def part(self, rows: slice) -> States:
-        """The states of some samples, in the same memory."""
         tensors = {name: tensor[rows] for name, tensor in self.tensors.items()}
         return States(self.token_ids[rows], tensors, self.images[rows])
 

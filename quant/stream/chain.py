@@ -39,7 +39,6 @@ class Walk(ABC):
         """The states after a layer, to be filled by `keep`."""
 
     def keep(self, index: int, outcome: Outcome, following: States, rows: Rows) -> None:
-        """Put what a layer returned for some samples into the states after it."""
         following.put(rows, self.read(index, outcome, len(following.token_ids[rows])))
 
     @abstractmethod
@@ -156,6 +155,5 @@ def _expanded(once: Any, twice: Any, samples: int) -> Any:
 def _all(
     agree: Callable[[torch.Tensor, torch.Tensor], bool], calls: list[Call], others: list[Call]
 ) -> bool:
-    """True if all tensors of the arguments of two passes agree."""
     ours, theirs = (tensors_of([call.parts() for call in part]) for part in (calls, others))
     return len(ours) == len(theirs) and all(map(agree, ours, theirs))

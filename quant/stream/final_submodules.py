@@ -188,7 +188,6 @@ class FinalSubmodules:
                 self._sums[name] = _sum(weight)
 
     def holds_for(self, weights: Mapping[str, torch.Tensor]) -> bool:
-        """True if the outputs that are kept were computed with these weights."""
         return all(_sum(weights[name]) == total for name, total in self._sums.items())
 
 

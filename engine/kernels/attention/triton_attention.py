@@ -48,7 +48,6 @@ class HeadShape:
 
     @property
     def shares_tiles(self) -> bool:
-        """True if a tile of keys serves as the tile of values."""
         return self.in_keys and self.value_dim == self.front_dim
 
     @property

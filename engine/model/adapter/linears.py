@@ -235,7 +235,6 @@ def load_model(
 
 
 def described(checkpoint: Checkpoint) -> str:
-    """The checkpoint's folder and type, with which refusals begin."""
     return f"{checkpoint.folder}: model type {type_of(checkpoint.config)!r}"
 
 

@@ -244,7 +244,6 @@ class HeadAttention(Weights):
         return cache.values.rescaled(mixed, value_scale).flatten(1)
 
     def _score_keys(self, queries: torch.Tensor, step: Step, cache: LayerCache) -> None:
-        """Sum the weights of the scored tokens of a step, whose keys are in the cache."""
         for span in step.inputs.scored:
             add_key_scores(queries, cache.keys, self.rule, span, cache.index)
 
