@@ -16,12 +16,7 @@ from ..base.scheme import Scheme
 from ..families.registry import type_of
 from ..formats.registry import module_scheme, quantized_modules
 from ..model.checkpoint import Checkpoint, gguf_file_of
-from ..model.parameters import (
-    ModelParameters,
-    by_kind,
-    model_parameters,
-    unquantized_modules,
-)
+from ..model.parameters import ModelParameters, by_kind, model_parameters, unquantized_modules
 from .findings import Finding
 from .headers import HeaderCheckpoint
 from .kernels import Codes, codes_of_config

@@ -17,14 +17,7 @@ from ..model.architecture import HEAD
 from ..model.parameters import by_kind
 from .contents import Contents, StoredLinear, codes_of
 from .coverage import model_faults
-from .kernels import (
-    CPU,
-    Answer,
-    KernelAnswer,
-    Question,
-    engine_rules,
-    kernel_for,
-)
+from .kernels import CPU, Answer, KernelAnswer, Question, engine_rules, kernel_for
 from .loaders import CheckpointContents, Loader, transformers_loads, vllm_loads
 
 if TYPE_CHECKING:

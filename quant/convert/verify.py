@@ -15,12 +15,7 @@ import numpy as np
 from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
 from ..check.coverage import model_faults, skipped_by
-from ..formats.registry import (
-    checkpoint_format,
-    module_scheme,
-    quantized_modules,
-    tensor_names,
-)
+from ..formats.registry import checkpoint_format, module_scheme, quantized_modules, tensor_names
 from ..kinds.base.raw import Entries, Raw, read_headers, read_numbers
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint, read_json
 from ..model.parameters import model_parameters

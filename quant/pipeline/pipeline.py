@@ -44,15 +44,7 @@ from .quantized_layer import (
     direct_layer,
     quantize_tensors,
 )
-from .stages import (
-    LayerProgress,
-    Session,
-    Stage,
-    layer_folder,
-    shard_folder,
-    source_of,
-    stages_of,
-)
+from .stages import LayerProgress, Session, Stage, layer_folder, shard_folder, source_of, stages_of
 
 if TYPE_CHECKING:
     from ..gguf.imatrix import ImportanceMatrix

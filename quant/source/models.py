@@ -10,13 +10,7 @@ from ...base.atomic_io import expanded
 from ...base.errors import BadInput, first_line
 from ...base.option import offer
 from ...recipes import DEFAULT_MODEL, MODELS
-from ..model.checkpoint import (
-    GGUF_SUFFIX,
-    MANIFEST_NAME,
-    Checkpoint,
-    gguf_file_of,
-    read_json,
-)
+from ..model.checkpoint import GGUF_SUFFIX, MANIFEST_NAME, Checkpoint, gguf_file_of, read_json
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
