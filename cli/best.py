@@ -65,7 +65,7 @@ def best(
     from ..bench.best.finalists import find_best  # torch
 
     again = f"interrupted: what was finished is in {folder}; the same command resumes from there"
-    with TerminalProgress(lambda: again) as progress:
+    with TerminalProgress(lambda: again) as progress:  # a second Ctrl-C, or one in a dry run
         how = {"dry_run": run.dry_run, "on_ray": on_ray}
         decision = find_best(request, name, folder, progress, **how, score_shares=shares)
     console = result_console(run.as_json, decision)
@@ -94,6 +94,10 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
     """Print the answer on one screen."""
     from .output.console import say
 
+    if decision["stopped"] is not None:
+        why = {"budget": "The budget is spent", "interrupted": "Interrupted"}[decision["stopped"]]
+        left = f"what is left may save {decision['saving']:.0%} more" if decision["front"] else ""
+        say(f"{why}{left and f': {left}'}. The same command goes on from here.", console)
     say(decision["sentence"], console)
     named = {finalist["id"]: finalist for finalist in decision["finalists"]}
     answer = named.get(decision["recommended"] or decision["closest"])

@@ -9,6 +9,7 @@ unsure. Planned speeds have the planner's band; expected KL has the finalists' r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ Record = Mapping[str, Any]
 FOUND, NOTHING, UNSURE = 0, 1, 3
 """Exit codes."""
 _LEAST_RATIOS = 3  # finalists with an expected KL that make a band
+_LEAST = 1e-9  # nats, for the logarithm of no loss
 
 
 def slo_breaks(
@@ -130,6 +132,107 @@ def choose(request: Record, searched: Record, count: int) -> list[str]:
     return [*(points[n]["id"] for n in chosen), *(point["id"] for point in usual[:count])]
 
 
+def next_finalist(
+    request: Record, searched: Record, measured: Sequence[Record], chosen: Sequence[str]
+) -> tuple[str | None, float]:
+    """The chosen point to make next, and the share of the bytes (of the KL divergence with a size) that the
+    points that are left may save at most.
+
+    The next one is the point whose expected KL is nearest to its limit, by the ratio of measured to expected
+    KL of the finalists so far. Left are points that may keep the promises and beat the best so far. Expected
+    KL ranks the mixtures of a lane as measured KL does (docs/commands/best.md), so that a point which is
+    expected to lose more than a finalist that lost too much is not left.
+    """
+    points = {point["id"]: point for point in (*searched["front"], *searched["usual"])}
+    finalists = [check_finalist(request, point) for point in measured]
+    best, band = _best(request, finalists), kl_band(points, finalists)
+    most = next((p["limit"] for p in request["promises"] if p["metric"] == "kl"), None)
+    lost = [
+        points[finalist["id"]]
+        for finalist, record in zip(finalists, measured, strict=True)
+        if any(verdict["outcome"] == "regression" for verdict in record["verdicts"])
+        or (request["is_bounded"] and finalist["keeps"] is True)
+    ]
+    ratios = _ratios(points, finalists)
+    ratio = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else 1.0
+    made, left = {finalist["id"] for finalist in finalists}, list[tuple[Record, float]]()
+    for point in (points[name] for name in chosen if name not in made):
+        rounded = None if point.get("is_solved", True) else point["first_kl"]
+        too_much = rounded is not None and most is not None and rounded["low"] > most
+        keeps_none = check_point(request, point, band)["keeps"] is False
+        if too_much or keeps_none or _is_beaten(point, lost):
+            continue
+        if request["is_bounded"]:
+            expected = None if best is None else point["expected_kl"]
+            least = (
+                0.0
+                if expected is None
+                else expected * (band[0] if band else min(ratios, default=0.0))
+            )
+            saved = 1 - least / best["kl"]["value"] if best and best["kl"]["value"] else 1.0
+        else:
+            saved = 1.0 if best is None else 1 - point["bytes"] / best["bytes"]
+        if saved > 0:
+            left.append((point, saved))
+    if not left:
+        return None, 0.0
+    front = sorted((p for p, _ in left if p["expected_kl"] is not None), key=_size_of)
+    if not front:
+        following = min((point for point, _ in left), key=_size_of)
+    elif request["is_bounded"]:
+        following = min(front, key=lambda point: (point["expected_kl"], point["bytes"]))
+    elif most is None:  # promises that nothing predicts: halve what is left
+        following = front[len(front) // 2]
+    else:
+        limit = math.log(most or _LEAST)
+        distances = [abs(math.log(ratio * p["expected_kl"] or _LEAST) - limit) for p in front]
+        following = front[distances.index(min(distances))]
+    return following["id"], max(saved for _, saved in left)
+
+
+def _size_of(point: Record) -> tuple[int, str]:
+    return point["bytes"], point["id"]
+
+
+def _is_beaten(point: Record, lost: Sequence[Record]) -> bool:
+    """True if a point is expected to lose no less than one of its lane that lost."""
+    expected = point["expected_kl"]
+    return expected is not None and any(
+        other["lane"] == point["lane"]
+        and other["expected_kl"] is not None
+        and other["expected_kl"] <= expected
+        for other in lost
+    )
+
+
+def first_sentence(request: Record, usual: Sequence[Record], tokens: int) -> str:
+    """The best of the usual quantizations by their KL divergences on a short text, rounded to nearest."""
+    checked = []
+    for point in usual:
+        if (kl := point.get("first_kl")) is not None:
+            value = kl["value"] or _LEAST
+            band = kl["low"] / value, kl["high"] / value
+            checked.append(check_point(request, point | {"expected_kl": value}, band) | {"kl": kl})
+    if not checked:
+        return "So far: the loader takes none of the usual quantizations."
+    may = [point for point in checked if point["keeps"] is not False]
+    if not may:
+        near = min(checked, key=lambda point: (point["excess"], point["bytes"]))
+        return (
+            f"So far: none of the usual quantizations keeps the promises when rounded to nearest; "
+            f"{near['id']} comes closest: {'; '.join(near['breaks'])}."
+        )
+    by_kl = (lambda p: (p["kl"]["value"], p["bytes"])) if request["is_bounded"] else _size_of
+    best, kl = min(may, key=by_kl), min(may, key=by_kl)["kl"]
+    sure = "is expected to keep" if best["keeps"] else "may keep"
+    return (
+        f"So far: {best['id']} ({best['bits_per_weight']:.2f} bits per weight, "
+        f"{format_gib(best['bytes'])}) {sure} the promises: KL {kl['value']:.3g} ({kl['low']:.3g} to "
+        f"{kl['high']:.3g}) on {tokens:,} tokens, rounded to nearest and not verified. More time searches "
+        "mixtures of fewer bytes, then makes and measures the nearest."
+    )
+
+
 def gap_words(front: Sequence[Record]) -> str:
     """Say how far the solved points of a front are from the optimum at most."""
     gaps = [point["gap"] for point in front if point.get("gap") is not None]
@@ -168,10 +271,7 @@ def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dic
         finalists, key=lambda point: (point["bytes"], point["kl"]["value"], point["id"])
     )
     band = kl_band(points, finalists)
-    best = next((point for point in by_bytes if point["keeps"] is True), None)
-    if request["is_bounded"]:  # the least KL divergence, not the fewest bytes
-        sure = [point for point in by_bytes if point["keeps"] is True]
-        best = min(sure, key=lambda point: (point["kl"]["value"], point["bytes"]), default=None)
+    best = _best(request, by_bytes)
     made = {point["id"] for point in finalists}
     listed = [*searched["front"], *(point for point in searched["usual"] if point["id"] in made)]
     front: list[Record] = [
@@ -206,6 +306,14 @@ def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dic
     }
 
 
+def _best(request: Record, finalists: Sequence[Record]) -> Record | None:
+    """The finalist of fewest bytes, or with a size of least KL, that surely keeps the promises."""
+    sure = [point for point in finalists if point["keeps"] is True]
+    if request["is_bounded"]:
+        return min(sure, key=lambda point: (point["kl"]["value"], *_size_of(point)), default=None)
+    return min(sure, key=lambda p: (p["bytes"], p["kl"]["value"], p["id"]), default=None)
+
+
 def _unmade(front: Sequence[Record]) -> Record | None:
     """The fewest bytes that were not made, may keep the promises and are expected to lose less than every
     finalist, or None: few finalists may all be too small."""
@@ -224,12 +332,16 @@ def kl_band(
     points: Mapping[str, Record], finalists: Sequence[Record]
 ) -> tuple[float, float] | None:
     """The least and the largest ratio of measured to expected KL."""
-    ratios = [
-        point["kl"]["value"] / expected
+    ratios = _ratios(points, finalists)
+    return (min(ratios), max(ratios)) if len(ratios) >= _LEAST_RATIOS else None
+
+
+def _ratios(points: Mapping[str, Record], finalists: Sequence[Record]) -> list[float]:
+    return [
+        max(point["kl"]["value"], _LEAST) / expected
         for point in finalists
         if (expected := points[point["id"]]["expected_kl"])
     ]
-    return (min(ratios), max(ratios)) if len(ratios) >= _LEAST_RATIOS else None
 
 
 def _why_not(
@@ -241,10 +353,17 @@ def _why_not(
         breaks = [usual["refused"]]
     elif finalist is None:
         breaks = check_point(request, usual, None)["breaks"]
-        breaks = breaks or ["--finalists or --budget left no room to make it"]
     else:
         breaks = list(finalist["breaks"])
     why = "; ".join(breaks)
+    if finalist is None and not breaks:
+        why = "it was not made"
+        if best is not None:
+            why = f"{usual['bytes'] / best['bytes'] - 1:+.1%} bytes, not made"
+        if kl := usual["first_kl"]:
+            why += (
+                f": KL {kl['value']:.3g} ({kl['low']:.3g} to {kl['high']:.3g}) rounded to nearest"
+            )
     if finalist is not None and not breaks:
         assert best is not None
         larger = finalist["bytes"] / best["bytes"] - 1

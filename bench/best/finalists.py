@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +12,11 @@ from typing import Any
 
 from ...base.atomic_io import write_atomically
 from ...base.option import words_of
-from ...base.progress import Progress, ProgressUpdate, SubRun, as_progress, in_words
+from ...base.progress import Progress, ProgressUpdate, SubRun, as_progress
 from ...base.version import VERSION
 from ...engine.base.units import parse_tokens
 from ...engine.planner.catalog import find_model
 from ...quant.model.checkpoint import gguf_file_of
-from ...quant.pipeline.estimate import time_layer
-from ...quant.pipeline.preflight import preflight
-from ...quant.pipeline.prepare import prepare
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import short_name
 from ..gate.limits import DEPTH_KEY, PREFIX, GateOutcome, Limit
@@ -29,41 +27,21 @@ from ..quality.chat_items import CHAT_TASKS
 from ..quality.passage import DOMAINS
 from ..quality.summary import score_of
 from ..record.result import RunData, plain
-from ..studies.jobs import jobs_of
+from ..studies.jobs import run_on_ray
 from ..studies.recipe import Recipe, server_words
 from ..studies.recipe_files import Stages, VariantRun
-from ..studies.recipe_run import run_recipe
+from ..studies.recipe_run import job_on_node, run_variant
 from .best_page import best_page
-from .decision import choose, decide
+from .decision import UNSURE, choose, decide, first_sentence, next_finalist
+from .first_answer import FIRST_TOKENS, BudgetedProgress, first_answer
 from .search import PlanContext, Target, search
-from .target import BestRequest, open_folder
+from .target import DEFAULT_BUDGET, BestRequest, open_folder
 
 FINALISTS, DECISION_NAME, PAGE_NAME = "finalists", "decision.json", "best.html"
 SCHEMA = "llmopt-decision-1"
 _PORT = 8000
 _DTYPES = {"bf16": "auto", "f16": "auto"}
 _LENGTH_FLAGS = {"llmopt": "--max-model-len", "vllm": "--max-model-len", "llama.cpp": "--ctx-size"}
-
-
-def affordable(
-    target: Target, points: Sequence[Mapping[str, Any]], count: int, progress: Progress
-) -> int:
-    """The number of finalists, at least 1 and at most `count`, that the budget has time for, by the estimate
-    of quantizing one. Scoring takes about as long again: the original and the finalist compute each token
-    once."""
-    budget = target.asked.budget
-    if budget is None or not points:
-        return count
-    step = {"name": "one", "quantize": dict(points[-1]["quantize"])}
-    quantize = Recipe.model_validate({"name": "one", "variants": [step]}).variants[0].quantize
-    assert quantize is not None
-    session = prepare(quantize.request(target.path, Path(), target.model), progress)
-    seconds = 2 * preflight(session, layer=time_layer(session, progress)).seconds
-    number = max(1, min(count, int(budget / seconds)))
-    progress.note(
-        f"about {in_words(seconds)} for each finalist: {number} of at most {count} are made"
-    )
-    return number
 
 
 def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str) -> Recipe:
@@ -123,23 +101,49 @@ def find_best(
     on_ray: bool = False,
     score_shares: int = 1,
 ) -> dict[str, Any]:
-    """The decision, also in `decision.json` of the folder; the same call resumes an interrupted one. A dry
-    run only searches, marks the planned finalists and writes no decision. With `on_ray` Ray makes, scores and
-    measures them; `score_shares` jobs share the scoring of a finalist.
+    """The decision, also in `decision.json` of the folder. Ctrl-C and a spent budget end the work with the
+    best so far (`stopped` says which); the same call resumes it. A dry run only searches, marks the planned
+    finalists and writes no decision. With `on_ray` Ray makes, scores and measures them; `score_shares` jobs
+    share the scoring of a finalist.
 
     Raises:
         BadInput: there is no such model or GPU, the loader takes nothing of it, the size is impossible, or
             the folder is of another question.
-        KeyboardInterrupt: interrupted; finished work is kept.
     """
     progress = as_progress(progress)
     target = Target.of(request, model)
     open_folder(folder, request.question(model, target.device.name))
-    searched = search(target, folder, progress)
-    question = {
-        "model": model,
-        "hardware": searched["hardware"],
-        "context": searched["context"],
+    if dry_run:
+        searched = search(target, folder, progress)
+        question = question_of(target)
+        chosen = choose(question, searched, request.finalists)
+        decision = decide(question, searched, [])
+        front = [point | {"finalist": point["id"] in chosen} for point in decision["front"]]
+        pairs = zip(decision["usual"], searched["usual"], strict=True)
+        usual = [shown for shown, point in pairs if point["id"] not in chosen]
+        return {**_head(target), **decision, "front": front, "usual": usual}
+    budget = request.budget
+    if budget is None and target.device.kind == "cpu":
+        budget = DEFAULT_BUDGET
+    run = _Run(target, folder, BudgetedProgress(progress, budget or math.inf))
+    try:
+        run.go(on_ray=on_ray, score_shares=score_shares)
+    except KeyboardInterrupt:
+        run.stopped = "budget" if run.progress.is_spent else "interrupted"
+    decision = run.decision()
+    write_atomically(folder / DECISION_NAME, json.dumps(decision, indent=1) + "\n")
+    if decision["front"]:
+        best_page(decision).write(folder / PAGE_NAME)
+    return decision
+
+
+def question_of(target: Target) -> dict[str, Any]:
+    """The question as `decision.json` has it."""
+    request, device = target.asked, target.device
+    return {
+        "model": target.model,
+        "hardware": {"name": device.name, "kind": device.kind, "count": 1},
+        "context": PlanContext.of(request).context,
         "concurrency": request.sequences,
         "slo": request.slo_limits or None,
         "size_bytes": request.size,
@@ -156,20 +160,70 @@ def find_best(
         ],
         "is_bounded": request.is_bounded,
     }
-    head = {"llmopt": VERSION, "schema": SCHEMA, "asked": question}
-    if dry_run:
-        decision = decide(question, searched, [])
-        chosen = choose(question, searched, request.finalists)
-        front = [point | {"finalist": point["id"] in chosen} for point in decision["front"]]
-        pairs = zip(decision["usual"], searched["usual"], strict=True)
-        usual = [shown for shown, point in pairs if point["id"] not in chosen]
-        return {**head, **decision, "front": front, "usual": usual}
-    stages = begin(target, question, searched, folder / FINALISTS, progress, score_shares)
-    measured = results(target, stages, searched, progress, on_ray=on_ray)
-    decision = {**head, **decide(question, searched, measured)}
-    write_atomically(folder / DECISION_NAME, json.dumps(decision, indent=1) + "\n")
-    best_page(decision).write(folder / PAGE_NAME)
-    return decision
+
+
+def _head(target: Target) -> dict[str, Any]:
+    return {"llmopt": VERSION, "schema": SCHEMA, "asked": question_of(target)}
+
+
+class _Run:
+    """A search that has an answer whenever it is ended: the first one, then that of its finalists."""
+
+    def __init__(self, target: Target, folder: Path, progress: BudgetedProgress) -> None:
+        self.target, self.folder, self.progress = target, folder, progress
+        self.question = question_of(target)
+        self.usual: Sequence[Mapping[str, Any]] = ()
+        self.searched: dict[str, Any] = {"lanes": [], "front": [], "usual": []}
+        self.measured: list[dict[str, Any]] = []
+        self.saving = 1.0
+        self.stopped: str | None = None
+
+    def go(self, *, on_ray: bool, score_shares: int) -> None:
+        """Answer first, search, then make and measure finalists until nothing left is worth it."""
+        self.searched = search(self.target, self.folder, self.progress, self._first)
+        stages = begin(
+            self.target, self.question, self.searched, self.folder / FINALISTS, score_shares
+        )
+        if stages is None:
+            return
+        # The notes of `quantize` are left to the manifests.
+        shown = SubRun(self.progress, self._step, ("quantize", "verify", "warning"))
+        if on_ray:
+            run_on_ray(stages, job_on_node, shown)
+        variants = {variant.name: variant for variant in stages.recipe.variants}
+        points = _points(self.searched)
+        while True:
+            name, self.saving = next_finalist(
+                self.question, self.searched, self.measured, [*variants]
+            )
+            is_found = decide(self.question, self.searched, self.measured)["recommended"]
+            if name is None or (is_found and self.saving < self.target.asked.worth):
+                break
+            base, ran = run_variant(stages, variants[name], shown)
+            kv_dtype = self.searched["kv_dtype"]
+            self.measured.append(
+                result_of(self.target, base, ran, points[name], stages.folder, kv_dtype)
+            )
+            self.progress.note(f"so far: {self.decision()['sentence']}")
+        stages.remove_locks()
+
+    def decision(self) -> dict[str, Any]:
+        """The decision of what is finished."""
+        decision = decide(self.question, self.searched, self.measured)
+        if self.stopped is not None and decision["recommended"] is None:
+            decision["exit_code"] = UNSURE
+            if not self.measured and self.usual:
+                decision["sentence"] = first_sentence(self.question, self.usual, FIRST_TOKENS)
+        rest = {"saving": self.saving, "stopped": self.stopped}
+        return {**_head(self.target), **decision, **rest}
+
+    def _first(self, kv_dtype: str) -> Sequence[Mapping[str, Any]]:
+        self.usual = first_answer(self.target, self.folder, kv_dtype, self.progress)
+        self.progress.note(first_sentence(self.question, self.usual, FIRST_TOKENS))
+        return self.usual
+
+    def _step(self) -> str:
+        return f"finalist {len(self.measured) + 1}"
 
 
 def begin(
@@ -177,50 +231,17 @@ def begin(
     question: Mapping[str, Any],
     searched: Mapping[str, Any],
     folder: Path,
-    progress: Progress,
     score_shares: int = 1,
 ) -> Stages | None:
     """The recipe of the finalists, begun or resumed; None if no point may keep the promises."""
     if Stages.is_at(folder):
         return Stages.resume(folder)
-    chosen = choose(question, searched, target.asked.finalists)
-    points = _points(searched)
-    most = affordable(target, [points[name] for name in chosen], len(chosen), progress)
-    if most < len(chosen):
-        chosen = choose(question, searched, most)
+    points, chosen = _points(searched), choose(question, searched, target.asked.finalists)
     if not chosen:
         return None
     shutil.rmtree(folder, ignore_errors=True)
     recipe = recipe_of(target, [points[name] for name in chosen], searched["kv_dtype"])
     return Stages.begin(folder, recipe, score_shares)
-
-
-def results(
-    target: Target,
-    stages: Stages | None,
-    searched: Mapping[str, Any],
-    progress: Progress,
-    *,
-    on_ray: bool = False,
-) -> list[dict[str, Any]]:
-    """The results of the finalists, which are made and measured unless they were before."""
-    if stages is None:
-        return []
-    points = _points(searched)
-    # The notes of `quantize` are left to the manifests.
-    shown = SubRun(progress, lambda: _step_of(stages), ("quantize", "verify", "warning"))
-    ran = run_recipe(stages, shown, on_ray=on_ray)
-    return [
-        result_of(
-            target, ran.base, run, points[run.variant.name], stages.folder, searched["kv_dtype"]
-        )
-        for run in ran.variants
-    ]
-
-
-def _step_of(stages: Stages) -> str:
-    steps = len(jobs_of(stages))
-    return f"step {min(stages.num_done + 1, steps)} of {steps}"
 
 
 def _points(searched: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

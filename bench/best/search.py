@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -83,7 +83,7 @@ FORMATS = {
 }
 USUAL: Mapping[str, Mapping[str, Any]] = {
     "awq int4": {"method": "awq", "bits": 4},
-    "Q4_K_M": {"method": "Q4_K_M"},
+    **{name: {"method": name} for name in ("Q4_K_M", "Q5_K_M", "Q8_0")},
     "fp8": {"method": "fp8"},
 }
 """The usual choices of a user, by the options of `quantize`."""
@@ -206,14 +206,8 @@ def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
     return replace(target, measured=folder)
 
 
-def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
-    """The fronts of all lanes, planned, and the usual quantizations; read if they were written before. Raises
-    BadInput: the loader takes nothing of this model, or the size is impossible."""
-    path = folder / SEARCH_NAME
-    if path.is_file():
-        return _with_paths(read_json(path), folder)
-    stats = target.asked.stats or folder / STATISTICS
-    # fp8 only if the load does not fit by the engine's default dtype of the KV cache, and does by fp8.
+def _kv_dtype(target: Target) -> str:
+    """The dtype of the KV cache: the engine's default, or fp8 if the load fits by fp8 alone."""
     rule = engine_rule(target.asked.loads_in)
     kv_dtype = rule.default_kv_dtype
     if target.device.kind != "cpu" and "fp8" in rule.kv_dtypes:
@@ -221,6 +215,22 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
         lightest = WeightRecipe("int4", 4, scale_bits=0, plain_bytes=model.plain_bytes)
         fits = {n: target.planned(lightest, n)["unfit"] is None for n in (kv_dtype, "fp8")}
         kv_dtype = "fp8" if fits["fp8"] and not fits[kv_dtype] else kv_dtype
+    return kv_dtype
+
+
+def search(
+    target: Target,
+    folder: Path,
+    progress: Progress,
+    first: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
+) -> dict[str, Any]:
+    """The fronts of all lanes, planned, and the usual quantizations; read if they were written before.
+    `first` makes the first answer for a dtype of the KV cache, whose KL divergences the usual ones keep.
+    Raises BadInput: the loader takes nothing of this model, or the size is impossible."""
+    path = folder / SEARCH_NAME
+    if path.is_file():
+        return _with_paths(read_json(path), folder)
+    stats, kv_dtype = target.asked.stats or folder / STATISTICS, _kv_dtype(target)
     lanes, requests = _lanes(target, stats, kv_dtype)
     if not requests:
         reasons = "; ".join(f"{lane['format']}: {lane['refused']}" for lane in lanes)
@@ -228,6 +238,8 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
             f"--loads-in {target.asked.loads_in} takes nothing of {target.model} that was asked for: "
             f"{reasons}"
         )
+    usual = first(kv_dtype) if first else ()
+    first_kl = {point["name"]: point["first_kl"] for point in usual if "first_kl" in point}
     fronts = search_fronts(requests, progress)
     target, points = measure_machine(target, folder / MACHINE, progress), []
     for request, lane in zip(requests, fronts, strict=True):
@@ -241,7 +253,9 @@ def search(target: Target, folder: Path, progress: Progress) -> dict[str, Any]:
         "kv_dtype": kv_dtype,
         "lanes": lanes,
         "front": sorted(points, key=lambda point: point["bytes"]),
-        "usual": [_usual(target, name, kv_dtype) for name in USUAL],
+        "usual": [
+            usual_point(target, name, kv_dtype) | {"first_kl": first_kl.get(name)} for name in USUAL
+        ],
     }
     write_atomically(path, json.dumps(result, indent=1) + "\n")
     return _with_paths(result, folder)
@@ -421,7 +435,7 @@ def _planned(
     return plan_of_first | {"speed": mean_speed([(share, p["speed"]) for share, p in parts])}
 
 
-def _usual(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
+def usual_point(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
     """A usual quantization for JSON, with the reason that it is no answer before it is made."""
     made = dict(USUAL[name])
     record = {"name": name, "id": name.replace(" ", "-"), "quantize": made | target.asked.shared}
@@ -436,6 +450,7 @@ def _usual(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
     num_weights = sum(rows * columns for rows, columns in plan.modules.values())
     return record | {
         "refused": None,
+        "is_solved": plan.method.needs_statistics,
         "lane": plan.format.name,
         "label": name,
         "bytes": size,

@@ -21,16 +21,19 @@ from ...engine.config.plan_options import PlanRequest
 from ...engine.planner.devices import Device, choose_devices
 from ...quant.model.checkpoint import read_json
 from ...quant.plan.request import QuantizeRequest
-from ..gate.limits import SCORED, Limit, Scored, parse_promises
+from ..gate.limits import SCORED, Limit, Scored, parse_promises, parse_share
 from ..options.definitions import QualityOptions
 from ..options.values import parse_duration, parse_nats
 
+DEFAULT_BUDGET = 30 * 60
+"""Seconds of a search on a CPU; on a GPU the search ends by itself."""
 DEFAULT_MAX_KL = 0.05
 """Nats per token that are promised without a size and any promise."""
 QUESTION_NAME, STATISTICS = "question.json", "statistics"
 LOADERS = ("llmopt", "vllm", "transformers", "llama.cpp")
 SHARED = ("calibration", "num_samples", "seq_len", "held_out", "evaluation", "seed", "device")
 """Options that every finalist is quantized with, as `quantize` has them."""
+_FREE = ("stats", "budget", "worth")  # a resumed search may have others
 _LOAD, _PROMISE, _SEARCH, _DATA = "Hardware and load", "Promise", "Search", "Calibration data"
 _calibrated = partial(option_like, QuantizeRequest, panel=_DATA, common=False)
 
@@ -40,6 +43,13 @@ def _duration(text: str) -> float:
         return parse_duration(text)
     except ValueError as error:
         raise BadInput(f"--budget {text}: {error}") from error
+
+
+def _worth(text: str) -> float:
+    try:
+        return parse_share(text)
+    except BadInput as error:
+        raise BadInput(f"--worth {text}: give a share such as 2%") from error
 
 
 def device_of(name: str) -> Device:
@@ -134,9 +144,21 @@ class BestRequest:
     )
     budget: float | None = option(
         None,
-        "Time for the finalists by the estimates: 2h. Fewer are made where it is short.",
+        "Time after which the best so far is the answer: 2h. The same command goes on from there. Default: "
+        f"{DEFAULT_BUDGET // 60}m on a CPU.",
         word=str,
         parse=_duration,
+        panel=_SEARCH,
+        common=True,
+    )
+    worth: float = option(
+        0.02,
+        "The search ends when nothing left may save this share of the bytes, or of the KL divergence with a "
+        "size.",
+        word=str,
+        parse=_worth,
+        metavar="SHARE",
+        limit=within(ge=0, lt=1),
         panel=_SEARCH,
         common=True,
     )
@@ -232,7 +254,7 @@ class BestRequest:
 
     def question(self, model: str, hardware: str) -> dict[str, Any]:
         """Everything that the answer depends on, for JSON: a folder holds the answer to one question."""
-        names = [name for name in options_of(BestRequest) if name != "stats"]
+        names = [name for name in options_of(BestRequest) if name not in _FREE]
         values = {name: getattr(self, name) for name in names}
         lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
         return {"model": model, **values, **lists, "gpu": hardware}

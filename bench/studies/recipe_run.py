@@ -88,6 +88,18 @@ def run_recipe(
     return run
 
 
+def run_variant(stages: Stages, variant: Variant, progress: Progress) -> tuple[RunData, VariantRun]:
+    """Do the jobs that are left of the original and of one variant; the runs of both."""
+    make_checkpoint(stages, variant, progress)
+    manifest, verified = verified_files(bench_options(stages, variant), progress)
+    for job in jobs_of(stages):
+        if job.of in (BASE_NAME, variant.name):
+            do_job(stages, job, progress)
+    base, data = (RunData.read(stages.folder / name) for name in (BASE_NAME, variant.name))
+    comparison = judge(stages.recipe, base, data)
+    return base, VariantRun(variant, manifest, verified, data, comparison)
+
+
 def bench_options(stages: Stages, variant: Variant | None) -> BenchOptions:
     model = None
     if variant is not None and variant.made is not None:

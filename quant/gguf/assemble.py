@@ -144,13 +144,11 @@ def _contents(
     replaced = {f"{module}.weight" for module in blocks}
     names = [name for name in _held(layout, config) if name not in replaced]
     entries = {name: layout[name] for name in sorted(names, key=_file_order)}
-    # Embedding and output head, where they are not quantized already and a type fits.
-    tied = bool(config.get("tie_word_embeddings"))
-    choices = {_EMBEDDING: output_type if tied else embedding_type, _HEAD: output_type}
-    heads = ((f"{module}.weight", choose) for module, choose in choices.items())
-    types = {n: choose(type_name, entries[n][1][1]) for n, choose in heads if n in entries}
-    types |= {f"{module}.weight": block for module, block in tables.items()}
-    types = {name: block for name, block in types.items() if block and name in entries}
+    # Embedding and output head, where they are not quantized already.
+    left = {module: f"{module}.weight" for module in (_EMBEDDING, _HEAD)}
+    columns = {m: entries[name][1][1] for m, name in left.items() if name in entries}
+    chosen = {**mix_tables(config, columns, type_name), **tables}
+    types = {left[module]: block for module, block in chosen.items() if block and module in columns}
     tensors = _Writer(config, readers, schemes, types).tensors(entries)
     factors = rope_factors(config)
     if factors is not None:
@@ -257,6 +255,14 @@ def table_names(source: Checkpoint) -> list[str]:
     """The modules whose tables have a block type of their own: embedding, and a head that is not tied."""
     table = _held(source.names, source.config)
     return [module for module in (_EMBEDDING, _HEAD) if f"{module}.weight" in table]
+
+
+def mix_tables(config: Mapping[str, Any], columns: Mapping[str, int], mix: str) -> dict[str, str]:
+    """Block types that a mix has for embedding and output head of so many columns, where one fits."""
+    tied = bool(config.get("tie_word_embeddings"))
+    choices = {_EMBEDDING: output_type if tied else embedding_type, _HEAD: output_type}
+    types = {module: choices[module](mix, count) for module, count in columns.items()}
+    return {module: block for module, block in types.items() if block}
 
 
 def _gguf_tensor_name(name: str, architecture: str) -> str:

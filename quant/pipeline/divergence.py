@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from ...base.progress import Progress
+from ..base.device import HOST
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
@@ -123,9 +124,10 @@ def divergences(
     progress: Progress,
     images: Images = (),
     folder: StatisticsFolder | None = None,
-) -> list[float]:
-    """Mean KL divergence in nats a token of each candidate (schemes by full name) from the float model on
-    samples `[samples, length]`; without a folder of statistics codes are rounded to nearest."""
+) -> torch.Tensor:
+    """KL divergence in nats of each candidate (schemes by full name) from the float model at each token of
+    samples `[samples, length]`, float64 `[candidates, tokens]`; without a folder of statistics codes are
+    rounded to nearest."""
     progress.start("checking by KL", stream.num_layers, "layers")
     stream.prepare(token_ids, images)
     plain = stream.embed(token_ids, images)
@@ -177,21 +179,20 @@ def divergences(
         own = solved.get((HEAD, schemes[HEAD])) if HEAD in schemes else None
         heads.append(stream.head()[0] if own is None else own)
     stream.read_instead({})
-    return _mean_divergences(stream, [plain, *states], heads, bias)
+    return _token_divergences(stream, [plain, *states], heads, bias)
 
 
-def _mean_divergences(
+def _token_divergences(
     stream: LayerStream,
     states: Sequence[States],
     heads: Sequence[torch.Tensor],
     bias: torch.Tensor | None,
-) -> list[float]:
-    """Mean KL divergence of every state from the first, over all tokens."""
-    sums = torch.zeros(len(states) - 1, dtype=torch.float64)
-    num_tokens, step = 0, max(1, LOGITS // len(heads[0]))
+) -> torch.Tensor:
+    """KL divergence of every state from the first at every token, float64 `[states - 1, tokens]`."""
+    parts: list[torch.Tensor] = []
+    step = max(1, LOGITS // len(heads[0]))
     for batch in zip(*(stream.head_inputs(part) for part in states), strict=True):
         hidden = [part.flatten(0, -2).float() for part in batch]
-        num_tokens += len(hidden[0])
         for begin in range(0, len(hidden[0]), step):
             rows = slice(begin, begin + step)
             logs = (
@@ -202,9 +203,9 @@ def _mean_divergences(
             )
             plain = next(logs)
             shares = plain.exp()
-            for number, other in enumerate(logs):
-                sums[number] += float((plain - other).mul_(shares).sum())
-    return (sums / max(1, num_tokens)).tolist()
+            losses = [(plain - other).mul_(shares).sum(dim=-1) for other in logs]
+            parts.append(torch.stack(losses).to(HOST, torch.float64))
+    return torch.cat(parts, dim=1)
 
 
 def plain_logits(

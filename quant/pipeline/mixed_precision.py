@@ -195,7 +195,7 @@ class Lane:
             losses = divergences(
                 plan, self.stream, token_ids, wanted, progress, images, self.folder
             )
-            for number, loss in zip(missing, losses, strict=True):
+            for number, loss in zip(missing, losses.mean(dim=1).tolist(), strict=True):
                 store[keys[number]] = loss
             store.write()
         return [store[key] for key in keys]

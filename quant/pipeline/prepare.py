@@ -236,6 +236,41 @@ def search_fronts(
     return lanes
 
 
+def rounding_losses(
+    requests: Sequence[QuantizeRequest], num_tokens: int, progress: Progress
+) -> list[torch.Tensor]:
+    """KL divergence from the float model at held-out tokens, float64 `[samples, length]`, of each request's
+    schemes with weights rounded to nearest: neither a solver nor rounded activations take part."""
+    from ..gguf.assemble import mix_tables, table_names
+    from ..kinds.ggml.scheme import GgufScheme
+    from .candidates import is_gguf
+    from .divergence import divergences
+
+    plans = [make_plan(request) for request in requests]
+    samples, images = _checked(calibration_of(requests[0], plans[0], []))
+    samples = samples[: max(1, num_tokens // samples.shape[1])]
+    losses: dict[int, torch.Tensor] = {}
+    # Block types of GGUF files are alike to a plan; others have scales of its own dtype.
+    together = [number for number, plan in enumerate(plans) if is_gguf(plan)]
+    alone = [[number] for number in range(len(plans)) if number not in together]
+    for numbers in filter(None, [together, *alone]):
+        kinds, plan = [dict(plans[number].schemes) for number in numbers], plans[numbers[0]]
+        if numbers is together:
+            names = table_names(plan.checkpoint)
+            columns = {name: plan.checkpoint.shape(f"{name}.weight")[1] for name in names}
+            for number, kind in zip(numbers, kinds, strict=True):
+                tables = mix_tables(plan.checkpoint.config, columns, plans[number].gguf_type)
+                kind |= {name: GgufScheme(block) for name, block in tables.items()}
+            plan = replace(plan, gguf_tables=dict.fromkeys(columns, ""))
+        stream = LayerStream(plan.checkpoint, plan.architecture, plan.compute, plan.device)
+        few = images[: len(samples)]
+        for number, loss in zip(
+            numbers, divergences(plan, stream, samples, kinds, progress, few), strict=True
+        ):
+            losses[number] = loss.view(samples.shape)
+    return [losses[number] for number in range(len(plans))]
+
+
 def _measure(
     begun: Session,
     folder: StatisticsFolder,

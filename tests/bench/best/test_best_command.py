@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import time
+from dataclasses import replace
+from functools import partial
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ from typing import Any
 import pytest
 import typer
 from llmopt.base.progress import Silent
-from llmopt.bench.best import search
-from llmopt.bench.best.finalists import recipe_of
+from llmopt.bench.best import finalists, first_answer, search
+from llmopt.bench.best.finalists import find_best, recipe_of
+from llmopt.bench.best.first_answer import BudgetedProgress
 from llmopt.bench.best.search import Target
 from llmopt.bench.best.target import BestRequest
 from llmopt.cli.best import best
@@ -53,6 +57,7 @@ def test_an_answer_with_its_commands(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(search, "measure_machine", lambda target, *_: target)  # it takes its time
+    monkeypatch.setattr(first_answer, "FIRST_TOKENS", 64)
     folder, question = Path("out"), (*QUESTION, "--finalists", "2", "--max-kl", "9", "-o", "out")
     assert llmopt(*question, "--dry-run") == 0
     assert "expected KL" in capsys.readouterr().out and not (folder / "decision.json").exists()
@@ -66,9 +71,9 @@ def test_an_answer_with_its_commands(
     assert chosen["speed"]["source"] == "measured" and chosen["keeps"] is True
     points = {one["id"]: one for one in found["front"]}
     assert points[chosen["id"]]["finalist"] and points[chosen["id"]]["bytes"] == chosen["bytes"]
-    assert {one["name"] for one in found["usual"]} == {"awq int4", "Q4_K_M", "fp8"}
+    assert {one["name"] for one in found["usual"]} == set(search.USUAL)
     page = unescape((folder / "best.html").read_text())
-    assert chosen["rebuild"] in page and found["sentence"] in page and page.count("<svg ") >= 3
+    assert chosen["rebuild"] in page and found["sentence"] in page and page.count("<svg ") >= 2
     before = (folder / "decision.json").read_bytes()
     assert llmopt(*question) == 0  # nothing is left to do
     assert (folder / "decision.json").read_bytes() == before
@@ -111,13 +116,14 @@ def test_bad_input_ends_with_two(
 
 KILLED_AT = (
     "question.json",
+    "first.json",
     "statistics/costs-*",
     "search.json",
     "finalists/journal.json",
     "finalists/checkpoints/*.partial",
     "finalists/checkpoints/*/config.json",
     "finalists/original/result.json",
-    "finalists/result.json",
+    "decision.json",
 )
 """Files, in the order in which they appear."""
 
@@ -143,6 +149,58 @@ def test_a_kill_at_any_stage_changes_no_byte(tmp_path: Path) -> None:
         decisions.append((out / "decision.json").read_bytes())
     assert decisions[0] == decisions[1]
     assert json.loads(decisions[0])["finalists"][0]["speed"]["source"] == "planned"
+
+
+def test_ctrl_c_gives_the_best_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Here there is nothing yet; a promise that is not kept is unsure."""
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finalists, "search", interrupted)
+    assert llmopt(*QUESTION, "-o", tmp_path / "out") == 3
+    assert "Interrupted. The same command goes on from here." in capsys.readouterr().out
+    found = decision(tmp_path / "out")
+    assert (found["stopped"], found["exit_code"], found["saving"]) == ("interrupted", 3, 1.0)
+
+
+@pytest.mark.whole
+def test_a_spent_budget_gives_the_best_so_far_and_changes_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a second at each look: the first run ends before its first answer, and each
+    later one has twice the time."""
+    monkeypatch.setattr(first_answer, "FIRST_TOKENS", 64)
+    monkeypatch.setattr(first_answer, "USUAL", {"fp8": search.USUAL["fp8"]})
+    data = {"num_samples": 2, "seq_len": 64, "quality_tokens": 128, "quality_full": False}
+    kinds = {"formats": ("compressed-tensors",), "candidates": ("int4", "int8"), "gpu": "h100"}
+    request = BestRequest(**data, **kinds, finalists=2, max_kl=9.0)
+    whole = find_best(request, "stories3M", tmp_path / "whole")
+    assert whole["exit_code"] == 0 and whole["stopped"] is None and whole["saving"] < 0.02
+    ticking = partial(itertools.count, step=1)
+    notes: list[str] = []
+    monkeypatch.setattr(Silent, "note", lambda _, text: notes.append(text))
+    stops: list[dict[str, Any]] = []
+    seconds = 2.0
+    while True:
+        clock = ticking()
+        budgeted = partial(BudgetedProgress, clock=lambda clock=clock: float(next(clock)))
+        monkeypatch.setattr(finalists, "BudgetedProgress", budgeted)
+        limited = replace(request, budget=seconds)
+        found = find_best(limited, "stories3M", tmp_path / "stopped")
+        if found["stopped"] is None:
+            break
+        stops.append(found)
+        seconds *= 2
+    sentences = [stop["sentence"] for stop in stops]
+    assert sentences[0] == "There is no point to choose." and stops[0]["exit_code"] == 3
+    assert any(sentence.startswith("So far: ") for sentence in sentences)
+    assert notes[0] in sentences and len(stops) > 3
+    assert {stop["stopped"] for stop in stops} == {"budget"}
+    final = [(tmp_path / name / "decision.json").read_text() for name in ("whole", "stopped")]
+    assert final[0].replace("whole", "stopped") == final[1]
 
 
 @pytest.mark.whole

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from llmopt.bench.best.decision import check_point, choose, decide, gap_words, slo_breaks
+from llmopt.bench.best.decision import (
+    check_point,
+    choose,
+    decide,
+    first_sentence,
+    gap_words,
+    next_finalist,
+    slo_breaks,
+)
 
 SIZES = (100, 200, 300, 400)
 EXPECTED = (0.4, 0.1, 0.04, 0.01)
@@ -32,7 +40,8 @@ def point(name: str, size: int, expected: float | None, **changes: Any) -> dict[
 
 
 def usual(name: str, size: int = 350, **changes: Any) -> dict[str, Any]:
-    return point(name, size, None) | {"name": name, "refused": None} | changes
+    plain = {"name": name, "refused": None, "is_solved": True, "first_kl": None}
+    return point(name, size, None) | plain | changes
 
 
 def searched(usuals: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
@@ -236,3 +245,78 @@ def test_the_same_values_give_the_same_bytes() -> None:
     first = json.dumps(decide(asked(), fronts, measured))
     random.Random(0).shuffle(measured)
     assert json.dumps(decide(asked(), fronts, measured)) == first
+
+
+def made_in_order(
+    question: dict[str, Any],
+    fronts: dict[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    worth: float,
+) -> tuple[list[str], float]:
+    """The names in the order in which they are made, and the share that was left to save."""
+    by_name = {one["id"]: one for one in results}
+    measured: list[Mapping[str, Any]] = []
+    while True:
+        name, saving = next_finalist(question, fronts, measured, [*by_name])
+        if name is None or (decide(question, fronts, measured)["recommended"] and saving < worth):
+            return [one["id"] for one in measured], saving
+        measured.append(by_name[name])
+
+
+@pytest.mark.parametrize(
+    ("question", "results", "worth", "order", "saving"),
+    [
+        # The nearest to the limit keeps it, the next smaller does not: what is below is not tried.
+        (asked(), MEASURED, 0.02, ["p300", "p200"], 0.0),
+        (asked(), MEASURED, 0.4, ["p300"], 1 - 200 / 300),
+        # Twice the expected KL: the next is the nearest by that ratio.
+        (asked(), [MEASURED[0], finalist("p300", 300, 0.08, "regression"), finalist("p400", 400, 0.02)],
+         0.02, ["p300", "p400"], 0.0),
+        (asked(is_bounded=True, size_bytes=400, promises=[]), MEASURED, 0.02, ["p400"], 0.0),
+        (asked(promises=[]), MEASURED, 0.02, ["p300", "p200"], 0.0),
+    ],
+)  # fmt: skip
+def test_the_search_ends_when_nothing_left_is_worth_it(
+    question: dict[str, Any], results: Sequence[Mapping[str, Any]], worth: float, order: list[str],
+    saving: float,
+) -> None:  # fmt: skip
+    assert made_in_order(question, searched(), results, worth) == (order, saving)
+
+
+def test_usual_ones_are_made_where_they_may_be_smaller() -> None:
+    """Not if rounding alone is known to lose too much; a solver may lose less than rounding."""
+    kl = {"value": 0.3, "low": 0.2, "high": 0.4}
+    usuals = [
+        usual("awq", 250, is_solved=True, first_kl=kl),
+        usual("Q4_K_M", 240, is_solved=False, first_kl=kl),
+        usual("Q8_0", 390, is_solved=False, first_kl=kl),
+    ]
+    results = [
+        *MEASURED,
+        finalist("awq", 250, 0.2, "regression"),
+        finalist("Q4_K_M", 240, 0.3, "regression"),
+    ]
+    order, _ = made_in_order(asked(), searched(usuals), results, 0.02)
+    assert order == ["p300", "p200", "awq"]
+    why = {
+        one["name"]: one["why"] for one in decide(asked(), searched(usuals), results[:4])["usual"]
+    }
+    assert why["Q8_0"] == "+30.0% bytes, not made: KL 0.3 (0.2 to 0.4) rounded to nearest"
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        (asked(), "So far: Q5_K_M (3.00 bits per weight, 0.293 KiB) is expected to keep the promises: KL 0.04 (0.035 to 0.045)"),
+        (asked(size_bytes=250), "none of the usual quantizations keeps the promises when rounded to nearest; awq"),
+        (asked(is_bounded=True, promises=[], size_bytes=500), "So far: Q8_0 (4.00 bits"),
+        (asked(promises=[{"metric": "flips", "op": "<=", "limit": 0.02, "relative": False}]), "awq (2.00 bits per weight, 0.195 KiB) may keep"),
+    ],
+)  # fmt: skip
+def test_the_first_answer(question: dict[str, Any], said: str) -> None:
+    usuals = [
+        usual(name, size, first_kl={"value": kl, "low": 0.875 * kl, "high": 1.125 * kl})
+        for name, size, kl in (("awq", 200, 0.2), ("Q5_K_M", 300, 0.04), ("Q8_0", 400, 0.002))
+    ]
+    sentence = first_sentence(question, [*usuals, usual("fp8", refused="it does not load")], 2048)
+    assert said in sentence

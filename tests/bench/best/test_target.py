@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,12 @@ from llmopt.base.option import keywords_of_words
 from llmopt.base.progress import Silent
 from llmopt.bench.best import search
 from llmopt.bench.best.decision import mean_speed
-from llmopt.bench.best.finalists import affordable
+from llmopt.bench.best.first_answer import BudgetedProgress
 from llmopt.bench.best.search import Target
 from llmopt.bench.best.target import DEFAULT_MAX_KL, BestRequest, open_folder
 from llmopt.engine.planner import load_plan
 from llmopt.engine.planner.simulation import simulate
 from llmopt.engine.planner.weights import WeightRecipe
-from llmopt.quant.pipeline import estimate
 
 
 @pytest.mark.parametrize(
@@ -49,6 +47,7 @@ from llmopt.quant.pipeline import estimate
         ({"sequences": 0}, "--concurrency 0"),
         ({"finalists": 0}, "--finalists 0"),
         ({"finalists": 11}, "--finalists 11"),
+        ({"worth": 1.0}, "--worth 1"),
     ],
 )
 def test_bad_input_is_one_line(given: dict[str, Any], said: str) -> None:
@@ -198,17 +197,18 @@ def test_the_bar_of_the_machine_says_what_it_is_for(
     assert shown == ["speed of this machine, bench", "warning: the clock drifts"]
 
 
-def test_a_budget_makes_the_finalists_that_it_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on five seconds at every look; one is made however little time there is."""
-    made = {"method": "gptq", "bits": 4, "num_samples": 2, "seq_len": 64}
+def test_a_budget_ends_the_work_at_the_next_report() -> None:
+    """Within a step as between steps, and not before it is spent."""
+    times = iter((0.0, 50.0, 100.0, 100.5, 100.5))
+    progress = BudgetedProgress(Silent(), 100.0, lambda: next(times))
+    progress.start("layers", 3, "layers")
+    progress.advance()
+    with pytest.raises(KeyboardInterrupt):
+        progress.advance()
+    assert progress.is_spent
 
-    def most(budget: float, tick: float) -> int:
-        clock, used = itertools.count(step=tick), itertools.count(step=2 * tick)
-        fake = SimpleNamespace(perf_counter=lambda: next(clock), process_time=lambda: next(used))
-        monkeypatch.setattr(estimate, "time", fake)
-        target = Target.of(BestRequest(budget=budget), "stories3M")
-        return affordable(target, [{"quantize": made}], 8, Silent())
 
-    counts = [most(3600.0 * hours, 5.0) for hours in (0, 1, 2, 4, 1000)]
-    assert counts[0] == 1 and counts[-1] == 8 and counts == sorted(counts)
-    assert 1 < counts[1] == most(7200.0, 10.0) < 8
+@pytest.mark.parametrize("name", ["budget", "worth"])
+def test_a_resumed_search_may_have_another_budget(name: str, tmp_path: Path) -> None:
+    asked = BestRequest(**{name: 0.5}).question("stories3M", "cpu")
+    assert asked == BestRequest().question("stories3M", "cpu")

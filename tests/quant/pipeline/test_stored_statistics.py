@@ -166,7 +166,7 @@ def test_mixed_precision_leaves_no_statistics_behind(tmp_path: Path) -> None:
 def test_a_choice_that_is_worse_by_kl_gives_way_to_one_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixed_precision, "divergences", lambda *_: [0.2, 0.1])
+    monkeypatch.setattr(mixed_precision, "divergences", lambda *_: torch.tensor([[0.2], [0.1]]))
     asked = request(tmp_path, "out", num_samples=2, format="compressed-tensors", ignore=MOST_LAYERS)
     result = quantize(replace(asked, method="auto", target_bpw=5.5))
     assert result.manifest["search"]["taken"] == "uniform"
@@ -187,7 +187,7 @@ def test_divergence_is_that_of_the_whole_model(tmp_path: Path) -> None:
     result = quantize(asked)
     session = pipeline.prepare(replace(asked, output=tmp_path / "other"))
     ids = session.calibration.token_ids[:2]
-    (ours,) = divergences(session.plan, session.stream, ids, [session.plan.schemes], Silent())
+    ours = divergences(session.plan, session.stream, ids, [session.plan.schemes], Silent()).mean()
     logs = []
     for folder in (STORIES, result.output):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,0 +1,82 @@
+"""The first answer of `best`, and the budget that ends the work after it.
+
+The usual quantizations are judged minutes after the start, before anything is searched: all are rounded to
+nearest and walk through the layers next to the original, on a short text. No file is written, so that no
+promise is proven; the search and its finalists replace the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...base.atomic_io import write_atomically
+from ...base.progress import Progress
+from ...quant.model.checkpoint import read_json
+from ...quant.pipeline.prepare import rounding_losses
+from ...quant.plan.request import QuantizeRequest
+from ..quality.summary import PositionBlocks
+from .search import USUAL, Target, usual_point
+
+FIRST_NAME = "first.json"
+FIRST_TOKENS = 2048
+"""Held-out tokens of the first answer: 111 s of processor time for SmolLM2-135M and five formats."""
+
+
+class BudgetSpent(KeyboardInterrupt):
+    """The time is spent: what is finished is kept, as after Ctrl-C."""
+
+
+class BudgetedProgress:
+    """Progress that ends the work at the first report after `seconds`: within a long step too.
+
+    A step that is ended so is done anew by the next run, so that an end changes no measurement.
+    """
+
+    def __init__(
+        self, inner: Progress, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._inner, self._clock, self._end = inner, clock, clock() + seconds
+        self.note, self.status, self.finish = inner.note, inner.status, inner.finish
+
+    @property
+    def is_spent(self) -> bool:
+        return self._clock() > self._end
+
+    def start(self, description: str, total: int, unit: str) -> None:
+        self._check()
+        self._inner.start(description, total, unit)
+
+    def advance(self, count: float = 1) -> None:
+        self._inner.advance(count)
+        self._check()
+
+    def _check(self) -> None:
+        if self.is_spent:
+            raise BudgetSpent
+
+
+def first_answer(
+    target: Target, folder: Path, kv_dtype: str, progress: Progress
+) -> list[dict[str, Any]]:
+    """The usual quantizations; those that the loader takes with `first_kl`, their mean KL divergence with its
+    interval after rounding to nearest. The folder keeps them."""
+    path = folder / FIRST_NAME
+    if path.is_file():
+        return read_json(path)["usual"]
+    usual = [usual_point(target, name, kv_dtype) for name in USUAL]
+    loaded = [point for point in usual if point["refused"] is None]
+    requests = [QuantizeRequest.of(target.model, Path(), **p["quantize"]) for p in loaded]
+    losses = rounding_losses(requests, FIRST_TOKENS, progress) if requests else []
+    for point, loss in zip(loaded, losses, strict=True):
+        sample = np.repeat(np.arange(len(loss)), loss.shape[1])
+        values = loss.flatten().numpy()
+        low, high = PositionBlocks.over(sample, sample, target.asked.seed).mean(values)
+        point["first_kl"] = {"value": float(values.mean()), "low": low, "high": high}
+    write_atomically(path, json.dumps({"tokens": FIRST_TOKENS, "usual": usual}, indent=1) + "\n")
+    return usual
