@@ -99,6 +99,7 @@ def scores_in(quality: Mapping[str, Any]) -> list[Scored]:
 PREFIX = "task."
 # Tasks that `llmopt best` scores next to the original.
 PROMISED = ("needles.", "tool_calls.", "answers.")
+ENDINGS = re.compile(r"answers\.(at_limit|no_end|loop)(\.none)?")  # lower is better
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,8 +326,10 @@ def parse_promises(text: str) -> tuple[Limit, ...]:
         what = limit.quantity
         if isinstance(what, TaskScored) and what.label.startswith(PROMISED):
             is_length = what.label == "answers.tokens"
-            if not limit.relative or (limit.at_most and not is_length):
-                form = "<=+5%, its highest change" if is_length else ">=-2%, its least change"
+            is_cost = ENDINGS.fullmatch(what.label) is not None
+            if not limit.relative or (limit.at_most != is_cost and not is_length):
+                from_above = is_length or is_cost
+                form = "<=+5%, its highest change" if from_above else ">=-2%, its least change"
                 raise BadInput(f"promise: {what.key} {limit.text}: write {form}")
             continue
         if not isinstance(what, Scored):

@@ -301,10 +301,10 @@ def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         if limit.bound and change.base:
             enough = f": about {change.items_for(abs(limit.bound)):,} tell it from no change"
         sides = " to ".join(f"{side * 100:+.2f} %" for side in interval)
-        text = (
-            f"{scored.label} went from {shown(change.base, '')} to {shown(change.new, '')}: "
-            f"{change.change * 100:+.2f} % ({sides}; {change.words})"
+        moved_by = (
+            f"{moved * 100:+.2f} % ({sides}; {change.words})" if change.base else change.words
         )
+        text = f"{scored.label} went from {shown(change.base, '')} to {shown(change.new, '')}: {moved_by}"
     else:
         items = _items(new, row)
         if items is None:
@@ -397,8 +397,9 @@ def _change_of_items(
     gained = int((before.values < after.values).sum())
     if not alike:
         low, high = tango_interval(lost, gained, count)
-        # A limit is a share of the base's score, which is taken as it is.
-        interval = (low / old, high / old) if old else (-float("inf"), float("inf"))
+        # A limit is a share of the base's score, which is taken as it is: of 0 any sure change is beyond all.
+        unknown = (float("inf") if low > 0 else -float("inf"), float("inf"))
+        interval = (low / old, high / old) if old else unknown
     p_value, flipped = mcnemar_exact(lost, gained), None
     if before.answers is not None and after.answers is not None:
         flipped = int((before.answers != after.answers).sum())

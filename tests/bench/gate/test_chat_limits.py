@@ -63,8 +63,23 @@ def written(
     return base, new
 
 
+def ended(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rare bad endings of two models: few prompts invite them, and some pairs of runs have none."""
+    chances = rng.beta(0.1, 3, count)
+    base, new = rng.random((2, count)) < chances
+    return base.astype(float), new.astype(float)
+
+
+ENDINGS = ("at_limit", "no_end", "loop")
+
+
 @pytest.mark.parametrize(
-    ("limit", "draw", "count"), [("tools>=+0%", answered, 200), ("length<=+0%", written, 60)]
+    ("limit", "draw", "count"),
+    [
+        ("tools>=+0%", answered, 200),
+        ("length<=+0%", written, 60),
+        *((f"task.answers.{name}<=+0%", ended, 160) for name in ENDINGS),
+    ],
 )
 def test_equal_models_break_a_limit_as_seldom_as_stated(
     limit: str, draw: object, count: int
@@ -87,6 +102,19 @@ def test_known_changes_break_their_limit() -> None:
     outcomes = [verdict("length<=+5%", *written(rng, 200, 0.3)).outcome.value for _ in range(50)]
     outcomes += [verdict("tools>=-2%", *answered(rng, 400, 0.2)).outcome.value for _ in range(50)]
     assert Counter(outcomes)["regression"] >= 95
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_an_ending_that_only_the_new_model_has_breaks_its_limit(name: str) -> None:
+    """A relative change from no bad ending has no value, but many new ones are a sure loss."""
+    none, some, many = np.zeros(160), np.zeros(160), np.ones(160)
+    some[0] = 1
+    limit = f"task.answers.{name}<=+5%"
+    outcomes = [verdict(limit, *sides).outcome.value for sides in ((none, many), (none, some))]
+    outcomes += [verdict(limit, *sides).outcome.value for sides in ((many, none), (none, none))]
+    assert outcomes == ["regression", "no verdict", "pass", "no verdict"]
+    broken = verdict(limit, none, many)
+    assert "inf" not in broken.reason, broken.reason
 
 
 def test_the_items_that_an_undecided_limit_names_tell_such_a_loss() -> None:
@@ -123,7 +151,10 @@ def test_the_names_of_limits_and_promises() -> None:
         "task.tool_calls.correct",
     )
     assert parse_promises("tools>=-2% length<=+5%")[1].bound == 0.05
-    for text in ("tools<=+2%", "tools>=0.5", "length<=100"):
+    endings = [f"task.answers.{name}<=+5%" for name in ENDINGS]
+    assert [limit.bound for limit in parse_promises(" ".join(endings))] == [0.05] * 3
+    wrong = [f"task.answers.{name}>=-5%" for name in ENDINGS]
+    for text in ("tools<=+2%", "tools>=0.5", "length<=100", *wrong):
         with pytest.raises(BadInput, match=r"promise: task\.(tool_calls|answers)"):
             parse_promises(text)
 
