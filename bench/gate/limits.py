@@ -332,6 +332,11 @@ def parse_promises(text: str) -> tuple[Limit, ...]:
                 form = "<=+5%, its highest change" if from_above else ">=-2%, its least change"
                 raise BadInput(f"promise: {what.key} {limit.text}: write {form}")
             continue
+        if what.key == ALIASES["accept"]:
+            raise BadInput(
+                "promise: accept: finalists are measured without drafts: bench the original and the "
+                "checkpoint with --speculative, then compare them by --gate 'accept>=-5%'"
+            )
         if not isinstance(what, Scored):
             names = ", ".join(
                 (*SCORED, "kl.depth.32k", "kl.kv.fp8.32k", "needles.32k", "tools", "length")

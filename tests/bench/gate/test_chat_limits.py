@@ -159,6 +159,11 @@ def test_the_names_of_limits_and_promises() -> None:
             parse_promises(text)
 
 
+def test_a_promise_on_drafts_is_refused_with_the_way_to_judge_them() -> None:
+    with pytest.raises(BadInput, match=r"^promise: accept: .* without drafts: .* --gate"):
+        parse_promises("accept>=-5%")
+
+
 def test_loops_are_repeated_units_at_the_end() -> None:
     assert loops("Well. " + "and so on " * 10) and loops("!" * 120) and loops("x" * 50 + "yz" * 60)
     assert not loops("and so on " * 10 + "it ends with a sentence of its own.")
