@@ -211,6 +211,11 @@ class PlanRequest:
     acceptance: float = option(
         0.7, "Speculative decoding: acceptance rate of draft tokens.", panel=_MONEY
     )
+    acceptance_length: float | None = option(
+        None,
+        "Speculative decoding: tokens of a step, as bench measures them, in place of --acceptance.",
+        panel=_MONEY,
+    )
     draft_cost: float = option(
         0.1, "Speculative decoding: cost of a draft-model step, in target steps.", panel=_MONEY
     )

@@ -98,9 +98,7 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         if runs
         else None,
         prices=_prices(ask),
-        speculation=None
-        if ask.draft_tokens is None
-        else Speculation(ask.draft_tokens, ask.acceptance, ask.draft_cost),
+        speculation=_speculation(ask),
         cpu_plain_bytes=plain_bytes,
         keeps_float32=ask.weights is not None and recipe.plain_bytes == recipe.bits / 8,
     )
@@ -298,6 +296,17 @@ def _recipe(ask: PlanRequest, model: PlannedModel) -> WeightRecipe:
         file_format=ask.file_format,
         plain_bytes=model.plain_bytes,
     )
+
+
+def _speculation(ask: PlanRequest) -> Speculation | None:
+    length = ask.acceptance_length
+    if ask.draft_tokens is None and length is not None:
+        raise BadInput("--acceptance-length needs --draft-tokens, the draft tokens of a step")
+    if ask.draft_tokens is None:
+        return None
+    if length is not None:
+        return Speculation.of_length(ask.draft_tokens, length, ask.draft_cost)
+    return Speculation(ask.draft_tokens, ask.acceptance, ask.draft_cost)
 
 
 def _prices(ask: PlanRequest) -> Prices | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Self
 
 from ...base.errors import BadInput
 from ...quant.families.shapes import ModelShape
@@ -64,6 +65,24 @@ class Speculation:
             raise BadInput(f"--acceptance {self.acceptance}: a probability is needed")
         if not self.draft_cost >= 0:
             raise BadInput(f"--draft-cost {self.draft_cost}: a fraction of a step is needed")
+
+    @classmethod
+    def of_length(cls, draft_tokens: int, length: float, draft_cost: float) -> Self:
+        """With the acceptance, to four digits, whose expected tokens of a step are `length`. Raises BadInput:
+        no acceptance gives so many."""
+        if not 1 <= length <= draft_tokens + 1:
+            raise BadInput(
+                f"--acceptance-length {length:g}: a step of --draft-tokens {draft_tokens} gives 1 to "
+                f"{draft_tokens + 1} tokens"
+            )
+        low, high = 0.0, 1.0
+        while high - low > 1e-6:
+            middle = (low + high) / 2
+            if cls(draft_tokens, middle).expected_tokens < length:
+                low = middle
+            else:
+                high = middle
+        return cls(draft_tokens, round(low, 4), draft_cost)
 
     @property
     def expected_tokens(self) -> float:

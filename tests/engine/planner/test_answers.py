@@ -192,6 +192,23 @@ def test_draft_tokens_count_under_load(
     assert useless["throughput_tokens_per_s"] < plain["throughput_tokens_per_s"]
 
 
+def test_a_measured_acceptance_length_is_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    """The tokens of a step that `bench` measures stand for the acceptance of each draft token."""
+    base = ("llama-8b", "--gpu", "h100", "--ctx", "4k")
+    draft = ("--draft-tokens", "4")
+    gains = [
+        answer(capsys, *base, *draft, *words)["speculation"]
+        for words in (("--acceptance", "0.8"), ("--acceptance-length", "3.3616"))
+    ]
+    assert gains[0] == pytest.approx(gains[1], rel=1e-3)
+    for length in ("1", "5"):
+        gain = answer(capsys, *base, *draft, "--acceptance-length", length)["speculation"]
+        assert gain["expected_tokens"] == pytest.approx(float(length), abs=1e-3)
+    for words in ((*draft, "--acceptance-length", "5.1"), ("--acceptance-length", "2")):
+        assert call(*base, *words) == 2
+        assert "--acceptance-length" in capsys.readouterr().err
+
+
 def test_the_duty_cycle_counts_with_a_published_price(capsys: pytest.CaptureFixture[str]) -> None:
     model = ("llama-8b", "--gpu", "h100", "--ctx", "8k")
     dollars = [
