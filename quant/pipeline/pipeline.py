@@ -31,8 +31,7 @@ from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges
 from ..stream.layer_stream import LayerStream
 from .estimate import LayerTime, time_layer
-from .mock import hollow_names, mock_layer
-from .model_free import free_module
+from .model_free import free_module, hollow_names, mock_layer
 from .online_calibration import NoCalibration
 from .preflight import Preflight, preflight
 from .prepare import outline, prepare, statistics_path

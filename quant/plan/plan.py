@@ -18,11 +18,10 @@ from ..formats.registry import FORMATS
 from ..kinds.base.format import WeightFormat
 from ..methods.options import MethodOptions, SchemeOptions
 from ..methods.registry import METHODS, Method, formats_asked
-from ..model.architecture import Architecture, architecture_of
+from ..model.architecture import Architecture, architecture_of, named_architecture
 from ..model.auto import read_config
 from ..model.checkpoint import Checkpoint
 from ..model.experts import APART_FORMATS, with_experts_apart
-from ..model.named_model import named_architecture
 from ..model.parameters import ModelParameters, by_kind, model_parameters, unquantized_modules
 from ..smoothing.rotate import seen_rotated
 from ..smoothing.smoothing_map import with_smoothing

@@ -19,7 +19,7 @@ from llmopt.quant.kinds.registry import format_names
 from llmopt.quant.methods.options import MethodOptions
 from llmopt.quant.methods.registry import METHODS
 from llmopt.quant.model.checkpoint import Checkpoint, read_json
-from llmopt.quant.pipeline.mock import random_weight
+from llmopt.quant.pipeline.model_free import random_weight
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.plan import make_plan
 from llmopt.quant.plan.request import QuantizeRequest
