@@ -206,7 +206,9 @@ def find_served(options: BenchOptions, address: Address) -> ServedModel:
     model = options.model or card["id"]
     names = [options.tokenizer] if options.tokenizer else [model, card.get("root")]
     tokenizer_name, folder = find_tokenizer([name for name in names if name], options)
-    limit = options.max_model_len or card.get("max_model_len")
+    # llama.cpp lists the context of a slot under `meta` (measured with xllamacpp 2026.10.11549).
+    slot = meta.get("n_ctx") if isinstance(meta := card.get("meta"), dict) else None
+    limit = options.max_model_len or card.get("max_model_len") or slot
     tokenizer = load_tokenizer(folder, trust_remote_code=options.trust_remote_code)
     owner = card.get("owned_by")
     return ServedModel(model, tokenizer_name, tokenizer, limit or DEFAULT_CONTEXT, owner)
