@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from ...base.errors import BadInput
-from .schema_limits import enforceable
+from .schema_limits import enforceable, num_states
 from .structural_tag import as_lark, structural_tag
 
 _log = logging.getLogger(__name__)
@@ -115,27 +115,28 @@ class GrammarCompiler:
         ends = {*end_token_ids}
         self._ends = [text for text, token in self._special.items() if token in ends]
         self._num_words = -(-vocab_size // 32)
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, tuple[LLMatcher, int]] = OrderedDict()
         self._lock = Lock()
 
-    def mask(self, grammar: str, num_sequences: int = 1) -> GrammarMask:
-        """The mask of one request with `num_sequences` completions.
+    def mask(self, grammar: str, num_sequences: int = 1, num_states: int = 0) -> GrammarMask:
+        """The mask of one request with `num_sequences` completions. `num_states` of the grammar's automata
+        take as much memory as twice as many characters.
 
         Raises:
             BadInput: the grammar is invalid, or uses what llguidance does not support.
         """
         with self._lock:
-            matcher = self._compiled.get(grammar)
+            matcher, _ = self._compiled.get(grammar, (None, 0))
         if matcher is None:
             matcher = LLMatcher(self._tokens, grammar, log_level=0, limits=LIMITS)
             if matcher.is_error():
                 message = LLMatcher.validate_grammar(grammar, self._tokens, limits=LIMITS)
                 raise BadInput(_one_line(message))
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[grammar] = matcher, len(grammar) + 2 * num_states
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > 1 and (
-                sum(map(len, self._compiled)) > REMEMBERED_CHARACTERS
+                sum(weight for _, weight in self._compiled.values()) > REMEMBERED_CHARACTERS
                 or len(self._compiled) > REMEMBERED_GRAMMARS
             ):
                 self._compiled.popitem(last=False)
@@ -145,7 +146,7 @@ class GrammarCompiler:
         """Compile a schema to a mask; an error names the JSON pointer of the failing part."""
         schema = enforceable(schema)
         try:
-            return self.mask(json_schema(schema), num_sequences)
+            return self.mask(json_schema(schema), num_sequences, num_states(schema))
         except BadInput as error:
             path = self._place_of_error(schema, str(error))
             raise BadInput(f"{path}: {error}" if path else str(error)) from error

@@ -27,9 +27,9 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _EXACT = 2**53
 """llguidance reads numbers as float64: integers above this one are rounded."""
-MAX_REMAINDERS = 4096
-"""Limit of the automaton's states for `multipleOf`: llguidance makes them all, 450 B and 20 µs each, whatever
-its limits say."""
+MAX_REMAINDERS, MAX_STATES = 4096, 2**17
+"""Limits of the automata's states for `multipleOf`, without factors of 2 and 5 and with them: llguidance
+makes them all, up to 450 B and 20 µs each, whatever its limits say."""
 MAX_NAMES = 10_000
 """Limit of the pairs of a pattern of `patternProperties` and a name of `properties`."""
 _SHIFTS = (0, 1, -1, 2, -2, Decimal("0.1"), Decimal("-0.1"), Decimal("0.001"), Decimal("-0.001"))
@@ -50,8 +50,7 @@ def enforceable(schema: Schema, path: str = "") -> Schema:
     except ValueError as error:
         raise BadInput(f"the schema is not JSON: {error}") from error
     parts = dict(_subschemas(schema))
-    if (num_states := _num_remainders(schema)) > MAX_REMAINDERS:
-        problem = f"multipleOf: {num_states} remainders in the schema, at most {MAX_REMAINDERS}"
+    if problem := _too_many_remainders(schema):
         raise BadInput(f"{path}: {problem}" if path else problem)
     is_draft4 = "draft-04" in str(schema.get("$schema"))
     for pointer, part in parts.items():
@@ -197,21 +196,35 @@ def _passed(number: Decimal, bounds: Mapping[str, Any]) -> str | None:
     return next((key for key, bound in bounds.items() if broken[key](bound)), None)
 
 
-def _num_remainders(schema: Any) -> int:
-    """Bound of the remainders that automata keep apart: `allOf` may join all values of `multipleOf`, and each
-    place has an automaton. Factors of 2 and 5 cost few states, for the last digits tell them."""
-    # In all objects, because `$ref` may lead to any.
+def _multiples(schema: Any) -> list[int]:
+    """Numerators of all values of `multipleOf`, in all objects, because `$ref` may lead to any."""
     objects = (value for value in _values(schema) if isinstance(value, dict))
-    values = [inner["multipleOf"] for inner in objects if "multipleOf" in inner]
+    values = (inner["multipleOf"] for inner in objects if "multipleOf" in inner)
+    numbers = (value for value in values if isinstance(value, int | float) and value > 0)
+    return [Decimal(str(number)).as_integer_ratio()[0] for number in numbers]
+
+
+def num_states(schema: Any) -> int:
+    """Bound of the states of each automaton, because `allOf` may join all values of `multipleOf`. Powers of
+    ten, and twice or five times one, cost none: the last digits tell them."""
     common = 1
-    for value in values:
-        if isinstance(value, int | float) and value > 0:
-            number = Decimal(str(value)).as_integer_ratio()[0]
-            for factor in (2, 5):
-                while number % factor == 0:
-                    number //= factor
-            common = min(math.lcm(common, number), 2**64)
-    return common * len(values) if common > 1 else 0
+    for number in _multiples(schema):
+        common = math.lcm(common, number)
+        if common.bit_length() > 2048:
+            break
+    return 0 if re.fullmatch("[125]0*", str(common)) else common
+
+
+def _too_many_remainders(schema: Any) -> str | None:
+    odd = total = num_states(schema)
+    for factor in (2, 5):
+        while odd and odd % factor == 0:
+            odd //= factor
+    odd *= (odd > 1) * len(_multiples(schema))
+    for count, limit in ((odd, MAX_REMAINDERS), (total, MAX_STATES)):
+        if count > limit:
+            return f"multipleOf: {count} remainders in the schema, at most {limit}"
+    return None
 
 
 def _tight(pattern: str) -> str:
