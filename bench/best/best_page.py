@@ -137,7 +137,7 @@ def best_cards(
     if flips := finalist["flips"]:
         cards.append(Card("Flips", percent(flips["value"]), "", interval_words(flips)))
     if speed := finalist["speed"]:
-        band, source = interval_of(speed["band"]), speed["source"]
+        band, source = band_words(speed["band"]), speed["source"]
         note = f"{band} ms, {source}" if band else source
         cards.append(Card("TPOT", number(speed["tpot_ms"], 1), "ms", note))
         cards.append(Card("Throughput", number(speed["tokens_per_s"], 0), "tokens/s", source))
@@ -151,7 +151,7 @@ def interval_words(value: Mapping[str, float], digits: int | None = None) -> str
     return f"{number(value['low'], digits)} to {number(value['high'], digits)}"
 
 
-def interval_of(band: Sequence[float] | None) -> str:
+def band_words(band: Sequence[float] | None) -> str:
     return f"{band[0]:,.1f} to {band[1]:,.1f}" if band else ""
 
 
@@ -167,7 +167,7 @@ def speed_words(speed: Mapping[str, Any] | None) -> str:
     """Milliseconds per token, as planned or measured."""
     if not speed or speed["tpot_ms"] is None:
         return MISSING
-    band = interval_of(speed["band"])
+    band = band_words(speed["band"])
     return f"{number(speed['tpot_ms'], 1)}{f' ({band})' if band else ''}, {speed['source']}"
 
 
@@ -258,11 +258,11 @@ def front_svg(decision: Decision, against: str) -> str:
     lanes = dict.fromkeys([*(lane["name"] for lane in decision["lanes"]), *lane_of.values()])
     colours = dict(zip(lanes, cycle(SERIES), strict=False))
     for lane in dict.fromkeys(lane_of.values()):
-        # A usual quantization is no point of a front: nothing predicted its KL.
+        # Usual quantizations have no predicted KL, so that the line leaves them out.
         mine = sorted(
-            (across(finalist) or 0.0, max(finalist["expected_kl"], LEAST_KL))
-            for finalist in shown
-            if finalist["lane"] == lane and finalist["expected_kl"]
+            (across(point) or 0.0, max(point["expected_kl"], LEAST_KL))
+            for point in shown
+            if point["lane"] == lane and point["expected_kl"]
         )
         style = {"color": colours[lane], "markersize": 3.5, "linewidth": 0.9, "label": lane}
         style |= {"markerfacecolor": "none", "alpha": 0.7}

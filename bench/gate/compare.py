@@ -64,7 +64,7 @@ from .score_checks import (
     quality_changes,
     task_changes,
 )
-from .speed_gate import GateSpeed, by_processor, decides, forbids, is_hosted_runner
+from .speed_gate import GateSpeed, by_processor, decides, is_hosted_runner, withholds_outcome
 from .verdict import (
     FALSE_PASS,
     LimitVerdict,
@@ -297,7 +297,7 @@ def conclude(
     or says why there is none; faults and gaps concern speeds. With `gate_speed` some speeds do not decide,
     unless nothing else does."""
     verdicts = [verdict for verdict in comparison.verdicts if decides(verdict, gate_speed)]
-    open_gaps = [gap for gap in gaps if forbids(gap, gate_speed)]
+    open_gaps = [gap for gap in gaps if withholds_outcome(gap, gate_speed)]
     if not (verdicts or faults or open_gaps):
         verdicts, open_gaps = list(comparison.verdicts), list(gaps)
     others = [GateOutcome.REGRESSION for _ in faults] + [GateOutcome.NO_VERDICT for _ in open_gaps]

@@ -1,8 +1,8 @@
-"""How limits on speed decide on a busy machine: with all others, where the machine can tell, alone, or not.
+"""The limits that decide under `--gate-speed`: by default all of them.
 
-Load does not disturb quality and memory. A speed that the machine cannot tell need not withhold the verdict
-on them: `auto` leaves undecided speeds out, and a regression of speed still counts. `off` leaves every speed
-out, `only` everything else.
+Load does not disturb quality and memory, so a speed that a busy machine cannot tell need not withhold the
+verdict on them: `auto` leaves out undecided speeds, and a regression of speed still counts. `off` leaves out
+every speed, `only` everything else.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ def decides(verdict: LimitVerdict, gate_speed: GateSpeed | None) -> bool:
     return gate_speed is None or not is_time
 
 
-def forbids(gap: Difference | str, gate_speed: GateSpeed | None) -> bool:
-    """Return True if a condition, or lack of evidence, on speed withholds the outcome. Failed requests and an
-    interrupted run always do."""
+def withholds_outcome(gap: Difference | str, gate_speed: GateSpeed | None) -> bool:
+    """Return True if a gap in what was measured of speed leaves the comparison without an outcome.
+
+    A text says which evidence is missing; under `auto` and `off` it does not count. Failed requests and an
+    interrupted run always do.
+    """
     if gate_speed in (None, "only"):
         return True
     conditions = (DISTURBANCE, PROMPTS) if gate_speed == "off" else (DISTURBANCE,)
@@ -55,9 +58,8 @@ def is_hosted_runner() -> bool:
 
 
 def by_processor(limits: Sequence[Limit], *runs: RunData) -> tuple[Limit, ...]:
-    """The limits with those on changes of wall-clock speed replaced by one on the processor's work, which has
-    the tightest of their shares, and one on waiting, which that does not see. They stay where a run has no
-    such count."""
+    """Replace limits on changes of wall-clock speed by one on the processor's work and one on waiting, which
+    that work does not include. Both take the tightest bound replaced. Without such counts the limits stay."""
     clocks = [limit for limit in limits if _is_relative_time(limit)]
     counted = (key for key in PROCESSOR if all(run.values(key) for run in runs))
     key = next(counted, None)

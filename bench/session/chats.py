@@ -40,7 +40,10 @@ class EngineChats:
         self._sampling = default_sampling(engine.folder)
 
     def prompts(self, chats: Sequence[Chat]) -> list[ChatPrompt]:
-        """Raises BadInput: the template refuses a chat, or a prompt leaves no room for an answer."""
+        """The prompts of all chats. Call it once: it ends the tokenizer's threads; decoding still works.
+
+        Raises BadInput: the template refuses a chat, or a prompt leaves no room for an answer.
+        """
 
         async def rendered() -> list[ChatPrompt]:
             return [await self._prompt(chat) for chat in chats]

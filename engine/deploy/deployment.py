@@ -34,8 +34,8 @@ class ServedEngine:
         command: None for llmopt's own server.
         metrics_need_key: True if `/metrics` asks for the API key.
         words: arguments that a deployment adds.
-        kv_dtypes: names of the planner's dtypes of the KV cache, None for the default; without them the
-            engine has the planner's, bf16 by default.
+        kv_dtypes: value of the engine's option for each KV-cache dtype of the planner, None where no option
+            is needed; without the table the planner's names are passed on.
     """
 
     repository: str | None
@@ -171,7 +171,7 @@ class DeployChoices:
             )
         if not 1 <= self.replicas <= self.max_replicas:
             given = f"--replicas {self.replicas}, --max-replicas {self.max_replicas}"
-            raise BadInput(f"{given}: at least 1, and no more than the most")
+            raise BadInput(f"{given}: need 1 <= --replicas <= --max-replicas")
         check_limits(self, by_flag=True)
 
 
@@ -198,7 +198,7 @@ class ServerDeployment:
     gpu_resource: str
     cpus: int
     memory_bytes: int
-    cache_bytes: int
+    download_bytes: int
     startup_seconds: int
     why: Sequence[str]
 
@@ -217,7 +217,7 @@ def deployment_for(
 ) -> ServerDeployment:
     """The deployment of the plan's workload on its first device, of a checkpoint quantized as `stored`.
     Raises `BadInput`: the device does not hold it, more than a node's devices are needed for one replica, or
-    the engine cannot load the checkpoint, or not there."""
+    the engine cannot load the checkpoint on that device."""
     device_plan = plan.devices[0]
     gpus, gpu = device_plan.deployment.gpus, device_plan.gpu
     work = f"{plan.workload.sequences} sequences of {plan.workload.context} tokens"
@@ -264,7 +264,8 @@ def deployment_for(
         gpu_resource="amd.com/gpu" if gpu.startswith("MI") else "nvidia.com/gpu",
         cpus=BASE_CPUS + CPUS_PER_GPU * gpus,
         memory_bytes=memory,
-        cache_bytes=ceil(1.2 * weights) + 10 * GIB,
+        # The hub's cache: the weights, and room for what else a repository holds.
+        download_bytes=ceil(1.2 * weights) + 10 * GIB,
         startup_seconds=300 + ceil(weights / LOADING_BYTES_PER_SECOND),
         why=why,
     )

@@ -22,7 +22,7 @@ from ..model.layers.attention import StepInputs
 from ..scheduling.request import NULL_SLOT
 from ..scheduling.step_plan import DecodeRows
 from .decode_inputs import DecodeInputs
-from .graph_setting import Forward, Graph, GraphName, GraphSetting, SteppedModel, succeeds
+from .graph_setting import Forward, Graph, GraphName, GraphSetting, SteppedModel, try_capture
 
 CPU_SIZES = tuple(range(1, 33))
 """Batch sizes captured on a CPU: beyond, Python's overhead is a small part of a step."""
@@ -67,7 +67,7 @@ class StepGraphs:
                 for adapters in self._setting.with_and_without_adapters:
                     self._graph(StepKind(size, 0, aux_hidden_state_layers, adapters))
 
-        if not succeeds(capture, "decode steps"):
+        if not try_capture(capture, "decode steps"):
             self.give_up()
 
     def give_up(self) -> None:
@@ -134,7 +134,7 @@ class StepGraphs:
     def captured(self, kind: StepKind) -> Graph | None:
         """Graph of a kind, captured now if it was not, and planned for the static inputs; None if capturing
         it failed: every step is eager from now on."""
-        if kind not in self._graphs and not succeeds(lambda: self._graph(kind), "decode steps"):
+        if kind not in self._graphs and not try_capture(lambda: self._graph(kind), "decode steps"):
             self.give_up()
             return None
         if plans := self._plans.get(kind):

@@ -37,7 +37,7 @@ class StaticInputs(Protocol):
     """Input tensors of captured steps; rank 0 fills them."""
 
     def take_unshared(self) -> tuple[int, ...]:
-        """Describe the values that the other ranks lack; who sends the message sends those too."""
+        """Describe the values that the other ranks lack, and mark them as sent: `share` must follow."""
         ...
 
     def share(self, unshared: tuple[int, ...], broadcast: Callable[[torch.Tensor], None]) -> None:
@@ -68,7 +68,9 @@ class Ranks(Protocol):
 
     def replies(self) -> list[str | None]: ...
 
-    def alone(self) -> AbstractContextManager[None]: ...
+    def alone(self) -> AbstractContextManager[None]:
+        """Within the block, calls of the model are not forwarded to the other ranks."""
+        ...
 
 
 class CaptureFailed(RuntimeError):
@@ -152,6 +154,7 @@ class GraphSetting:
     Attributes:
         ranks: other tensor-parallel ranks, which capture and replay the same steps; None on such a rank, or
             without tensor parallelism.
+        follows: True on a rank other than 0, which replays what rank 0 broadcasts.
     """
 
     model: SteppedModel
@@ -242,7 +245,7 @@ def capture_on(
     return called_once
 
 
-def succeeds(capture: Callable[[], object], steps: str) -> bool:
+def try_capture(capture: Callable[[], object], steps: str) -> bool:
     """Run `capture`; if it fails, except by PeerLost, log one warning about `steps` and return False."""
     try:
         capture()

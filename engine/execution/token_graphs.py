@@ -21,7 +21,7 @@ from ..scheduling.block_pool import NULL_BLOCK
 from ..speculation.eagle import EagleHead
 from ..speculation.proposer import CachedProposer, DraftForward
 from .decode_graphs import StepGraphs, StepKind
-from .graph_setting import Forward, Graph, GraphName, GraphSetting, succeeds
+from .graph_setting import Forward, Graph, GraphName, GraphSetting, try_capture
 
 TOKEN_SIZES = (16, 32, 64, 96, 128, 192, 256)
 """Tokens of the captured steps, one of them padding: with more, the GPU is busy for longer than a launch."""
@@ -67,7 +67,7 @@ class TokenGraphs:
                 for adapters in self._setting.with_and_without_adapters:
                     self.capture_padding(StepKind(size, 0, aux_hidden_state_layers, adapters))
 
-        if not succeeds(capture, "steps of several tokens"):
+        if not try_capture(capture, "steps of several tokens"):
             self.give_up()
 
     def give_up(self) -> None:
@@ -91,7 +91,7 @@ class TokenGraphs:
             return None
         kind = StepKind(self._sizes[index], 0, aux_hidden_state_layers, bool(adapter_slots))
         # Before the inputs are filled: a capture runs on a step of padding.
-        if kind not in self._graphs and not succeeds(
+        if kind not in self._graphs and not try_capture(
             lambda: self.capture_padding(kind), "steps of several tokens"
         ):
             self.give_up()

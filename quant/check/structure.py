@@ -42,7 +42,7 @@ def structure_findings(contents: Contents, ranks: int = 1) -> list[Finding]:
     if isinstance(checkpoint, HeaderCheckpoint):
         findings += [*_lists(contents), *_groups(contents), *_kv_cache(contents)]
         if checkpoint.has_values:
-            findings += [*_scales(contents), *_ends(contents)]
+            findings += [*_scales(contents), *_embeddings_and_head(contents)]
             readable = not contents.refusal and all(f.code != "bad-pattern" for f in findings)
             if readable and not isinstance(contents.parameters, str):
                 modules = [linear.module for linear in contents.linears]
@@ -158,7 +158,7 @@ def _has_scales(contents: Contents, linear: StoredLinear) -> bool:
 
 
 def _lone_codes(contents: Contents) -> Iterator[str]:
-    """Weights in a dtype of codes, of modules that no marker makes quantized ones."""
+    """Weights in a dtype of codes, of modules that are not recognised as quantized."""
     quantized = {linear.module for linear in contents.linears}
     for name in contents.checkpoint.names:
         is_weight = name.endswith(".weight") and name.removesuffix(".weight") not in quantized
@@ -174,7 +174,7 @@ def _fits(linear: StoredLinear, shape: tuple[int, ...]) -> bool:
     return sorted(shape) == sorted((size[0], groups))
 
 
-def _ends(contents: Contents) -> Iterator[Finding]:
+def _embeddings_and_head(contents: Contents) -> Iterator[Finding]:
     """Output head, embedding and multi-token prediction layers."""
     checkpoint, text = contents.checkpoint, contents.checkpoint.text_config
     modules = {linear.module for linear in contents.linears}

@@ -40,7 +40,8 @@ def gguf_families() -> dict[str, GgufRules]:
     return {family.name: family.gguf for family in all_families() if family.gguf is not None}
 
 
-def rules_of(config: Mapping[str, Any]) -> GgufRules:
+def family_rules(config: Mapping[str, Any]) -> GgufRules:
+    """The rules of the config's model type; BadInput for a type that GGUF does not have here."""
     family = model_family(type_of(config))
     if family is None or family.gguf is None or family.name != type_of(config):
         raise BadInput(
@@ -50,9 +51,9 @@ def rules_of(config: Mapping[str, Any]) -> GgufRules:
     return family.gguf
 
 
-def gguf_rules(config: Mapping[str, Any]) -> GgufRules:
+def writable_rules(config: Mapping[str, Any]) -> GgufRules:
     """The rules of a `config.json`; BadInput for a model type or a feature that cannot be written."""
-    rules = rules_of(config)
+    rules = family_rules(config)
     activation = config.get("hidden_act") or config.get("hidden_activation")
     if activation is not None and activation not in rules.activations:
         raise BadInput(f"hidden_act {activation!r} cannot be written as GGUF")
@@ -85,13 +86,13 @@ def head_dim_of(config: Mapping[str, Any], rules: GgufRules) -> int:
     return int(config.get("head_dim") or rules.head_dim or default)
 
 
-def architecture_of(config: Mapping[str, Any]) -> str:
-    return gguf_rules(config).architecture
+def gguf_architecture(config: Mapping[str, Any]) -> str:
+    return writable_rules(config).architecture
 
 
 def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
     """Linears whose rows GGUF permutes (interleaved RoPE), with their number of heads."""
-    if not rules_of(config).permuted:
+    if not family_rules(config).permuted:
         return {}
     heads = int(config["num_attention_heads"])
     return {
@@ -101,11 +102,10 @@ def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The GGUF keys of a `config.json`. BadInput: `gguf_rules`, a missing key, or inexpressible RoPE."""
-    rules = gguf_rules(config)
-    name = rules.architecture
+    """The GGUF keys of a `config.json`. BadInput: `writable_rules`, a missing key, or inexpressible RoPE."""
+    rules = writable_rules(config)
     try:
-        shape = {ours: int(config[theirs]) for theirs, ours in SHAPE_KEYS.items()}
+        shape = {gguf_key: int(config[name]) for name, gguf_key in SHAPE_KEYS.items()}
         vocab_size = int(config["vocab_size"])
     except KeyError as error:
         raise BadInput(f"config.json lacks {error.args[0]!r}") from error
@@ -123,11 +123,12 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": vocab_size,
         **_rope_scaling_keys(config),
     }
-    for ours, key in rules.keys.items():
-        value = config.get(ours, config.get(_ALIASES.get(ours, ours)))
+    for name, gguf_key in rules.keys.items():
+        value = config.get(name, config.get(_ALIASES.get(name, name)))
         if value is not None:
-            keys[key] = value
-    return {"general.architecture": name, **{f"{name}.{key}": v for key, v in keys.items()}}
+            keys[gguf_key] = value
+    prefix = rules.architecture
+    return {"general.architecture": prefix, **{f"{prefix}.{key}": v for key, v in keys.items()}}
 
 
 def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
@@ -135,7 +136,7 @@ def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
     theta, scaling = rope_of(config)
     if scaling.get("rope_type", scaling.get("type")) != "llama3":
         return None
-    head_dim = head_dim_of(config, gguf_rules(config))
+    head_dim = head_dim_of(config, writable_rules(config))
     exponents = np.arange(0, head_dim, 2) / head_dim
     wavelengths = 2 * math.pi * theta**exponents
     factor = float(scaling["factor"])
@@ -172,7 +173,7 @@ _GGUF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def to_gguf(module: str, architecture: str = "llama") -> str | None:
-    """`blk.3.attn_q` for `model.layers.3.self_attn.q_proj`; experts share one; None: it has no name."""
+    """`blk.3.attn_q` for `model.layers.3.self_attn.q_proj`, None if GGUF has no name; experts share one."""
     known = _tensor_map(architecture)
     layer = _HF_LAYER.fullmatch(module)
     if layer is None:

@@ -22,12 +22,12 @@ from ..model.checkpoint import Checkpoint, expert_of
 from .architecture import (
     ROPE_FACTORS,
     architecture_keys,
-    architecture_of,
-    gguf_rules,
+    gguf_architecture,
     permuted_heads,
     rope_factors,
     to_gguf,
     to_interleaved,
+    writable_rules,
 )
 from .container import TensorToWrite, data_bytes, gguf_bytes, write_gguf
 from .mix import GGUF_TYPES, embedding_type, mix_name, output_type
@@ -46,7 +46,7 @@ def gguf_name(model_name: str, type_name: str) -> str:
 def check_source(source: Checkpoint) -> None:
     """Raises BadInput where GGUF cannot represent a model: its type, a tensor, its tokenizer."""
     architecture_keys(source.config)
-    architecture = architecture_of(source.config)
+    architecture = gguf_architecture(source.config)
     for name in _held(source.names, source.config):
         _gguf_tensor_name(name, architecture)
     _tokenizer_keys(source)
@@ -185,7 +185,7 @@ class _Writer:
         schemes: Mapping[str, Scheme],
         head_types: Mapping[str, str],
     ):
-        self._heads, self._rules = permuted_heads(config), gguf_rules(config)
+        self._heads, self._rules = permuted_heads(config), writable_rules(config)
         self._readers, self._schemes, self._head_types = readers, schemes, head_types
 
     def tensors(self, entries: Mapping[str, Entry]) -> list[TensorToWrite]:

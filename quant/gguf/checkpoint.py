@@ -18,7 +18,7 @@ from ..kinds.ggml.formats import BLOCKS_SUFFIX
 from ..kinds.ggml.scheme import GGUF_BLOCKS, GgufScheme
 from ..kinds.ggml.tensor import GgufTensor, dequantize_blocks
 from ..model.checkpoint import Checkpoint
-from .architecture import ROPE_FACTORS, from_gguf, permuted_heads, rules_of, to_halves
+from .architecture import ROPE_FACTORS, family_rules, from_gguf, permuted_heads, to_halves
 from .container import ALIGNMENT, TYPE_SIZES, GgufFile, TensorInfo
 from .keys import end_tokens
 from .mix import file_type
@@ -49,7 +49,7 @@ class GgufCheckpoint(Checkpoint):
         self.folder = self.path.parent
         self._file = GgufFile(self.path)
         self.config = stored_config(self._file)
-        rules = rules_of(self.config)
+        rules = family_rules(self.config)
         self._norm_offset = rules.norm_offset
         has_config = (self.folder / "config.json").is_file()
         self._infos: dict[str, TensorInfo] = {}

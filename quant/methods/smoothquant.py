@@ -1,9 +1,8 @@
 """SmoothQuant (W8A8): migrate activation outliers into the weights, so that both fit into 8 bits.
 
 Xiao et al., ICML 2023 (arXiv:2211.10438). Input channel `j` is divided by `s_j = max|x_j|^a /
-max|w_j|^(1-a)`, folded into the norm before, and column `j` of its linears multiplied. Errors compared are
-the measured one of weights, and an upper bound of the activations'; where their sum does not fall, the norm
-stays.
+max|w_j|^(1-a)`, folded into the norm before, and column `j` of its linears multiplied. A fold is kept if the
+measured error of the weights plus an upper bound of the activations' error falls, summed over its linears.
 """
 
 from __future__ import annotations
@@ -75,8 +74,8 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
             chosen |= trial
             norms[fold.source] = norm
             norm_biases |= divided_bias(fold, problem, rows)
-            readers = [name for name in fold.targets if name in problem.routers]
-            routers |= {name: problem.routers[name] * columns for name in readers}
+            scaled = [name for name in fold.targets if name in problem.routers]
+            routers |= {name: problem.routers[name] * columns for name in scaled}
     if problem.options.solver == "gptq":  # error feedback on the smoothed inputs
         columns = {name: linear.columns for name, linear in chosen.items()}
         smoothed = replace(scaled_problem(problem, columns, {}), held_out={}, remeasure=None)
@@ -107,8 +106,8 @@ def smoothing_scales(fold: Fold, problem: LayerProblem) -> torch.Tensor:
     readers = [name for name in fold.targets if name in problem.statistics]
     inputs = torch.stack([problem.statistics[name].abs_max for name in readers]).amax(dim=0)
     linears = [name for name in fold.targets if name in problem.weights]
-    columns = torch.stack([problem.weights[name].abs().amax(dim=0) for name in linears])
-    weights = columns.amax(dim=0)
+    maxima = torch.stack([problem.weights[name].abs().amax(dim=0) for name in linears])
+    weights = maxima.amax(dim=0)
     scales = (inputs.pow(alpha) / weights.pow(1 - alpha)).clamp(min=1e-5)
     usable = (inputs > 0) & (weights > 0) & torch.isfinite(scales)
     return torch.where(usable, scales, 1.0)
@@ -146,7 +145,7 @@ def _lost(
 
 
 def input_noise(statistics: InputStatistics, columns: torch.Tensor) -> float:
-    """Upper bound of a channel's squared activation quantization error, divided by `columns`.
+    """Upper bound of a channel's squared rounding error, summed over tokens, of inputs divided by `columns`.
 
     A token's step is its largest input over 127.5; the mean squared rounding error is step² / 12. The mean
     over tokens of the squared largest input is at most the square of the overall largest, and at most the

@@ -20,8 +20,7 @@ from ...base.errors import BadInput
 from ...base.progress import Progress
 from ..base.scheme import PER_CHANNEL, SUPPORTED_BITS, Scheme
 from ..families.layer_map import LayerMap
-from ..gguf.architecture import architecture_of as gguf_architecture
-from ..gguf.architecture import to_gguf
+from ..gguf.architecture import gguf_architecture, to_gguf
 from ..gguf.assemble import table_names
 from ..gguf.container import data_bytes
 from ..gguf.mix import fitting

@@ -334,7 +334,7 @@ def measure_importance(
     stream: LayerStream, calibration: Calibration, progress: Progress
 ) -> ImportanceMatrix:
     """Run the calibration texts through the model, one layer in memory at a time."""
-    from ..gguf.architecture import architecture_of, to_gguf
+    from ..gguf.architecture import gguf_architecture, to_gguf
     from ..gguf.imatrix import ImportanceMatrix as Matrix
 
     ids = calibration.token_ids
@@ -342,7 +342,7 @@ def measure_importance(
     states = stream.embed(ids)
     # Mean squares and tokens of each tensor's matrices, by the number of the expert.
     seen: dict[str, dict[int, tuple[torch.Tensor, int]]] = {}
-    architecture = architecture_of(stream.checkpoint.config)
+    architecture = gguf_architecture(stream.checkpoint.config)
     progress.start("importance", stream.num_layers, "layers")
     for index in range(stream.num_layers):
         stream.load(index, stream.tensors(index))

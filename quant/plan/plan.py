@@ -314,7 +314,7 @@ def _grid_schemes(
 
 def _block_schemes(request: QuantizeRequest, source: _Source) -> _Schemes:
     """The types of one of llama.cpp's mixes in a GGUF file."""
-    from ..gguf.architecture import architecture_of as gguf_architecture
+    from ..gguf.architecture import gguf_architecture
     from ..gguf.imatrix import read_imatrix
     from ..gguf.mix import DEFAULT_GGUF_TYPE, mix, mix_name, mix_notes, shape_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llmopt.quant.gguf.architecture import architecture_of
+from llmopt.quant.gguf.architecture import gguf_architecture
 from llmopt.quant.gguf.assemble import assemble, gguf_name
 from llmopt.quant.gguf.mix import mix, shape_of
 from llmopt.quant.kinds.ggml.formats import GgufFormat
@@ -145,7 +145,7 @@ def linears_of(source: Checkpoint) -> dict[str, tuple[int, int]]:
 def write_model(model: Path, folder: Path, type_name: str) -> Path:
     """`model` rounded to a GGUF type, as one file in `folder`."""
     source = Checkpoint(model)
-    shape = shape_of(source.config, architecture_of(source.config))
+    shape = shape_of(source.config, gguf_architecture(source.config))
     schemes = mix(type_name, linears_of(source), shape)
     folder.mkdir(parents=True, exist_ok=True)
     stored: dict[str, torch.Tensor] = {}

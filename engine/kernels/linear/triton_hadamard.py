@@ -2,8 +2,9 @@
 # pyright: reportPossiblyUnboundVariable=false
 """Linears with trellis codes on Triton, and the Hadamard transforms of their inputs and outputs.
 
-A transform multiplies blocks of 128 channels with a matrix, in one launch: the inputs' scales and orders them
-for the GEMM, the outputs' adds the partial sums of split-K, scales, and adds a bias.
+A transform multiplies blocks of 128 channels with a matrix, in one launch. The input transform also scales
+the channels and puts them into the GEMM's order; the output transform also adds the partial sums of split-K,
+scales them, and adds a bias.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class BlockTransform:
 
 def block_transform(width: int, dtype: torch.dtype, device: torch.device) -> BlockTransform:
     precision = "ieee" if dtype is torch.float32 else "tf32"
+    # The kernel reads signs, which are exact in every dtype, and scales their sums by the norm.
     return BlockTransform(sylvester(BLOCK, device).sign(), width, precision)
 
 
@@ -147,7 +149,7 @@ class TritonTransformedLinear:
             name,
             ones,
             lambda x: self._outputs(code_gemm(x, self.tiles), dtype),
-            lambda x: self._outputs(self._as_floats(x), dtype),
+            lambda x: self._outputs(self._dequantized_gemm(x), dtype),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,8 +166,8 @@ class TritonTransformedLinear:
         inputs = self._inputs(x, self._dtype)
         is_few = len(x) <= self._crossover
         return self._outputs(
-            code_gemm(inputs, self.tiles) if is_few else self._as_floats(inputs), dtype
+            code_gemm(inputs, self.tiles) if is_few else self._dequantized_gemm(inputs), dtype
         )
 
-    def _as_floats(self, x: torch.Tensor) -> torch.Tensor:
+    def _dequantized_gemm(self, x: torch.Tensor) -> torch.Tensor:
         return functional.linear(x, dequantize_codes(self.tiles, self._dtype))

@@ -367,8 +367,8 @@ class BatchedDecode:
         for tensor, state in zip(self._tensors.states, states, strict=True):
             gathered = state.index_select(0, slots).flatten(0, 1)
             gathered = gathered.masked_fill(fresh.view(-1, *(1,) * (gathered.dim() - 1)), 0)
-            for place in tensor.places:
-                put(cache, place, gathered)
+            for leaf in tensor.places:
+                put(cache, leaf, gathered)
         paged = [LayerCache(caches[key].keys, caches[value].keys) for key, value in self._pairs]
         with self._attention.running(StepAttention(inputs, paged, self._of_layers)):
             tokens = {"input_ids": inputs.token_ids[:, None]}

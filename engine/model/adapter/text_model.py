@@ -21,7 +21,7 @@ def text_decoder(model: Any) -> Any:
 
 
 def plain_tokens(model: Any, count: int) -> torch.Tensor:
-    """The first token ids, int64 [count], that the config does not name as special ones."""
+    """Ordinary token ids, int64 [count]: the first that the config does not name, repeated if too few."""
     parts = (model.config, model.config.get_text_config(decoder=True))
     special = {
         value

@@ -148,7 +148,15 @@ def test_keyboard_and_screen_reader_find_every_control(server: RunningServer) ->
                         "document.activeElement.id || document.activeElement.textContent"
                     )
                 )
-            for control in ("fold", "theme", "clear", "message", "send", "pause", "sequences-scroll"):
+            for control in (
+                "fold",
+                "theme",
+                "clear",
+                "message",
+                "send",
+                "pause",
+                "sequences-scroll",
+            ):
                 assert control in seen, (control, seen)
             assert page.problems == []
 
