@@ -39,7 +39,7 @@ from ..page.plot_style import (
     to_svg,
 )
 from ..quality.summary import FORMULAS
-from .decision import gap_words
+from .decision import gap_words, load_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,6 +78,7 @@ def best_page(decision: Decision) -> Page:
         predicted=predicted_figure(decision, points),
         front=[(point, words(point)) for point in decision["front"]],
         gap=gap_words(decision["front"]),
+        load=load_words(decision["by_load"]),
         formulas={name: FORMULAS[name] for name in SHOWN_FORMULAS if name in FORMULAS},
     )
 

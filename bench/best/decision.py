@@ -19,6 +19,8 @@ Record = Mapping[str, Any]
 FOUND, NOTHING, UNSURE = 0, 1, 3
 """Exit codes."""
 _LEAST_RATIOS = 3  # finalists with an expected KL that make a band
+FULL = "full"
+"""Key of the tokens per second with all places taken."""
 _LEAST = 1e-9  # nats, for the logarithm of no loss
 
 
@@ -107,17 +109,18 @@ def check_point(request: Record, point: Record, band: tuple[float, float] | None
 
 
 def choose(request: Record, searched: Record, count: int) -> list[str]:
-    """Choose the finalists: points of the front around the expected answer, by bytes, then fewer usual
-    quantizations that may keep the promises, the nearest in bytes first."""
+    """Choose the finalists: points of the front around the expected answer, by bytes or, under a load, by
+    cost; then fewer usual quantizations that may keep the promises, the nearest or cheapest first."""
 
     def may_keep(point: Record) -> bool:
         return check_point(request, point, None)["keeps"] is not False
 
-    undominated: list[Record] = []  # by any point in both bytes and expected KL
-    for point in sorted(searched["front"], key=lambda p: (p["bytes"], p["expected_kl"])):
+    undominated: list[Record] = []  # by any point in both cost and expected KL
+    front = (point for point in searched["front"] if may_keep(point))
+    for point in sorted(front, key=lambda p: (_cost(request, p), p["expected_kl"])):
         if not undominated or point["expected_kl"] < undominated[-1]["expected_kl"]:
             undominated.append(point)
-    points = [point for point in undominated if may_keep(point)]
+    points = undominated
     most = next((p["limit"] for p in request["promises"] if p["metric"] == "kl"), None)
     at = len(points) - 1
     if most is not None and not request["is_bounded"]:
@@ -126,7 +129,13 @@ def choose(request: Record, searched: Record, count: int) -> list[str]:
     near = sorted(range(len(points)), key=lambda n: (abs(n - at), n))
     usual = [point for point in searched["usual"] if point["refused"] is None and may_keep(point)]
     if points:
-        usual.sort(key=lambda point: abs(point["bytes"] - points[at]["bytes"]))
+        usual.sort(
+            key=lambda point: (
+                _cost(request, point)
+                if request["is_loaded"]
+                else abs(point["bytes"] - points[at]["bytes"])
+            )
+        )
         usual = usual[: max((count - 1) // 2, count - len(points))]
     chosen = sorted(near[: max(1, count - len(usual))])
     return [*(points[n]["id"] for n in chosen), *(point["id"] for point in usual[:count])]
@@ -171,14 +180,15 @@ def next_finalist(
             )
             saved = 1 - least / best["kl"]["value"] if best and best["kl"]["value"] else 1.0
         else:
-            saved = 1.0 if best is None else 1 - point["bytes"] / best["bytes"]
+            saved = 1.0 if best is None else 1 - _cost(request, point) / _cost(request, best)
         if saved > 0:
             left.append((point, saved))
     if not left:
         return None, 0.0
-    front = sorted((p for p, _ in left if p["expected_kl"] is not None), key=_size_of)
+    left.sort(key=lambda pair: _rank(request, pair[0]))
+    front = [point for point, _ in left if point["expected_kl"] is not None]
     if not front:
-        following = min((point for point, _ in left), key=_size_of)
+        following = left[0][0]
     elif request["is_bounded"]:
         following = min(front, key=lambda point: (point["expected_kl"], point["bytes"]))
     elif most is None:  # promises that nothing predicts: halve what is left
@@ -190,8 +200,15 @@ def next_finalist(
     return following["id"], max(saved for _, saved in left)
 
 
-def _size_of(point: Record) -> tuple[int, str]:
-    return point["bytes"], point["id"]
+def _cost(request: Record, point: Record) -> float:
+    """Seconds of the hardware for a token under a load; without one, or a known speed, the bytes."""
+    if request["is_loaded"] and point["speed"] is not None:
+        return 1 / point["speed"]["tokens_per_s"]
+    return point["bytes"]
+
+
+def _rank(request: Record, point: Record) -> tuple[float, int, str]:
+    return _cost(request, point), point["bytes"], point["id"]
 
 
 def _is_beaten(point: Record, lost: Sequence[Record]) -> bool:
@@ -205,14 +222,18 @@ def _is_beaten(point: Record, lost: Sequence[Record]) -> bool:
     )
 
 
+def _check_first(request: Record, point: Record) -> dict[str, Any]:
+    """A usual quantization checked by its KL divergence after rounding to nearest."""
+    kl = point["first_kl"]
+    value = kl["value"] or _LEAST
+    return check_point(
+        request, point | {"expected_kl": value}, (kl["low"] / value, kl["high"] / value)
+    )
+
+
 def first_sentence(request: Record, usual: Sequence[Record], tokens: int) -> str:
     """The best of the usual quantizations by their KL divergences on a short text, rounded to nearest."""
-    checked = []
-    for point in usual:
-        if (kl := point.get("first_kl")) is not None:
-            value = kl["value"] or _LEAST
-            band = kl["low"] / value, kl["high"] / value
-            checked.append(check_point(request, point | {"expected_kl": value}, band) | {"kl": kl})
+    checked = [_check_first(request, point) for point in usual if point.get("first_kl")]
     if not checked:
         return "So far: the loader takes none of the usual quantizations."
     may = [point for point in checked if point["keeps"] is not False]
@@ -222,8 +243,9 @@ def first_sentence(request: Record, usual: Sequence[Record], tokens: int) -> str
             f"So far: none of the usual quantizations keeps the promises when rounded to nearest; "
             f"{near['id']} comes closest: {'; '.join(near['breaks'])}."
         )
-    by_kl = (lambda p: (p["kl"]["value"], p["bytes"])) if request["is_bounded"] else _size_of
-    best, kl = min(may, key=by_kl), min(may, key=by_kl)["kl"]
+    by_kl = request["is_bounded"]
+    best = min(may, key=lambda p: (p["first_kl"]["value"] if by_kl else 0.0, *_rank(request, p)))
+    kl = best["first_kl"]
     sure = "is expected to keep" if best["keeps"] else "may keep"
     return (
         f"So far: {best['id']} ({best['bits_per_weight']:.2f} bits per weight, "
@@ -297,6 +319,7 @@ def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dic
         "front": _without_excess(rest),
         "finalists": _without_excess(by_bytes),
         "usual": [_why_not(point, by_bytes, best, request) for point in searched["usual"]],
+        "by_load": _by_load(request, points, finalists),
         "recommended": best and best["id"],
         "next_smaller": smaller,
         "next_better": better,
@@ -307,11 +330,52 @@ def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dic
 
 
 def _best(request: Record, finalists: Sequence[Record]) -> Record | None:
-    """The finalist of fewest bytes, or with a size of least KL, that surely keeps the promises."""
+    """The finalist of least cost, or with a size of least KL, that surely keeps the promises."""
     sure = [point for point in finalists if point["keeps"] is True]
     if request["is_bounded"]:
-        return min(sure, key=lambda point: (point["kl"]["value"], *_size_of(point)), default=None)
-    return min(sure, key=lambda p: (p["bytes"], p["kl"]["value"], p["id"]), default=None)
+        return min(sure, key=lambda p: (p["kl"]["value"], p["bytes"], p["id"]), default=None)
+    return min(sure, key=lambda p: (_cost(request, p), p["kl"]["value"], p["id"]), default=None)
+
+
+def _by_load(
+    request: Record, points: Mapping[str, Record], finalists: Sequence[Record]
+) -> list[dict[str, Any]]:
+    """The fastest points by number of clients, from the fewest on, where it changes: finalists that keep the
+    promises, and usual quantizations that were not made and are expected to."""
+    made = {finalist["id"]: finalist["keeps"] for finalist in finalists}
+    speeds = {
+        name: point["throughput"]
+        for name, point in points.items()
+        if point.get("throughput")
+        and (
+            made[name]
+            if name in made
+            else point.get("first_kl") and _check_first(request, point)["keeps"]
+        )
+    }
+    clients = sorted({int(n) for speed in speeds.values() for n in speed if n != FULL})
+    fastest: list[dict[str, Any]] = []
+    for load in [*map(str, clients), FULL]:
+        # With more clients than places the others wait.
+        speed, name = max(((s.get(load, s[FULL]), n) for n, s in speeds.items()), default=(0.0, ""))
+        if name and (not fastest or fastest[-1]["id"] != name):
+            fastest.append({"clients": load, "id": name, "tokens_per_s": speed})
+    return fastest
+
+
+def load_words(fastest: Sequence[Record]) -> str:
+    """Say which point is the fastest at which load."""
+    if not fastest:
+        return "the speed is not known"
+    first, *others = fastest
+    clauses = [
+        f"{first['id']} is the fastest with one client ({first['tokens_per_s']:.3g} tokens/s)"
+    ]
+    for change in others:
+        load = f"from {change['clients']} clients on"
+        load = "with all places taken" if change["clients"] == FULL else load
+        clauses.append(f"{load} {change['id']} ({change['tokens_per_s']:.3g} tokens/s)")
+    return "; ".join(clauses if others else [clauses[0], "so it is at every load"])
 
 
 def _unmade(front: Sequence[Record]) -> Record | None:
@@ -395,7 +459,10 @@ def _sentence(
         kl = near["kl"]
         interval = f"KL {kl['value']:.3g} ({kl['low']:.3g} to {kl['high']:.3g})"
         bounded = "the least KL within the size"
-        of = bounded if request["is_bounded"] else "the fewest bytes that keep them"
+        least = "the fewest bytes that keep them"
+        if request["is_loaded"]:
+            least = f"the most tokens per second with {request['concurrency']} clients"
+        of = bounded if request["is_bounded"] else least
         return f"{what} keeps the promises: {interval}, {of} among the finalists."
     if code == UNSURE and near["keeps"] is False and unmade is not None:
         expected = f"expected KL {unmade['expected_kl']:.3g}"

@@ -145,6 +145,8 @@ def question_of(target: Target) -> dict[str, Any]:
         "hardware": {"name": device.name, "kind": device.kind, "count": 1},
         "context": PlanContext.of(request).context,
         "concurrency": request.sequences,
+        # Measured speeds of a CPU differ by its noise, which is to decide nothing.
+        "is_loaded": request.sequences > 1 and device.kind != "cpu",
         "slo": request.slo_limits or None,
         "size_bytes": request.size,
         "target_bpw": request.target_bpw,

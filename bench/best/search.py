@@ -47,13 +47,13 @@ from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import resolve_model
 from ..options.options import BenchOptions
 from ..session.run_sessions import run_bench, write_run
-from .decision import mean_speed
+from .decision import FULL, mean_speed
 from .target import STATISTICS, BestRequest, device_of, local_gpu
 
 SEARCH_NAME, MACHINE = "search.json", "machine"
 POINTS = 16  # bounds of the front of each lane
 _ROWS = {name: name for name in ("llmopt", "transformers", "llama.cpp")} | {"vllm": "vLLM"}
-_DATASET = "sharegpt"
+_DATASET, _MOST_CLIENTS = "sharegpt", 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +139,33 @@ class Target:
             measured=self.measured,
         )
         plan = plan_for(ask, recipe).devices[0]
-        speed = None
+        speed, work = None, PlanContext.of(request)
         if (predicted := plan.predicted) is not None and plan.fits:
             ttft, tpot = 1e3 * predicted.ttft_seconds, 1e3 * predicted.tpot_seconds
             band = predicted.band
             speed = {
                 "tpot_ms": tpot,
                 "ttft_ms": ttft,
-                "e2el_ms": ttft + tpot * (PlanContext.of(request).output - 1),
+                "e2el_ms": ttft + tpot * (work.output - 1),
                 "tokens_per_s": predicted.throughput,
                 "band": band and [factor * tpot for factor in band.tpot],
                 "ttft_band": band and [factor * ttft for factor in band.ttft],
                 "source": "planned",
             }
+        throughput: dict[str, float] = {}  # by clients: powers of two below the places
+        if (expected := plan.expectation) is not None and plan.fits:
+            places = min(plan.max_concurrent_sequences, _MOST_CLIENTS)
+            loads = {str(1 << n): 1 << n for n in range((places - 1).bit_length())}
+            for name, clients in {**loads, FULL: places}.items():
+                state = expected.loaded(work.prompt, work.output, clients, places)
+                throughput[name] = state.throughput
         why = None
         if not plan.fits:
             why = (
                 f"{plan.max_concurrent_sequences} of {request.sequences} sequences fit in the memory of "
                 f"{self.device.name}"
             )
-        return {"speed": speed, "unfit": why}
+        return {"speed": speed, "throughput": throughput, "unfit": why}
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,8 +421,8 @@ def _point(
 def _planned(
     target: Target, schemes: Mapping[str, Scheme], plan: QuantizePlan, size: int, kv_dtype: str
 ) -> dict[str, Any]:
-    """Fit of weights of their exact bytes, and expected speed: linears run one after the other, so times are
-    the mean over the kinds by their share of the weights."""
+    """Fit of weights of their exact bytes, and expected speed, also by number of clients: linears run one
+    after the other, so times are the mean over the kinds by their share of the weights."""
     weights: Counter[str] = Counter()
     bits: dict[str, Fraction] = {}
     for module, (rows, columns) in plan.modules.items():
@@ -432,7 +439,12 @@ def _planned(
     _, plan_of_first = parts[0]
     if plan_of_first["speed"] is None:
         return plan_of_first
-    return plan_of_first | {"speed": mean_speed([(share, p["speed"]) for share, p in parts])}
+    throughput = {
+        clients: 1 / sum(share / p["throughput"][clients] for share, p in parts)
+        for clients in plan_of_first["throughput"]
+    }
+    speed = mean_speed([(share, p["speed"]) for share, p in parts])
+    return plan_of_first | {"speed": speed, "throughput": throughput}
 
 
 def usual_point(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:

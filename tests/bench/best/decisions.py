@@ -149,10 +149,16 @@ def a_decision(num_layers: int = 16, **changed: Any) -> dict[str, Any]:
                 "why": "It decodes too slowly.",
             },
         ],
+        "by_load": [
+            {"clients": "1", "id": "int-3.75", "tokens_per_s": 120.0},
+            {"clients": "full", "id": "fp8", "tokens_per_s": 9000.0},
+        ],
         "recommended": recommended["id"],
         "next_smaller": "int-3.50",
         "next_better": "int-4.00",
         "closest": None,
+        "saving": 0.0125,
+        "stopped": None,
         "exit_code": 0,
         "sentence": "int-3.75 keeps KL <= 0.02 (0.0098 to 0.0124) and decodes in 18.4 ms of 20.",
     }

@@ -24,7 +24,13 @@ EXPECTED = (0.4, 0.1, 0.04, 0.01)
 
 def asked(**changes: Any) -> dict[str, Any]:
     kl = {"metric": "kl", "op": "<=", "limit": 0.05, "relative": False}
-    plain = {"size_bytes": None, "slo": None, "promises": [kl], "is_bounded": False}
+    plain = {
+        "size_bytes": None,
+        "slo": None,
+        "promises": [kl],
+        "is_bounded": False,
+        "is_loaded": False,
+    }
     return plain | changes
 
 
@@ -308,9 +314,9 @@ def test_usual_ones_are_made_where_they_may_be_smaller() -> None:
     ("question", "said"),
     [
         (asked(), "So far: Q5_K_M (3.00 bits per weight, 0.293 KiB) is expected to keep the promises: KL 0.04 (0.035 to 0.045)"),
-        (asked(size_bytes=250), "none of the usual quantizations keeps the promises when rounded to nearest; awq"),
+        (asked(size_bytes=250), "none of the usual quantizations keeps the promises when rounded to nearest; Q5_K_M comes closest"),
         (asked(is_bounded=True, promises=[], size_bytes=500), "So far: Q8_0 (4.00 bits"),
-        (asked(promises=[{"metric": "flips", "op": "<=", "limit": 0.02, "relative": False}]), "awq (2.00 bits per weight, 0.195 KiB) may keep"),
+        (asked(promises=[{"metric": "flips", "op": "<=", "limit": 0.02, "relative": False}]), "awq (2.00 bits per weight, 0.1953 KiB) may keep"),
     ],
 )  # fmt: skip
 def test_the_first_answer(question: dict[str, Any], said: str) -> None:

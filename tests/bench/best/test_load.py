@@ -1,0 +1,80 @@
+"""The load decides: three synthetic cards, on each of which the fastest weights are known by construction."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llmopt.bench.best.decision import decide, load_words
+from llmopt.bench.best.finalists import question_of
+from llmopt.bench.best.search import Target
+from llmopt.bench.best.target import BestRequest
+from llmopt.engine.planner import plan_request
+from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.devices import Device
+from llmopt.engine.planner.weights import recipe_for
+
+TERA, GIB = 1e12, 1 << 30
+SLOW_MEMORY = Device(
+    "slow memory", 80 * GIB, bandwidth=0.05 * TERA, peaks={"bf16": 1e3 * TERA, "fp8": 2e3 * TERA}
+)
+"""Whatever the load, reading takes the time: the fewest bytes are the fastest."""
+WITH_FP8 = Device(
+    "with fp8", 80 * GIB, bandwidth=3.3 * TERA, peaks={"bf16": 300 * TERA, "fp8": 3e3 * TERA}
+)
+"""One client reads; many compute, ten times as fast in fp8."""
+WITHOUT_FP8 = Device("without fp8", 80 * GIB, bandwidth=2 * TERA, peaks={"bf16": 300 * TERA})
+"""Many compute in 16 bits whatever is stored, and int4 is unpacked on the way."""
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+KL = {"value": 0.02, "low": 0.018, "high": 0.022}
+
+
+def decided(
+    card: Device, clients: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """The decision among checkpoints that all keep the promises."""
+    monkeypatch.setattr(plan_request, "choose_devices", lambda *_: [card])
+    asked = BestRequest(context="2k", sequences=clients, loads_in="vllm")
+    target, model = Target(asked, str(folder), folder, card, False), find_model(str(folder))
+    points, made = [], []
+    for name in ("int4", "int8", "fp8"):
+        recipe = recipe_for(name, model.shape, plain_bytes=model.plain_bytes)
+        size = int(recipe.bits * 10**9)
+        plain = {"id": name, "lane": name, "label": name, "bytes": size, "bits_per_weight": 4.0}
+        points.append(plain | {"expected_kl": 0.02, **target.planned(recipe, "bf16")})
+        verdicts = [{"outcome": "pass", "reason": "", "excess": 0.0}]
+        scores = {"kl": KL, "sound": True, "verdicts": verdicts, "speed": points[-1]["speed"]}
+        made.append({"id": name, "bytes": size, **scores})
+    return decide(question_of(target), {"lanes": [], "front": points, "usual": []}, made)
+
+
+@pytest.mark.parametrize(
+    ("card", "fastest"),
+    [
+        (SLOW_MEMORY, ("int4", "int4", "int4")),
+        (WITH_FP8, ("int4", "fp8", "fp8")),
+        (WITHOUT_FP8, ("int4", "int4", "int8")),
+    ],
+    ids=lambda value: value.name if isinstance(value, Device) else "",
+)
+def test_the_load_decides(
+    card: Device, fastest: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 1, 32 and 200 clients; with one the fewest bytes are asked for. Both ends are said at each load."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    decisions = [decided(card, clients, tmp_path, monkeypatch) for clients in (1, 32, 200)]
+    assert tuple(decision["recommended"] for decision in decisions) == fastest
+    for decision in decisions:
+        ids = [change["id"] for change in decision["by_load"]]
+        assert (ids[0], ids[-1]) == (fastest[0], fastest[-1])
+    said = load_words(decisions[0]["by_load"])
+    assert said.startswith("int4 is the fastest with one client")
+    assert ("; from " in said) == (fastest[0] != fastest[-1])
+    assert "200 clients" in decisions[2]["sentence"]
