@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Record = Mapping[str, Any]
-MARKS = {True: "yes", False: "no", None: "unsure"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +90,30 @@ def show_front(decision: Record, console: Console) -> None:
 
 
 def show_decision(decision: Record, folder: Path, console: Console) -> None:
-    """Print the answer on one screen."""
+    """Print the answer in at most 15 lines: what is recommended, how sure that is, what to run next, and why
+    not the usual ones."""
+    from ..bench.best.decision import load_words
     from .output.console import say
 
     if decision["stopped"] is not None:
         why = {"budget": "The budget is spent", "interrupted": "Interrupted"}[decision["stopped"]]
-        left = f"what is left may save {decision['saving']:.0%} more" if decision["front"] else ""
-        say(f"{why}{left and f': {left}'}. The same command goes on from here.", console)
+        say(f"{why}: the same command goes on from here.", console)
     say(decision["sentence"], console)
     named = {finalist["id"]: finalist for finalist in decision["finalists"]}
     answer = named.get(decision["recommended"] or decision["closest"])
     if answer is not None:
-        say(f"  rebuild: {answer['rebuild']}", console)
-        say(f"  serve:   {answer['serve']}", console)
-    if named:
-        console.print(_finalists_table(decision, console.width))
+        scores = [
+            f"{label} {_share(answer[key])}"
+            for label, key in (("top-1", "top1"), ("flips", "flips"))
+            if answer[key] is not None
+        ]
+        scores.append(f"{_speed(answer['speed'])} ms per token")
+        say(f"  measured: {', '.join(scores)}", console)
+        left = f"what was not made may save {decision['saving']:.1%} at most"
+        made = f"{len(named)} made and measured"
+        say(f"  how sure: 95 % intervals, files verified; {made}, {left}", console)
+        say(f"  rebuild:  {answer['rebuild']}", console)
+        say(f"  serve:    {answer['serve']}", console)
     base = named.get(decision["recommended"])
     for label, key in (("next smaller", "next_smaller"), ("next better", "next_better")):
         other = named.get(decision[key])
@@ -115,10 +123,16 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
             broken = f"; it breaks {'; '.join(other['breaks'])}" if other["breaks"] else ""
             change = f"{size:+.1%} bytes for {kl:+.3g} nats of KL{broken}"
             say(f"{label}: {other['id']}, {change}", console)
-    say(_gap(decision), console)
+    if decision["by_load"]:
+        say(f"by load: {load_words(decision['by_load'])}", console)
+    reasons: dict[str, list[str]] = {}
     for usual in decision["usual"]:
-        say(f"why not {usual['name']}: {usual['why']}", console)
-    say(f"Report: {folder / 'best.html'}, {folder / 'decision.json'}", console)
+        reasons.setdefault(usual["why"], []).append(usual["name"])
+    for reason, names in reasons.items():
+        say(f"why not {', '.join(names)}: {reason}", console)
+    page = folder / "best.html"
+    files = [page] if page.is_file() else []
+    say(f"Report: {', '.join(map(str, [*files, folder / 'decision.json']))}", console)
 
 
 def _front_table(decision: Record) -> Table:
@@ -140,32 +154,6 @@ def _front_table(decision: Record) -> Table:
     return table_of(header, rows, left=(0, 5), no_wrap=range(5))
 
 
-def _finalists_table(decision: Record, width: int) -> Table:
-    """Everything measured, with 95 % intervals; a narrow table has no bands of speed."""
-    from ..engine.base.units import format_gib
-    from .output.console import table_of
-
-    flips = any(finalist["flips"] for finalist in decision["finalists"])
-    rows = [
-        [
-            finalist["id"] + (" *" if finalist["id"] == decision["recommended"] else ""),
-            format_gib(finalist["bytes"]),
-            _interval(finalist["kl"]),
-            _interval(finalist["top1"], percent=True),
-            *([_interval(finalist["flips"], percent=True)] if flips else []),
-            _speed(finalist["speed"], with_band=width >= (115 if flips else 100)),
-            MARKS[finalist["keeps"]],
-        ]
-        for finalist in decision["finalists"]
-    ]
-    shares = ["top-1, %", *(["flips, %"] if flips else [])]
-    header = ["checkpoint", "size", "KL, nats", *shares, "TPOT ms", "keeps"]
-    tight: dict[str, Any] = {"padding": (0, 1, 0, 0), "pad_edge": False}
-    if width < 100:  # lines between columns would not fit into 80
-        tight["box"] = None
-    return table_of(header, rows, no_wrap=range(len(header)), **tight)
-
-
 def _gap(decision: Record) -> str:
     """Distance of the solver from the optimum, at most."""
     from ..bench.best.decision import gap_words
@@ -173,18 +161,14 @@ def _gap(decision: Record) -> str:
     return f"search: {gap_words(decision['front'])}"
 
 
-def _interval(value: Record | None, *, percent: bool = False) -> str:
-    if value is None:
-        return ""
-    if percent:
-        return f"{100 * value['value']:.1f} ({100 * value['low']:.0f}-{100 * value['high']:.0f})"
-    return f"{value['value']:.3g} ({value['low']:.2g}-{value['high']:.2g})"
+def _share(value: Record) -> str:
+    low, high = value["low"], value["high"]
+    interval = "" if low is None else f" ({100 * low:.0f} to {100 * high:.0f})"
+    return f"{100 * value['value']:.1f} %{interval}"
 
 
-def _speed(speed: Record | None, *, with_band: bool = True) -> str:
+def _speed(speed: Record | None) -> str:
     if speed is None or speed["tpot_ms"] is None:
         return "unknown"
     low, high = speed["band"] or (None, None)
-    return f"{speed['tpot_ms']:.3g}" + (
-        f" ({low:.2g}-{high:.2g})" if with_band and low is not None else ""
-    )
+    return f"{speed['tpot_ms']:.3g}" + ("" if low is None else f" ({low:.2g}-{high:.2g})")

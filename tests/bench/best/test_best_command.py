@@ -20,12 +20,14 @@ from llmopt.bench.best.finalists import find_best, recipe_of
 from llmopt.bench.best.first_answer import BudgetedProgress
 from llmopt.bench.best.search import Target
 from llmopt.bench.best.target import BestRequest
-from llmopt.cli.best import best
+from llmopt.cli.best import best, show_decision
 from llmopt.cli.main import application, run_guarded
 from llmopt.engine.planner.catalog import find_model
 from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.recipes import ROOT
+from rich.console import Console
 
+from tests.bench.best.decisions import a_decision
 from tests.support import cli_process
 from tests.support.cli_process import ForkedProcess
 
@@ -161,9 +163,26 @@ def test_ctrl_c_gives_the_best_so_far(
 
     monkeypatch.setattr(finalists, "search", interrupted)
     assert llmopt(*QUESTION, "-o", tmp_path / "out") == 3
-    assert "Interrupted. The same command goes on from here." in capsys.readouterr().out
+    assert "Interrupted: the same command goes on from here." in capsys.readouterr().out
     found = decision(tmp_path / "out")
     assert (found["stopped"], found["exit_code"], found["saving"]) == ("interrupted", 3, 1.0)
+
+
+def test_the_answer_is_one_short_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the recommendation, how sure it is, what to run next, the load, and why not the usual ones."""
+    for stopped in (None, "budget"):
+        found = a_decision(stopped=stopped)
+        show_decision(found, Path("out"), Console(width=400))
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) <= 15
+        assert found["sentence"] in lines[stopped is not None]
+        text = "\n".join(lines)
+        assert "how sure: 95 % intervals" in text and "may save 1.2% at most" in text
+        assert "serve:    vllm serve out/int-3.75" in text and "why not fp8: It decodes" in text
+        assert (
+            "by load: int-3.75 is the fastest with one client (120 tokens/s); with all places"
+            in text
+        )
 
 
 @pytest.mark.whole
