@@ -319,7 +319,8 @@ class ChatRequest(GenerationRequest):
     def constraint(self) -> Constraint | None:
         """The grammar of the output: of the calls where there must be some, of the answer, or of either."""
         constraint = self.answer_constraint()
-        if self.must_call and constraint is not None:
+        # A JSON format is of an answer in text. instructor's RESPONSES_TOOLS sends it with a forced call.
+        if self.must_call and constraint is not None and constraint.kind != "json_schema":
             problem = "the output must be a tool call (tool_choice), not an answer"
             raise bad_field(constraint.field, problem)
         if self.must_call:

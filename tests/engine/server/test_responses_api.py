@@ -50,6 +50,20 @@ def streamed(server: RunningServer, **body: Any) -> list[Any]:
     return events
 
 
+@pytest.mark.parametrize("kind", ["text", "json_object", "json_schema"])
+def test_a_forced_call_with_a_text_format_is_the_call(served: RunningServer, kind: str) -> None:
+    """instructor's mode RESPONSES_TOOLS sends both; the format is of a text, of which there is none."""
+    schema = {"name": "weather", "schema": WEATHER["parameters"]} if kind == "json_schema" else {}
+    whole = client(served).responses.create(
+        input="Is it raining?",
+        tools=[WEATHER],
+        tool_choice={"type": "function", "name": "weather"},
+        text={"format": {"type": kind, **schema}},  # type: ignore[arg-type]
+        **FIELDS,
+    )
+    assert [item.type for item in whole.output] == ["function_call"]
+
+
 def test_calls_and_reasoning_are_items_of_their_own(
     served: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

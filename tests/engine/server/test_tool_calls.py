@@ -201,7 +201,7 @@ def test_tools_that_cannot_be_used_are_refused(
     assert "'other'" in refusal(tooled, tools=[WEATHER], tool_choice=other)
     regex: Any = {"type": "regex", "regex": "a+"}
     assert "only a JSON schema" in refusal(tooled, tools=[WEATHER], response_format=regex)
-    forced: Any = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    forced: Any = {"tool_choice": "required", "response_format": regex}
     assert "must be a tool call" in refusal(tooled, tools=[WEATHER], **forced)
     wrong: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "strin"}}}
     assert "tools/items/anyOf/0/properties/arguments: Invalid type" in refusal(

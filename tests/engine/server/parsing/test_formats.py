@@ -36,9 +36,11 @@ from llmopt.engine.server.parsing.formats import (
     ReasoningFormat,
     ToolFormat,
     format_of_template,
+    reasoning_format,
     reasoning_of_template,
 )
 from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
+
 
 SCHEMAS: dict[str, Any] = {
     "weather": {
@@ -373,3 +375,7 @@ def test_values_that_no_response_can_contain(written: str) -> None:
     whole = parsed(OutputFormat(HERMES, schemas=SCHEMAS), [f"<tool_call>{written}</tool_call>"])
     shown = [whole.text, *((call.name, call.value) for call in whole.calls)]
     assert json.dumps(shown, ensure_ascii=False, allow_nan=False).encode()
+
+
+def test_parsers_of_reasoning_have_vllm_s_names() -> None:
+    assert reasoning_format("qwen3") is reasoning_format("deepseek_r1") is THINK
