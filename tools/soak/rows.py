@@ -208,11 +208,10 @@ async def _attack_and_end(
         attack = _start(row, target)
         await asyncio.sleep(1.5)
         process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), 2 * GRACE_SECONDS)
-        ended = time.monotonic() - began
+        ended = await asyncio.to_thread(_seconds_to_end, process.pid)
         await _cancel(attack)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 1.0)
     return Outcome(
         row.name,
         max(health.seconds),
@@ -243,6 +242,7 @@ def _start(row: Row, target: Target) -> list[asyncio.Task[None]]:
                 await row.send(target)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 target.answers[type(error).__name__] += 1
+                await asyncio.sleep(0.5)  # so that the probes have a processor
             await asyncio.sleep(0.01)
 
     return [asyncio.create_task(again()) for _ in range(row.copies)]
@@ -262,6 +262,15 @@ async def _memory_at_rest(pid: int, before: int) -> int:
             break
         await asyncio.sleep(0.5)
     return resident
+
+
+def _seconds_to_end(pid: int) -> float:
+    """Seconds until a process has ended, at most twice the grace. It must run outside the event loop, which
+    attacks occupy."""
+    began = time.monotonic()
+    while resident_bytes(pid) and time.monotonic() < began + 2 * GRACE_SECONDS:
+        time.sleep(0.05)
+    return time.monotonic() - began
 
 
 def resident_bytes(pid: int) -> int:
