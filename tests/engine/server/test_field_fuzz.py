@@ -16,6 +16,7 @@ from typing import Any, Literal
 import httpx
 import pytest
 from fastapi.routing import APIRoute
+from llmopt.engine.server.protocol.server_options import ServerOptions
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
@@ -37,6 +38,8 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/api/embed": {"model": "tiny", "input": "hi"},
     "/api/embeddings": {"model": "tiny", "prompt": "hi"},
     "/api/show": {"model": "tiny"},
+    "/v1/load_lora_adapter": {"lora_name": "red", "lora_path": "red"},
+    "/v1/unload_lora_adapter": {"lora_name": "red"},
 }
 """Bodies in which a field is replaced, where the required fields alone would not do."""
 
@@ -69,8 +72,10 @@ Path = tuple[str | int, ...]
 
 
 @pytest.fixture(scope="module")
-def small_server() -> Iterator[RunningServer]:
-    with running(make_engine("stories260K", max_model_len=64)) as it:
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    options = ServerOptions(lora_folders=(tmp_path_factory.mktemp("adapters"),))
+    engine = make_engine("stories260K", max_model_len=64, max_loras=2)
+    with running(engine, options) as it:
         yield it
 
 

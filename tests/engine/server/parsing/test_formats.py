@@ -41,7 +41,6 @@ from llmopt.engine.server.parsing.formats import (
 )
 from llmopt.engine.server.parsing.parser import OutputFormat, OutputParser
 
-
 SCHEMAS: dict[str, Any] = {
     "weather": {
         "type": "object",
