@@ -25,9 +25,7 @@ def convert(
             " or hf: dequantized, a plain checkpoint that transformers loads.",
         ),
     ],
-    output: Annotated[
-        Path | None, output_to("Folder to create. Default: ./SOURCE-FORMAT.", folder=True)
-    ] = None,
+    output: Annotated[Path | None, output_to("Folder to create. Default: ./SOURCE-FORMAT.")] = None,
     allow_loss: Annotated[
         bool,
         typer.Option(

@@ -26,9 +26,7 @@ def merge(
     dtype: Annotated[
         str, typer.Option(help="auto (that of the base), float32, bfloat16 or float16.")
     ] = "auto",
-    output: Annotated[
-        Path | None, output_to("Folder to create. Default: ./BASE-merged.", folder=True)
-    ] = None,
+    output: Annotated[Path | None, output_to("Folder to create. Default: ./BASE-merged.")] = None,
     as_json: Json = False,
 ) -> None:
     """Fold LoRA and DoRA adapters into the weights of a checkpoint."""

@@ -57,7 +57,7 @@ def quantize(
     model: ModelOptions,
     asked: Annotated[Words, From(QuantizeRequest, but=_RUN)],
     output: Annotated[
-        Path | None, output_to("Folder to create. Default: ./MODEL-METHOD-BITSbit.", folder=True)
+        Path | None, output_to("Folder to create. Default: ./MODEL-METHOD-BITSbit.")
     ] = None,
     *,
     run: Annotated[Words, From(QuantizeRequest, only=_RUN)],

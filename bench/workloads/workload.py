@@ -213,14 +213,14 @@ def numbered(pairs: Sequence[tuple[Sequence[int], int]]) -> tuple[WorkloadItem, 
     )
 
 
-def read_text(path: Path, what: str = "dataset") -> str:
-    """The text of a file. Raises BadInput: no such file, or no UTF-8; the message begins with `what`."""
+def read_text(path: Path) -> str:
+    """The text of a data set's file. Raises BadInput: no such file, or no UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise BadInput(f"{what} {path} is not a file") from error
+        raise BadInput(f"dataset {path} is not a file") from error
     except UnicodeDecodeError as error:
-        raise BadInput(f"{what} {path} is not UTF-8 text: {error.reason}") from error
+        raise BadInput(f"dataset {path} is not UTF-8 text: {error.reason}") from error
 
 
 def oversampled(

@@ -209,7 +209,6 @@ def _writes(*, folder: bool = False, cache: bool = False) -> Callable[..., Path 
     def checked(
         context: typer.Context, parameter: typer.CallbackParam, path: Path | None
     ) -> Path | None:
-
         is_read = cache and path is not None and path.exists()
         if path is not None and not is_read and not context.resilient_parsing:
             check_output(path, parameter.opts[0], folder=folder)
@@ -218,13 +217,16 @@ def _writes(*, folder: bool = False, cache: bool = False) -> Callable[..., Path 
     return checked
 
 
-writable, writable_folder = _writes(), _writes(folder=True)
-_WRITES = {"file": writable, "folder": writable_folder, "cache": _writes(cache=True)}
+_WRITES = {
+    "file": _writes(),
+    "folder": _writes(folder=True),
+    "cache": _writes(cache=True),
+}
 
 
-def output_to(help: str, *, folder: bool = False) -> Any:
-    callback = writable_folder if folder else writable
-    return typer.Option("--output", "-o", callback=callback, help=help)
+def output_to(help: str) -> Any:
+    """Define `--output` of a command that creates a folder."""
+    return typer.Option("--output", "-o", callback=_WRITES["folder"], help=help)
 
 
 def _by_shown_name(given: Words, known: dict[str, Parameter]) -> Words:

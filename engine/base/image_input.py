@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -107,10 +107,6 @@ def parse_max_images(text: str) -> int:
     return counts.get("image", MAX_IMAGES)
 
 
-def _host_names(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(name.lower() for name in names)
-
-
 def size_option(default: str, help: str, flag: str = "") -> Any:
     """Define a field of bytes, which a command line gives with their unit."""
     return option(
@@ -135,7 +131,7 @@ class MediaLimits:
         "Host whose http(s) image URLs are fetched; repeatable. Default: none, data URLs only.",
         flag="--allowed-media-domains",
         word=list[str],
-        parse=_host_names,
+        parse=lambda names: frozenset(name.lower() for name in names),
     )
     max_images: int = option(
         MAX_IMAGES,

@@ -122,8 +122,6 @@ def _quantize(request: QuantizeRequest, progress: Progress) -> QuantizeResult:
         path, stream, calibration = request.imatrix, session.stream, session.calibration
         matrix = workers.first_alone(lambda: measure_importance(stream, calibration, progress))
         if workers.is_first():
-            from ..gguf.imatrix import write_imatrix
-
             write_imatrix(path, matrix)
         workers.meet()
         progress.note(f"note: importance of {len(matrix.means)} tensors is in {path}")

@@ -249,11 +249,11 @@ def int_to_gguf(tensor: IntTensor, *, name: str = "weight") -> GgufTensor:
     return GgufTensor(blocks.view(tensor.out_features, -1), GgufScheme(type_name))
 
 
-def gguf_to_int(tensor: GgufTensor, *, name: str = "weight") -> IntTensor:
+def gguf_to_int(tensor: GgufTensor) -> IntTensor:
     """A Q4_0 or Q8_0 weight as integers in groups of 32. BadInput: no other has integer zeros."""
     if tensor.scheme.type not in INTEGER_TYPES:
         raise BadInput(
-            f"{name}: {tensor.scheme.type} blocks are no integer grid with one scale for a group; "
+            f"weight: {tensor.scheme.type} blocks are no integer grid with one scale for a group; "
             "Q4_0 and Q8_0 are"
         )
     blocks = tensor.data.reshape(-1, tensor.scheme.block[1])
