@@ -12,7 +12,7 @@ from typing import Any
 
 from ...base.atomic_io import write_atomically
 from ...base.option import words_of
-from ...base.progress import Progress, ProgressUpdate, SubRun, as_progress
+from ...base.progress import Progress, ProgressUpdate, SubRun, as_progress, in_words
 from ...base.version import VERSION
 from ...engine.base.units import parse_tokens
 from ...engine.planner.catalog import find_model
@@ -206,7 +206,7 @@ class _Run:
             self.measured.append(
                 result_of(self.target, base, ran, points[name], stages.folder, kv_dtype)
             )
-            self.progress.note(f"so far: {self.decision()['sentence']}")
+            self._say(f"So far: {self.decision()['sentence']}")
         stages.remove_locks()
 
     def decision(self) -> dict[str, Any]:
@@ -221,8 +221,11 @@ class _Run:
 
     def _first(self, kv_dtype: str) -> Sequence[Mapping[str, Any]]:
         self.usual = first_answer(self.target, self.folder, kv_dtype, self.progress)
-        self.progress.note(first_sentence(self.question, self.usual, FIRST_TOKENS))
+        self._say(first_sentence(self.question, self.usual, FIRST_TOKENS))
         return self.usual
+
+    def _say(self, answer: str) -> None:
+        self.progress.note(f"{answer} ({in_words(self.progress.elapsed)} after the start)")
 
     def _step(self) -> str:
         return f"finalist {len(self.measured) + 1}"

@@ -41,12 +41,16 @@ class BudgetedProgress:
     def __init__(
         self, inner: Progress, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._inner, self._clock, self._end = inner, clock, clock() + seconds
+        self._inner, self._clock, self._begun, self._seconds = inner, clock, clock(), seconds
         self.note, self.status, self.finish = inner.note, inner.status, inner.finish
 
     @property
+    def elapsed(self) -> float:
+        return self._clock() - self._begun
+
+    @property
     def is_spent(self) -> bool:
-        return self._clock() > self._end
+        return self.elapsed > self._seconds
 
     def start(self, description: str, total: int, unit: str) -> None:
         self._check()

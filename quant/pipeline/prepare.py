@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from .mixed_precision import Lane
 
 BUNDLED_EVALUATION = DATA / "evaluation.txt"
+SEARCH_TOKENS, SEARCH_TOKENS_PER_INPUT = 16384, 4
+"""Calibration tokens that a search compares kinds by, at least and for each input of the widest linear. The
+codes of the chosen kinds are solved with all samples."""
 
 
 def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Session:
@@ -167,6 +170,8 @@ def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
     }
     if workers.together():
         facts["lanes"] = LANES
+    if request.method == AUTO and (few := _searched_samples(plan, calibration)) is not calibration:
+        facts["searched_samples"] = len(few.token_ids)
     statistics = None
     if request.stats is not None and not request.mock:
         statistics = StatisticsFolder(request.stats, _digest(facts))
@@ -284,12 +289,26 @@ def _measure(
     from .sensitivity import Sensitivities
 
     plan, calibration = begun.plan, begun.calibration
+    if begun.request.method == AUTO:
+        calibration = _searched_samples(plan, calibration)
     if not folder.complete:
         kv, head = kv or plan.kv_cache is not None, head or plan.lm_head
         folder.measure(begun.stream, calibration, progress, head=head, kv=kv, replaced=replaced)
     sensitivities = Sensitivities(folder.folder)
     if not sensitivities.complete:
         sensitivities.measure(begun.stream, *_checked(calibration), progress)
+
+
+def _searched_samples(plan: QuantizePlan, calibration: Calibration) -> Calibration:
+    """The calibration with the first samples alone, as many as a search needs."""
+    samples, length = calibration.token_ids.shape
+    widest = max((columns for _, columns in plan.modules.values()), default=0)
+    tokens = max(SEARCH_TOKENS, SEARCH_TOKENS_PER_INPUT * widest)
+    count = max(1, -(-tokens // max(1, length)))
+    if count >= samples:
+        return calibration
+    few = calibration.token_ids[:count], calibration.images[:count]
+    return replace(calibration, token_ids=few[0], images=few[1])
 
 
 def _lane(begun: Session, search: Search, folder: StatisticsFolder, progress: Progress) -> Lane:

@@ -216,7 +216,7 @@ def test_a_spent_budget_gives_the_best_so_far_and_changes_no_byte(
     sentences = [stop["sentence"] for stop in stops]
     assert sentences[0] == "There is no point to choose." and stops[0]["exit_code"] == 3
     assert any(sentence.startswith("So far: ") for sentence in sentences)
-    assert notes[0] in sentences and len(stops) > 3
+    assert any(notes[0].startswith(said) for said in sentences) and len(stops) > 3
     assert {stop["stopped"] for stop in stops} == {"budget"}
     final = [(tmp_path / name / "decision.json").read_text() for name in ("whole", "stopped")]
     assert final[0].replace("whole", "stopped") == final[1]

@@ -20,7 +20,7 @@ from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.gguf import assemble
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.registry import scheme_record
-from llmopt.quant.pipeline import candidates, mixed_precision
+from llmopt.quant.pipeline import candidates, mixed_precision, prepare
 from llmopt.quant.pipeline.candidates import Choice
 from llmopt.quant.pipeline.mixed_precision import (
     Lane,
@@ -33,6 +33,7 @@ from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.prepare import search_fronts
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.stream.layer_stream import LayerStream
+from safetensors.torch import load_file
 
 from tools.mixtures import Measured, rank_correlation
 
@@ -206,6 +207,22 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
     names = [path.name for path in again.output.iterdir()]
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (again.output / name).read_bytes()
+
+
+@pytest.mark.parametrize(("least", "factor", "samples"), [(2, 0, 2), (0, 1, 8), (10**6, 0, 12)])
+def test_kinds_are_compared_by_the_first_samples(
+    least: int, factor: int, samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At least so many tokens, and so many for each input of the widest linear."""
+    monkeypatch.setattr(prepare, "SEARCH_TOKENS", least * 64)
+    monkeypatch.setattr(prepare, "SEARCH_TOKENS_PER_INPUT", factor)
+    most = (r"layers\.[1-4]",)
+    search_fronts([auto(tmp_path, "none", candidates=("int4",), ignore=most, num_samples=12)])
+    measured = load_file(tmp_path / "stats" / "layer-00000.safetensors")
+    ending = ".num_tokens"
+    names = [name for name in measured if name.startswith("calibration") and name.endswith(ending)]
+    assert names
+    assert {int(measured[name]) for name in names} == {samples * 64}
 
 
 @pytest.mark.parametrize("calls", [3, 7], ids=["forward", "backward"])
