@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..base.atomic_io import check_output
+from ..quant.kinds.registry import format_names
 from .options.command import output_to
 from .options.shared import Json, TrustRemoteCode
 
@@ -21,8 +22,7 @@ def convert(
         str,
         typer.Option(
             "--format",
-            help="awq, bitsandbytes, compressed-tensors, exl3, fp8, gguf, gptq, modelopt, quip or squeezellm,"
-            " or hf: dequantized, a plain checkpoint that transformers loads.",
+            help=f"{', '.join(format_names())}; or hf: dequantized, a checkpoint for transformers.",
         ),
     ],
     output: Annotated[Path | None, output_to("Folder to create. Default: ./SOURCE-FORMAT.")] = None,

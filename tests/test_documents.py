@@ -186,10 +186,12 @@ def test_the_readme_begins_with_the_four_lines() -> None:
 
 @pytest.mark.parametrize(("name", "most"), MAX_LINES.items())
 def test_the_first_pages_are_short(name: str, most: int) -> None:
-    assert len(text_of(ROOT / name).splitlines()) <= most
+    lines = len(text_of(ROOT / name).splitlines())
+    assert lines <= most, f"{name} has {lines} lines, of {most}: shorten it"
 
 
 def test_the_documents_are_short() -> None:
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     pages = [page for page in documents if "measured" not in page.relative_to(ROOT).parts]
-    assert sum(len(text_of(page).split()) for page in pages) <= MAX_WORDS
+    words = sum(len(text_of(page).split()) for page in pages)
+    assert words <= MAX_WORDS, f"the documents have {words:,} words: shorten a page"

@@ -178,7 +178,7 @@ class TerminalProgress:
             if self._done:
                 parts.append(f"{self._done / max(passed, 1e-9):.2g} {self._unit}/s")
         if self._done and self._total:
-            left = passed * (self._total - self._done) / self._done
+            left = passed * max(0.0, self._total - self._done) / self._done  # sums of parts pass 1
             load = self._load()
             parts.append(f"about {in_words(left)} left{load and f' at this pace: {load}'}")
         people.print(", ".join(filter(None, [*parts, self._status])), soft_wrap=True)

@@ -25,6 +25,7 @@ from ..base.scheme import Scheme
 from ..families.layer_map import fused_name
 from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
 from ..model.parameters import Loaded, ModelParameters, by_kind
+from .kernels import engine_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,12 +179,8 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
     """True if vLLM's kernels take such a checkpoint on each of `ranks`, and which or why not."""
     if name == "gguf":
         return False, "GGUF went out of vLLM into a plugin"
-    if name == "exl3":
-        return False, "vLLM has no kernels for trellis codes"
-    if name == "quip":
-        return False, "vLLM has no kernels for lattice codes"
-    if name in ("squeezellm", "bitsandbytes"):
-        return False, f"vLLM no longer reads {name}"
+    if name not in engine_rules()["vllm"].methods:
+        return False, f"vLLM has no quantization method {name}"
     for group in stored.matrices():
         if len({stored.schemes.get(module) for module in group}) > 1:
             return False, f"{' and '.join(group[:2])} are one matrix there, and differ in scheme"

@@ -99,7 +99,7 @@ LINES = {
     "merge stories3M a b --weights 1": "--weights '1': write 2 numbers",
     "convert nothere --format gguf": "no model 'nothere'",
     "convert stories3M --format gguff": "unknown format 'gguff': the nearest is gguf",
-    "convert stories3M --format zzz": "gptq, modelopt, quip, squeezellm, hf",
+    "convert stories3M --format zzz": f"{', '.join(format_names())}, hf",
     "verify nothere": "nothere is no folder",
     "batch nothere.jsonl": "nothere.jsonl",
     f"run {'a' * 3000}": "File name too long",

@@ -27,6 +27,7 @@ from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
+from llmopt.quant.kinds.registry import format_names
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
 from llmopt.quant.plan.manifest import tensor_bytes
 
@@ -43,6 +44,10 @@ from ...support.format_support import (
 )
 
 AWQ, CT, GPTQ = FORMATS["awq"], FORMATS["compressed-tensors"], FORMATS["gptq"]
+
+
+def test_every_format_has_cases() -> None:
+    assert {*HELD, "gguf"} == {*format_names()}, "tests/quant/gguf has those of GGUF"
 
 
 @pytest.mark.parametrize(("name", "scheme"), CASES, ids=case_id)

@@ -83,6 +83,11 @@ def test_quantize_records_the_kind(toy: Toy) -> None:
     assert all(m["error"] < 1 for m in manifest["modules"])
 
 
+def test_no_loader_is_claimed_that_does_not_know_the_format(toy: Toy) -> None:
+    (line,) = (line for line in toy.printed["quantize"].splitlines() if "loads in" in line)
+    assert "llmopt" in line and "vLLM" not in line and "transformers" not in line
+
+
 def test_verify_proves_it_with_the_second_reader(toy: Toy) -> None:
     assert "proven" in toy.printed["verify"]
 
