@@ -17,7 +17,6 @@ from .options.shared import JobOptions, ModelOptions, json_option
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 Record = Mapping[str, Any]
 
@@ -37,7 +36,7 @@ class BestRunOptions:
     )
     dry_run: bool = option(
         False,
-        "Only search: print the front as predicted, make no finalist.",
+        "Only plan: size and speed of the usual quantizations from config.json, without a measurement.",
         flag="--dry-run",
         common=True,
     )
@@ -68,25 +67,31 @@ def best(
         how = {"dry_run": run.dry_run, "on_ray": on_ray}
         decision = find_best(request, name, folder, progress, **how, score_shares=shares)
     console = result_console(run.as_json, decision)
-    show_front(decision, console) if run.dry_run else show_decision(decision, folder, console)
+    show_plan(decision, console) if run.dry_run else show_decision(decision, folder, console)
     if not run.dry_run and decision["exit_code"]:
         raise typer.Exit(decision["exit_code"])
 
 
-def show_front(decision: Record, console: Console) -> None:
-    """Print the fronts as predicted, with what each point breaks."""
-    from .output.console import say
+def show_plan(plan: Record, console: Console) -> None:
+    """Print bytes and speed of the usual quantizations, with what each breaks."""
+    from ..bench.best.decision import FULL, load_words
+    from ..engine.base.units import format_gib
+    from .output.console import say, table_of
 
-    for lane in decision["lanes"]:
-        if lane["refused"] is not None:
-            say(f"{lane['name']}: refused: {lane['refused']}", console)
-    console.print(_front_table(decision))
-    say(_gap(decision), console)
-    for usual in decision["usual"]:
-        if usual["breaks"] and usual["id"] is None:
-            say(f"not {usual['name']}: {usual['why']}", console)
-    count = sum(point["finalist"] for point in decision["front"])
-    say(f"{count} points would be made and measured, beside usual quantizations", console)
+    rows = []
+    for point in plan["planned"]:
+        speeds = point.get("throughput") or {}
+        ends = [f"{speeds[load]:.3g}" if speeds else "" for load in ("1", FULL)]
+        bits = f"{point['bits_per_weight']:.2f}" if "bytes" in point else ""
+        size = format_gib(point["bytes"]) if "bytes" in point else ""
+        rows.append((point["name"], size, bits, *ends, "; ".join(point["breaks"])))
+    header = ("usual", "size", "bits", "tokens/s, 1 client", "all places", "not, because")
+    console.print(table_of(header, rows, left=(0, 5), no_wrap=range(5)))
+    say(f"by load: {load_words(plan['by_load'])}", console)
+    if not plan["is_checked"]:
+        loader = plan["asked"]["loads_in"]
+        say(f"There is no weight file: whether {loader} loads these is not checked.", console)
+    say("Without --dry-run the KL divergence of each is measured first.", console)
 
 
 def show_decision(decision: Record, folder: Path, console: Console) -> None:
@@ -133,32 +138,6 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
     page = folder / "best.html"
     files = [page] if page.is_file() else []
     say(f"Report: {', '.join(map(str, [*files, folder / 'decision.json']))}", console)
-
-
-def _front_table(decision: Record) -> Table:
-    from ..engine.base.units import format_gib
-    from .output.console import table_of
-
-    rows = [
-        (
-            point["id"],
-            format_gib(point["bytes"]),
-            f"{point['bits_per_weight']:.2f}",
-            "" if point["expected_kl"] is None else f"{point['expected_kl']:.3g}",
-            _speed(point["speed"]),
-            "; ".join(point["breaks"]) or ("finalist" if point["finalist"] else ""),
-        )
-        for point in decision["front"]
-    ]
-    header = ("checkpoint", "size", "bits", "expected KL", "TPOT, ms", "")
-    return table_of(header, rows, left=(0, 5), no_wrap=range(5))
-
-
-def _gap(decision: Record) -> str:
-    """Distance of the solver from the optimum, at most."""
-    from ..bench.best.decision import gap_words
-
-    return f"search: {gap_words(decision['front'])}"
 
 
 def _share(value: Record) -> str:

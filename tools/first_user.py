@@ -57,7 +57,7 @@ STEPS = (
     "quantize MODEL --method awq --bits 4 --dry-run",
     "kv-plan MODEL --gpu l40s",
     "kv-plan MODEL --gpu cpu",
-    "best MODEL --max-kl 0.05 --loads-in llama.cpp --dry-run --num-samples 4 --seq-len 128 -o OUT/best",
+    "best MODEL --max-kl 0.05 --loads-in llama.cpp --dry-run",
     "quantize MODEL --method rtn --no-errors -o OUT/rtn",
     "verify OUT/rtn",
     "bench MODEL --num-prompts 8 --num-runs 2 --output-len 8 --no-quality -o OUT/a",

@@ -353,6 +353,11 @@ def _by_load(
             else point.get("first_kl") and _check_first(request, point)["keeps"]
         )
     }
+    return fastest_by_load(speeds)
+
+
+def fastest_by_load(speeds: Mapping[str, Mapping[str, float]]) -> list[dict[str, Any]]:
+    """The fastest points by number of clients, from tokens per second by point and clients."""
     clients = sorted({int(n) for speed in speeds.values() for n in speed if n != FULL})
     fastest: list[dict[str, Any]] = []
     for load in [*map(str, clients), FULL]:
@@ -368,14 +373,13 @@ def load_words(fastest: Sequence[Record]) -> str:
     if not fastest:
         return "the speed is not known"
     first, *others = fastest
-    clauses = [
-        f"{first['id']} is the fastest with one client ({first['tokens_per_s']:.3g} tokens/s)"
-    ]
+    where = "with one client" if others else "at every load, with one client"
+    clauses = [f"{first['id']} is the fastest {where} ({first['tokens_per_s']:,.0f} tokens/s)"]
     for change in others:
         load = f"from {change['clients']} clients on"
         load = "with all places taken" if change["clients"] == FULL else load
-        clauses.append(f"{load} {change['id']} ({change['tokens_per_s']:.3g} tokens/s)")
-    return "; ".join(clauses if others else [clauses[0], "so it is at every load"])
+        clauses.append(f"{load} {change['id']} ({change['tokens_per_s']:,.0f})")
+    return "; ".join(clauses)
 
 
 def _unmade(front: Sequence[Record]) -> Record | None:

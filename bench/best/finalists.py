@@ -33,7 +33,7 @@ from ..studies.recipe_files import Stages, VariantRun
 from ..studies.recipe_run import job_on_node, run_variant
 from .best_page import best_page
 from .decision import UNSURE, choose, decide, first_sentence, next_finalist
-from .first_answer import FIRST_TOKENS, BudgetedProgress, first_answer
+from .first_answer import FIRST_TOKENS, BudgetedProgress, first_answer, plan_usual
 from .search import PlanContext, Target, search
 from .target import DEFAULT_BUDGET, BestRequest, open_folder
 
@@ -102,9 +102,9 @@ def find_best(
     score_shares: int = 1,
 ) -> dict[str, Any]:
     """The decision, also in `decision.json` of the folder. Ctrl-C and a spent budget end the work with the
-    best so far (`stopped` says which); the same call resumes it. A dry run only searches, marks the planned
-    finalists and writes no decision. With `on_ray` Ray makes, scores and measures them; `score_shares` jobs
-    share the scoring of a finalist.
+    best so far (`stopped` says which); the same call resumes it. A dry run plans the usual quantizations,
+    without a measurement or a file. With `on_ray` Ray makes, scores and measures the finalists;
+    `score_shares` jobs share the scoring of one.
 
     Raises:
         BadInput: there is no such model or GPU, the loader takes nothing of it, the size is impossible, or
@@ -112,16 +112,9 @@ def find_best(
     """
     progress = as_progress(progress)
     target = Target.of(request, model)
-    open_folder(folder, request.question(model, target.device.name))
     if dry_run:
-        searched = search(target, folder, progress)
-        question = question_of(target)
-        chosen = choose(question, searched, request.finalists)
-        decision = decide(question, searched, [])
-        front = [point | {"finalist": point["id"] in chosen} for point in decision["front"]]
-        pairs = zip(decision["usual"], searched["usual"], strict=True)
-        usual = [shown for shown, point in pairs if point["id"] not in chosen]
-        return {**_head(target), **decision, "front": front, "usual": usual}
+        return {**_head(target), **plan_usual(target, question_of(target))}
+    open_folder(folder, request.question(model, target.device.name))
     budget = request.budget
     if budget is None and target.device.kind == "cpu":
         budget = DEFAULT_BUDGET

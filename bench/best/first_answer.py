@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ import numpy as np
 
 from ...base.atomic_io import write_atomically
 from ...base.progress import Progress
+from ...engine.planner.catalog import find_model
+from ...engine.planner.plan_request import named_recipe
+from ...engine.planner.weights import weight_bytes
 from ...quant.model.checkpoint import read_json
 from ...quant.pipeline.prepare import rounding_losses
 from ...quant.plan.request import QuantizeRequest
 from ..quality.summary import PositionBlocks
-from .search import USUAL, Target, usual_point
+from .decision import check_point, fastest_by_load
+from .search import USUAL, Target, kv_dtype_of, usual_point
 
 FIRST_NAME = "first.json"
 FIRST_TOKENS = 2048
@@ -84,3 +88,26 @@ def first_answer(
         point["first_kl"] = {"value": float(values.mean()), "low": low, "high": high}
     write_atomically(path, json.dumps({"tokens": FIRST_TOKENS, "usual": usual}, indent=1) + "\n")
     return usual
+
+
+def plan_usual(target: Target, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes, fit and speed of the usual quantizations, and the fastest by load, by headers, or by
+    `config.json` alone: `is_checked` is True if headers told what the loader takes."""
+    kv_dtype, shape = kv_dtype_of(target), find_model(str(target.path)).shape
+    has_weights = target.path.is_file() or any(target.path.glob("*.safetensors"))
+    planned = []
+    for name in USUAL:
+        if has_weights:
+            point = usual_point(target, name, kv_dtype)
+        else:
+            recipe = named_recipe(name.removesuffix(" int4"), shape)
+            sizes = {"bytes": weight_bytes(shape, recipe), "bits_per_weight": float(recipe.bits)}
+            point = {"name": name, "id": name.replace(" ", "-"), "refused": None, **sizes}
+            point |= target.planned(recipe, kv_dtype)
+        if point["refused"] is None:
+            planned.append(check_point(question, point | {"expected_kl": None}, None))
+        else:
+            planned.append(point | {"keeps": False, "breaks": [point["refused"]]})
+    speeds = {p["id"]: p["throughput"] for p in planned if p.get("throughput")}
+    by_load = fastest_by_load(speeds)
+    return {"planned": planned, "by_load": by_load, "is_checked": has_weights}

@@ -213,7 +213,7 @@ def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
     return replace(target, measured=folder)
 
 
-def _kv_dtype(target: Target) -> str:
+def kv_dtype_of(target: Target) -> str:
     """The dtype of the KV cache: the engine's default, or fp8 if the load fits by fp8 alone."""
     rule = engine_rule(target.asked.loads_in)
     kv_dtype = rule.default_kv_dtype
@@ -237,7 +237,7 @@ def search(
     path = folder / SEARCH_NAME
     if path.is_file():
         return _with_paths(read_json(path), folder)
-    stats, kv_dtype = target.asked.stats or folder / STATISTICS, _kv_dtype(target)
+    stats, kv_dtype = target.asked.stats or folder / STATISTICS, kv_dtype_of(target)
     lanes, requests = _lanes(target, stats, kv_dtype)
     if not requests:
         reasons = "; ".join(f"{lane['format']}: {lane['refused']}" for lane in lanes)

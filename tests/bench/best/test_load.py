@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from llmopt.bench.best.decision import decide, load_words
-from llmopt.bench.best.finalists import question_of
+from llmopt.bench.best.finalists import find_best, question_of
 from llmopt.bench.best.search import Target
 from llmopt.bench.best.target import BestRequest
+from llmopt.cli.best import show_plan
 from llmopt.engine.planner import plan_request
 from llmopt.engine.planner.catalog import find_model
 from llmopt.engine.planner.devices import Device
 from llmopt.engine.planner.weights import recipe_for
+from rich.console import Console
 
 TERA, GIB = 1e12, 1 << 30
 SLOW_MEMORY = Device(
@@ -75,6 +77,22 @@ def test_the_load_decides(
         ids = [change["id"] for change in decision["by_load"]]
         assert (ids[0], ids[-1]) == (fastest[0], fastest[-1])
     said = load_words(decisions[0]["by_load"])
-    assert said.startswith("int4 is the fastest with one client")
-    assert ("; from " in said) == (fastest[0] != fastest[-1])
+    assert said.startswith("int4 is the fastest ") and "with one client" in said
+    assert ("at every load" in said) == (fastest[0] == fastest[-1])
     assert "200 clients" in decisions[2]["sentence"]
+
+
+def test_a_dry_run_needs_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    asked = BestRequest(gpu="h100", context="2k", loads_in="vllm", size=6 * GIB)
+    plan = find_best(asked, str(tmp_path), tmp_path / "out", dry_run=True)
+    assert not (tmp_path / "out").exists() and not plan["is_checked"]
+    points = {point["id"]: point for point in plan["planned"]}
+    assert list(points) == ["awq-int4", "Q4_K_M", "Q5_K_M", "Q8_0", "fp8"]
+    assert points["fp8"]["keeps"] is False and points["fp8"]["breaks"] == ["8.46 GiB > 6.00 GiB"]
+    assert 4.9 * GIB < points["awq-int4"]["bytes"] < 5.6 * GIB
+    ends = plan["by_load"][0]["id"], plan["by_load"][-1]["id"]
+    assert ends[1] == "fp8" and ends[0] in ("awq-int4", "Q4_K_M")
+    show_plan(plan, Console(width=200))
+    said = capsys.readouterr().out
+    assert "8.46 GiB > 6.00 GiB" in said and "whether vllm loads these is not checked" in said
