@@ -118,6 +118,11 @@ class EngineBackend:
         return list(zip(written, scores, finishes, strict=True))
 
 
+# Least share of the longest prompt that a server must count: tokenizers and templates differ by less. Ollama
+# cuts prompts to its context without an error (https://github.com/ollama/ollama/issues/3839).
+SHARE_READ = 0.75
+
+
 class ServedBackend:
     """A `TaskBackend` over HTTP; with chat the server's template applies, to generation tasks alone."""
 
@@ -168,15 +173,22 @@ class ServedBackend:
         return scores
 
     def generate(self, requests: Sequence[TaskGeneration], what: str) -> list[str]:
-        """Raises `RequestFailed` where a request fails."""
+        """Raises `RequestFailed` where a request fails, or the server reads prompts in part."""
         url = self._address.request_url if self.sends_messages else self._address.completions_url
         bodies = [self._body(request) for request in requests]
-        texts = []
+        texts, num_read = [], 0
         with progressing(self._progress, what, len(bodies)):
             answers = self._client.post_each(url, bodies, self._concurrency)
             for request, answer in zip(requests, answers, strict=True):
                 texts.append(self._text(answer, request.params.stop))
+                num_read = max(num_read, (answer.get("usage") or {}).get("prompt_tokens") or 0)
                 self._progress.advance()
+        longest = max((len(request.token_ids) for request in requests), default=0)
+        if 0 < num_read < SHARE_READ * longest:
+            raise RequestFailed(
+                f"the server read at most {num_read:,} of {longest:,} tokens of a prompt: it cuts prompts "
+                "silently, so raise its context"
+            )
         return texts
 
     def converse(self, chats: Sequence[Chat], what: str) -> list[ChatAnswer]:

@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.load.address import BACKENDS, Address, ServedModel, find_served
-from llmopt.bench.load.json_http import NoPromptLogprobs
+from llmopt.bench.load.json_http import JsonClient, NoPromptLogprobs, RequestFailed
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.session.task_backends import EngineBackend, ServedBackend
-from llmopt.bench.session.tasks import TaskScorer, TaskSet, check_template, protocol_words
+from llmopt.bench.session.tasks import (
+    TaskGeneration,
+    TaskScorer,
+    TaskSet,
+    check_template,
+    protocol_words,
+)
+from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.recipes import DATA
 
 from tests.support.live_server import RunningServer, make_engine, running
@@ -125,3 +132,28 @@ def test_a_server_without_prompt_scores_is_named(server: RunningServer) -> None:
     )
     with pytest.raises(NoPromptLogprobs, match="no model 'no-such-model'"):
         TaskScorer(broken).loglikelihoods([("Once", " upon")])
+
+
+@pytest.mark.parametrize("backend", ["openai", "openai-chat"])
+def test_a_server_that_cuts_prompts_is_refused(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Ollama reads the 4,096 tokens of its context and answers as usual: needles before them are lost."""
+    remote = over_http(server, backend)
+    prompts = [list(range(count)) for count in (1000, 900)]
+    message = [{"role": "user", "content": "Which?"}] if backend == "openai-chat" else None
+    params = SamplingParams(max_tokens=4)
+    requests = [TaskGeneration(prompt, params, message) for prompt in prompts]
+    choices = [{"text": "here", "message": {"content": "here"}, "finish_reason": "stop"}]
+
+    def generated(*counts: int | None) -> list[str]:
+        answers = [{"choices": choices, "usage": {"prompt_tokens": count}} for count in counts]
+        monkeypatch.setattr(JsonClient, "post_each", lambda *_: iter(answers))
+        return remote.generate(requests, "generations")
+
+    for counts in ((512, 512), (512, 0)):
+        with pytest.raises(RequestFailed, match=r"read at most 512 of 1,000 tokens .* context"):
+            generated(*counts)
+    # Without cached tokens a later prompt counts less, and other templates or tokenizers count otherwise.
+    for counts in ((1000, 20), (0, 900), (980, 30), (None, None)):
+        assert generated(*counts) == ["here", "here"]
