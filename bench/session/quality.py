@@ -341,7 +341,6 @@ def score_served(
     passage = quality_passage(options, served.tokenizer, limit)
     if passage.longest >= limit:  # leave room for the token that a server generates after a prompt
         passage = quality_passage(options, served.tokenizer, limit - 1)
-    progress.start(f"quality of {served.model}", passage.num_scored, "tokens")
     try:
         return _scored(options, passage, servers, served, progress, reason)
     except (RequestFailed, NoPromptLogprobs) as error:
@@ -396,6 +395,7 @@ def _served_series(
     passage: Passage, servers: Sequence[ScoringServer], progress: Progress, rests: list[float]
 ) -> QualitySeries:
     """The scores of every position; `rests` as in `_columns`."""
+    progress.start(f"quality of {servers[0].name}", passage.num_scored, "tokens")
     with SeriesWriter() as writer:
         scored = zip(*(server.scores(passage.windows) for server in servers), strict=True)
         for number, (window, scores) in enumerate(zip(passage.windows, scored, strict=True)):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.base.errors import BadInput
-from llmopt.base.progress import Silent
+from llmopt.base.progress import ProgressCallback, ProgressUpdate, Silent
 from llmopt.bench.load.address import Address, find_served
 from llmopt.bench.load.known_server import known_server
 from llmopt.bench.options.options import BenchOptions, checked
@@ -143,6 +143,13 @@ def test_distance_by_depth_of_servers(server: RunningServer, other_server: Runni
     assert record is not None and [*record["depth"]] == ["128", "256", "512"]
     assert all(0 < part["kl_nats"] < 0.2 for part in record["depth"].values())
     assert record["depth_text"]["description"].startswith("2 documents of 511 tokens")
+    chosen = checked(BenchOptions, {"base_url": server.url, **TOKENS, **deep}, "option")
+    chosen = chosen.model_copy(update={"reference": server.url})
+    address, updates = Address.parse(server.url), list[ProgressUpdate]()
+    progress = ProgressCallback(updates.append)
+    score_served(chosen, address, find_served(chosen, address), progress)
+    assert {update.total for update in updates} == {63, 1020}
+    assert all(update.done <= update.total for update in updates)
     alone = served(server.url, **deep).record
     assert alone is not None and "depth" not in alone  # without a reference
     with pytest.raises(BadInput, match="leave --base-url"):
