@@ -25,6 +25,7 @@ from ...base.sampling_params import SamplingParams
 from ...core.engine import Engine
 from ...multimodal.encoder import EncodingError
 from ...scheduling.outputs import RequestOutput
+from ...scheduling.request import Request
 from ...scheduling.scheduler_config import StepPace
 from ..protocol.errors import ApiError, RetryAfter, TooMany, Unavailable
 from ..protocol.server_options import ServerOptions
@@ -137,6 +138,8 @@ class EngineLoop:
         num_running = engine.scheduler.config.max_num_seqs
         self.max_sequences_of_key = options.share_of_key(options.max_waiting) + num_running
         self._turns: Counter[int] = Counter()
+        self._keys: dict[str, int] = {}
+        self._aside: list[str] = []
         self._calls: set[asyncio.Future[Any]] = set()
         self._stopping = False
         self.is_draining = False
@@ -212,10 +215,11 @@ class EngineLoop:
 
         def abort(engine: Engine) -> None:
             for name in open_ids:
+                self._keys.pop(name, None)
                 if engine.abort(name):
                     self.metrics.note_aborted(name)
 
-        if open_ids and not stream.is_finished and self.unavailable is None:
+        if open_ids and self.unavailable is None:
             self._inbox.put(_EngineCall(abort, self._event_loop.create_future()))
 
     def _hold_stream(self, stream: OutputStream) -> None:
@@ -277,6 +281,11 @@ class EngineLoop:
         self._step_began = time.perf_counter()
         outputs = steps.step()
         self._step_began = None
+        for name in self._aside:
+            stream = self._streams.get(name)
+            if stream is None or not stream.is_held:  # else it waits for its reader by now
+                self._engine.scheduler.waiting.resume(name)
+        self._aside.clear()
         for output in outputs:
             if output.finish_reason is not None:
                 self._retry_after.record_finish()
@@ -334,6 +343,7 @@ class EngineLoop:
             problem = f"{num_waiting} sequences would wait, at most {max_waiting} may"
             headers = self._retry_after.retry_after(num_waiting - max_waiting)
             raise TooMany(f"{problem}: try again later", headers)
+        self._make_place(engine, jobs[0].key)
         for index, job in enumerate(jobs):
             try:
                 engine.add_request(
@@ -352,15 +362,34 @@ class EngineLoop:
                 for added in jobs[:index]:
                     engine.abort(added.request_id)
                 raise
+        self._keys.update((job.request_id, job.key) for job in jobs)
         self.metrics.note_added([job.params for job in jobs if job.pooling is None])
 
     def _turn(self, engine: Engine, job: Job) -> int:
-        """Place of a key's next request among those of other keys: start-time fair queueing by sequences."""
+        """Place of a key's next request among those of other keys: start-time fair queueing by sequences. The
+        first request of a key that has none comes before all."""
         head, turns = engine.scheduler.waiting.head, self._turns
         now = max(turns.values(), default=0) if head is None else head.turn
-        turn = max(now, turns[job.key])
+        turn = max(now, turns[job.key]) if job.key in self._keys.values() else now - 1
         turns[job.key] = turn + job.params.num_sequences
         return turn
+
+    def _make_place(self, engine: Engine, key: int) -> None:
+        """Where a key has no request and sequences wait, preempt in the next step the last request of the key
+        that runs most: one key may not hold all places for as long as it likes."""
+        scheduler = engine.scheduler
+        is_full = len(scheduler.running) >= scheduler.config.max_num_seqs or scheduler.waiting.head
+        if not is_full or key in self._keys.values():
+            return
+        by_key: dict[int, list[Request]] = {}
+        for request in scheduler.running:
+            if request.request_id not in scheduler.waiting.held_ids:
+                by_key.setdefault(self._keys.get(request.request_id, key), []).append(request)
+        most = max(by_key.values(), key=len, default=[])
+        if len(most) > 1:
+            name = max(most, key=lambda request: request.rank).request_id
+            scheduler.waiting.hold(name)
+            self._aside.append(name)
 
 
 def _warm_up(engine: Engine) -> None:

@@ -17,7 +17,14 @@ from llmopt.engine.server.endpoints import page
 from llmopt.engine.server.protocol.server_options import ServerOptions
 from llmopt.engine.server.requests import connection
 
-from ...support.live_server import RunningServer, eventually, held_steps, make_engine, running
+from ...support.live_server import (
+    RunningServer,
+    eventually,
+    held_steps,
+    make_engine,
+    running,
+    slow_steps,
+)
 
 OPTIONS = ServerOptions(api_keys=("sesame", "rosebud"), max_connections=6)
 KEY = "Authorization: Bearer sesame"
@@ -172,6 +179,31 @@ def test_a_key_waits_for_its_own_requests_alone(
     for answer in asked:
         answer.result()
     assert re.findall(r"200 in .* key (\S+)", caplog.text) == ["api-key-2", "api-key-1"]
+
+
+def test_a_key_that_runs_in_all_places_gives_one_to_another_key() -> None:
+    """Its own sequences go on later, with the tokens that they would have had."""
+    long = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    first, second = {"prompt": "Once", **long}, {"prompt": "Tom", **long}
+    with running(make_engine("stories260K", max_num_seqs=2), OPTIONS) as server:
+
+        def ask(key: str, body: dict[str, Any]) -> str:
+            with server.http(headers={"Authorization": f"Bearer {key}"}) as http:
+                answer = http.post("/v1/completions", json=body).raise_for_status()
+            return answer.json()["choices"][0]["text"]
+
+        alone = [ask("sesame", body) for body in (first, second)]
+        with ThreadPoolExecutor(4) as pool, slow_steps(server):
+            asked = [pool.submit(ask, "sesame", body) for body in (first, second, first)]
+            server.wait_for(lambda engine: engine.stats.num_running == 2)
+            server.wait_for(lambda engine: engine.stats.num_waiting == 1)
+            num_steps = server.loop.metrics.num_steps
+            ask("rosebud", {"prompt": "Lily", "max_tokens": 3, "ignore_eos": True})
+            assert server.loop.metrics.num_steps - num_steps < 100
+            assert not any(answer.done() for answer in asked)
+        assert [answer.result() for answer in asked] == [*alone, alone[0]]
+        assert server.wait_until_idle().num_preemptions == 1
+        eventually(lambda: not server.loop._keys)
 
 
 def test_sequences_and_live_views_of_a_key_are_bounded(
