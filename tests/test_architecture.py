@@ -69,8 +69,8 @@ def test_an_import_cycle_is_found() -> None:
     assert structure.cycles(graph) == [["a", "b", "c"]]
 
 
-def torch_imports(module: str) -> list[str]:
-    """Ways from the module to torch or transformers, through any number of our own modules."""
+def ways(module: str, *targets: str) -> list[str]:
+    """Ways from the module to one of the targets when it is imported, through our own modules."""
     found: list[str] = []
     pending, seen = [(module, module)], set()
     while pending:
@@ -79,7 +79,7 @@ def torch_imports(module: str) -> list[str]:
             continue
         seen.add(current)
         for imported in imports(current, in_functions=False):
-            if imported in ("torch", "transformers"):
+            if imported in targets:
                 found.append(f"{trail} -> {imported}")
             elif imported in MODULES:
                 pending.append((imported, f"{trail} -> {imported}"))
@@ -89,8 +89,16 @@ def torch_imports(module: str) -> list[str]:
 def test_policy_planner_and_command_line_load_no_torch() -> None:
     """When they are imported; the policy and the planner not in a function either."""
     free = [m for m in MODULES if any(m == f or m.startswith(f + ".") for f in TORCH_FREE)]
-    assert [trail for module in free for trail in torch_imports(module)] == []
+    assert [trail for module in free for trail in ways(module, "torch", "transformers")] == []
     assert [m for m in free if not m.startswith("cli") and "torch" in imports(m)] == []
+
+
+def test_a_server_imports_transformers_models_only_where_it_runs_them() -> None:
+    """They take 190 MiB and seconds; the native decoder needs none."""
+    assert (
+        ways("engine.server.app", "engine.model.adapter.linears", "engine.model.adapter.packed")
+        == []
+    )
 
 
 def test_no_file_is_too_long() -> None:

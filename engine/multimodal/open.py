@@ -196,7 +196,7 @@ def open_images(
     if not isinstance(checkpoint.config.get("vision_config"), dict):
         return text_alone
     # Imported here: transformers' modules take seconds that a model of text alone need not wait for.
-    from .encoder import asks_for_token_types, load_encoder, takes_images
+    from .load_tower import asks_for_token_types, load_encoder, takes_images
 
     if not takes_images(checkpoint):
         return text_alone

@@ -14,7 +14,8 @@ from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.cache.step_inputs import Run
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.core.engine import Engine
-from llmopt.engine.multimodal.encoder import EncoderCache, load_encoder
+from llmopt.engine.multimodal.encoder import EncoderCache
+from llmopt.engine.multimodal.load_tower import load_encoder
 from llmopt.engine.multimodal.open import ImageSupport
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.recipes import MODELS
