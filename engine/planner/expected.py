@@ -77,11 +77,11 @@ class LoopWorks(NamedTuple):
     packed_prompts: int
 
 
-def loop_works(loop: Loop) -> LoopWorks:
+def loop_works(loop: Loop, chunk_tokens: int = CHUNK_TOKENS) -> LoopWorks:
     """Steps of a loop. A prompt longer than a chunk counts as one step."""
     context = loop.prompt + loop.output / 2
     computed = loop.prompt - loop.cached
-    prompts = max(1, min(loop.concurrency, CHUNK_TOKENS // computed))
+    prompts = max(1, min(loop.concurrency, chunk_tokens // computed))
     attended = prompts * computed * (loop.cached + (computed + 1) / 2)
     return LoopWorks(
         StepWork.of(loop.resident, context),

@@ -13,7 +13,7 @@ import pytest
 from llmopt.engine.planner import error_bands
 from llmopt.engine.planner.catalog import model_names
 from llmopt.engine.planner.error_bands import Known
-from llmopt.engine.planner.expected import steady_state, throughput
+from llmopt.engine.planner.expected import CHUNK_TOKENS, steady_state, throughput
 from llmopt.engine.planner.step_model import Parallelism, StepModel, StepWork
 from llmopt.engine.planner.step_parameters import parameter_file
 
@@ -40,7 +40,7 @@ from tools.plan_error.report import (
 )
 from tools.plan_error.rivals import nearest_rows
 from tools.plan_error.rows import parallelism, read_rows, split_group
-from tools.plan_error.scripts import draft_tokens, is_known, wait_steps
+from tools.plan_error.scripts import chunk_tokens, draft_tokens, is_known, wait_steps
 
 ROW = {
     "id": "a",
@@ -166,27 +166,57 @@ def test_a_configuration_under_two_names_counts_once(tmp_path: Path) -> None:
 LLAMA = {"backend": "trtllm", "model_path": "nvidia/Llama-3.3-70B-Instruct-FP8"}
 DATED = {"silicon_data_source": "source_file=2026-04-06.csv; measured=2026-02-05"}
 SHORT = {"isl": "1024", "osl": "1024"}
+POLLING = {"backend": "sglang", "system": "b200_sxm"}
+QWEN = POLLING | {"model_path": "Qwen/Qwen3.5-397B-A17B"}
+GAP = {"silicon_data_source": "source_file=qwen3.5-397b-gap-analysis.csv"}
+LATE = {"system": "b300_sxm", "backend_version": "0.5.10.post1"}
 
 
 @pytest.mark.parametrize(
-    ("row", "parallel", "clients", "steps"),
+    ("row", "parallel", "clients", "drafts", "steps"),
     [
-        (LLAMA | DATED | SHORT, Parallelism(4), 8, 20),
-        (LLAMA | DATED | SHORT, Parallelism(8), 8, 0),
-        (LLAMA | SHORT, Parallelism(4), 8, 0),
-        (LLAMA | DATED | {"isl": "8192"}, Parallelism(4), 8, 0),
-        (R1 | DATED | SHORT, Parallelism(1, ep=8, attention_dp=8), 8, 60),
-        (R1 | DATED | SHORT | {"system": "b200_sxm"}, Parallelism(8), 64, 40),
-        (R1 | DATED | SHORT | {"system": "b200_sxm"}, Parallelism(8), 32, 0),
-        (R1 | DATED | {"backend": "sglang", "system": "b200_sxm"}, Parallelism(8), 16, 30),
-        (R1 | DATED | {"backend": "sglang", "system": "b200_sxm"}, Parallelism(8), 8, 10),
-        (R1 | DATED | {"backend": "sglang", "system": "h200_sxm"}, Parallelism(8), 16, 0),
+        (LLAMA | DATED | SHORT, Parallelism(4), 8, 0, 20),
+        (LLAMA | DATED | SHORT, Parallelism(8), 8, 0, 0),
+        (LLAMA | SHORT, Parallelism(4), 8, 0, 0),
+        (LLAMA | DATED | {"isl": "8192"}, Parallelism(4), 8, 0, 0),
+        (R1 | DATED | SHORT, Parallelism(1, ep=8, attention_dp=8), 8, 0, 60),
+        (R1 | DATED | SHORT | {"system": "b200_sxm"}, Parallelism(8), 64, 0, 40),
+        (R1 | DATED | SHORT | {"system": "b200_sxm"}, Parallelism(8), 64, 3, 0),
+        (R1 | DATED | SHORT | {"system": "b200_sxm"}, Parallelism(8), 32, 0, 0),
+        (R1 | DATED | POLLING, Parallelism(8), 16, 0, 30),
+        (R1 | DATED | POLLING, Parallelism(8), 8, 0, 10),
+        (R1 | DATED | POLLING, Parallelism(4), 16, 0, 10),
+        (R1 | DATED | POLLING | {"gemm_quant_mode": "nvfp4"}, Parallelism(4), 16, 0, 30),
+        (R1 | DATED | POLLING | {"system": "h200_sxm"}, Parallelism(8), 16, 0, 0),
+        (QWEN | GAP, Parallelism(4), 16, 0, 30),
+        (QWEN | DATED | LATE | {"gemm_quant_mode": "fp8"}, Parallelism(4), 16, 0, 10),
+        (QWEN | DATED | LATE | {"gemm_quant_mode": "nvfp4"}, Parallelism(4), 16, 0, 30),
+        (POLLING | DATED | {"model_path": "zhipuai/GLM-5"}, Parallelism(8), 16, 0, 0),
     ],
 )
 def test_prompts_wait_for_the_steps_that_the_public_scripts_set(
-    row: dict[str, str], parallel: Parallelism, clients: int, steps: int
+    row: dict[str, str], parallel: Parallelism, clients: int, drafts: int, steps: int
 ) -> None:
-    assert wait_steps(ROW | row, parallel, clients) == steps
+    assert wait_steps(ROW | row, parallel, clients, drafts) == steps
+
+
+@pytest.mark.parametrize(
+    ("date", "ranks", "drafts", "tokens"),
+    [
+        ("2025-12-15", 1, 0, 64 + 1024 + 64),
+        ("2026-01-14", 8, 1, 128 + 8 * (1024 + 64)),
+        ("2026-01-29", 1, 0, CHUNK_TOKENS),
+        ("2026-02-05", 1, 3, 256 + 1024 + 64),
+    ],
+)
+def test_a_step_holds_the_prompts_that_the_public_scripts_let_it(
+    date: str, ranks: int, drafts: int, tokens: int
+) -> None:
+    row = (
+        ROW | R1 | SHORT | {"silicon_data_source": f"source_file=a.csv; measured={date}T00:00:00Z"}
+    )
+    parallel = Parallelism(8 // ranks, ep=ranks, attention_dp=ranks)
+    assert chunk_tokens(row, parallel, 64, drafts) == tokens
 
 
 def test_accepted_draft_tokens_shorten_the_time_of_a_token(tmp_path: Path) -> None:

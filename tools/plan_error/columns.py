@@ -119,7 +119,7 @@ class Columns:
 
 def row_works(row: Row, loop: Loop) -> LoopWorks:
     """Steps of a row's loop: a decode step verifies the draft tokens of each sequence too."""
-    works = loop_works(loop)
+    works = loop_works(loop, row.chunk_tokens)
     decode, mixed = (
         replace(work, decode_sequences=work.decode_sequences * (1 + row.drafts))
         for work in (works.decode, works.mixed)

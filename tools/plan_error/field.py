@@ -25,6 +25,7 @@ from statistics import median
 from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import PlannedModel, find_model
 from llmopt.engine.planner.devices import find_device
+from llmopt.engine.planner.expected import CHUNK_TOKENS
 from llmopt.engine.planner.plan_request import named_recipe
 from llmopt.engine.planner.step_model import Parallelism
 from llmopt.engine.planner.weights import WeightRecipe, recipe_for
@@ -104,6 +105,7 @@ def _row(lines: Sequence[Mapping[str, str]]) -> Row | None:
         cached=prompt - 1 if engine == "llama.cpp" and output > 1 and prompt > 1 else 0,
         drafts=0,
         wait_steps=0,
+        chunk_tokens=CHUNK_TOKENS,
         fitted=True,
         group=f"{device.name}|{model.name}",
         count=len(lines),

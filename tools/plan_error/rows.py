@@ -28,7 +28,7 @@ from llmopt.engine.planner.error_bands import batch_regime
 from llmopt.engine.planner.step_model import Parallelism
 from llmopt.engine.planner.weights import WeightRecipe, recipe_for
 
-from .scripts import draft_tokens, is_known, wait_steps
+from .scripts import chunk_tokens, draft_tokens, is_known, wait_steps
 
 MOST_TP = 8
 PACKAGED = "systems/silicon_sample.csv"
@@ -41,8 +41,9 @@ _ENDINGS = ("-fp8", "-nvfp4", "-instruct")
 class Row:
     """One measured configuration. `fitted` says which half it is in, `cached` counts the prompt tokens that
     are not computed, `drafts` the draft tokens of a decode step, `wait_steps` the steps that a setting of the
-    server lets a prompt wait, `count` the rows that its medians are of; `names` are the file's own columns. A
-    time or a throughput that was not measured is NaN."""
+    server lets a prompt wait, `chunk_tokens` the prompt tokens that a step holds, `count` the rows that its
+    medians are of; `names` are the file's own columns. A time or a throughput that was not measured is
+    NaN."""
 
     model: str
     device: Device
@@ -59,6 +60,7 @@ class Row:
     cached: int
     drafts: int
     wait_steps: int
+    chunk_tokens: int
     fitted: bool
     group: str
     count: int
@@ -119,6 +121,7 @@ def _configuration(rows: list[dict[str, str]]) -> Row:
     elif client:
         batch = min(batch, int(client[1]))
     planned, recipe, device = described(first)
+    drafts = draft_tokens(rows, parallel)
     return Row(
         model=planned.name,
         device=device,
@@ -133,8 +136,9 @@ def _configuration(rows: list[dict[str, str]]) -> Row:
         tpot_seconds=median(float(row["silicon_tpot_ms"]) for row in rows) / 1e3,
         throughput=nan,
         cached=0,
-        drafts=draft_tokens(rows, parallel),
-        wait_steps=wait_steps(first, parallel, batch),
+        drafts=drafts,
+        wait_steps=wait_steps(first, parallel, batch, drafts),
+        chunk_tokens=chunk_tokens(first, parallel, batch, drafts),
         fitted=hashlib.sha256(group.encode()).hexdigest()[0] < "8",
         group=group,
         count=len(rows),
