@@ -226,16 +226,15 @@ def _check_first(request: Record, point: Record) -> dict[str, Any]:
     """A usual quantization checked by its KL divergence after rounding to nearest."""
     kl = point["first_kl"]
     value = kl["value"] or _LEAST
-    return check_point(
-        request, point | {"expected_kl": value}, (kl["low"] / value, kl["high"] / value)
-    )
+    band = kl["low"] / value, kl["high"] / value
+    return check_point(request, {**point, "expected_kl": value}, band)
 
 
 def first_sentence(request: Record, usual: Sequence[Record], tokens: int) -> str:
     """The best of the usual quantizations by their KL divergences on a short text, rounded to nearest."""
     checked = [_check_first(request, point) for point in usual if point.get("first_kl")]
     if not checked:
-        return "So far: the loader takes none of the usual quantizations."
+        return "So far: no usual quantization is measured."
     may = [point for point in checked if point["keeps"] is not False]
     if not may:
         near = min(checked, key=lambda point: (point["excess"], point["bytes"]))

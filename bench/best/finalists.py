@@ -33,7 +33,7 @@ from ..studies.recipe_files import Stages, VariantRun
 from ..studies.recipe_run import job_on_node, run_variant
 from .best_page import best_page
 from .decision import UNSURE, choose, decide, first_sentence, next_finalist
-from .first_answer import FIRST_TOKENS, BudgetedProgress, first_answer, plan_usual
+from .first_answer import FIRST_TOKENS, BudgetedProgress, first_answer, plan_usual, read_first
 from .search import PlanContext, Target, search
 from .target import DEFAULT_BUDGET, BestRequest, open_folder
 
@@ -167,7 +167,6 @@ class _Run:
     def __init__(self, target: Target, folder: Path, progress: BudgetedProgress) -> None:
         self.target, self.folder, self.progress = target, folder, progress
         self.question = question_of(target)
-        self.usual: Sequence[Mapping[str, Any]] = ()
         self.searched: dict[str, Any] = {"lanes": [], "front": [], "usual": []}
         self.measured: list[dict[str, Any]] = []
         self.saving = 1.0
@@ -207,15 +206,16 @@ class _Run:
         decision = decide(self.question, self.searched, self.measured)
         if self.stopped is not None and decision["recommended"] is None:
             decision["exit_code"] = UNSURE
-            if not self.measured and self.usual:
-                decision["sentence"] = first_sentence(self.question, self.usual, FIRST_TOKENS)
+            usual = read_first(self.folder)
+            if not self.measured and (usual or not decision["front"]):
+                decision["sentence"] = first_sentence(self.question, usual, FIRST_TOKENS)
         rest = {"saving": self.saving, "stopped": self.stopped}
         return {**_head(self.target), **decision, **rest}
 
     def _first(self, kv_dtype: str) -> Sequence[Mapping[str, Any]]:
-        self.usual = first_answer(self.target, self.folder, kv_dtype, self.progress)
-        self._say(first_sentence(self.question, self.usual, FIRST_TOKENS))
-        return self.usual
+        usual = first_answer(self.target, self.folder, kv_dtype, self.progress)
+        self._say(first_sentence(self.question, usual, FIRST_TOKENS))
+        return usual
 
     def _say(self, answer: str) -> None:
         self.progress.note(f"{answer} ({in_words(self.progress.elapsed)} after the start)")

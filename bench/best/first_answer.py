@@ -28,8 +28,8 @@ from .decision import check_point, fastest_by_load
 from .search import USUAL, Target, kv_dtype_of, usual_point
 
 FIRST_NAME = "first.json"
-FIRST_TOKENS = 2048
-"""Held-out tokens of the first answer: 111 s of processor time for SmolLM2-135M and five formats."""
+FIRST_TOKENS = 1024
+"""Held-out tokens of the first answer: a minute of processor time for SmolLM2-135M and five formats."""
 
 
 class BudgetSpent(KeyboardInterrupt):
@@ -73,21 +73,26 @@ def first_answer(
     target: Target, folder: Path, kv_dtype: str, progress: Progress
 ) -> list[dict[str, Any]]:
     """The usual quantizations; those that the loader takes with `first_kl`, their mean KL divergence with its
-    interval after rounding to nearest. The folder keeps them."""
+    interval after rounding to nearest. The folder keeps each as it is measured."""
     path = folder / FIRST_NAME
-    if path.is_file():
-        return read_json(path)["usual"]
-    usual = [usual_point(target, name, kv_dtype) for name in USUAL]
-    loaded = [point for point in usual if point["refused"] is None]
-    requests = [QuantizeRequest.of(target.model, Path(), **p["quantize"]) for p in loaded]
-    losses = rounding_losses(requests, FIRST_TOKENS, progress) if requests else []
-    for point, loss in zip(loaded, losses, strict=True):
+    usual = read_first(folder) or [usual_point(target, name, kv_dtype) for name in USUAL]
+    left = [p for p in usual if p["refused"] is None and "first_kl" not in p]
+    requests = [QuantizeRequest.of(target.model, Path(), **p["quantize"]) for p in left]
+    if not requests:
+        return usual
+    for number, loss in rounding_losses(requests, FIRST_TOKENS, progress):
         sample = np.repeat(np.arange(len(loss)), loss.shape[1])
         values = loss.flatten().numpy()
         low, high = PositionBlocks.over(sample, sample, target.asked.seed).mean(values)
-        point["first_kl"] = {"value": float(values.mean()), "low": low, "high": high}
-    write_atomically(path, json.dumps({"tokens": FIRST_TOKENS, "usual": usual}, indent=1) + "\n")
+        left[number]["first_kl"] = {"value": float(values.mean()), "low": low, "high": high}
+        write_atomically(path, json.dumps({"usual": usual}, indent=1) + "\n")
     return usual
+
+
+def read_first(folder: Path) -> list[dict[str, Any]]:
+    """The usual quantizations as far as they are measured."""
+    path = folder / FIRST_NAME
+    return read_json(path)["usual"] if path.is_file() else []
 
 
 def plan_usual(target: Target, question: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ a signature of all inputs.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -243,9 +243,10 @@ def search_fronts(
 
 def rounding_losses(
     requests: Sequence[QuantizeRequest], num_tokens: int, progress: Progress
-) -> list[torch.Tensor]:
+) -> Iterator[tuple[int, torch.Tensor]]:
     """KL divergence from the float model at held-out tokens, float64 `[samples, length]`, of each request's
-    schemes with weights rounded to nearest: neither a solver nor rounded activations take part."""
+    schemes with weights rounded to nearest, with the request's number: neither a solver nor rounded
+    activations take part."""
     from ..gguf.assemble import mix_tables, table_names
     from ..kinds.ggml.scheme import GgufScheme
     from .candidates import is_gguf
@@ -254,7 +255,6 @@ def rounding_losses(
     plans = [make_plan(request) for request in requests]
     samples, images = _checked(calibration_of(requests[0], plans[0], []))
     samples = samples[: max(1, num_tokens // samples.shape[1])]
-    losses: dict[int, torch.Tensor] = {}
     # Block types of GGUF files are alike to a plan; others have scales of its own dtype.
     together = [number for number, plan in enumerate(plans) if is_gguf(plan)]
     alone = [[number] for number in range(len(plans)) if number not in together]
@@ -272,8 +272,7 @@ def rounding_losses(
         for number, loss in zip(
             numbers, divergences(plan, stream, samples, kinds, progress, few), strict=True
         ):
-            losses[number] = loss.view(samples.shape)
-    return [losses[number] for number in range(len(plans))]
+            yield number, loss.view(samples.shape)
 
 
 def _measure(

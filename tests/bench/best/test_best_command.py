@@ -214,7 +214,9 @@ def test_a_spent_budget_gives_the_best_so_far_and_changes_no_byte(
         stops.append(found)
         seconds *= 2
     sentences = [stop["sentence"] for stop in stops]
-    assert sentences[0] == "There is no point to choose." and stops[0]["exit_code"] == 3
+    assert (
+        sentences[0] == "So far: no usual quantization is measured." and stops[0]["exit_code"] == 3
+    )
     assert any(sentence.startswith("So far: ") for sentence in sentences)
     assert any(notes[0].startswith(said) for said in sentences) and len(stops) > 3
     assert {stop["stopped"] for stop in stops} == {"budget"}
