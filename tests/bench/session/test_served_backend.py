@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
-from llmopt.bench.load.address import BACKENDS, Address, ServedModel, find_served
+from llmopt.bench.load.address import Address, ServedModel, find_served
 from llmopt.bench.load.json_http import JsonClient, NoPromptLogprobs, RequestFailed
 from llmopt.bench.options.options import BenchOptions, checked
+from llmopt.bench.options.values import BACKENDS
 from llmopt.bench.session.task_backends import EngineBackend, ServedBackend
 from llmopt.bench.session.tasks import (
     TaskGeneration,
