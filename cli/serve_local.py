@@ -157,7 +157,7 @@ def _announce(url: str, model: str, facts: str, options: ServerOptions, as_json:
         typer.echo(json.dumps({"url": url, "model": model, "pid": os.getpid()}))
         return
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 64})
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if options.requires_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if options.api_keys else ""
     typer.echo(f"ready: {model} at {url}/v1 ({facts})")
     if options.log_format == "json":
         _tell(options, "ready", "", url=url, model=model)
@@ -186,7 +186,7 @@ def server_options(values: Words, *, host: str) -> ServerOptions:
     given = keywords_of_words(ServerOptions, values)
     names, is_local = given.pop("host_names", None), is_loopback(host)
     options = ServerOptions(**given)
-    if "*" in (names or ()) or not (is_local or names or not options.requires_key):
+    if "*" in (names or ()) or not (is_local or names or not options.api_keys):
         names = None
     else:
         names = (names or frozenset()) | (frozenset() if is_local else own_names(host))
@@ -205,7 +205,7 @@ def warn_if_open(options: ServerOptions, host: str) -> None:
     """Log a warning where others than this machine's users may ask, without a key."""
     from ..engine.server.launch import is_loopback
 
-    if options.requires_key or is_loopback(host):
+    if options.api_keys or is_loopback(host):
         return
     names = options.host_names
     shown = "any name" if names is None else ", ".join(["addresses, localhost", *sorted(names)])

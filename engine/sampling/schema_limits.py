@@ -216,10 +216,8 @@ def num_states(schema: Any) -> int:
 
 
 def _too_many_remainders(schema: Any) -> str | None:
-    odd = total = num_states(schema)
-    for factor in (2, 5):
-        while odd and odd % factor == 0:
-            odd //= factor
+    total = num_states(schema)
+    odd = total // math.gcd(total, 10 ** total.bit_length()) if total else 0
     odd *= (odd > 1) * len(_multiples(schema))
     for count, limit in ((odd, MAX_REMAINDERS), (total, MAX_STATES)):
         if count > limit:

@@ -375,13 +375,9 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
         return {"embedding": (await embedded(service, request, body))["embeddings"][0]}
 
     @router.get("/api/tags")
-    async def ollama_tags() -> dict[str, Any]:
-        """The served model and its adapters."""
-        return facts.listed()
-
     @router.get("/api/ps")
-    async def ollama_running() -> dict[str, Any]:
-        """The same: all are loaded."""
+    async def ollama_tags() -> dict[str, Any]:
+        """The served model and its adapters, which are all loaded."""
         return facts.listed()
 
     @router.post("/api/show")

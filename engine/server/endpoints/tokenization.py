@@ -134,7 +134,7 @@ class Tokenization:
         max_tokens: int | None = None,
     ) -> list[list[int]]:
         """Tokenize prompts, with the special tokens that the tokenizer adds. `max_tokens` truncates them, -1
-        to the context length. Raises `BadInput`: text that is not valid Unicode."""
+        to the context length. Raises `ContextOverflow`."""
         limit = self._limit(max_tokens)
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
@@ -154,8 +154,8 @@ class Tokenization:
         max_tokens: int | None = None,
     ) -> list[list[int]]:
         """Tokenize pairs of a query and a document, each for one prompt: by the chat template if it has roles
-        of these names, else by `template`, else as the tokenizer joins a pair. Raises `BadInput`: text that
-        is not valid Unicode, or too much of it: a long query is tokenized with each document."""
+        of these names, else by `template`, else as the tokenizer joins a pair. Raises `BadInput`: too much
+        text, because a long query is tokenized with each document."""
         limit = self._limit(max_tokens)
         num_characters = sum(len(query) + len(document) for query, document in pairs)
         if num_characters > MAX_PAIR_CHARACTERS:
@@ -174,7 +174,7 @@ class Tokenization:
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Tokenize a conversation, with the generation prompt unless the template's `options` say otherwise.
-        Raises `BadInput`: the model's template rejects the conversation, or text is not valid Unicode."""
+        Raises `BadInput`: the model's template rejects the conversation."""
         size = await self._checked_size(messages, tools)
 
         def encode() -> list[int]:
@@ -298,11 +298,6 @@ class Tokenization:
 
     def _checked_text(self, text: str) -> str:
         self._check_characters(len(text))
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            problem = "it contains an unpaired surrogate"
-            raise BadInput(f"the prompt is not valid Unicode: {problem}") from error
         return text
 
     def _render_chat(

@@ -181,11 +181,6 @@ Prompts = Annotated[
 ]
 
 
-def _none_if_false(value: Any) -> Any:
-    """Maps false to None: clients of chats send it for no log-probabilities."""
-    return None if value is False else value
-
-
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`.
 
@@ -194,7 +189,8 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts
     suffix: str | None = None
-    logprobs: Annotated[int | None, BeforeValidator(_none_if_false)] = None
+    # Clients of chats send false for no log-probabilities.
+    logprobs: Annotated[int | None, BeforeValidator(lambda n: None if n is False else n)] = None
     prompt_logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None

@@ -330,7 +330,7 @@ class ServerOptions:
         for key in self.api_keys if admin is None else (*self.api_keys, admin):
             if not is_sendable(key):
                 raise BadInput("an API key is empty or has characters that no header can carry")
-        if admin is not None and not self.requires_key:
+        if admin is not None and not self.api_keys:
             raise BadInput("--admin-api-key: give --api-key too, for everybody else")
         if self.lora_folders and self.api_keys and admin is None:
             raise BadInput(
@@ -350,7 +350,3 @@ class ServerOptions:
         """The part of a limit that one API key may take: half of it where there are several keys."""
         num_keys = len({*self.api_keys, self.admin_api_key} - {None})
         return limit if num_keys < 2 else max(1, limit // 2)
-
-    @property
-    def requires_key(self) -> bool:
-        return bool(self.api_keys)

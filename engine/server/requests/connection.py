@@ -93,22 +93,17 @@ class BoundedConnection(H11Protocol):
     def _num_open(self) -> int:
         return len(self.connections) - len(self.refused)
 
-    @property
-    def _num_busy_others(self) -> int:
-        """Connections but for this one whose requests the server works on."""
-        others = self._num_open - 1
-        if others < self.options.max_connections:  # the sum is over thousands of addresses
-            return others
-        is_quiet = self in self.quiet.get(self._address, {})
-        return others + is_quiet - sum(map(len, self.quiet.values()))
-
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
         """Read the body as the application asks for it. Let it write the chunks of a stream itself: h11 takes
         longer for each than all else."""
         cycle = self.cycle
         if scope["http_version"] == "1.1":  # else its body is not sent in chunks
             scope[WRITE_KEY] = partial(self._write, cycle)
-        scope[FULL_KEY] = self._num_busy_others >= self.options.max_connections
+        num_busy = self._num_open - 1
+        if num_busy >= self.options.max_connections:  # the sum is over thousands of addresses
+            is_quiet = self in self.quiet.get(self._address, {})
+            num_busy += is_quiet - sum(map(len, self.quiet.values()))
+        scope[FULL_KEY] = num_busy >= self.options.max_connections
         lengths = dict(scope["headers"])
         is_chunked, length = b"transfer-encoding" in lengths, lengths.get(b"content-length")
         self._left = None if is_chunked else int(length or 0)

@@ -110,7 +110,9 @@ class OutputStream:
             output = await self._outputs.get()
             if isinstance(output, ApiError):
                 raise output
-            if output.finish_reason is not None and (problem := self._grammar_failure):
+            # Sequences of a grammar that failed end without what it asks for.
+            problem = getattr(self.jobs[0].params.token_mask, "failure", None)
+            if output.finish_reason is not None and problem:
                 raise ApiError(400, problem, code="grammar_failed")
             self._num_unfinished -= output.finish_reason is not None
             self._num_unread -= _weight(output)
@@ -121,11 +123,6 @@ class OutputStream:
     @property
     def is_finished(self) -> bool:
         return self._num_unfinished == 0
-
-    @property
-    def _grammar_failure(self) -> str | None:
-        """Why sequences end without what their grammar asks for."""
-        return getattr(self.jobs[0].params.token_mask, "failure", None)
 
     def push(self, output: RequestOutput | ApiError) -> None:
         # Tokens are counted though a client takes none of them.
