@@ -1,9 +1,4 @@
-"""Server process: listening socket, uvicorn, signals, drain, and systemd.
-
-systemd's notification protocol (sd_notify(3), sd_watchdog_enabled(3)) is datagrams to the socket that
-`NOTIFY_SOCKET` names; nothing is sent where there is none. The watchdog is fed while no step hangs, so that
-systemd restarts a server whose engine does.
-"""
+"""Server process: listening socket, uvicorn, signals and drain."""
 
 from __future__ import annotations
 
@@ -31,46 +26,9 @@ from ..base.host import use_one_arena
 from .protocol.errors import error_body
 from .protocol.server_options import ServerOptions, TlsOptions
 from .requests.connection import bounded_connections
-from .requests.loop import EngineLoop
 from .requests.observe import configure_logging
 
 _log = logging.getLogger(__name__)
-
-
-class ServiceManager:
-    """The service manager that started this process, if any."""
-
-    def __init__(self) -> None:
-        address = os.environ.get("NOTIFY_SOCKET", "")
-        # A leading @ stands for the null byte of an abstract address.
-        self._address = f"\0{address[1:]}" if address.startswith("@") else address
-
-    @property
-    def watchdog_seconds(self) -> float | None:
-        """Seconds within which the watchdog must be fed; None without one for this process."""
-        if os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
-            return None
-        microseconds = os.environ.get("WATCHDOG_USEC", "")
-        return int(microseconds) / 1e6 if microseconds.isdecimal() else None
-
-    def notify(self, state: str) -> None:
-        """Send a state such as `READY=1`. A manager that does not listen is no reason to fail."""
-        if not self._address:
-            return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
-            sender.setblocking(False)
-            try:
-                sender.sendto(state.encode(), self._address)
-            except OSError:
-                return
-
-    async def keep_alive(self, loop: EngineLoop) -> None:
-        """Feed the watchdog, twice within its time, for as long as the engine takes its steps."""
-        seconds = self.watchdog_seconds
-        while seconds:
-            if loop.unavailable is None and loop.stalled_seconds is None:
-                self.notify("WATCHDOG=1")
-            await asyncio.sleep(seconds / 2)
 
 
 SWITCH_SECONDS = 5e-4
@@ -267,13 +225,11 @@ class Server(uvicorn.Server):
         self._on_ready = on_ready
         self._hurried = asyncio.Event()
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._manager = ServiceManager()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._event_loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._watching = asyncio.ensure_future(self._watch())
-        self._beating = asyncio.ensure_future(self._manager.keep_alive(self._app.state.loop))
 
     async def _watch(self) -> None:
         """Say that the server is ready, and stop it once the engine cannot go on."""
@@ -283,7 +239,6 @@ class Server(uvicorn.Server):
             # What a server loads stays: a full collection, which every thread waits for, need not look at it.
             gc.collect()
             gc.freeze()
-            self._manager.notify("READY=1")
             self._on_ready()
         await loop.wait_until_failed()
         if not self.should_exit:
@@ -292,7 +247,6 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.state.loop.is_draining = True
-        self._manager.notify("STOPPING=1")
         if self._app.state.loop.unavailable is None:
             await self._delay()
         seconds = self._options.drain_seconds

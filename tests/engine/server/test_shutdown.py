@@ -1,4 +1,4 @@
-"""A server's start and end: answers while the model loads, the delay after SIGTERM, the drain, and systemd."""
+"""A server's start and end: answers while the model loads, the delay after SIGTERM, and the drain."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +19,10 @@ from llmopt.engine.scheduling.outputs import RequestOutput
 from llmopt.engine.server import launch
 from llmopt.engine.server.app import create_app
 from llmopt.engine.server.endpoints.capabilities import Constrainer
-from llmopt.engine.server.launch import ServiceManager, base_url, bind, serve
+from llmopt.engine.server.launch import base_url, bind, serve
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.live_server import make_engine
-from ...support.simulated_clock import SimulatedClock, SimulatedLoop
 
 STREAM: dict[str, Any] = {
     "prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True, "temperature": 0
@@ -137,58 +135,6 @@ def test_a_second_signal_ends_the_delay() -> None:
 
     serve_while(client, shutdown_delay_seconds=3600)
     assert began.is_set()
-
-
-@pytest.mark.parametrize("is_abstract", [False, True])
-def test_systemd_is_told_when_it_is_ready_alive_and_stopping(
-    is_abstract: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = f"llmopt-test-{os.getpid()}" if is_abstract else str(tmp_path / "notify")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(f"\0{name}" if is_abstract else name)
-        manager.settimeout(60)
-        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}" if is_abstract else name)
-        monkeypatch.setenv("WATCHDOG_USEC", "20000")
-        told: list[str] = []
-
-        def client(_: str) -> None:
-            while not {"READY=1", "WATCHDOG=1"} <= set(told):
-                told.append(manager.recv(100).decode())
-            os.kill(os.getpid(), signal.SIGTERM)
-            while told[-1] != "STOPPING=1":
-                told.append(manager.recv(100).decode())
-
-        serve_while(client)
-    assert told[-1] == "STOPPING=1"
-
-
-@pytest.mark.parametrize(("stalled", "fed"), [(None, True), (130.0, False)])
-def test_the_watchdog_starves_while_a_step_hangs(
-    stalled: float | None, fed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WATCHDOG_USEC", "10000")
-    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
-    manager, sent = ServiceManager(), []
-    monkeypatch.setattr(ServiceManager, "notify", lambda _, state: sent.append(state))
-    loop: Any = SimpleNamespace(unavailable=None, stalled_seconds=stalled)
-
-    async def for_a_while() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(manager.keep_alive(loop), 0.1)
-
-    with asyncio.Runner(loop_factory=lambda: SimulatedLoop(SimulatedClock())) as runner:
-        runner.run(for_a_while())
-    assert (set(sent) == {"WATCHDOG=1"}) is fed
-
-
-def test_another_process_s_watchdog_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WATCHDOG_USEC", "10000")
-    monkeypatch.setenv("WATCHDOG_PID", "1")
-    assert ServiceManager().watchdog_seconds is None
-    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    ServiceManager().notify("READY=1")  # nobody listens
-    monkeypatch.setenv("NOTIFY_SOCKET", "/nowhere/notify")
-    ServiceManager().notify("READY=1")
 
 
 def test_a_request_that_no_step_computes_is_told_and_the_exit_stays_bounded(
