@@ -83,7 +83,7 @@ def find_device(name: str) -> Device:
     named |= {_key(alias): row for row in _rows() for alias in row["aliases"]}
     row = next((named[key] for key in _spellings(name) if key in named), None)
     if row is None:
-        close = get_close_matches(_key(name), named, n=3, cutoff=0.4)
+        close = get_close_matches(_key(name), named, n=4, cutoff=0.4)
         near = dict.fromkeys(named[key]["name"] for key in close) or DEFAULT_DEVICES
         raise BadInput(
             f"no GPU {name!r} in the table: {'near are' if close else 'it has'} {', '.join(near)}; kv-plan "

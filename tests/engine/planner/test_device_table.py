@@ -109,6 +109,7 @@ def test_names_of_cards(name: str, means: str, gib: float) -> None:
         ("rtx 5060 ti 8gb", "RTX 5060 Ti 16GB has 16 GB, not 8"),
         ("m4 max 100gb", "M4 Max has 48, 64, 128 GB, not 100"),
         ("gtx 1080", "near are RTX 5080"),
+        ("rtx 5090 ti", "RTX 3090 Ti, RTX 5090;"),
         ("H20-3e", "near are H20"),
     ],
 )

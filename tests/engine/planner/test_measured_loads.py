@@ -38,3 +38,19 @@ def test_a_card_that_was_measured_has_a_band_of_its_generation(
     error = answer(capsys, *LLAMA, *load)["predicted"]["error"]
     assert error["rows"] > 20
     assert "ampere" in error["note"]
+
+
+@pytest.mark.parametrize(("stages", "places", "measured"), [(1, 135, 1724), (2, 398, 2 * 1901)])
+def test_a_pipeline_is_near_its_measured_throughput(
+    capsys: pytest.CaptureFixture[str], stages: int, places: int, measured: float
+) -> None:
+    """Tokens per second of Llama-3.3-70B in NVFP4 on one and two RTX PRO 6000 with every place taken
+    (NVIDIA/TensorRT-LLM@03e27c7, docs/source/developer-guide/perf-overview.md, 1,000 tokens in and out)."""
+    model = ("llama-3.3-70b", "--weights", "nvfp4", "--kv-dtype", "fp8", "--engine", "trtllm")
+    split = ("--gpu", "rtx-pro-6000", "--tp", "1", "--pp", str(stages))
+    load = ("--ctx", "2000", "--output-tokens", "1000", "--concurrency", str(places))
+    predicted = answer(capsys, *model, *split, *load)["predicted"]
+    together = predicted["throughput_tokens_per_s"]
+    low, high = predicted["error"]["throughput"]
+    assert low * together < measured < high * together
+    assert together == pytest.approx(measured, rel=0.1)
