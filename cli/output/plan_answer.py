@@ -18,7 +18,7 @@ from .console import facts_table
 if TYPE_CHECKING:
     from ...engine.planner.answer import Answer
     from ...engine.planner.formats import FormatSpeed
-    from ...engine.planner.load import PlannedLoad, Quantiles
+    from ...engine.planner.load import Load, PlannedLoad, Quantiles
     from ...engine.planner.load_plan import LoadPlan
     from ...engine.planner.memory import Deployment
     from ...engine.planner.plan import DeploymentPlan, DevicePlan
@@ -149,17 +149,18 @@ def _users(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
 def _requested(plan: LoadPlan, share: float) -> str:
     """The load that was asked for, next to the highest one."""
     means, load = plan.predicted, plan.load
-    senders = counted(load.concurrency or 0, "client")
-    if load.rate is not None:
-        senders = f"{load.rate:.4g} requests/s"
     if plan.queue_growth:
-        return f"{senders} are more than it serves"
+        return f"{_senders(load)} are more than it serves"
     ttft, tpot = plan.result.ttft, plan.result.tpot
     return (
-        f"{senders}: TTFT {means.ttft_seconds:.3g} s (p99 {ttft.p99:.3g}), TPOT "
+        f"{_senders(load)}: TTFT {means.ttft_seconds:.3g} s (p99 {ttft.p99:.3g}), TPOT "
         f"{1e3 * means.tpot_seconds:.3g} ms (p99 {1e3 * tpot.p99:.3g}); {share:.0%} of their requests keep "
         "the limits"
     )
+
+
+def _senders(load: Load) -> str:
+    return f"{load.rate:.4g} requests/s" if load.rate else counted(load.concurrency or 0, "client")
 
 
 def format_lines(speeds: Sequence[FormatSpeed]) -> Iterator[str]:
@@ -183,8 +184,7 @@ def _speed(plan: DeploymentPlan, answer: Answer) -> Iterator[str]:
         return
     load = counted(plan.workload.sequences, "client")
     if (planned := device.load) is not None:
-        per_second, clients = planned.load.rate, planned.load.concurrency
-        load = f"{per_second:.4g} requests/s" if per_second else counted(clients or 0, "client")
+        load = _senders(planned.load)
         if planned.queue_growth:
             yield (
                 f"{load} are not kept: {planned.result.requests_per_second:.3g} are served, and the queue "

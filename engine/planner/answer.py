@@ -187,7 +187,10 @@ def _least_cost(
 
 def answer_as_dict(answer: Answer) -> dict[str, Any]:
     """JSON form of the answers; times in milliseconds."""
-    full = answer.full
+    full, requested = answer.full, {}
+    if answer.requested is not None:
+        load, share = answer.requested
+        requested = {"requested_load": load_as_dict(load) | {"share_within_slo": round(share, 4)}}
     return {
         "gpu": answer.device.gpu,
         "gpus": answer.device.deployment.gpus,
@@ -204,11 +207,7 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
             "dollars_per_million_output_tokens": rounded(full.dollars_per_million),
         },
         "highest_load_within_slo": answer.users,
-        **(
-            {}
-            if answer.requested is None
-            else {"requested_load": _requested_dict(*answer.requested)}
-        ),
+        **requested,
         **({"formats": [asdict(speed) for speed in answer.formats]} if answer.formats else {}),
         "dollars_per_million_output_tokens": rounded(answer.device.dollars_per_million),
         "cheaper": [
@@ -216,10 +215,6 @@ def answer_as_dict(answer: Answer) -> dict[str, Any]:
         ],
         "limit": answer.device.binding_constraint,
     }
-
-
-def _requested_dict(requested: LoadPlan, share: float) -> dict[str, Any]:
-    return {**load_as_dict(requested), "share_within_slo": round(share, 4)}
 
 
 HIGH_UTILIZATION = 0.95

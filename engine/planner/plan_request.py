@@ -110,8 +110,10 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         devices = [best.device]
         division = {name: getattr(best.deployment, name) for name in sizes}
         setup = replace(setup, **division)
+        assert workload.load is not None
         share = ask.target_request_rate / best.replicas
-        workload = replace(workload, load=_at_rate(workload.load, share))
+        load = replace(workload.load.load, concurrency=None, rate=share)
+        workload = replace(workload, load=PlannedLoad(load, dataset=workload.load.dataset))
     plan = make_plan(model, recipe, workload, devices, setup=setup, ranked=ranked, beside=beside)
     lost = [
         f"runs of {path} in {ask.measured} are left out: the model is no longer there"
@@ -141,11 +143,6 @@ def _fleets(
         raise BadInput("--target-request-rate and --request-rate are two rates: leave one out")
     planner = FleetPlanner(load, rate, setup, model.name)
     return planner.fleets(solvers_on(devices, model, recipe, workload, setup), devices)
-
-
-def _at_rate(load: PlannedLoad | None, rate: float) -> PlannedLoad:
-    assert load is not None
-    return PlannedLoad(replace(load.load, concurrency=None, rate=rate), dataset=load.dataset)
 
 
 def _with_count(ask: PlanRequest) -> PlanRequest:
