@@ -214,7 +214,13 @@ def instructor(client: str, kind: str, url: str) -> str:
     class Verdict(BaseModel):
         is_dry: bool
 
-    made = library.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none"))
+    client_of_openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    if kind == "tool":
+        by_responses = library.from_openai(client_of_openai, mode=library.Mode.RESPONSES_TOOLS)
+        by_responses.responses.create(
+            model="agent", input=task("free", kind), response_model=Verdict, max_retries=0
+        )
+    made = library.from_openai(client_of_openai)
     messages: Any = chat_messages("free", kind)
     verdict = made.chat.completions.create(
         model="agent", messages=messages, response_model=Verdict, max_retries=0
