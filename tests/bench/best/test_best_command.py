@@ -64,18 +64,18 @@ def test_an_answer_with_its_commands(
     assert llmopt(*question, "--dry-run") == 0
     assert "by load: " in capsys.readouterr().out and not folder.exists()
     assert llmopt(*question) == 0
-    said = capsys.readouterr().out
-    found = decision(folder)
-    chosen = {one["id"]: one for one in found["finalists"]}[found["recommended"]]
-    assert chosen["rebuild"] in said and chosen["serve"] in said
+    screen = capsys.readouterr().out
+    answer = decision(folder)
+    chosen = {finalist["id"]: finalist for finalist in answer["finalists"]}[answer["recommended"]]
+    assert chosen["rebuild"] in screen and chosen["serve"] in screen
     assert chosen["bytes"] == find_model(chosen["folder"]).stored_bytes
     assert chosen["kl"]["low"] <= chosen["kl"]["value"] <= chosen["kl"]["high"] <= 9
     assert chosen["speed"]["source"] == "measured" and chosen["keeps"] is True
-    points = {one["id"]: one for one in found["front"]}
+    points = {point["id"]: point for point in answer["front"]}
     assert points[chosen["id"]]["finalist"] and points[chosen["id"]]["bytes"] == chosen["bytes"]
-    assert {one["name"] for one in found["usual"]} == set(search.USUAL)
+    assert {usual["name"] for usual in answer["usual"]} == set(search.USUAL)
     page = unescape((folder / "best.html").read_text())
-    assert chosen["rebuild"] in page and found["sentence"] in page and page.count("<svg ") >= 2
+    assert chosen["rebuild"] in page and answer["sentence"] in page and page.count("<svg ") >= 2
     before = (folder / "decision.json").read_bytes()
     assert llmopt(*question) == 0  # nothing is left to do
     assert (folder / "decision.json").read_bytes() == before
@@ -164,18 +164,18 @@ def test_ctrl_c_gives_the_best_so_far(
     monkeypatch.setattr(finalists, "search", interrupted)
     assert llmopt(*QUESTION, "-o", tmp_path / "out") == 3
     assert "Interrupted: the same command goes on from here." in capsys.readouterr().out
-    found = decision(tmp_path / "out")
-    assert (found["stopped"], found["exit_code"], found["saving"]) == ("interrupted", 3, 1.0)
+    answer = decision(tmp_path / "out")
+    assert (answer["stopped"], answer["exit_code"], answer["saving"]) == ("interrupted", 3, 1.0)
 
 
 def test_the_answer_is_one_short_screen(capsys: pytest.CaptureFixture[str]) -> None:
     """It has the recommendation, how sure it is, what to run next, the load, and why not the usual ones."""
     for stopped in (None, "budget"):
-        found = a_decision(stopped=stopped)
-        show_decision(found, Path("out"), Console(width=400))
+        answer = a_decision(stopped=stopped)
+        show_decision(answer, Path("out"), Console(width=400))
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) <= 15
-        assert found["sentence"] in lines[stopped is not None]
+        assert answer["sentence"] in lines[stopped is not None]
         text = "\n".join(lines)
         assert "how sure: 95 % intervals" in text and "may save 1.2% at most" in text
         assert "serve:    vllm serve out/int-3.75" in text and "why not fp8: It decodes" in text
@@ -208,17 +208,17 @@ def test_a_spent_budget_gives_the_best_so_far_and_changes_no_byte(
         budgeted = partial(BudgetedProgress, clock=lambda clock=clock: float(next(clock)))
         monkeypatch.setattr(finalists, "BudgetedProgress", budgeted)
         limited = replace(request, budget=seconds)
-        found = find_best(limited, "stories3M", tmp_path / "stopped")
-        if found["stopped"] is None:
+        answer = find_best(limited, "stories3M", tmp_path / "stopped")
+        if answer["stopped"] is None:
             break
-        stops.append(found)
+        stops.append(answer)
         seconds *= 2
     sentences = [stop["sentence"] for stop in stops]
     assert (
         sentences[0] == "So far: no usual quantization is measured." and stops[0]["exit_code"] == 3
     )
     assert any(sentence.startswith("So far: ") for sentence in sentences)
-    assert any(notes[0].startswith(said) for said in sentences) and len(stops) > 3
+    assert any(notes[0].startswith(sentence) for sentence in sentences) and len(stops) > 3
     assert {stop["stopped"] for stop in stops} == {"budget"}
     final = [(tmp_path / name / "decision.json").read_text() for name in ("whole", "stopped")]
     assert final[0].replace("whole", "stopped") == final[1]

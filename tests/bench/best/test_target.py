@@ -208,7 +208,7 @@ def test_a_budget_ends_the_work_at_the_next_report() -> None:
     assert progress.is_spent
 
 
-@pytest.mark.parametrize("name", ["budget", "worth"])
-def test_a_resumed_search_may_have_another_budget(name: str, tmp_path: Path) -> None:
-    asked = BestRequest(**{name: 0.5}).question("stories3M", "cpu")
-    assert asked == BestRequest().question("stories3M", "cpu")
+@pytest.mark.parametrize("changed", [BestRequest(budget=0.5), BestRequest(worth=0.5)])
+def test_a_resumed_search_may_have_another_budget(changed: BestRequest) -> None:
+    question = changed.question("stories3M", "cpu")
+    assert question == BestRequest().question("stories3M", "cpu")
