@@ -100,9 +100,10 @@ class PlannedModel:
 
     @property
     def how(self) -> str:
-        """Where its sizes come from: the table's rules, or a probe of transformers' module."""
+        """Where its sizes come from: the table's rules, a probe of transformers' module, or its source."""
         if isinstance(self.shape, ProbedShape):
-            return f"probe of transformers {self.shape.measured.transformers_version}"
+            version = self.shape.measured.transformers_version
+            return f"probe of transformers {version}" if version else "its published layers"
         return "table"
 
     @property
@@ -296,7 +297,7 @@ def cache_folder() -> Path:
 
 
 ANSWERS = Path(__file__).with_name("bundled.json")
-"""Answers for models of the table, which `tools/probe_table.py` writes."""
+"""Answers for models of the table, which `python -m tools.probe_table` writes."""
 
 
 @cache

@@ -18,6 +18,7 @@ from llmopt.engine.planner.cache_size import kv_dtype
 from llmopt.engine.planner.catalog import find_model, shape_of, table_configs
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs
 from llmopt.engine.planner.probed_shape import ProbedShape
+from llmopt.engine.planner.weights import stored_recipe, weight_bytes
 from llmopt.engine.probe.facts import CachedTensor, ProbedModel
 from llmopt.engine.probe.measure import DataFreeMode, cache_shapes
 from llmopt.engine.probe.oracle import probe
@@ -93,7 +94,7 @@ def test_bundled_answers_are_those_of_the_bundled_models() -> None:
     kept = json.loads(catalog.ANSWERS.read_text())
     without_rule = [raw for raw in table_configs().values() if not has_table_rule(raw)]
     assert {catalog.config_hash(current_names(raw)) for raw in without_rule} == set(kept), (
-        "python tools/probe_table.py"
+        "python -m tools.probe_table"
     )
 
 
@@ -263,6 +264,7 @@ def test_a_page_of_vllm_holds_the_columns_before_the_present_token() -> None:
         ("gemma-4-12b", 12.0, 0),
         ("nemotron-3.5-lightning-30b-a3b", 31.6, 0),  # as Nemotron 3 Nano, whose shape it has
         ("glm-5.3-flash", 321, 288 * 3 * 4096 * 2048),
+        ("kimi-k3", 2780, 0),  # 2.8T, as its source has it
         ("qwen3.8-flash-next", 180, 4e9),  # 125B, 51B of n-gram embeddings and 4B
     ],
 )
@@ -271,6 +273,19 @@ def test_models_of_the_autumn_have_their_published_size(
 ) -> None:
     parameters = find_model(name).shape.num_parameters + unplanned
     assert parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_kimi_k3_is_as_its_sources_have_it() -> None:
+    """104B active parameters, and 1.56 TB with experts in MXFP4 (JustVugg/colibri@779d044)."""
+    model = find_model("kimi-k3")
+    embedding = 163_840 * 7168  # of which a token reads a row
+    active = model.shape.num_active_parameters - embedding
+    assert active == pytest.approx(104e9, rel=0.005)
+    assert weight_bytes(model.shape, stored_recipe(model.config)) == pytest.approx(
+        1.56e12, rel=0.005
+    )
+    assert model.shape.kv_bytes_per_token(2) == 24 * 2 * (512 + 64)
+    assert find_model("glm-5.3").shape == find_model("glm-5.2").shape
 
 
 def test_ranks_share_heads_and_state() -> None:
