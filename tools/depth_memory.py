@@ -40,7 +40,9 @@ def save_model(folder: Path) -> None:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(MODELS / "stories3M").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODELS / "stories3M", trust_remote_code=False).save_pretrained(
+        folder
+    )
 
 
 def resident_bytes() -> int:
