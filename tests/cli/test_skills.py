@@ -63,6 +63,7 @@ class ScriptedAgent:
 
 
 @pytest.mark.whole
+@pytest.mark.timeout(900)
 def test_a_scripted_agent_plans_quantizes_proves_and_gates(tmp_path: Path) -> None:
     agent = ScriptedAgent(tmp_path)
     (fits, with_promise, in_int4, front) = (found for _, found in agent.follow("plan-and-choose"))
