@@ -260,12 +260,12 @@ def made_in_order(
     worth: float,
 ) -> tuple[list[str], float]:
     """The names in the order in which they are made, and the share that was left to save."""
-    by_name = {one["id"]: one for one in results}
+    by_name = {result["id"]: result for result in results}
     measured: list[Mapping[str, Any]] = []
     while True:
         name, saving = next_finalist(question, fronts, measured, [*by_name])
         if name is None or (decide(question, fronts, measured)["recommended"] and saving < worth):
-            return [one["id"] for one in measured], saving
+            return [result["id"] for result in measured], saving
         measured.append(by_name[name])
 
 
@@ -305,7 +305,8 @@ def test_usual_ones_are_made_where_they_may_be_smaller() -> None:
     order, _ = made_in_order(asked(), searched(usuals), results, 0.02)
     assert order == ["p300", "p200", "awq"]
     why = {
-        one["name"]: one["why"] for one in decide(asked(), searched(usuals), results[:4])["usual"]
+        usual["name"]: usual["why"]
+        for usual in decide(asked(), searched(usuals), results[:4])["usual"]
     }
     assert why["Q8_0"] == "+30.0% bytes, not made: KL 0.3 (0.2 to 0.4) rounded to nearest"
 

@@ -43,8 +43,8 @@ def decided(
 ) -> dict[str, Any]:
     """The decision among checkpoints that all keep the promises."""
     monkeypatch.setattr(plan_request, "choose_devices", lambda *_: [card])
-    asked = BestRequest(context="2k", sequences=clients, loads_in="vllm")
-    target, model = Target(asked, str(folder), folder, card, False), find_model(str(folder))
+    request = BestRequest(context="2k", sequences=clients, loads_in="vllm")
+    target, model = Target(request, str(folder), folder, card, False), find_model(str(folder))
     points, made = [], []
     for name in ("int4", "int8", "fp8"):
         recipe = recipe_for(name, model.shape, plain_bytes=model.plain_bytes)
@@ -84,8 +84,8 @@ def test_the_load_decides(
 
 def test_a_dry_run_needs_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    asked = BestRequest(gpu="h100", context="2k", loads_in="vllm", size=6 * GIB)
-    plan = find_best(asked, str(tmp_path), tmp_path / "out", dry_run=True)
+    request = BestRequest(gpu="h100", context="2k", loads_in="vllm", size=6 * GIB)
+    plan = find_best(request, str(tmp_path), tmp_path / "out", dry_run=True)
     assert not (tmp_path / "out").exists() and not plan["is_checked"]
     points = {point["id"]: point for point in plan["planned"]}
     assert list(points) == ["awq-int4", "Q4_K_M", "Q5_K_M", "Q8_0", "fp8"]

@@ -157,7 +157,7 @@ def test_distance_by_depth_of_servers(server: RunningServer, other_server: Runni
 
 
 def test_the_context_of_a_slot_of_llama_cpp_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its model list has the context of a slot, which `-c` and `-np` give; the model's own is longer."""
+    """The server lists the context of a slot, which `-c` and `-np` give; the model's own is longer."""
     meta = {"n_ctx": 2048, "n_ctx_train": 8192, "n_vocab": 49152}
     card = {"id": "model.gguf", "owned_by": "llamacpp", "meta": meta}
     monkeypatch.setattr(Address, "model_card", lambda _: card)

@@ -182,7 +182,7 @@ def test_a_key_waits_for_its_own_requests_alone(
 
 
 def test_a_key_that_runs_in_all_places_gives_one_to_another_key() -> None:
-    """Its own sequences go on later, with the tokens that they would have had."""
+    """The sequences of the key that gave way go on later, with the tokens that they would have had."""
     long = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
     first, second = {"prompt": "Once", **long}, {"prompt": "Tom", **long}
     with running(make_engine("stories260K", max_num_seqs=2), OPTIONS) as server:
