@@ -135,7 +135,7 @@ class SchemeOptions:
     )
     symmetric: bool | None = option(
         None,
-        "Without or with zero points. Default: as the format prefers.",
+        "Without or with zero points. Default: with for awq and hqq, without for the others.",
         flag="--symmetric/--asymmetric",
     )
     granularity: str | None = option(None, "fp8: scales per tensor, channel or block.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
+from llmopt.base.option import options_of
 from llmopt.quant.base.scheme import Activations, Scheme
 from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.codebook.scheme import CodebookScheme
@@ -14,7 +15,7 @@ from llmopt.quant.kinds.fp8.scheme import FloatScheme
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.methods.options import SchemeOptions
+from llmopt.quant.methods.options import Integers, SchemeOptions
 from llmopt.quant.methods.registry import METHODS
 
 CHOICES: list[tuple[str, dict[str, Any], Scheme]] = [
@@ -58,6 +59,18 @@ CHOICES: list[tuple[str, dict[str, Any], Scheme]] = [
 @pytest.mark.parametrize(("method", "options", "scheme"), CHOICES, ids=str)
 def test_schemes_of_methods(method: str, options: dict[str, Any], scheme: Scheme) -> None:
     assert METHODS[method].scheme(SchemeOptions(**options)) == scheme
+
+
+def test_the_help_names_the_methods_with_zero_points_by_default() -> None:
+    with_zeros = [
+        name
+        for name, method in METHODS.items()
+        if isinstance(method.scheme_of, Integers) and not method.scheme_of.symmetric
+    ]
+    assert (
+        f"Default: with for {' and '.join(with_zeros)},"
+        in options_of(SchemeOptions)["symmetric"].help
+    )
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
