@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ..formats.registry import tensor_names
-from ..kinds.base.format import matches
+from ...base.errors import BadInput
+from ..formats.registry import FORMATS, format_of, tensor_names
+from ..kinds.base.format import Skips, WeightFormat
 from ..model.architecture import HEAD
 from ..model.checkpoint import Checkpoint
 from ..model.parameters import ModelParameters, by_kind, plain_linears
 from .findings import Finding
-
-# Formats whose readers leave the output projection alone unless told otherwise.
-_HEAD_IS_PLAIN = ("awq", "exl3", "gptq", "squeezellm", "gguf", "QUiP")
 
 
 def model_faults(
@@ -30,15 +26,13 @@ def model_faults(
     yield from _faults(
         "missing-parameter", missing, "of the model is in no file: the checkpoint is incomplete"
     )
-    config = checkpoint.quantization_config or {}
-    if not config or not _lists_what_is_plain(config):
+    config = checkpoint.quantization_config
+    if not config or not (weight_format := _format(config)).lists_plain(config):
         return
-    skipped = skipped_by(config)
-    # Where there is no list, transformers adds the output projection to the plain modules.
-    method = config["quant_method"]
-    lists = {"bitsandbytes": "llm_int8_skip_modules", "fp8": "modules_to_not_convert"}
-    unlisted = method in lists and config.get(lists[method]) is None
-    leaves_the_head = unlisted or method in _HEAD_IS_PLAIN
+    skipped = weight_format.skips(config)
+    plain_list = weight_format.plain_list
+    unlisted = plain_list is not None and config.get(plain_list) is None
+    leaves_the_head = unlisted or weight_format.plain_head
     disk_names: dict[str, str] = {}
     for disk, loaded in parameters.loaded_from(names).items():
         disk_names |= dict.fromkeys(loaded.parameters, disk.removesuffix(".weight"))
@@ -64,61 +58,13 @@ def _faults(code: str, names: Iterable[str], text: str) -> Iterator[Finding]:
         yield Finding(code, kind, f"{kind} {text}")
 
 
-def _lists_what_is_plain(config: Mapping[str, Any]) -> bool:
-    """True if loaders take every linear that the config does not exclude as quantized."""
-    method = config.get("quant_method")
-    if method == "gptq":  # else loaders look which linears have codes
-        return bool(config.get("dynamic"))
-    if method == "compressed-tensors":
-        groups = (config.get("config_groups") or {}).values()
-        return any("Linear" in (group.get("targets") or ()) for group in groups)
-    return method != "gguf"
+def skipped_by(config: Mapping[str, Any]) -> Skips:
+    """True where the config excludes a module from quantization, by the rule of the format's owner."""
+    return _format(config).skips(config)
 
 
-def skipped_by(config: Mapping[str, Any]) -> Callable[[str], bool]:
-    """A predicate: whether the config excludes a module from quantization, by the rule of the format's owner.
-
-    | format | what it lists, and when an entry means a module |
-    | --- | --- |
-    | awq | parts of names, as AutoAWQ and vLLM search for them |
-    | compressed-tensors | whole names and `re:` patterns |
-    | exl3 | the quantized modules |
-    | gptq | patterns under `dynamic`; the first that matches excludes if it begins with `-:` |
-    | modelopt | whole names and shell wildcards |
-    | others | names between dots, ends of names, patterns up to a dot, as transformers takes them |
-    """
-    method = config.get("quant_method")
-    if "tensor_storage" in config:
-        return lambda name: name not in config["tensor_storage"]
-    if method == "gptq":
-        # A pattern of GPTQModel has a sign, or none for "+:".
-        rules = [
-            (rule[:2] == "-:", re.sub(r"^[-+]:", "", rule)) for rule in config.get("dynamic") or {}
-        ]
-        return lambda name: next((skips for skips, rule in rules if matches(rule, name)), False)
-    if method == "compressed-tensors":
-        ignored = config.get("ignore") or ()
-        return lambda name: any(
-            matches(entry[3:], name) if entry.startswith("re:") else entry == name
-            for entry in ignored
-        )
-    if method == "modelopt":
-        excluded = config.get("quantization", config).get("exclude_modules")
-        wildcards = config.get("ignore") or excluded or ()
-        return lambda name: any(fnmatchcase(name, entry) for entry in wildcards)
-    keys = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
-    entries = [entry for key in keys for entry in config.get(key) or ()]
-    if method == "awq":
-        return lambda name: any(entry in name for entry in entries)
-    return lambda name: any(_lists(entry, name) for entry in entries)
-
-
-def _lists(entry: str, name: str) -> bool:
-    """True if an entry is for a module: `should_convert_module` of transformers 5.23, or a part of its name.
-    `mlp.gate` is for `layers.0.mlp.gate`, and not for `layers.0.mlp.gate_proj`."""
-    if f".{entry}." in f".{name}." or name.endswith(entry):
-        return True
+def _format(config: Mapping[str, Any]) -> WeightFormat:
     try:
-        return re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name) is not None
-    except re.error:
-        return False
+        return format_of(config)
+    except BadInput:  # unknown: transformers' rules
+        return FORMATS["fp8"]

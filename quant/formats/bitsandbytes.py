@@ -43,6 +43,7 @@ class BitsAndBytesFormat(WeightFormat):
     """bitsandbytes: nf4, fp4 and LLM.int8()."""
 
     name = "bitsandbytes"
+    plain_list = "llm_int8_skip_modules"
     markers: tuple[str, ...] = tuple(part.marker for part in _PARTS)
     suffixes: tuple[str, ...] = tuple(
         dict.fromkeys(suffix for part in _PARTS for suffix in part.suffixes)

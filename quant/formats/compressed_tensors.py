@@ -15,7 +15,7 @@ import torch
 from ...base.errors import BadInput
 from ..base.scheme import Scheme
 from ..kinds.base.containers import CompressedLayouts, unsupported
-from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat, matches
+from ..kinds.base.format import Config, Skips, Stored, TensorSource, WeightFormat, matches
 from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
@@ -120,6 +120,18 @@ class CompressedTensorsFormat(WeightFormat):
         *(".weight_g_idx", ".weight_global_scale", ".input_global_scale", ".input_scale"),
         ".input_zero_point",
     )
+
+    def lists_plain(self, config: Config) -> bool:
+        groups = (config.get("config_groups") or {}).values()
+        return any("Linear" in (group.get("targets") or ()) for group in groups)
+
+    def skips(self, config: Config) -> Skips:
+        """Whole names and `re:` patterns."""
+        ignored = config.get("ignore") or ()
+        return lambda name: any(
+            matches(entry[3:], name) if entry.startswith("re:") else entry == name
+            for entry in ignored
+        )
 
     def check_scheme(self, scheme: Scheme) -> None:
         layout_of(scheme)

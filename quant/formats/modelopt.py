@@ -7,6 +7,7 @@ Layouts in `docs/formats.md`. All scales are multipliers: `weight_scale_2 = max|
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ...base.errors import BadInput
 from ...base.version import VERSION
 from ..base.scheme import Scheme
 from ..kinds.base.containers import ModelOptAlgorithms
-from ..kinds.base.format import Config, Stored, TensorSource, WeightFormat
+from ..kinds.base.format import Config, Skips, Stored, TensorSource, WeightFormat
 from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
@@ -52,6 +53,12 @@ class ModelOptFormat(WeightFormat):
     suffixes: tuple[str, ...] = (".weight", ".weight_scale", ".weight_scale_2", ".input_scale")
     # Of `config_groups`, which repeats what `quant_algo` says in the words of compressed-tensors.
     irrelevant: tuple[str, ...] = ("weights", "input_activations", "output_activations", "targets")
+
+    def skips(self, config: Config) -> Skips:
+        """Whole names and shell wildcards."""
+        excluded = config.get("quantization", config).get("exclude_modules")
+        wildcards = config.get("ignore") or excluded or ()
+        return lambda name: any(fnmatchcase(name, entry) for entry in wildcards)
 
     def check_scheme(self, scheme: Scheme) -> None:
         _algorithm(scheme)

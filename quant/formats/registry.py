@@ -38,7 +38,7 @@ FORMATS = _Formats()
 _NAMES = {"QUiP": "quip"}  # formats whose `quant_method` is not their name
 
 
-def format_of(quantization_config: dict[str, Any]) -> WeightFormat:
+def format_of(quantization_config: Mapping[str, Any]) -> WeightFormat:
     """The format of a `quantization_config`, by its `quant_method`; BadInput: an unknown `quant_method`."""
     method = quantization_config.get("quant_method")
     name = _NAMES.get(str(method), method)

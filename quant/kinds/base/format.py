@@ -18,6 +18,8 @@ from .tensor import QuantizedTensor
 
 SchemeT = TypeVar("SchemeT", bound=Scheme)
 Config = Mapping[str, Any]
+Skips = Callable[[str], bool]
+"""A predicate of a module's full name: the `quantization_config` excludes it from quantization."""
 RawReader = Callable[[Entries, str, dict[str, Any]], Raw]
 """A second reader of a format, with numpy alone: headers, a module's name and the `quantization_config`."""
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -71,6 +73,8 @@ class WeightFormat(ABC):
         inverts_global_scales: True if reciprocals of scales of whole weights are stored.
         holds_kv_scales: True if scales of a quantized KV cache are stored too.
         irrelevant: keys of its own, next to `PROVENANCE`, that leave the meaning of the weights alone.
+        plain_head: True if readers leave the output projection alone unless told otherwise.
+        plain_list: key of the list without which transformers leaves the output projection alone.
         read_raw: the second reader, which shares no code with `pack` and `unpack`.
     """
 
@@ -82,6 +86,8 @@ class WeightFormat(ABC):
     inverts_global_scales: bool = False
     holds_kv_scales: bool = False
     irrelevant: tuple[str, ...] = ()
+    plain_head: bool = False
+    plain_list: str | None = None
     read_raw: RawReader
 
     @property
@@ -145,6 +151,18 @@ class WeightFormat(ABC):
     def read_config(self, config: Config, modules: Collection[str]) -> None:
         """Read everything that says what the weights mean; raises BadInput where it is not supported."""
         self.scheme(config, min(modules))
+
+    def lists_plain(self, config: Config) -> bool:
+        """True if loaders take every linear that the `quantization_config` does not exclude as quantized."""
+        return True
+
+    def skips(self, config: Config) -> Skips:
+        """The rule by which the format's owner takes a module as excluded from quantization.
+
+        Here names between dots, ends of names, and patterns up to a dot, as transformers takes them.
+        """
+        entries = plain_entries(config)
+        return lambda name: any(_lists(entry, name) for entry in entries)
 
     def expect(self, config: Config, **values: tuple[Any, ...]) -> None:
         """Raises BadInput where a key of a `quantization_config` is set to none of its `values`."""
@@ -298,6 +316,23 @@ def matches(pattern: str, module: str) -> bool:
         raise BadInput(
             f"the quantization_config has {pattern!r}, which is no regular expression: {error}"
         ) from error
+
+
+def plain_entries(config: Config) -> list[str]:
+    """Entries of the lists of plain modules that transformers, bitsandbytes and AutoAWQ write."""
+    keys = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules")
+    return [entry for key in keys for entry in config.get(key) or ()]
+
+
+def _lists(entry: str, name: str) -> bool:
+    """True if an entry is for a module: `should_convert_module` of transformers 5.23, or a part of its name.
+    `mlp.gate` is for `layers.0.mlp.gate`, and not for `layers.0.mlp.gate_proj`."""
+    if f".{entry}." in f".{name}." or name.endswith(entry):
+        return True
+    try:
+        return re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name) is not None
+    except re.error:
+        return False
 
 
 def dtype_name(dtype: torch.dtype) -> str:

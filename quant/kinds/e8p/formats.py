@@ -43,6 +43,7 @@ class QuipFormat(WeightFormat):
     suffixes: tuple[str, ...] = (
         ".Qidxs", ".SU", ".SV", ".Wscale", ".had_left", ".had_right", ".weight"
     )  # fmt: skip
+    plain_head = True
     # The tensors say how the factors and the scale are stored.
     irrelevant: tuple[str, ...] = (
         *("use_rand", "codesz", "idx_dtype", "per_channel", "opt_resid_scale"),

@@ -54,6 +54,7 @@ class Fp8Format(WeightFormat):
     suffixes: tuple[str, ...] = (".weight", *_SCALES, *_INPUT_SCALES)
     # The tensors' dtypes say what the scales are, and which further modules have codes.
     irrelevant: tuple[str, ...] = ("scale_fmt", "modules_to_convert")
+    plain_list = "modules_to_not_convert"
 
     def check_scheme(self, scheme: Scheme) -> None:
         if scheme != _SCHEME:

@@ -33,6 +33,10 @@ class GgufFormat(WeightFormat):
     markers: tuple[str, ...] = (BLOCKS_SUFFIX,)
     suffixes: tuple[str, ...] = (BLOCKS_SUFFIX,)
     irrelevant: tuple[str, ...] = ("types",)
+    plain_head = True
+
+    def lists_plain(self, config: Config) -> bool:
+        return False
 
     def check_scheme(self, scheme: Scheme) -> None:
         if scheme.ggml_type is None:

@@ -17,12 +17,14 @@ from ...base.scheme import PER_CHANNEL, Scheme
 from ..base.format import (
     SCALE_DTYPES,
     Config,
+    Skips,
     Stored,
     TensorSource,
     WeightFormat,
     held_scheme,
     only_scheme,
     pack_words,
+    plain_entries,
     unpack_words,
 )
 from ..base.tensor import QuantizedTensor
@@ -47,7 +49,13 @@ class AwqFormat(WeightFormat):
     markers: tuple[str, ...] = (".qweight",)
     suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales")
     irrelevant: tuple[str, ...] = ("lm_head", "desc_act", "sym", "version", "checkpoint_format")
+    plain_head = True
     read_raw = staticmethod(read_awq)
+
+    def skips(self, config: Config) -> Skips:
+        """Entries are parts of names, as AutoAWQ and vLLM search for them."""
+        entries = plain_entries(config)
+        return lambda name: any(entry in name for entry in entries)
 
     def check_scheme(self, scheme: Scheme) -> None:
         scheme = held_scheme(self.name, scheme, IntScheme)

@@ -18,6 +18,7 @@ from ...base.scheme import PER_CHANNEL, Scheme
 from ..base.format import (
     SCALE_DTYPES,
     Config,
+    Skips,
     Stored,
     TensorSource,
     WeightFormat,
@@ -45,7 +46,19 @@ class GptqFormat(WeightFormat):
     markers: tuple[str, ...] = (".qweight",)
     suffixes: tuple[str, ...] = (".qweight", ".qzeros", ".scales", ".g_idx")
     irrelevant: tuple[str, ...] = ("lm_head", "desc_act", "checkpoint_format", "format")
+    plain_head = True
     read_raw = staticmethod(read_gptq)
+
+    def lists_plain(self, config: Config) -> bool:
+        return bool(config.get("dynamic"))  # else loaders look which linears have codes
+
+    def skips(self, config: Config) -> Skips:
+        """The first pattern of `dynamic` that matches excludes if it begins with `-:`."""
+        # A pattern of GPTQModel has a sign, or none for "+:".
+        rules = [
+            (rule[:2] == "-:", re.sub(r"^[-+]:", "", rule)) for rule in config.get("dynamic") or {}
+        ]
+        return lambda name: next((skips for skips, rule in rules if matches(rule, name)), False)
 
     def check_scheme(self, scheme: Scheme) -> None:
         scheme = held_scheme(self.name, scheme, IntScheme)

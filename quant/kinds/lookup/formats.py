@@ -36,6 +36,7 @@ class SqueezeLlmFormat(WeightFormat):
 
     name = "squeezellm"
     markers: tuple[str, ...] = (".lookup_table",)
+    plain_head = True
     suffixes: tuple[str, ...] = (
         *(".qweight", ".lookup_table", ".weight_shape"),
         *(".sparse_rows", ".sparse_columns", ".sparse_values"),

@@ -15,7 +15,7 @@ import torch
 
 from ....base.errors import BadInput
 from ...base.scheme import Scheme
-from ..base.format import Config, Stored, TensorSource, WeightFormat, held_scheme
+from ..base.format import Config, Skips, Stored, TensorSource, WeightFormat, held_scheme
 from ..base.incoherence import BLOCK
 from ..base.kind import Storage
 from ..base.raw import Array, Entries, Entry, Raw, read_array, read_headers
@@ -42,6 +42,12 @@ class Exl3Format(WeightFormat):
         *("version", "bits", "head_bits", "mtp_bits", "vision_bits", "out_scales", "codebook"),
         *("calibration", "tensor_storage", "original_quantization_config"),
     )
+    plain_head = True
+
+    def skips(self, config: Config) -> Skips:
+        """`tensor_storage` lists the quantized modules."""
+        stored = config.get("tensor_storage")
+        return super().skips(config) if stored is None else lambda name: name not in stored
 
     def _scheme(self, scheme: Scheme) -> TrellisScheme:
         return held_scheme(self.name, scheme, TrellisScheme, ": only trellis codes")
