@@ -94,7 +94,8 @@ def speed_reach(limits: Sequence[Limit], run: RunData, planned: int) -> list[dic
         passes = next((n for n in counts if smallest_visible_change(cv, n) <= allowed), None)
         smallest = smallest_visible_change(cv, planned)
         name = f"{limit.quantity.label} {limit.text}"
-        ending = "so the limit is decided" if smallest <= allowed else f"the limit needs {passes}"
+        enough = "enough for the limit unless the machine gets busier"
+        ending = enough if smallest <= allowed else f"the limit needs {passes}"
         if passes is None:
             ending = f"{MOST_PASSES} would not tell the limit"
         text = f"{name}: {planned} passes tell a change of {smallest:.1%}, {ending}"

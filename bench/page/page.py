@@ -48,7 +48,7 @@ def percent(value: float | None, digits: int = 1, *, signed: bool = False) -> st
     """0.123 as `12.3 %`."""
     if value is None:
         return MISSING
-    return f"{value * 100:{'+' if signed else ''}.{digits}f} %"
+    return f"{value * 100:{'+' if signed else ''}z.{digits}f} %"
 
 
 def signed_percent(value: float | None, digits: int = 1) -> str:

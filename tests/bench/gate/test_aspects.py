@@ -171,6 +171,7 @@ def test_the_error_of_rtn_stands_once() -> None:
 def test_what_differs_is_printed_as_different() -> None:
     assert signed_percent(0.0001234) == "+0.01 %" and signed_percent(0.0) == "+0.0 %"
     assert (signed_percent(-0.0000012, 2), signed_percent(-0.123)) == ("-0.0001 %", "-12.3 %")
+    assert percent(-1e-6, signed=True) == "+0.0 %" and percent(-1e-6) == "0.0 %"
     assert sizes(6_176_768, 6_177_512) == ("6,176,768 B", "6,177,512 B")
     assert sizes(6_176_768, 6_176_768) == ("5.89 MiB", "5.89 MiB")
     assert sizes(6_176_768, 3_088_384) == ("5.89 MiB", "2.95 MiB")

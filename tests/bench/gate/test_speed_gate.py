@@ -104,9 +104,7 @@ def test_the_reach_says_before_the_run_which_limits_are_told() -> None:
     quiet, noisy = run_of(STEADY), busy(3)
     throughput, tpot = speed_reach(limits, quiet, 7)
     assert throughput["passes"] <= 7 and tpot["smallest"] < 0.02
-    assert (
-        "7 passes tell a change of" in tpot["words"] and "so the limit is decided" in tpot["words"]
-    )
+    assert "7 passes tell a change of" in tpot["words"] and "enough for the limit" in tpot["words"]
     reach, _ = speed_reach(limits, noisy, 7)
     assert reach["smallest"] > 0.2 and not (reach["passes"] or 999) <= 7
     assert "240 would not tell the limit" in reach["words"] or "the limit needs" in reach["words"]
