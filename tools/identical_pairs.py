@@ -3,7 +3,7 @@
     python -m tools.identical_pairs OUT --runs 20 --table docs/measured/cpu/identical-pairs.md -- \\
         --set bench.num_prompts=16 --set bench.output_len=16
 
-Every run is a process of its own. What follows `--` goes to `llmopt run ci-regression`. The table has a row a
+Every run is a process of its own. Other options go to `llmopt run ci-regression`. The table has a row a
 run: the exit code, the verdict of each aspect, the limits on speed that the start of the run said this
 machine can tell, and those that ended with a verdict. The tool ends with 1 where a run is a regression, or
 its exit code is not 0.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -60,17 +61,16 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="folder of the runs; finished ones are kept")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--table", type=Path, help="the Markdown file to write after every run")
-    parser.add_argument("words", nargs="*", help="after --: options of the recipe")
-    options = parser.parse_args()
+    options, words = parser.parse_known_args()
     rows: list[list[str]] = []
     for index in range(1, options.runs + 1):
         began, load = time.monotonic(), os.getloadavg()[1]
-        code, result = run_pair(options.output / f"{index:02}", options.words)
+        code, result = run_pair(options.output / f"{index:02}", words)
         minutes = (time.monotonic() - began) / 60
         rows.append([f"{index}", f"{code}", *row_of(result), f"{load:.1f}", f"{minutes:.1f}"])
         codes = Counter(row[1] for row in rows)
         lines = [
-            f"`llmopt run ci-regression {' '.join(options.words)}`, both sides identical: "
+            f"`llmopt run ci-regression {shlex.join(words)}`, both sides identical: "
             f"{len(rows)} runs, exit codes "
             + ", ".join(f"{code}: {count}" for code, count in codes.items())
             + ". Load is the mean number of runnable processes in the five minutes before.",

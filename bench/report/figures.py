@@ -79,7 +79,9 @@ def distributions_svg(values: Mapping[str, Mapping[str, np.ndarray]]) -> str:
                 for percentile, line in ((50, "-"), (99, ":")):
                     at = float(np.percentile(ordered, percentile))
                     axis.axvline(at, color=MUTED, linewidth=0.9, linestyle=line)
-                    marks.append(f"p{percentile} {at:.3g}")
+                    marks.append(
+                        f"p{percentile} {at:,.0f}" if at >= 100 else f"p{percentile} {at:.3g}"
+                    )
                 axis.set_title(" · ".join(marks), loc="right", fontsize=8.5, color=MUTED)
         title(axis, name_of)
         axis.set_xlabel("ms")

@@ -210,8 +210,8 @@ def joined_verdict(
     if known := {name: value for name, value in sizes.items() if value is not None}:
         clauses.append(f"smallest: {min(known, key=lambda name: known[name])}")
     if quality_name is None:
-        headline = "No quality was scored alike in all of them"
-        return ReportVerdict("unsure", headline + ".", "; ".join(clauses) + ".")
+        missing = "The runs have no quality of the same tokens: bench them without --no-quality."
+        return ReportVerdict("unsure", "; ".join(clauses) + ".", missing)
     headline = f"Worth choosing among: {', '.join(best)}"
     if dominated := ", ".join(name for name in results if name not in best):
         fast = ", as fast" if are_comparable(candidates) else ""

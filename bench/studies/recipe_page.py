@@ -9,11 +9,12 @@ from typing import Any
 
 from ..gate.aspects import SPEED
 from ..gate.compare import Comparison
+from ..gate.limits import GateOutcome
 from ..metrics.step_words import reason_in_words
 from ..page.page import Figure, Page, ReportTable, ReportVerdict, drawn, number, percent, size
 from ..page.plot_style import BAD, INK, SERIES, canvas, title, to_svg
 from ..record.comparable import served_weight_bytes, widened_words
-from ..report.comparison import TONES, aspects_table, deltas_table
+from ..report.comparison import HEADLINES, TONES, aspects_table, deltas_table
 from ..report.depth import depth_curves, depth_svg
 from ..report.figures import (
     SHARED_ROOFLINE,
@@ -65,7 +66,7 @@ def verdict_rows(run: RecipeRun) -> list[list[str]]:
 
 
 def recipe_verdict(run: RecipeRun) -> ReportVerdict:
-    """The best variant by quality in one sentence, and whether all checkpoints were verified."""
+    """The outcome of a gate, the best variant by quality, and whether all checkpoints were verified."""
     broken = [variant.variant.name for variant in run.variants if not variant.is_sound]
     if broken:
         return ReportVerdict(
@@ -90,9 +91,12 @@ def recipe_verdict(run: RecipeRun) -> ReportVerdict:
         f"{f'Every checkpoint was read back and is {files}. ' if files else ''}"
         f"{widened_words(f'the {BASE_NAME}', run.base.result)}"
     ).strip()
-    gated = run.recipe.compare.gate
-    tone = TONES[best.comparison.outcome] if gated else "plain"
-    return ReportVerdict(tone, headline + ".", sentence)
+    if not run.recipe.compare.gate:
+        return ReportVerdict("plain", headline + ".", sentence)
+    outcome = GateOutcome.of(variant.comparison.outcome for variant in run.variants)
+    names = [v.variant.name for v in run.variants if v.comparison.outcome is outcome]
+    verdict = f"{HEADLINES[outcome]}: {', '.join(names)} against the {BASE_NAME}."
+    return ReportVerdict(TONES[outcome], verdict, f"{headline}. {sentence}")
 
 
 def speed_words(comparison: Comparison) -> str:
@@ -147,8 +151,8 @@ def decode_explanation(result: Mapping[str, Any]) -> str:
 
 
 @drawn
-def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
-    """Slowdown of each variant with its 90 % interval, one panel per metric."""
+def variants_svg(variants: Sequence[VariantRun]) -> str:
+    """Slowdown of each variant with its 90 % interval and the limit, one panel per metric."""
     keys = {d.key: d.label for variant in variants for d in variant.comparison.deltas}
     height = 1.3 + 0.45 * len(variants)
     figure, axes = canvas(max(len(keys), 1), width=11, height=height, sharey=True)
@@ -160,8 +164,9 @@ def variants_svg(variants: Sequence[VariantRun], threshold: float) -> str:
                 ends = [low * 100, high * 100]
                 axis.plot(ends, [row, row], color=colour, linewidth=3, alpha=0.45)
                 axis.plot(delta.worse * 100, row, "o", color=colour, markersize=8)
+                if delta.allowed is not None:
+                    axis.axvline(delta.allowed * 100, color=BAD, linewidth=1, linestyle="--")
         axis.axvline(0, color=INK, linewidth=1)
-        axis.axvline(threshold * 100, color=BAD, linewidth=1, linestyle="--")
         axis.set_yticks(range(len(variants)), [variant.variant.name for variant in variants])
         axis.set_ylim(len(variants) - 0.5, -0.5)
         axis.grid(visible=False, axis="y")
@@ -207,7 +212,7 @@ def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
     data = [run.base, *(variant.data for variant in run.variants)]
     svgs = {
         "side-by-side": bars_svg(results),
-        "changes": variants_svg(run.variants, run.recipe.compare.share),
+        "changes": variants_svg(run.variants),
         "distributions": distributions_svg(
             {variant.name: latency_samples(variant) for variant in data}
         ),
@@ -218,8 +223,8 @@ def recipe_figures(run: RecipeRun) -> dict[str, Figure]:
         svgs["depth"] = depth_svg(curves)
     captions = {
         "side-by-side": "Speed, quality and memory on the same prompts.",
-        "changes": "Dots are estimates, bars 90 % intervals; the dashed line is the threshold. Throughput is "
-        "shown as time per token.",
+        "changes": "Dots are estimates, bars 90 % intervals, dashes the limits. Throughput is shown as time "
+        "per token.",
         "roofline": SHARED_ROOFLINE,
     }
     return captioned(svgs, **captions)

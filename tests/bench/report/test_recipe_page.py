@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import RunData, compare
-from llmopt.bench.gate.limits import COUNTED
+from llmopt.bench.gate.limits import COUNTED, GateOutcome
 from llmopt.bench.report.comparison import delta_cards
 from llmopt.bench.report.joined import candidate
-from llmopt.bench.studies.recipe import Recipe
+from llmopt.bench.studies.recipe import CompareStep, Recipe
 from llmopt.bench.studies.recipe_files import RecipeRun, VariantRun
-from llmopt.bench.studies.recipe_page import recipe_verdict, summary_table
+from llmopt.bench.studies.recipe_page import (
+    recipe_page,
+    recipe_verdict,
+    summary_table,
+    variants_svg,
+)
 from llmopt.quant.convert.verify import VerifyReport
 
 from .test_report_pages import data
@@ -79,3 +85,42 @@ def test_a_float32_file_is_what_a_float32_run_is_of() -> None:
     assert "float32" not in recipe_verdict(a_recipe(100, 104, "float32", "float32")).sentence
     # A record that was written before the file's dtype was in it.
     assert "float32" not in recipe_verdict(a_recipe(100, 200, "float32", None)).sentence
+
+
+def test_a_gate_shows_the_outcome_of_the_whole_recipe_first() -> None:
+    """A variant that regresses decides the tone, also where another one has the better quality."""
+    run = a_recipe(100, 104, "float32", None)
+    (variant,) = run.variants
+    gated = run.recipe.model_copy(update={"compare": CompareStep(gate=True)})
+    passed, worse = (
+        replace(variant, comparison=replace(variant.comparison, outcome=outcome))
+        for outcome in (GateOutcome.PASS, GateOutcome.REGRESSION)
+    )
+    worse = replace(worse, variant=variant.variant.model_copy(update={"name": "fast"}))
+    verdict = recipe_verdict(replace(run, recipe=gated, variants=(passed, worse)))
+    assert (verdict.tone, verdict.headline) == ("bad", "Regression: fast against the original.")
+    assert verdict.sentence.startswith("awq keeps 34 % of the weight bytes")
+    verdict = recipe_verdict(replace(run, recipe=gated, variants=(passed,)))
+    assert (verdict.tone, verdict.headline) == ("good", "Pass: awq against the original.")
+
+
+def test_each_metric_has_its_own_limit_in_the_figure() -> None:
+    run = a_recipe(100, 104, "float32", None)
+    comparison = run.variants[0].comparison
+    deltas = [
+        replace(delta, allowed=limit)
+        for delta, limit in zip(comparison.deltas, (0.05, 0.1), strict=False)
+    ]
+    unlimited = [replace(delta, allowed=None) for delta in deltas]
+    counts = [
+        variants_svg(
+            [replace(run.variants[0], comparison=replace(comparison, deltas=shown))]
+        ).count("stroke-dasharray")
+        for shown in (deltas, unlimited)
+    ]
+    assert counts[0] - counts[1] == len(deltas)
+
+
+def test_a_server_whose_type_is_not_known_has_no_parentheses() -> None:
+    run = a_recipe(100, 104, "not known", None)
+    assert "not known" not in recipe_page(run).subtitle
