@@ -159,7 +159,8 @@ def report() -> dict[str, Any] | None:
                 "case": case,
                 "kernel": name,
                 "error": verdict.error,
-                "seconds": list(verdict.seconds),
+                "seconds": [rounds.median for rounds in verdict.seconds],
+                "quartiles": [[rounds.low, rounds.high] for rounds in verdict.seconds],
                 "dropped": verdict.dropped,
             }
             for case, name, verdict in stored()

@@ -134,7 +134,8 @@ def _verdicts(verdicts: Mapping[str, Any]) -> Table:
     table = table_of(header, left=range(5), title=title)
     for trial in verdicts["kernels"]:
         error = "" if trial["error"] is None else f"{trial['error']:.1e}"
-        micros = ", ".join(f"{1e6 * seconds:.1f}" for seconds in trial["seconds"])
+        quartiles = (f"{1e6 * low:.1f} to {1e6 * high:.1f}" for low, high in trial["quartiles"])
+        micros = ", ".join(quartiles)
         verdict = "earns its place" if trial["dropped"] is None else f"dropped: {trial['dropped']}"
         table.add_row(trial["case"], trial["kernel"], error, micros, verdict)
     return table

@@ -20,7 +20,7 @@ from llmopt.bench.machine.kernel_table import SCHEMES, table
 from llmopt.bench.machine.overview import EXTRAS, overview, problems
 from llmopt.cli.main import main, run_guarded
 from llmopt.engine.kernels.common.dispatch import Candidate
-from llmopt.engine.kernels.common.verdicts import Verdict, VerdictTable
+from llmopt.engine.kernels.common.verdicts import Quartiles, Verdict, VerdictTable
 from llmopt.engine.kernels.elementwise.dispatch import GATE
 from llmopt.engine.kernels.elementwise.reference import torch_silu_gate
 
@@ -190,15 +190,17 @@ def test_verdicts_are_shown_and_renewed_where_kernels_are_tried(
     assert json.loads(capsys.readouterr().out)["verdicts"] is None
     assert call("--renew") == 2
     assert "no kernels are tried here: that needs a CUDA device" in capsys.readouterr().err
-    tried = VerdictTable(tmp_path / "card.json", lambda call: 1.0)
+    once = Quartiles(1e-5, 1e-5, 1.5e-5)
+    tried = VerdictTable(tmp_path / "card.json", lambda call: once)
     tried.crossover("int4", lambda: 16)
-    slower = Verdict(1e-3, (2e-5,), "torch takes 50 % of its time")
-    tried.verdicts["norm: rows of 8"] = {"triton": slower, "torch": Verdict(seconds=(1e-5,))}
+    slower = Verdict(1e-3, (Quartiles(2e-5, 2e-5, 2.1e-5),), "torch takes 50 % of its time")
+    tried.verdicts["norm: rows of 8"] = {"triton": slower, "torch": Verdict(seconds=(once,))}
     monkeypatch.setattr(kernel_table, "current_verdicts", lambda: tried)
     monkeypatch.setattr(kernel_table, "measure", lambda *_: None)
     assert call("--all") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Kernels tried on this GPU" in out and "torch takes 50 %" in out
+    assert "20.0 to 21.0" in out and "10.0 to 15.0" in out
     assert call("--json") == 0
     told = json.loads(capsys.readouterr().out)["verdicts"]
     assert told["crossovers"] == {"int4": 16}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGES = (
-    *("tokenizers", "numpy", "safetensors", "huggingface_hub", "accelerate", "typer", "rich"),
+    *("tokenizers", "numpy", "safetensors", "huggingface_hub", "typer", "rich"),
     *("pandas", "pyyaml", "jinja2", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
     *("matplotlib", "scipy", "psutil", "packaging", "sympy", "networkx", "filelock", "fsspec"),
     "setuptools",
@@ -72,17 +72,20 @@ class Image:
         if done.exists():
             return
         shutil.rmtree(self.folder, ignore_errors=True)
-        python = shutil.which(f"python{self.build.python}") or sys.executable
+        python = shutil.which(f"python{self.build.python}")
+        if python is None or subprocess.run([python, "-V"], capture_output=True).returncode:
+            python = sys.executable  # that release is not there, or pyenv's shim has none of it active
         subprocess.run([python, "-m", "venv", self.folder / "venv"], check=True)
         pip = [str(self.python), "-m", "pip", "install", "--quiet"]
         torch = [f"torch=={self.build.torch}", f"triton=={self.build.triton}"]
         # Without pip's settings, under which it may take a CPU build that lies near.
         plain = {key: value for key, value in os.environ.items() if key != "PIP_FIND_LINKS"}
         plain["PIP_CONFIG_FILE"] = os.devnull
-        cuda = [*pip, "--no-deps", *torch, "nvidia-cuda-runtime>=13,<14"]
+        # accelerate requires torch, which requires the libraries that the stubs replace.
+        cuda = [*pip, "--no-deps", *torch, "accelerate", "nvidia-cuda-runtime>=13,<14"]
         subprocess.run(cuda, check=True, env=plain)
         others = [f"transformers=={self.build.transformers}", *PACKAGES]
-        subprocess.run([*pip, *others], check=True)
+        subprocess.run([*pip, *others], check=True, env=plain)
         stubs = self.folder / "stubs"
         stubs.mkdir()
         (site,) = (self.folder / "venv" / "lib").glob("python3*/site-packages")

@@ -2,25 +2,26 @@
 
 When an operation is first selected for a query on a CUDA device, each candidate is compared with the last
 one, the reference, and timed against those after it. One that is wrong, fails or is slower is dropped with a
-warning line; verdicts are stored in the user's cache folder. A trial that ends the process leaves a note, by
-which a later process drops the candidate.
+warning line; verdicts are stored in the user's cache folder. One process at a time tries candidates. A trial
+that ends the process leaves a note, by which a later process drops the candidate.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -58,6 +59,14 @@ class Trial(Generic[Implementation]):
     calls: Callable[[Implementation], Sequence[Callable[[], object]]] | None = None
 
 
+class Quartiles(NamedTuple):
+    """Seconds of a call on the device: quartiles of its rounds."""
+
+    low: float
+    median: float
+    high: float
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Outcome of a trial.
@@ -69,7 +78,7 @@ class Verdict:
     """
 
     error: float | None = None
-    seconds: tuple[float, ...] = ()
+    seconds: tuple[Quartiles, ...] = ()
     dropped: str | None = None
 
 
@@ -82,8 +91,7 @@ class Candidate(Generic[KernelQuery, Implementation]):
     run: Implementation
 
 
-Clock = Callable[[Callable[[], object]], float]
-"""Median seconds of a call on the device."""
+Clock = Callable[[Callable[[], object]], Quartiles]
 
 
 class VerdictTable:
@@ -95,6 +103,7 @@ class VerdictTable:
         self.crossovers: dict[str, int] = {}
         self._trying: dict[str, dict[str, Any]] = {}
         self._untried: set[str] = set()
+        self._is_alone = False
         self._read()
 
     def dropped(self, operation: str, query: str) -> dict[str, str]:
@@ -109,31 +118,54 @@ class VerdictTable:
         make: Callable[[], Trial[Implementation] | None],
     ) -> dict[str, str]:
         """`dropped`, after a trial of all; the last is the reference. Failure: the device is unusable."""
-        name = case_name(operation, query)
-        known = set(self.verdicts.get(name, {}))
-        if name not in self._untried and known != {contender.name for contender in contenders}:
-            try:
-                with torch.inference_mode():
-                    verdicts = self._tried(name, contenders, make)
-            except torch.OutOfMemoryError:
-                return {}  # no fault of a kernel: another start tries again
-            if verdicts is None:
-                self._untried.add(name)
-                return {}
-            self.verdicts[name] = verdicts
+        name, wanted = case_name(operation, query), {contender.name for contender in contenders}
+        if name not in self._untried and set(self.verdicts.get(name, {})) != wanted:
+            with self._alone():
+                if set(self.verdicts.get(name, {})) == wanted:  # by a process before
+                    return self.dropped(operation, query)
+                try:
+                    with torch.inference_mode():
+                        verdicts = self._tried(name, contenders, make)
+                except torch.OutOfMemoryError:
+                    return {}  # no fault of a kernel: another start tries again
+                if verdicts is None:
+                    self._untried.add(name)
+                    return {}
+                self.verdicts[name] = verdicts
+                self._write()
             for candidate, verdict in verdicts.items():
                 if verdict.dropped is not None:
                     _log.warning(
                         "%s for %s: %s is dropped: %s", operation, query, candidate, verdict.dropped
                     )
-            self._write()
         return self.dropped(operation, query)
 
     def crossover(self, name: str, measure: Callable[[], int]) -> int:
         if name not in self.crossovers:
-            self.crossovers[name] = measure()
-            self._write()
+            with self._alone():
+                if name not in self.crossovers:
+                    self.crossovers[name] = measure()
+                    self._write()
         return self.crossovers[name]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have other processes wait until nothing is timed here; first take over what they have stored."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.with_suffix(".lock").open("w")
+        except OSError:  # nothing can be stored there either
+            yield
+            return
+        with file:
+            is_outermost, self._is_alone = not self._is_alone, True
+            try:
+                if is_outermost:  # a trial may select kernels itself
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    self._read()
+                yield
+            finally:
+                self._is_alone = not is_outermost
 
     def clear(self) -> None:
         self.verdicts, self.crossovers, self._trying = {}, {}, {}
@@ -209,7 +241,7 @@ class VerdictTable:
 
     def _seconds(
         self, contender: Candidate[Any, Implementation], trial: Trial[Implementation]
-    ) -> tuple[float, ...]:
+    ) -> tuple[Quartiles, ...]:
         if trial.calls is None:
             return ()
         return tuple(self._clock(call) for call in trial.calls(contender.run))
@@ -217,21 +249,25 @@ class VerdictTable:
     def _read(self) -> None:
         try:
             stored = json.loads(self.path.read_text())
-            self.verdicts = {
+            self.verdicts |= {
                 name: {
-                    candidate: Verdict(kept["error"], tuple(kept["seconds"]), kept["dropped"])
+                    candidate: Verdict(
+                        kept["error"],
+                        tuple(Quartiles(*rounds) for rounds in kept["seconds"]),
+                        kept["dropped"],
+                    )
                     for candidate, kept in candidates.items()
                 }
                 for name, candidates in stored["verdicts"].items()
             }
-            self.crossovers = {name: int(count) for name, count in stored["crossovers"].items()}
+            self.crossovers |= {name: int(count) for name, count in stored["crossovers"].items()}
             self._trying = {
                 name: attempt
                 for name, attempt in stored["trying"].items()
                 if not _is_alive(int(attempt["process"]))
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            self.verdicts, self.crossovers, self._trying = {}, {}, {}
+            return
 
     def _write(self) -> None:
         stored = {
@@ -287,21 +323,22 @@ def _reason(problem: Exception) -> str:
 
 
 def _without_slower(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
-    """Drop candidates that are slower than a later one."""
+    """Drop candidates that are slower than a later one, beyond doubt: quartiles that overlap keep both."""
     judged: dict[str, Verdict] = {}
-    fastest: str | None = None
+    fastest: Verdict | None = None
+    faster = ""
     for name, verdict in reversed([*verdicts.items()]):
         if verdict.dropped is None and verdict.seconds:
-            ratio = 0.0
-            if fastest is not None:  # geometric mean of the calls' ratios
-                pairs = zip(verdict.seconds, judged[fastest].seconds, strict=True)
-                logs = [math.log(own / other) for own, other in pairs]
-                ratio = math.exp(sum(logs) / len(logs))
-            if ratio > MARGIN:
-                reason = f"{fastest} takes {100 / ratio:.0f} % of its time"
+            pairs = zip(
+                verdict.seconds, fastest.seconds if fastest else verdict.seconds, strict=True
+            )
+            ratios = [(own.low / other.high, other.median / own.median) for own, other in pairs]
+            least, share = map(statistics.geometric_mean, zip(*ratios, strict=True))
+            if least > MARGIN:
+                reason = f"{faster} takes {100 * share:.0f} % of its time"
                 verdict = Verdict(verdict.error, verdict.seconds, reason)
             else:
-                fastest = name
+                faster, fastest = name, verdict
         judged[name] = verdict
     return dict(reversed([*judged.items()]))
 
@@ -360,8 +397,8 @@ def driver_version() -> str:
     return lines[0] if lines else "unknown"
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    """Median seconds of a call from a cold L2 cache: replayed from a graph, as decode steps are."""
+def seconds_of(call: Callable[[], object]) -> Quartiles:
+    """Seconds of a call from a cold L2 cache: replayed from a graph, as decode steps are."""
     run = _captured(call)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     times = []
@@ -373,7 +410,8 @@ def seconds_of(call: Callable[[], object]) -> float:
         end.record()
         times.append((begin, end))
     torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in times) / 1000
+    rounds = [begin.elapsed_time(end) / 1000 for begin, end in times]
+    return Quartiles(*statistics.quantiles(rounds, n=4, method="inclusive"))
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:

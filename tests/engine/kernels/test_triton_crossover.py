@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from llmopt.engine.kernels.common.verdicts import VerdictTable
+from llmopt.engine.kernels.common.verdicts import Quartiles, VerdictTable
 from llmopt.engine.kernels.linear import triton_linear
 from llmopt.engine.kernels.linear.triton_linear import (
     DEFAULT_CROSSOVER,
@@ -41,9 +41,9 @@ def test_it_is_measured_once_on_a_device_and_kept_in_its_table(
         def __getitem__(self, rows: slice) -> int:
             return rows.stop
 
-    def seconds(call: Callable[[], Any]) -> float:
+    def seconds(call: Callable[[], Any]) -> Quartiles:
         timed.append(call())
-        return timed[-1]
+        return Quartiles(timed[-1], timed[-1], timed[-1])
 
     def measured() -> int:
         table = VerdictTable(tmp_path / "card.json", seconds)

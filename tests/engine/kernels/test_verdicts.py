@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from llmopt.engine.kernels.attention.paged_attention import attend_sdpa
 from llmopt.engine.kernels.attention.paged_tensor import PagedTensor
 from llmopt.engine.kernels.common import dispatch, verdicts
 from llmopt.engine.kernels.common.dispatch import Candidate, Operation
-from llmopt.engine.kernels.common.verdicts import Trial, VerdictTable, relative_error
+from llmopt.engine.kernels.common.verdicts import Quartiles, Trial, VerdictTable, relative_error
 
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 
@@ -51,15 +52,17 @@ class Query:
 
 
 class Clock:
-    """Seconds by kernel, and how often each was timed."""
+    """Seconds by kernel, whose quartiles lie `spread` of them apart, and how often each was timed."""
 
-    def __init__(self, **seconds: float) -> None:
-        self.seconds, self.timed = seconds, []
+    def __init__(self, spread: float = 0.0, **seconds: float) -> None:
+        self.seconds, self.timed, self.spread = seconds, [], spread
 
-    def __call__(self, call: Callable[[], object]) -> float:
+    def __call__(self, call: Callable[[], object]) -> Quartiles:
         name = call()
         self.timed.append(name)
-        return self.seconds[str(name)]
+        median = self.seconds[str(name)]
+        half = self.spread / 2
+        return Quartiles((1 - half) * median, median, (1 + half) * median)
 
 
 def trial() -> Trial[Kernel]:
@@ -116,6 +119,48 @@ def test_the_first_that_is_right_and_not_slower_is_chosen(table_on) -> None:
     table_on(Clock(power=3.0, square=2.0, cube=1.0))
     three = operation(cube, power, square)  # the last is the reference, whom cube contradicts
     assert three.select(Query()).name == "square"
+
+
+def test_a_doubtful_verdict_drops_none(table_on, caplog: pytest.LogCaptureFixture) -> None:
+    """On a card that others use, the quartiles of two equal kernels overlap."""
+    for spread, chosen in ((0.3, "power"), (0.1, "square")):
+        table = table_on(Clock(power=1.2, square=1.0, spread=spread))
+        assert operation(power, square).select(Query()).name == chosen
+        table.clear()
+    assert "square takes 83 % of its time" in caplog.text
+
+
+def test_one_process_at_a_time_tries_kernels(table_on) -> None:
+    """A second one would time the first one's kernels; it waits, and takes over what the first found out."""
+
+    class Locked(Clock):
+        def __call__(self, call: Callable[[], object]) -> Quartiles:
+            with (
+                table.path.with_suffix(".lock").open("w") as file,
+                pytest.raises(BlockingIOError),
+            ):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return super().__call__(call)
+
+    clock = Locked(power=2.0, square=1.0)
+    table = table_on(clock)
+    other = VerdictTable(table.path, clock)
+    operation(power, square).select(Query())
+    timed = len(clock.timed)
+    candidates = operation(power, square).candidates
+    assert "power" in other.judge("square", str(Query()), candidates, trial)
+    assert len(clock.timed) == timed
+    with table.path.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_trial_may_select_kernels_itself(table_on) -> None:
+    table = table_on(Clock(power=2.0, square=1.0))
+
+    def measure() -> int:
+        return len(operation(power, square).select(Query()).name)
+
+    assert table.crossover("int4", measure) == len("square")
 
 
 def test_another_process_reads_what_one_has_measured(table_on, caplog) -> None:
