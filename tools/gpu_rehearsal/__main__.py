@@ -30,6 +30,11 @@ TRITON_TESTS = tuple(
     str(path.relative_to(ROOT))
     for path in sorted(ROOT.glob("tests/engine/kernels/test_triton_*.py"))
 )
+NO_CARD = """
+import torch
+assert torch.version.cuda and not torch.cuda.is_available()
+print(torch.__version__)
+"""
 QUANTIZERS = """
 import tempfile, pathlib
 from llmopt.bench.gpu_check.stages import quantizers
@@ -52,7 +57,7 @@ class Step:
 
 
 STEPS = (
-    Step("no card is usable", ("-c", "import torch; assert not torch.cuda.is_available()")),
+    Step("a CUDA build without a usable card", ("-c", NO_CARD)),
     Step(
         "gpu-check collects its tests",
         (*PYTEST, "--collect-only", "tests/gpu", *TRITON_TESTS),

@@ -24,6 +24,8 @@ PACKAGES = (
 )
 """Packages of such a machine: no pydantic, fastapi, uvicorn, gguf, llguidance, datasets, and no llmopt."""
 SYSTEM = re.compile(r"^(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)\.so|ld-linux)")
+VERSIONED = re.compile(r"File: (\S+)|Name: (\S+)")
+"""Lines of `readelf -V`: a library, then the versions of the symbols that are taken from it."""
 DRIVER_TOO_OLD = 35
 """cudaErrorInsufficientDriver: the answer of every stub, by which torch finds no usable card."""
 
@@ -74,7 +76,9 @@ class Image:
         shutil.rmtree(self.folder, ignore_errors=True)
         python = shutil.which(f"python{self.build.python}")
         if python is None or subprocess.run([python, "-V"], capture_output=True).returncode:
-            python = sys.executable  # that release is not there, or pyenv's shim has none of it active
+            python = (
+                sys.executable
+            )  # that release is not there, or pyenv's shim has none of it active
         subprocess.run([python, "-m", "venv", self.folder / "venv"], check=True)
         pip = [str(self.python), "-m", "pip", "install", "--quiet"]
         torch = [f"torch=={self.build.torch}", f"triton=={self.build.triton}"]
@@ -101,38 +105,45 @@ def write_stubs(libraries: Iterable[Path], folder: Path) -> None:
     missing: set[str] = set()
     defined: set[str] = set()
     undefined: set[str] = set()
+    owners: dict[str, str] = {}
     for library in libraries:
         needed = re.findall(r"NEEDED.*\[(.*)\]", _output("readelf", "-d", library))
         missing |= {name for name in needed if name not in known and not SYSTEM.match(name)}
+        owner = ""
+        for file, version in VERSIONED.findall(_output("readelf", "-V", library)):
+            owner = file or owner
+            if version:
+                owners[version] = owner
         for line in _output("nm", "-D", library).splitlines():
             *_, kind, symbol = line.split()
             (undefined if kind == "U" else defined).add(symbol)
     exported = {symbol.partition("@")[0] for symbol in defined}
-    versions: dict[str, set[str]] = defaultdict(set)
+    stubs: dict[str, dict[str, set[str]]] = {name: defaultdict(set) for name in sorted(missing)}
     for symbol in undefined:
         name, _, version = symbol.partition("@")
         version = version.lstrip("@")
-        if version in missing:
-            versions[version].add(name)
+        if (owner := owners.get(version)) in stubs:
+            stubs[owner][version].add(name)
         # The loader searches all libraries for a symbol without a version, so any stub may export it.
         elif not version and name not in exported and not name.startswith(("Py", "_Py", "_Z")):
-            versions[""].add(name)
-    for position, name in enumerate(sorted(missing)):
-        _compile(folder, name, versions[name], versions[""] if position == 0 else set())
+            stubs[min(stubs)][""].add(name)
+    for name, symbols in stubs.items():
+        _compile(folder, name, symbols)
 
 
-def _compile(folder: Path, name: str, versioned: set[str], others: set[str]) -> None:
-    """Compile the stub of one library; its versioned symbols carry the library's name as version."""
+def _compile(folder: Path, name: str, symbols: Mapping[str, set[str]]) -> None:
+    """Compile the stub of one library, which exports `symbols` by their version; "" is none."""
     source, script = folder / f"{name}.c", folder / f"{name}.map"
     functions = (
         f"int {symbol}(void) {{ return {DRIVER_TOO_OLD}; }}"
-        for symbol in sorted(versioned | others)
+        for symbol in sorted(set().union(*symbols.values()))
     )
     source.write_text("\n".join(functions) + "\nint llmopt_stub;\n")
-    names = "".join(f" {symbol};" for symbol in sorted(versioned))
-    script.write_text(f"{name} {{ global:{names} }};\n")
     compiler = ["cc", "-shared", "-fPIC", "-w", "-o", folder / name, source, f"-Wl,-soname,{name}"]
-    if versioned:
+    versions = {version: names for version, names in symbols.items() if version}
+    if versions:
+        lines = (f"{v} {{ global: {'; '.join(sorted(names))}; }};" for v, names in versions.items())
+        script.write_text("\n".join(lines))
         compiler.append(f"-Wl,--version-script={script}")
     subprocess.run(compiler, check=True)
 
