@@ -73,3 +73,22 @@ def test_queries(interleaved: bool) -> None:
     expected = [absorbed.transpose(0, 1), turned(heads[..., 16:], cos_sin, interleaved)]
     got = TritonLatent().queries(absorbed, heads[..., 16:], cos_sin, interleaved)
     torch.testing.assert_close(got, torch.cat(expected, dim=-1))
+
+
+def test_offsets_of_absorbed_queries_have_64_bits() -> None:
+    """Rows of a head lie together, so that a head of a long prompt begins beyond 2^31 elements."""
+    from llmopt.engine.kernels.elementwise.triton_cache_write import TritonLatent
+
+    apart = 2**30 + 32
+    # An offset of 32 bits would be read 2^32 elements before: there are zeros in the memory, too.
+    memory = torch.empty(4 * apart + TOKENS * RANK, dtype=torch.bfloat16, device=DEVICE)
+    absorbed = memory.as_strided((3, TOKENS, RANK), (apart, RANK, 1), 2 * apart)
+    absorbed.copy_(random(3, TOKENS, RANK))
+    memory[128 : 128 + TOKENS * RANK] = 0
+    cos_sin = (
+        torch.ones(TOKENS, 1, ROPE, device=DEVICE),
+        torch.zeros(TOKENS, 1, ROPE, device=DEVICE),
+    )
+    turned_queries = random(TOKENS, 3, ROPE).to(torch.bfloat16)
+    got = TritonLatent().queries(absorbed, turned_queries, cos_sin, False)
+    torch.testing.assert_close(got[..., :RANK], absorbed.transpose(0, 1))
