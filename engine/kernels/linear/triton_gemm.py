@@ -350,16 +350,21 @@ def _has_tensor_memory(tensor: torch.Tensor) -> bool:
 
 
 def _arrivals(device: torch.device) -> torch.Tensor:
-    """How many splits of each tile have arrived: zeros between the launches of a stream."""
-    if (known := _ARRIVALS.get(device)) is not None:
+    """How many splits of each tile have arrived: zeros between the launches of a stream. A graph is captured
+    on another one, and replayed on that of the eager steps."""
+    is_eager = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(device).cuda_stream if is_eager else None
+    known, own = _ARRIVALS.get(device, (None, stream))
+    assert None in (stream, own) or stream == own, "two streams would count each other's splits"
+    if known is not None:
         return known
     made = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
     if type(made) is torch.Tensor:  # not one that a dispatch mode made
-        _ARRIVALS[device] = made
+        _ARRIVALS[device] = made, stream
     return made
 
 
-_ARRIVALS: dict[torch.device, torch.Tensor] = {}
+_ARRIVALS: dict[torch.device, tuple[torch.Tensor, int | None]] = {}
 
 
 def _ring_bytes(

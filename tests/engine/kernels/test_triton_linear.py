@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -244,3 +245,18 @@ def test_an_old_gpu_has_no_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.chosen == "triton"
     reason = str(dict(choice.reasons)["triton-8bit-inputs"])
     assert reason == "a GPU of compute capability 8.0 has no FP8"
+
+
+def test_splits_are_counted_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts are zeros between the launches of a stream alone; a capture's stream launches nothing."""
+    from llmopt.engine.kernels.linear import triton_gemm
+
+    device, counts, stream = torch.device("cuda:0"), torch.zeros(4), SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(triton_gemm, "_ARRIVALS", {device: (counts, 7)})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: stream.cuda_stream == 9)
+    for stream.cuda_stream in (7, 9):
+        assert triton_gemm._arrivals(device) is counts
+    stream.cuda_stream = 8
+    with pytest.raises(AssertionError, match="two streams"):
+        triton_gemm._arrivals(device)
