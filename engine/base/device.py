@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import TypeVar
@@ -78,6 +79,14 @@ def packed(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.T
             values.append(0)
     whole = to_device(np.array(values, dtype=np.int64), device)
     return [whole[begin:end] for begin, end in bounds]
+
+
+def pinned_bytes(count: int, owner: object) -> torch.Tensor:
+    """Pinned memory, until `owner` is gone. What torch pins it rounds up to a power of two."""
+    memory, runtime = torch.empty(count, dtype=torch.uint8, device="cpu"), torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), count, 0))
+    weakref.finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr()))
+    return memory
 
 
 class PinnedStaging:

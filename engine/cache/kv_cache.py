@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ...base.errors import BadInput
-from ..base.device import packed
+from ..base.device import packed, pinned_bytes
 from ..base.host import available_memory_bytes
 from ..base.units import format_gib
 from ..config.config import EngineConfig
@@ -42,6 +42,8 @@ _STORED: dict[str, CacheDtype] = {
 }
 
 _MOST_EMPTY_BLOCKS = 2**16
+HOST_ALIGNMENT = 16
+"""Bytes that a lane of the copies between host and device takes at once."""
 
 
 def stored_dtype(config: EngineConfig, device: torch.device, computed: torch.dtype) -> CacheDtype:
@@ -166,17 +168,18 @@ class KvCache:
         ]
         self._parts = [part for layer in self.layers for part in layer.parts]
         self.num_host_blocks, self.states = num_host_blocks, states
-        # Pinned, so that copies are asynchronous to the host.
+        block_bytes = [part.shape[1:].numel() * part.itemsize for part in self._parts]
+        sizes = [num_host_blocks * size for size in block_bytes]
+        rooms = [-(-size // HOST_ALIGNMENT) * HOST_ALIGNMENT for size in sizes]
+        if device.type == "cuda" and num_host_blocks:
+            memory = pinned_bytes(sum(rooms), self)  # so copies are asynchronous to the host
+        else:
+            memory = torch.empty(sum(rooms), dtype=torch.uint8)
         self._on_host = [
-            torch.empty(
-                (num_host_blocks, *part.shape[1:]),
-                dtype=part.dtype,
-                pin_memory=device.type == "cuda" and num_host_blocks > 0,
-            )
-            for part in self._parts
+            room[:size].view(part.dtype).view(num_host_blocks, *part.shape[1:])
+            for part, size, room in zip(self._parts, sizes, memory.split(rooms), strict=True)
         ]
         self._ordered_copies = TorchBlockCopies(self._parts, self._on_host)
-        block_bytes = (part.shape[1:].numel() * part.itemsize for part in self._parts)
         query = BlockCopiesKernelQuery(device.type, gcd(*block_bytes))
         self._copies = BLOCK_COPIES.select(query).run(self._parts, self._on_host)
         self.block_size = block_size

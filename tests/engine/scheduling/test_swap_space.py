@@ -16,6 +16,9 @@ from llmopt.engine.scheduling.block_pool import NULL_BLOCK
 from llmopt.engine.scheduling.step_plan import BlockCopies, StepPlan
 
 from ...support.policy_world import World, foretell
+from ...support.pretended_cuda.card import Card
+from ...support.pretended_cuda.runtime import pretended_cuda
+from ...support.pretended_cuda.tensors import Dispatch
 
 PROMPTS = {"a": [1] * 9, "b": [2] * 9, "c": [3] * 9}
 MAX_TOKENS = 12
@@ -145,6 +148,18 @@ def test_a_block_comes_back_as_it_went(name, in_keys):
             [0, 1, 3, 1, 4]
         ]  # 1 went over 2 and by the host to 3, and 3 by the host to 2
         assert torch.equal(part, expected)
+
+
+def test_swap_space_is_pinned_as_one_piece_and_unpinned() -> None:
+    """torch's allocator would round each part of each layer up to a power of two: twice the memory."""
+    layouts, device = [KvLayout(3, 24, 24)] * 5, torch.device("cuda:0")
+    with pretended_cuda(Card()):
+        cache = KvCache(layouts, 5, 4, device, torch.bfloat16, num_host_blocks=1000)
+        exact = 1000 * 5 * 2 * (4 * 3 * 24 * 2)
+        assert [*Dispatch.pinned.registered.values()] == [exact]
+        cache.copy(BlockCopies(to_host=((2, 999),), from_host=((999, 3),)))
+        del cache
+        assert not Dispatch.pinned.registered
 
 
 MODES: dict[str, dict[str, Any]] = {

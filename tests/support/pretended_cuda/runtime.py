@@ -173,6 +173,8 @@ def _runtime(card: Card) -> dict[str, Any]:
         def __init__(self, *_: Any, **__: Any) -> None:
             self.device = torch.device("cuda", card.current)
 
+        cuda_stream = 0
+
         def synchronize(self) -> None:
             synchronize()
 
@@ -186,6 +188,13 @@ def _runtime(card: Card) -> dict[str, Any]:
     def synchronize(*_: Any) -> None:
         card.add("sync", "cudaDeviceSynchronize")
         card.refuse_in_capture("cudaDeviceSynchronize")
+
+    def register(address: int, count: int, _: int) -> int:
+        Dispatch.pinned.register(address, count)
+        return 0
+
+    def check_error(status: int) -> None:
+        assert status == 0
 
     def set_device(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
@@ -231,6 +240,10 @@ def _runtime(card: Card) -> dict[str, Any]:
         "Stream": Stream,
         "current_stream": Stream,
         "stream": on_stream,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=register, cudaHostUnregister=Dispatch.pinned.registered.pop
+        ),
+        "check_error": check_error,
     }
 
 

@@ -72,17 +72,24 @@ class CudaTensor(torch.Tensor):
 
 
 class Pinned:
-    """Which host memory is pinned. It is held, so that no other memory takes its address."""
+    """Which host memory is pinned. It is held, so that no other memory takes its address; what is registered
+    is unregistered before it is freed."""
 
     def __init__(self) -> None:
         self._held: dict[int, torch.Tensor] = {}
+        self.registered: dict[int, int] = {}
+
+    def register(self, address: int, count: int) -> None:
+        assert address not in self.registered
+        self.registered[address] = count
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
         self._held[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._held
+        address = tensor.untyped_storage().data_ptr()
+        return address in self._held or address in self.registered
 
 
 class Dispatch(TorchDispatchMode):
