@@ -164,7 +164,7 @@ def attend_triton(call: AttentionCall) -> torch.Tensor:
             "num_stages": chosen.stages,
             # Left to itself the assembler spills for a third program on a multiprocessor, which none has.
             "maxnreg": MOST_REGISTERS if is_short else None,
-            **(dependent_launch(keys.codes) if is_short else {"PDL": False}),
+            **(dependent_launch(queries) if is_short else {"PDL": False}),
         }
         if is_short:
             most = max(1, SLOTS * limits.multiprocessors // given["HEAD_PROGRAMS"])
@@ -202,7 +202,7 @@ def _attend_in_parts(
         VALUE_DIM=values.dim,
         VALUE_TILE=heads.value_tile,
         STRIDE=8,
-        **dependent_launch(values.codes),
+        **dependent_launch(call.queries),
         num_warps=4,
     )
 

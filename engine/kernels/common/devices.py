@@ -256,7 +256,7 @@ def _cuda_of_driver() -> int:
 
 
 def dependent_launch(x: torch.Tensor) -> dict[str, bool]:
-    """Arguments for programmatic dependent launch of a 16-bit decode kernel, where the GPU has it."""
+    """Arguments for programmatic dependent launch of a kernel with 16-bit `x`, where the GPU has it."""
     if x.element_size() == 2 and gpu_limits(x.device).has_dependent_launch:
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}

@@ -140,7 +140,7 @@ class TritonRopeAndCache:
                 WIDTH=cos.shape[-1],
                 BLOCK=power_of_two(dim),
                 LARGEST=_largest(keys),
-                **dependent_launch(keys.codes),
+                **dependent_launch(stacked),
                 num_warps=4,
             )
         return out

@@ -224,7 +224,7 @@ class TritonNorm:
                 SIZE=size,
                 BLOCK=block,
                 **stored,
-                **dependent_launch(out),
+                **dependent_launch(x),
                 num_warps=min(16, max(1, block // 512)),
             )
         return total
@@ -282,8 +282,10 @@ def _quantized_gate(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     TO: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Gated activation with quantized output. Grid: whole rows, because a scale depends on all of a row."""
+    await_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     mask = lanes < SIZE
@@ -327,6 +329,7 @@ class TritonGate:
                 SIZE=size,
                 BLOCK=block,
                 **store_arguments(rows, activation_quant, block),
+                **dependent_launch(gate),
                 num_warps=min(16, max(1, block // 512)),
             )
         return rows

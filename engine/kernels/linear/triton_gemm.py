@@ -25,11 +25,13 @@ from ..common.devices import (
     MAGIC,
     RESERVED,
     decode_slots,
+    dependent_launch,
     gpu_limits,
     or_unread,
     power_of_two,
     split_runs,
 )
+from ..common.triton_language import await_predecessor
 from .triton_dequantize import (
     HAS_PTX,
     LOOKUP_REGISTERS,
@@ -118,6 +120,7 @@ def _gemm(
     TABLE_PTX: tl.constexpr,
     REGISTERS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: tiles of outputs, splits of K, tiles of rows. `out_ptr` [rows, outputs].
 
@@ -128,6 +131,7 @@ def _gemm(
     With `IS_SPLIT` (split-K) partial sums go to `split_ptr` [splits, rows, outputs], and the program of a
     tile that arrives last, by the count in `arrived_ptr`, adds them in their order.
     """
+    await_predecessor(PDL)
     KIND: tl.constexpr = "element" if TABLE_PTX != "" else GRID.kind
     PIECES: tl.constexpr = GRID.pieces
     WORDS: tl.constexpr = GRID.words
@@ -325,6 +329,7 @@ def gemm(
         TABLE_PTX=lookup_ptx(weight.entries) if HAS_PTX and weight.entries else "",
         REGISTERS=LOOKUP_REGISTERS,
         STAGES=_stages(x, weight, x_run, rows, outputs),
+        **dependent_launch(out),
         num_warps=_warps(x, weight, x_run, rows),
     )
     return out

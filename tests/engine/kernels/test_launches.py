@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,18 @@ from typing import Any
 import pytest
 import torch
 from llmopt import engine
-from llmopt.engine.kernels.common.devices import VARIABLE, dependent_launch
+from llmopt.engine.kernels.common import devices
+from llmopt.engine.kernels.common.devices import HOPPER, VARIABLE, dependent_launch
+from llmopt.engine.kernels.elementwise.reference import ActivationQuant
+from llmopt.quant.base.scheme import Activations, Scheme
+from llmopt.quant.kinds.fp8.scheme import FloatScheme
+from llmopt.quant.kinds.integer.scheme import IntScheme
 
 from ...support.launches import launches_per_layer
 from ...support.model_families import FAMILIES
 from ...support.pretended_cuda.card import Card
 from ...support.pretended_cuda.runtime import pretended_cuda
+from ...support.quantized_world import quantized
 from ...support.triton_world import DEVICE
 
 MOST = {"llama-3.1": 10, "gemma-3": 12, "qwen3-moe": 14, "gpt-oss": 15, "deepseek-v3": 18}
@@ -74,6 +81,42 @@ def test_kernels_of_16_bit_steps_start_before_their_predecessor_ends(
     monkeypatch.setenv("LLMOPT_PDL", "off")
     with pretended_cuda(Card(capability=capability)):
         assert dependent_launch(torch.zeros(1, dtype=dtype, device="cuda")) == {"PDL": False}
+
+
+INT4, FP8 = IntScheme(4, 128, True), FloatScheme("channel", Activations("fp8"))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter's launches are watched")
+@pytest.mark.parametrize("scheme", [INT4, FP8], ids=["int4", "fp8"])
+def test_kernels_of_quantized_steps_start_before_their_predecessor_ends(
+    scheme: Scheme, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmopt.engine.kernels.elementwise.triton_rows import TritonGate, TritonNorm
+    from llmopt.engine.kernels.linear.triton_gemm import gemm
+    from llmopt.engine.kernels.linear.triton_packed_weight import pack_weight
+    from triton.runtime.interpreter import InterpretedFunction
+
+    dependent: dict[str, bool] = {}
+
+    def run(kernel: Any, *_: Any, **named: Any) -> None:
+        dependent[kernel.fn.__name__] = named["PDL"] and named["launch_pdl"]
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    monkeypatch.setattr(devices, "PRETENDED", replace(HOPPER, has_dependent_launch=True))
+    x, weight = (
+        torch.zeros(2, 256, dtype=torch.bfloat16),
+        quantized(torch.ones(64, 256), scheme, torch.bfloat16),
+    )
+    packed = pack_weight(weight, [torch.float8_e4m3fn, torch.int8])
+    if scheme.activations is None:
+        gemm(x, packed.with_table_in(torch.bfloat16), torch.bfloat16)
+    else:
+        rounded = ActivationQuant(scheme.activations)
+        rows = TritonGate("silu").quantized(x, x, rounded)
+        TritonNorm(x[0], 1e-6).quantized(x, None, rounded)
+        gemm(rows.codes, packed, torch.bfloat16, rows.scales)
+    names = {"_gemm"} if scheme is INT4 else {"_gemm", "_norm", "_quantized_gate"}
+    assert dependent == dict.fromkeys(names, True)
 
 
 ENGINE = Path(engine.__path__[0])

@@ -260,3 +260,27 @@ def test_splits_are_counted_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> No
     stream.cuda_stream = 8
     with pytest.raises(AssertionError, match="two streams"):
         triton_gemm._arrivals(device)
+
+
+@pytest.mark.parametrize("inputs", [4096, 8192])
+def test_e4m3_products_are_summed_fast_where_the_error_allows(
+    inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llmopt.engine.kernels.linear.triton_linear import QuantizedInputLinear
+    from llmopt.engine.kernels.linear.triton_packed_weight import pack_weight
+
+    monkeypatch.setenv(VARIABLE, "interpret")
+    given: list[bool] = []
+
+    def scaled_mm(x: torch.Tensor, *_: Any, use_fast_accum: bool, **__: Any) -> torch.Tensor:
+        given.append(use_fast_accum)
+        return x.new_zeros(len(x), 16, dtype=torch.bfloat16)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_mm", scaled_mm)
+    weight = quantized(
+        torch.ones(16, inputs), FloatScheme("channel", Activations("fp8")), torch.bfloat16
+    )
+    tiles = pack_weight(weight, [torch.float8_e4m3fn])
+    linear = QuantizedInputLinear(weight, tiles, torch.bfloat16)
+    assert linear(torch.zeros(65, inputs, dtype=torch.bfloat16)).shape == (65, 16)
+    assert given == [inputs == 4096]
