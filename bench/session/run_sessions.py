@@ -198,6 +198,8 @@ def open_session(
     *,
     shared: SharedScores | None = None,
 ) -> BenchSession:
+    import pyarrow  # noqa: F401 - the run folder's: told if missing, before anything is measured
+
     if options.base_url is None:
         return EngineSession(options, progress, paired_runs=paired_runs, shared=shared)
     return HttpSession(options, progress, paired_runs=paired_runs)

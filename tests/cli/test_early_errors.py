@@ -203,3 +203,14 @@ def test_the_names_known_without_torch_are_those_of_the_registries() -> None:
 )
 def test_the_nearest_name_is_offered_where_one_is_like_it(name: str, text: str) -> None:
     assert offer(name, ("awq", "gptq")) == text
+
+
+def test_a_missing_package_of_the_run_folder_is_told_before_the_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from llmopt.bench.options.options import BenchOptions
+    from llmopt.bench.session.run_sessions import open_session
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ModuleNotFoundError, match="pyarrow"):
+        open_session(BenchOptions(model="stories260K"))

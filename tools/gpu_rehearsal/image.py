@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PACKAGES = (
-    *("tokenizers", "numpy", "safetensors", "huggingface_hub", "typer", "rich"),
+    *("tokenizers", "numpy", "safetensors", "huggingface_hub", "typer<0.25", "rich"),
     *("pandas", "pyyaml", "jinja2", "pytest", "pytest-xdist", "pytest-timeout", "hypothesis"),
     *("matplotlib", "scipy", "psutil", "packaging", "sympy", "networkx", "filelock", "fsspec"),
     "setuptools",
 )
-"""Packages of such a machine: no pydantic, fastapi, uvicorn, gguf, llguidance, datasets, and no llmopt."""
+"""Packages of such a machine: no pyarrow, pydantic (which typer 0.29 brings), fastapi, uvicorn, gguf,
+llguidance, datasets, and no llmopt."""
 SYSTEM = re.compile(r"^(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)\.so|ld-linux)")
 VERSIONED = re.compile(r"File: (\S+)|Name: (\S+)")
 """Lines of `readelf -V`: a library, then the versions of the symbols that are taken from it."""
