@@ -13,7 +13,7 @@ from ..base.atomic_io import check_output
 from ..base.option import keywords_of_words, option
 from ..bench.best.target import BestRequest
 from .options.command import From, Words, with_options
-from .options.shared import JobOptions, ModelOptions, json_option
+from .options.shared import ModelOptions, json_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,6 @@ def best(
     model: ModelOptions,
     asked: Annotated[Words, From(BestRequest)],
     run: BestRunOptions,
-    jobs: JobOptions,
 ) -> None:
     """Find the checkpoint for a model, hardware and promises, proven; an interrupted run is resumed."""
     from ..quant.source.models import resolve_model, short_name
@@ -59,13 +58,11 @@ def best(
     name = model.name or DEFAULT_MODEL
     folder = run.output or Path(f"{short_name(resolve_model(name))}-best")
     check_output(folder, "--output", folder=True)
-    on_ray, shares = jobs.is_on_ray, jobs.score_shares or 1
     from ..bench.best.finalists import find_best  # torch
 
     again = f"interrupted: what was finished is in {folder}; the same command resumes from there"
     with TerminalProgress(lambda: again) as progress:  # a second Ctrl-C, or one in a dry run
-        how = {"dry_run": run.dry_run, "on_ray": on_ray}
-        decision = find_best(request, name, folder, progress, **how, score_shares=shares)
+        decision = find_best(request, name, folder, progress, dry_run=run.dry_run)
     console = result_console(run.as_json, decision)
     show_plan(decision, console) if run.dry_run else show_decision(decision, folder, console)
     if not run.dry_run and decision["exit_code"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from ..base.atomic_io import check_output
 from ..base.errors import BadInput
 from ..base.option import option
 from .options.command import with_options
-from .options.shared import FolderOptions, JobOptions, Json
+from .options.shared import FolderOptions, Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from ..base.progress import Progress
     from ..bench.studies.recipe import Recipe
     from ..bench.studies.recipe_files import Stages
-
-
-@dataclass(frozen=True, slots=True)
-class RunJobOptions(JobOptions):
-    """Who does the jobs of a recipe, and what each of them is."""
-
-    PANEL: ClassVar = "Jobs"
-
-    job: str | None = option(None, "With --resume: do this job of --status alone.")
-    status: bool = option(False, "With --resume: list the jobs; do nothing.", flag="--status")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +59,6 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the recipe and print its steps; do nothing.")
     ] = False,
-    *,
-    jobs: RunJobOptions,
     as_json: Json = False,
 ) -> None:
     """Run a recipe: bench, quantize, verify, bench again, compare, report."""
@@ -81,8 +69,8 @@ def run(
 
         typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
         return
-    _check_options(asked, folder, jobs)
-    if not (dry_run or jobs.status):
+    _check_options(asked, folder)
+    if not dry_run:
         if asked.resume is None:
             folder.check()
         else:
@@ -90,30 +78,18 @@ def run(
     stages, steps = _wanted(asked)
     if dry_run:
         _show_steps(steps, as_json)
-    elif jobs.status and stages is not None:
-        _show_status(stages, as_json)
     else:
         _check_models(steps)  # before torch is imported
-        _do_jobs(stages, steps, folder, jobs, as_json)
+        _do_stages(stages, steps, folder, as_json)
 
 
-def _check_options(
-    recipe_options: RecipeOptions, folder: FolderOptions, jobs: RunJobOptions
-) -> None:
-    """Raises `BadInput` for options that ask for different things, or are of the other kind of run."""
+def _check_options(recipe_options: RecipeOptions, folder: FolderOptions) -> None:
+    """Raises `BadInput` for options of a new run next to --resume."""
     resume = recipe_options.resume
     if resume is not None and folder.output is not None:
         raise BadInput("--output names the folder of a new run: omit it with --resume")
     if resume is not None and (recipe_options.model is not None or recipe_options.changes):
         raise BadInput("--model and --set are of a new run: omit them with --resume")
-    tasks = {"--on": jobs.on is not None, "--job": jobs.job is not None, "--status": jobs.status}
-    given = [flag for flag, is_given in tasks.items() if is_given]
-    if len(given) > 1:
-        raise BadInput(f"{given[0]} and {given[1]} ask for different things: give one")
-    if resume is None and (jobs.job is not None or jobs.status):
-        raise BadInput(f"{given[0]} is of a run that began: give its folder with --resume")
-    if resume is not None and jobs.score_shares is not None:
-        raise BadInput("--score-shares is of a new run: omit it with --resume")
 
 
 def _wanted(recipe_options: RecipeOptions) -> tuple[Stages | None, Recipe]:
@@ -140,15 +116,6 @@ def _show_steps(recipe: Recipe, as_json: bool) -> None:
         say(f"{number}. {line}", out)
 
 
-def _show_status(stages: Stages, as_json: bool) -> None:
-    from ..bench.studies.jobs import job_states
-    from .output.console import result_console
-
-    rows = job_states(stages)
-    out = result_console(as_json, {"folder": str(stages.folder), "jobs": rows})
-    out.print(_table(stages.recipe.name, list(rows[0]), [list(row.values()) for row in rows]))
-
-
 def _check_models(recipe: Recipe) -> None:
     """Raises `BadInput` for a model that is not there, other than those of running servers."""
     from ..bench.load.started_server import preset
@@ -163,29 +130,16 @@ def _check_models(recipe: Recipe) -> None:
             resolve_model(options.model)
 
 
-def _do_jobs(
-    stages: Stages | None, recipe: Recipe, folder: FolderOptions, jobs: RunJobOptions, as_json: bool
-) -> None:
-    """Do one job, or what is left of a recipe, and end with its exit code."""
-    from ..bench.studies.jobs import check_jobs
+def _do_stages(stages: Stages | None, recipe: Recipe, folder: FolderOptions, as_json: bool) -> None:
+    """Do what is left of a recipe, and end with its exit code."""
     from ..bench.studies.recipe_files import Stages
     from .output.console import TerminalProgress, result_console, say
 
-    on_ray = jobs.is_on_ray
-    if on_ray or jobs.score_shares:
-        check_jobs(recipe)
-    stages = stages or Stages.begin(folder.folder(recipe.name), recipe, jobs.score_shares or 1)
-    again = f"`llmopt run --resume {stages.folder}"
-    if jobs.job is not None:
-        from ..bench.studies.recipe_run import do_named_job
-
-        go_on = f"interrupted: go on with {again} --job '{jobs.job}'`"
-        with TerminalProgress(lambda: go_on) as progress:
-            do_named_job(stages, jobs.job, progress)
-        return
-    with TerminalProgress(lambda: f"interrupted: resume with {again}`") as progress:
+    stages = stages or Stages.begin(folder.folder(recipe.name), recipe)
+    again = f"interrupted: resume with `llmopt run --resume {stages.folder}`"
+    with stages.alone(), TerminalProgress(lambda: again) as progress:
         do = _do_recipe if stages.recipe.capacity is None else _find_capacity
-        record, table, lines = do(stages, progress, on_ray)
+        record, table, lines = do(stages, progress)
     out = result_console(as_json, {"folder": str(stages.folder), **record})
     out.print(table)
     for line in lines:
@@ -199,11 +153,11 @@ Outcome = tuple[Mapping[str, Any], "Table", Sequence[str]]
 """Record, table and closing lines of a finished recipe."""
 
 
-def _do_recipe(stages: Stages, progress: Progress, on_ray: bool) -> Outcome:
+def _do_recipe(stages: Stages, progress: Progress) -> Outcome:
     from ..bench.studies.recipe_page import HEADER, gate_sentence, recipe_verdict, verdict_rows
     from ..bench.studies.recipe_run import run_recipe
 
-    run = run_recipe(stages, progress, on_ray=on_ray)
+    run = run_recipe(stages, progress)
     # The report has all columns; 80 columns fit only these.
     shown = [number for number, heading in enumerate(HEADER) if heading not in ("TTFT", "overall")]
     rows = [[row[number] for number in shown] for row in verdict_rows(run)]
@@ -212,7 +166,7 @@ def _do_recipe(stages: Stages, progress: Progress, on_ray: bool) -> Outcome:
     return run.record(), table, (f"{verdict.headline} {verdict.sentence}", gate_sentence(run))
 
 
-def _find_capacity(stages: Stages, progress: Progress, _: bool) -> Outcome:
+def _find_capacity(stages: Stages, progress: Progress) -> Outcome:
     from ..bench.report.parts import write_page
     from ..bench.studies.recipe_page import capacity_page, capacity_table, capacity_verdict
     from ..bench.studies.recipe_run import run_capacity

@@ -27,10 +27,9 @@ from ..quality.chat_items import CHAT_TASKS
 from ..quality.passage import DOMAINS
 from ..quality.summary import score_of
 from ..record.result import RunData, plain
-from ..studies.jobs import run_on_ray
 from ..studies.recipe import Recipe, server_words
 from ..studies.recipe_files import Stages, VariantRun
-from ..studies.recipe_run import job_on_node, run_variant
+from ..studies.recipe_run import run_variant
 from .best_page import best_page
 from .decision import UNSURE, choose, decide, first_sentence, next_finalist
 from .first_answer import FIRST_TOKENS, BudgetedProgress, first_answer, plan_usual, read_first
@@ -98,13 +97,10 @@ def find_best(
     progress: Progress | Callable[[ProgressUpdate], None] | None = None,
     *,
     dry_run: bool = False,
-    on_ray: bool = False,
-    score_shares: int = 1,
 ) -> dict[str, Any]:
     """The decision, also in `decision.json` of the folder. Ctrl-C and a spent budget end the work with the
     best so far (`stopped` says which); the same call resumes it. A dry run plans the usual quantizations,
-    without a measurement or a file. With `on_ray` Ray makes, scores and measures the finalists;
-    `score_shares` jobs share the scoring of one.
+    without a measurement or a file.
 
     Raises:
         BadInput: there is no such model or GPU, the loader takes nothing of it, the size is impossible, or
@@ -120,7 +116,7 @@ def find_best(
         budget = DEFAULT_BUDGET
     run = _Run(target, folder, BudgetedProgress(progress, budget or math.inf))
     try:
-        run.go(on_ray=on_ray, score_shares=score_shares)
+        run.go()
     except KeyboardInterrupt:
         run.stopped = "budget" if run.progress.is_spent else "interrupted"
     decision = run.decision()
@@ -172,18 +168,14 @@ class _Run:
         self.saving = 1.0
         self.stopped: str | None = None
 
-    def go(self, *, on_ray: bool, score_shares: int) -> None:
+    def go(self) -> None:
         """Answer first, search, then make and measure finalists until nothing left is worth it."""
         self.searched = search(self.target, self.folder, self.progress, self._first)
-        stages = begin(
-            self.target, self.question, self.searched, self.folder / FINALISTS, score_shares
-        )
+        stages = begin(self.target, self.question, self.searched, self.folder / FINALISTS)
         if stages is None:
             return
         # The notes of `quantize` are left to the manifests.
         shown = SubRun(self.progress, self._step, ("quantize", "verify", "warning"))
-        if on_ray:
-            run_on_ray(stages, job_on_node, shown)
         variants = {variant.name: variant for variant in stages.recipe.variants}
         points = _points(self.searched)
         while True:
@@ -199,7 +191,6 @@ class _Run:
                 result_of(self.target, base, ran, points[name], stages.folder, kv_dtype)
             )
             self._say(f"So far: {self.decision()['sentence']}")
-        stages.remove_locks()
 
     def decision(self) -> dict[str, Any]:
         """The decision of what is finished."""
@@ -229,7 +220,6 @@ def begin(
     question: Mapping[str, Any],
     searched: Mapping[str, Any],
     folder: Path,
-    score_shares: int = 1,
 ) -> Stages | None:
     """The recipe of the finalists, begun or resumed; None if no point may keep the promises."""
     if Stages.is_at(folder):
@@ -239,7 +229,7 @@ def begin(
         return None
     shutil.rmtree(folder, ignore_errors=True)
     recipe = recipe_of(target, [points[name] for name in chosen], searched["kv_dtype"])
-    return Stages.begin(folder, recipe, score_shares)
+    return Stages.begin(folder, recipe)
 
 
 def _points(searched: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

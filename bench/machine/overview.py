@@ -57,7 +57,6 @@ EXTRAS = {
     "images": "images of prompts, calibration and workloads",
     "mlflow": "bench reports to MLflow",
     "plots": "pictures in reports",
-    "ray": "run --on ray, best --on ray",
     "serve": "serve-local, batch, and metrics of the server that bench measures",
     "wandb": "bench reports to Weights & Biases",
 }

@@ -16,19 +16,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from ...base.atomic_io import atomic_file
 from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
 from ...engine.execution.prompt_pass import PromptPass, Span, plan_steps
 from ...engine.sampling.sampler import SLICE_BYTES, rows_per_slice
 from .passage import Passage, PassageWindow
-from .positions import SCORES, PositionScores, QualitySeries, SeriesWriter, readable, typed
+from .positions import SCORES, PositionScores, QualitySeries, SeriesWriter
 
 # Logits of a model and of its reference, and the LM head's memory to make them.
 SCORING_BYTES = 3 * SLICE_BYTES
@@ -70,77 +68,6 @@ class ScoringSpeed:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class SharedScores:
-    """The scores of a passage in a folder, a file for each group of windows, which any process may score. No
-    step crosses the end of a group, and a file keeps the steps apart: the series that is joined from the
-    files has the same bytes as one process's."""
-
-    folder: Path
-
-    def holds(self, passage: Passage) -> bool:
-        return all(self._file(passage, first).is_file() for first, _ in _groups(passage.windows))
-
-    def series(self, passage: Passage) -> QualitySeries:
-        """The joined scores of a passage, all of which are there. Raises BadInput: a file is damaged."""
-        import pyarrow.parquet as pq
-
-        with SeriesWriter() as writer:
-            for first, _ in _groups(passage.windows):
-                path = self._file(passage, first)
-                with readable(path), pq.ParquetFile(path) as file:
-                    for step in range(file.num_row_groups):
-                        table = file.read_row_group(step)
-                        columns = {name: table[name].to_numpy() for name in table.column_names}
-                        writer.add(PositionScores(**columns))
-            return writer.finish()
-
-    def score(
-        self,
-        passage: Passage,
-        share: tuple[int, int],
-        model: PromptScorer,
-        reference: PromptScorer | None,
-        progress: Progress,
-    ) -> None:
-        """Score the missing groups of one share, `(number, count)` with numbers from 1. Raises BadInput: as
-        `score_passage`."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        number, count = share
-        groups = list(_groups(passage.windows))[number - 1 :: count]
-        left = [group for group in groups if not self._file(passage, group[0]).is_file()]
-        with ExitStack() as stack:
-            passes = _passes(passage, [model], reference, stack)
-            for first, windows in left:
-                steps = plan_windows(windows, passes)
-                with atomic_file(self._file(passage, first)) as file, ExitStack() as opened:
-                    writer = None
-                    for (scores,) in _score_windows(first, windows, steps, passes):
-                        step = pa.table(typed(scores))
-                        writer = writer or opened.enter_context(pq.ParquetWriter(file, step.schema))
-                        writer.write_table(step)
-                        progress.advance(len(scores))
-
-    def _file(self, passage: Passage, first: int) -> Path:
-        return self.folder / f"{passage.sha256[:16]}-{first}.parquet"
-
-
-def _passes(
-    passage: Passage,
-    models: Sequence[PromptScorer],
-    reference: PromptScorer | None,
-    stack: ExitStack,
-) -> list[PromptPass]:
-    """The prompt passes of the models and, last, of their reference, which the windows fit."""
-    scorers = [*models] if reference is None else [*models, reference]
-    passes = [stack.enter_context(scorer.prompt_pass()) for scorer in scorers]
-    for prompts in passes:
-        prompts.check_fits(passage.longest - 1)
-    return passes
-
-
 def score_passage(
     passage: Passage,
     model: PromptScorer,
@@ -172,7 +99,10 @@ def score_models(
     progress.start(f"quality of the {what}", passage.num_scored, "tokens")
     try:
         with ExitStack() as stack:
-            passes = _passes(passage, models, reference, stack)
+            scorers = [*models] if reference is None else [*models, reference]
+            passes = [stack.enter_context(scorer.prompt_pass()) for scorer in scorers]
+            for prompts in passes:
+                prompts.check_fits(passage.longest - 1)
             writers = [stack.enter_context(SeriesWriter()) for _ in models]
             sample = passage.windows[0].token_ids
             prefills = [_Prefill(prompts, sample) for prompts in passes if speed is not None]

@@ -38,7 +38,6 @@ from .tasks import encode_pair
 if TYPE_CHECKING:
     from ...engine.core.engine import Engine
     from ...engine.execution.prompt_pass import PromptPass
-    from ..quality.scoring import SharedScores
 
 _log = logging.getLogger(__name__)
 
@@ -71,34 +70,27 @@ def quality_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -
 
 
 def score_quality(
-    options: BenchOptions,
-    engine: Engine,
-    passage: Passage,
-    progress: Progress,
-    shared: SharedScores | None = None,
+    options: BenchOptions, engine: Engine, passage: Passage, progress: Progress
 ) -> ScoredQuality:
-    """Score the engine and any reference, unless all `shared` exist. BadInput: damaged, or misfits."""
+    """Score the engine with any reference. BadInput: the text does not fit one of them."""
     from ..quality.scoring import score_models, score_passage
 
     rounding = None
     full, deep = further_passages(options, engine.tokenizer, engine.max_model_len)
     passages = [passage, *filter(None, (full and full.passage, deep))]
-    if shared is not None and all(map(shared.holds, passages)):
-        (series, *rest), speed = map(shared.series, passages), None
-    else:
-        model, reference = _scorers(options, engine, passages)
-        named: dict[str, Any] = {"progress": progress, "what": options.name or "model"}
-        series, timed = score_passage(passage, model, reference, **named)
-        rest = [score_models(part, [model], reference, **named)[0] for part in passages[1:]]
-        speed = timed.as_dict()
-        del reference  # its weights and cache: the caches below have that memory
-        if options.reference is not None:
-            rounding = _cache_rounding(options, model, passage, progress)
+    reference = None if options.reference is None else load_reference(options, passages)
+    model = WithAdapter(engine, next(iter(options.loras), None))
+    named: dict[str, Any] = {"progress": progress, "what": options.name or "model"}
+    series, timed = score_passage(passage, model, reference, **named)
+    rest = [score_models(part, [model], reference, **named)[0] for part in passages[1:]]
+    del reference  # its weights and cache: the caches below have that memory
+    if options.reference is not None:
+        rounding = _cache_rounding(options, model, passage, progress)
     quality = summarize(
         passage,
         series,
         reference=options.reference,
-        speed=speed,
+        speed=timed.as_dict(),
         seed=options.seed,
         tokenizer=engine.tokenizer,
     )
@@ -209,29 +201,6 @@ class _OpenedPass:
 
     def prompt_pass(self) -> PromptPass:
         return self.prompts
-
-
-def score_share(
-    options: BenchOptions,
-    engine: Engine,
-    shared: SharedScores,
-    share: tuple[int, int],
-    progress: Progress,
-) -> None:
-    """Score one share, `(number, count)`, of `score_quality`. BadInput: text or reference do not fit."""
-    passage = quality_passage(options, engine.tokenizer, engine.max_model_len)
-    full, deep = further_passages(options, engine.tokenizer, engine.max_model_len)
-    passages = [passage, *filter(None, (full and full.passage, deep))]
-    model, reference = _scorers(options, engine, passages)
-    for part in passages:
-        shared.score(part, share, model, reference, progress)
-
-
-def _scorers(
-    options: BenchOptions, engine: Engine, passages: Sequence[Passage]
-) -> tuple[WithAdapter, Engine | None]:
-    reference = None if options.reference is None else load_reference(options, passages)
-    return WithAdapter(engine, next(iter(options.loras), None)), reference
 
 
 def full_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> FullPassage | None:

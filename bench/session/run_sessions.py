@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...base.atomic_io import interrupts_held
 from ...base.errors import BadInput
@@ -41,9 +40,6 @@ from ..record.result import (
 from ..report.run_report import write_report
 from .session import BenchSession, RunProgress
 from .target_sessions import EngineSession, HttpSession
-
-if TYPE_CHECKING:
-    from ..quality.scoring import SharedScores
 
 VARIABLE = "LLMOPT_PASS_TURNS"
 
@@ -139,8 +135,6 @@ ENVIRONMENT_NAME = "environment.json"
 def run_bench(
     options: BenchOptions,
     progress: Progress | Callable[[ProgressUpdate], None] | None = None,
-    *,
-    shared: SharedScores | None = None,
 ) -> BenchRun:
     """Measure one model, or the server at `base_url`, under one load. Nothing is written.
 
@@ -149,14 +143,13 @@ def run_bench(
 
     Args:
         progress: a sink, or a function that is called with each update.
-        shared: scores of the model of this process that other processes made.
 
     Raises:
         BadInput: the model, the data set or an option is invalid, the server names no model, or there is no
             tokenizer for it.
     """
     turns = PassTurns.from_environment()
-    with open_session(options, as_progress(progress), shared=shared) as session:
+    with open_session(options, as_progress(progress)) as session:
         session.say_model()
         session.say_notes()
         for _ in range(options.num_runs):
@@ -195,13 +188,11 @@ def open_session(
     options: BenchOptions,
     progress: Progress | None = None,
     paired_runs: str | None = None,
-    *,
-    shared: SharedScores | None = None,
 ) -> BenchSession:
     import pyarrow  # noqa: F401 - the run folder's: told if missing, before anything is measured
 
     if options.base_url is None:
-        return EngineSession(options, progress, paired_runs=paired_runs, shared=shared)
+        return EngineSession(options, progress, paired_runs=paired_runs)
     return HttpSession(options, progress, paired_runs=paired_runs)
 
 

@@ -75,11 +75,10 @@ from .tasks import check_template, prepare_tasks, with_scores
 
 if TYPE_CHECKING:
     from ...engine.core.engine import Engine
-    from ..quality.scoring import SharedScores
 
 
 class EngineSession(BenchSession):
-    """A model in this process, pass by pass; sessions may share an `engine`, and processes scores."""
+    """A model in this process, pass by pass; sessions may share an `engine`."""
 
     def __init__(
         self,
@@ -88,9 +87,7 @@ class EngineSession(BenchSession):
         *,
         paired_runs: str | None = None,
         engine: Engine | None = None,
-        shared: SharedScores | None = None,
     ) -> None:
-        self._shared = shared
         self._model = resolve_model(options.model)
         self._model_facts = facts_of(self._model)
         self._plan = plan_for_folder(options.plan, self._model) if options.plan else None
@@ -151,9 +148,7 @@ class EngineSession(BenchSession):
         options, engine = self._options, self.engine
         if self._passage is not None:
             self._progress.begin(QUALITY, "quality")
-            self._quality = score_quality(
-                options, engine, self._passage, self._progress, self._shared
-            )
+            self._quality = score_quality(options, engine, self._passage, self._progress)
         if options.report:
             self._progress.begin(REPORT, "where the time of a step goes")
             limit = options.concurrency

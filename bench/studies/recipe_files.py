@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from ...base.atomic_io import expanded, write_atomically
 from ...base.errors import BadInput
 from ...base.option import offer
-from ...base.progress import Progress
 from ...quant.model.checkpoint import read_json
 from ...recipes import ROOT
 from ..gate.compare import Comparison
@@ -172,23 +171,19 @@ def line_of(root: Node | None, path: Sequence[int | str]) -> int:
 JOURNAL_NAME, REACH_NAME = "journal.json", "speed-reach.json"
 IN_TURNS = "in turns"
 """The stage that measures all models at once is of none of them."""
-# No variant is named so.
-_LOCKS, _SCORES = ".locks", ".scores"
 
 
 class Stages:
-    """Journal of a recipe's folder, for several processes; `score_shares` jobs share a model's scoring."""
+    """Journal of a recipe's folder, which one process at a time works in."""
 
-    def __init__(
-        self, folder: Path, recipe: Recipe, done: tuple[str, ...] = (), score_shares: int = 1
-    ) -> None:
-        self.folder, self.recipe, self.score_shares = folder, recipe, score_shares
+    def __init__(self, folder: Path, recipe: Recipe, done: tuple[str, ...] = ()) -> None:
+        self.folder, self.recipe = folder, recipe
         self._done = list(done)
 
     @classmethod
-    def begin(cls, folder: Path, recipe: Recipe, score_shares: int = 1) -> Stages:
+    def begin(cls, folder: Path, recipe: Recipe) -> Stages:
         folder.mkdir(parents=True, exist_ok=True)
-        stages = cls(folder, recipe, score_shares=score_shares)
+        stages = cls(folder, recipe)
         stages._write()
         return stages
 
@@ -204,69 +199,36 @@ class Stages:
             raise BadInput(f"{folder} holds no {JOURNAL_NAME}: give the folder of a `llmopt run`")
         journal = read_json(path)
         try:
-            recipe, done = Recipe.model_validate(journal["recipe"]), tuple(journal["done"])
-            return cls(folder, recipe, done, journal.get("score_shares", 1))
+            return cls(folder, Recipe.model_validate(journal["recipe"]), tuple(journal["done"]))
         except (KeyError, TypeError, ValidationError) as error:
             raise BadInput(f"{path} is damaged: run the recipe anew") from error
 
     def is_done(self, name: str) -> bool:
         return name in self._done
 
-    @property
-    def num_done(self) -> int:
-        return len(self._done)
-
     def finish(self, name: str) -> None:
-        with self._locked(JOURNAL_NAME):
-            self.refresh()
-            if name not in self._done:
-                self._done.append(name)
+        if name not in self._done:
+            self._done.append(name)
             self._write()
 
-    def refresh(self) -> None:
-        done = read_json(self.folder / JOURNAL_NAME)["done"]
-        self._done += [name for name in done if name not in self._done]
-
     @contextmanager
-    def hold(self, name: str, progress: Progress) -> Iterator[None]:
-        """Keep other processes from a stage; waits for the one that does it now."""
-        if self.is_held(name):
-            progress.note(f"{name}: another process does it: waiting for its end")
-        with self._locked(name):
-            self.refresh()
-            yield
-
-    def is_held(self, name: str) -> bool:
-        with suppress(OSError), self._lock_file(name).open() as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
-
-    def remove_locks(self) -> None:
-        shutil.rmtree(self.folder / _LOCKS, ignore_errors=True)
-
-    @contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        path = self._lock_file(name)
-        path.parent.mkdir(exist_ok=True)
+    def alone(self) -> Iterator[None]:
+        """Keep other processes from the folder. Raises BadInput: one is at work in it."""
+        path = self.folder / ".lock"
         with path.open("w") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError as error:
-                reason = f"its storage has no file locks: {error.strerror}"
-                raise BadInput(f"{self.folder}: {reason}: name another --output") from error
-            yield
-
-    def _lock_file(self, name: str) -> Path:
-        return self.folder / _LOCKS / name.replace("/", " of ")
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BadInput(
+                    f"another process is at work in {self.folder}: let it finish"
+                ) from error
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
 
     def checkpoint(self, variant: str) -> Path:
         return self.folder / "checkpoints" / variant
-
-    def scores(self, variant: str) -> Path:
-        return self.folder / _SCORES / variant
 
     def clear(self, name: str) -> Path:
         """The output folder of an unfinished stage, with partial outputs removed."""
@@ -277,9 +239,7 @@ class Stages:
     def _write(self) -> None:
         # Unset options are not written: some defaults depend on which options are set.
         recipe = self.recipe.dump(exclude_unset=True)
-        journal: dict[str, Any] = {"schema": 1, "recipe": recipe, "done": self._done}
-        if self.score_shares > 1:
-            journal["score_shares"] = self.score_shares
+        journal = {"schema": 1, "recipe": recipe, "done": self._done}
         write_atomically(self.folder / JOURNAL_NAME, json.dumps(journal, indent=2) + "\n")
 
 

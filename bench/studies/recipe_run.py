@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...base.atomic_io import expanded, write_atomically
 from ...base.errors import BadInput
-from ...base.option import offer
 from ...base.progress import Progress, Silent
 from ...engine.planner.cache_size import OF_ENGINE
 from ...engine.planner.catalog import find_model
@@ -32,18 +29,14 @@ from ..gate.speed_gate import by_processor, is_hosted_runner, speed_reach
 from ..load.started_server import served
 from ..options.options import BenchOptions
 from ..options.values import parse_loads
-from ..quality.scoring import SharedScores
-from ..record.result import BenchRun, plain, to_json
+from ..record.result import RESULT_NAME, BenchRun, plain, to_json
 from ..record.tracking import log_run, of_result, of_sweep
 from ..report.parts import write_page
 from ..report.run_report import SWEEP_NAME, write_sweep
-from ..session.quality import score_share
 from ..session.run_sessions import run_bench, run_interleaved, write_run
 from ..session.sweep import SweepTarget, sweep_loads
-from ..session.target_sessions import load_engine
-from .jobs import Job, jobs_of, run_on_ray
 from .recipe import BASE_NAME, Recipe, Variant, bench_of
-from .recipe_files import REACH_NAME, CapacityRun, RecipeRun, Stages, VariantRun
+from .recipe_files import IN_TURNS, REACH_NAME, CapacityRun, RecipeRun, Stages, VariantRun
 from .recipe_page import recipe_page
 
 SINGLE, SWEEP, PLAN_NAME, JUNIT_NAME = "single", "sweep", "plan.json", "verdict.xml"
@@ -51,16 +44,13 @@ REACH_PASSES = 5
 """Passes of the original before a recipe with `gate_speed`: four steps between passes tell their noise."""
 
 
-def run_recipe(
-    stages: Stages, progress: Progress | None = None, *, on_ray: bool = False
-) -> RecipeRun:
-    """Run a recipe's unfinished stages, by Ray first, if `on_ray`; outputs are atomic, for interrupts."""
+def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
+    """Run a recipe's unfinished stages; outputs are atomic, for interrupts."""
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
     _ = recipe.bench.trackers  # which may not be there, before anything is measured
-    if on_ray:
-        run_on_ray(stages, job_on_node, progress)
-    _set_threads(recipe)
+    if recipe.num_threads is not None:
+        torch.set_num_threads(recipe.num_threads)
     proofs = []
     for variant in recipe.variants:
         make_checkpoint(stages, variant, progress)
@@ -70,31 +60,32 @@ def run_recipe(
         if options.base_url is None and options.serve is None:
             resolve_model(options.model)
     progress.note(f"bench {', '.join(str(options.name) for options in runs)}")
-    for job in jobs_of(stages):
-        do_job(stages, job, progress)
+    if recipe.interleave:
+        measure_in_turns(stages, runs, progress)
+    else:
+        for variant in (None, *recipe.variants):
+            measure(stages, variant, progress)
     base, *others = [RunData.read(folder / str(options.name)) for options in runs]
     variants = tuple(
         VariantRun(variant, manifest, verified, data, judge(recipe, base, data))
         for variant, (manifest, verified), data in zip(recipe.variants, proofs, others, strict=True)
     )
     run = RecipeRun(recipe, folder, base, variants)
-    with stages.hold("report", progress):
-        write_atomically(folder / "result.json", to_json(run.record()))
-        for variant in variants:
-            verdict_file = folder / variant.variant.name / JUNIT_NAME
-            write_outputs(variant.data, variant.comparison, verdict_file, None)
-        write_page(recipe_page(run), folder)
-    stages.remove_locks()
+    write_atomically(folder / "result.json", to_json(run.record()))
+    for variant in variants:
+        verdict_file = folder / variant.variant.name / JUNIT_NAME
+        write_outputs(variant.data, variant.comparison, verdict_file, None)
+    write_page(recipe_page(run), folder)
     return run
 
 
 def run_variant(stages: Stages, variant: Variant, progress: Progress) -> tuple[RunData, VariantRun]:
-    """Do the jobs that are left of the original and of one variant; the runs of both."""
-    make_checkpoint(stages, variant, progress)
-    manifest, verified = verified_files(bench_options(stages, variant), progress)
-    for job in jobs_of(stages):
-        if job.of in (BASE_NAME, variant.name):
-            do_job(stages, job, progress)
+    """Do the stages that are left of the original and of one variant; the runs of both."""
+    with stages.alone():
+        make_checkpoint(stages, variant, progress)
+        manifest, verified = verified_files(bench_options(stages, variant), progress)
+        for measured in (None, variant):
+            measure(stages, measured, progress)
     base, data = (RunData.read(stages.folder / name) for name in (BASE_NAME, variant.name))
     comparison = judge(stages.recipe, base, data)
     return base, VariantRun(variant, manifest, verified, data, comparison)
@@ -108,58 +99,16 @@ def bench_options(stages: Stages, variant: Variant | None) -> BenchOptions:
     return bench_of(stages.recipe, variant, model)
 
 
-def do_job(stages: Stages, job: Job, progress: Progress) -> None:
-    """Do a job whose checkpoint is made, unless it is done. Raises BadInput: the job is impossible."""
-    variants = {variant.name: variant for variant in stages.recipe.variants}
-    if job.kind == "quantize":
-        make_checkpoint(stages, variants[job.of], progress)
+def measure_in_turns(stages: Stages, runs: Sequence[BenchOptions], progress: Progress) -> None:
+    """Measure the original and all variants with passes that alternate, unless that is done."""
+    if stages.is_done(f"bench {IN_TURNS}"):
         return
-    with stages.hold(job.name, progress):
-        if job.is_whole(stages):
-            return
-        original = bench_options(stages, None)
-        if job.kind == "score":
-            options = with_reference(bench_options(stages, variants.get(job.of)), original)
-            progress.note(job.name)
-            engine, scores = (
-                load_engine(options, resolve_model(options.model)),
-                stages.scores(job.of),
-            )
-            assert job.share is not None
-            score_share(options, engine, SharedScores(scores), job.share, progress)
-        elif stages.recipe.interleave:
-            others = [bench_options(stages, variant) for variant in stages.recipe.variants]
-            runs = [original, *others]
-            with ExitStack() as stack:
-                ready = [stack.enter_context(served(run, progress)) for run in runs]
-                say_speed_reach(stages, ready[0], progress)
-                paired = [with_reference(run, ready[0]) for run in ready]
-                keep(run_interleaved(paired, progress), stages, progress)
-        else:
-            measure(stages, bench_options(stages, variants.get(job.of)), original, progress)
-        stages.finish(job.name)
-
-
-def do_named_job(stages: Stages, name: str, progress: Progress) -> None:
-    """Do the job of that name, unless done. BadInput: unknown, impossible, or needs another first."""
-    jobs = jobs_of(stages)
-    named = {job.name: job for job in jobs}
-    if name not in named:
-        raise BadInput(f"--job {name}: {offer(name, list(named))}")
-    for before in named[name].after(jobs):
-        if not before.is_whole(stages):
-            raise BadInput(f"--job {name} needs another: do --job '{before.name}' first")
-    _set_threads(stages.recipe)
-    do_job(stages, named[name], progress)
-
-
-def job_on_node(folder: Path, name: str) -> None:
-    do_named_job(Stages.resume(folder), name, Silent())
-
-
-def _set_threads(recipe: Recipe) -> None:
-    if recipe.num_threads is not None:
-        torch.set_num_threads(recipe.num_threads)
+    with ExitStack() as stack:
+        ready = [stack.enter_context(served(run, progress)) for run in runs]
+        say_speed_reach(stages, ready[0], progress)
+        paired = [with_reference(run, ready[0]) for run in ready]
+        keep(run_interleaved(paired, progress), stages, progress)
+    stages.finish(f"bench {IN_TURNS}")
 
 
 def verified_files(
@@ -187,18 +136,18 @@ def judge(recipe: Recipe, base: RunData, new: RunData) -> Comparison:
     )
 
 
-def measure(
-    stages: Stages, wanted: BenchOptions, original: BenchOptions, progress: Progress
-) -> None:
-    """Run a benchmark into its folder, on a server started for it, if asked; joins shared scores."""
-    scores = stages.scores(str(wanted.name))
+def measure(stages: Stages, variant: Variant | None, progress: Progress) -> None:
+    """Run the benchmark of a variant or the original into its folder, on a server started for it, if asked;
+    unless that is done."""
+    wanted, original = bench_options(stages, variant), bench_options(stages, None)
+    name = f"bench {wanted.name}"
+    if stages.is_done(name) and (stages.folder / str(wanted.name) / RESULT_NAME).is_file():
+        return
     with served(wanted, progress) as ready:
-        if wanted.name == BASE_NAME:
+        if variant is None:
             say_speed_reach(stages, ready, progress)
-        options = with_reference(ready, original)
-        shared = {"shared": SharedScores(scores)} if scores.is_dir() else {}
-        keep([run_bench(options, progress, **shared)], stages, progress)
-    shutil.rmtree(scores, ignore_errors=True)
+        keep([run_bench(with_reference(ready, original), progress)], stages, progress)
+    stages.finish(name)
 
 
 def say_speed_reach(stages: Stages, original: BenchOptions, progress: Progress) -> None:
@@ -250,18 +199,15 @@ def make_checkpoint(stages: Stages, variant: Variant, progress: Progress) -> Non
     """Quantize the model of a variant into the recipe's folder, unless that is done or nothing to do."""
     if variant.made is None:
         return
-    job = Job("quantize", variant.name)
     name, output = variant.model or stages.recipe.model_name, stages.checkpoint(variant.name)
-    with stages.hold(job.name, progress):
-        if not job.is_whole(stages):
-            progress.note(f"quantize: {variant.name}")
-            output.parent.mkdir(exist_ok=True)
-            try:
-                quantize(variant.made.request(resolve_model(name), output, name), progress)
-            except BadInput as error:
-                raise BadInput(f"variant {variant.name}: {error}") from error
-        if not stages.is_done(job.name):
-            stages.finish(job.name)
+    if not (output / MANIFEST_NAME).is_file():  # written atomically: one that exists is complete
+        progress.note(f"quantize: {variant.name}")
+        output.parent.mkdir(exist_ok=True)
+        try:
+            quantize(variant.made.request(resolve_model(name), output, name), progress)
+        except BadInput as error:
+            raise BadInput(f"variant {variant.name}: {error}") from error
+    stages.finish(f"quantize {variant.name}")
 
 
 def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRun:
@@ -299,7 +245,6 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
         }
     )
     write_atomically(folder / "result.json", to_json(record))
-    stages.remove_locks()
     return CapacityRun(folder, sweep, record)
 
 

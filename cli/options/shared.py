@@ -11,7 +11,7 @@ import typer
 
 from ...base.atomic_io import check_output
 from ...base.errors import BadInput
-from ...base.option import check_limits, option, option_like, within
+from ...base.option import option, option_like
 from ...bench.options.values import parse_nats
 from ...engine.config.plan_options import PlanRequest
 
@@ -29,35 +29,6 @@ TrustRemoteCode = Annotated[
 
 def json_option() -> Any:
     return option(False, "Print the result alone, as JSON, on stdout.", flag="--json", common=True)
-
-
-@dataclass(frozen=True, slots=True)
-class JobOptions:
-    """Who does the jobs of a recipe."""
-
-    PANEL: ClassVar = "Jobs"
-
-    on: Literal["ray"] | None = option(
-        None, "Do the jobs as tasks of a Ray cluster; the run folder is on storage that it shares."
-    )
-    score_shares: int | None = option(
-        None,
-        "Share the scoring of each model of a process out to so many jobs. Default: its bench scores it.",
-        limit=within(ge=1),
-    )
-
-    def __post_init__(self) -> None:
-        check_limits(self, by_flag=True)
-
-    @property
-    def is_on_ray(self) -> bool:
-        """True if Ray does the jobs. Raises `BadInput`: it is not installed."""
-        if self.on is None:
-            return False
-        from ...bench.studies.jobs import require_ray
-
-        require_ray()
-        return True
 
 
 @dataclass(frozen=True, slots=True)

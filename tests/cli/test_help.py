@@ -152,9 +152,8 @@ def flags_on(screen: str) -> set[str]:
 @each_command
 def test_a_long_screen_shows_what_people_use_first(words, capsys) -> None:
     command = found(words)
-    visible = [one for one in command.params if not getattr(one, "hidden", False)]
-    options = [one for one in visible if one.param_type_name == "option" and not one.is_eager]
-    if len(options) <= MOST_SHOWN:
+    visible = [param for param in command.params if not getattr(param, "hidden", False)]
+    if sum(not param.is_eager for param in visible) <= MOST_SHOWN:
         assert not is_long(words)
         return
     short, whole = shown(capsys, *words, "--help"), shown(capsys, *words, "--help-all")

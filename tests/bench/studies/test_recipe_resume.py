@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from llmopt.bench.studies import recipe_run
+from llmopt.bench.studies.recipe_files import Stages, read_recipe
 from llmopt.cli.main import run_guarded
 from llmopt.cli.run import run
 
@@ -84,6 +85,15 @@ def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "journal.json is damaged" in capsys.readouterr().err
     assert llmopt() == 2 and llmopt("quickstart", "--resume", tmp_path) == 2
     assert "give a recipe to run" in capsys.readouterr().err
+
+
+def test_one_process_works_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    stages = Stages.begin(tmp_path / "out", read_recipe(str(tmp_path / "mine.yaml")))
+    with stages.alone():
+        assert llmopt("--resume", stages.folder) == 2
+    assert "another process is at work" in capsys.readouterr().err
+    assert [path.name for path in stages.folder.iterdir()] == ["journal.json"]
 
 
 def test_capacity_puts_the_plan_beside_the_knee(
