@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,7 @@ from .options.shared import (
 if TYPE_CHECKING:
     from ..bench.gate.outputs import VerdictWanted
     from ..bench.options.options import BenchOptions
-    from ..bench.record.tracking import Tracker
+    from ..bench.record.tracking import MlflowTracker
     from ..bench.session.run_sessions import Judged
 
 WORKLOAD = (of_bench.DataOptions, of_bench.ConversationOptions)
@@ -66,9 +65,9 @@ def bench(
     check_models(given)
     _check_inputs(options, wanted)
     if sweep.is_asked_for:
-        run_sweep(options, sweep, wanted, result, tracking.trackers())
+        run_sweep(options, sweep, wanted, result, tracking.tracker())
     else:
-        _run(options, wanted, result, tracking.trackers())
+        _run(options, wanted, result, tracking.tracker())
 
 
 def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
@@ -96,7 +95,7 @@ def _run(
     options: BenchOptions,
     wanted: VerdictWanted | None,
     result: ResultOptions,
-    trackers: Sequence[Tracker],
+    tracker: MlflowTracker | None,
 ) -> None:
     """Measure once, report, and judge if that is wanted. Nothing before imports torch."""
     from ..bench.load.started_server import served
@@ -107,11 +106,11 @@ def _run(
 
     with TerminalProgress() as progress, served(options, progress) as options:
         judged = run_judged(options, wanted, progress)
-    folder = _report(judged, options, result, [] if wanted is not None else trackers)
+    folder = _report(judged, options, result, None if wanted is not None else tracker)
     if wanted is None:
         return
     write_verdict(judged, wanted, folder)
-    log_run(trackers, of_result(judged.run.result, folder), say)  # with the files of the verdict
+    log_run(tracker, of_result(judged.run.result, folder), say)  # with the files of the verdict
     if (comparison := judged.comparison) is None:
         return
     out = result_console(result.as_json)
@@ -122,7 +121,7 @@ def _run(
 
 
 def _report(
-    judged: Judged, options: BenchOptions, result: ResultOptions, trackers: Sequence[Tracker]
+    judged: Judged, options: BenchOptions, result: ResultOptions, tracker: MlflowTracker | None
 ) -> Path:
     """Write the run, and its baseline if it was measured too; log and print the run."""
     from ..bench.record.result import stamped
@@ -140,7 +139,7 @@ def _report(
         write_run(judged.base, base, with_csv=result.csv, with_report=options.report)
     folder = result.folder(run.result["llmopt"]["name"])
     write_run(run, folder, with_csv=result.csv, with_report=options.report)
-    log_run(trackers, of_result(run.result, folder), say)
+    log_run(tracker, of_result(run.result, folder), say)
     out = result_console(result.as_json, run.result)
     show_run(run.result, options, out)
     if run.interrupted:
@@ -199,7 +198,7 @@ def run_sweep(
     sweep: SweepOptions,
     wanted: VerdictWanted | None,
     result: ResultOptions,
-    trackers: Sequence[Tracker],
+    tracker: MlflowTracker | None,
 ) -> None:
     """Run a sweep or an SLO search, write its folder, print its table and verdict. Raises `BadInput`: more
     than one of them, or combined with a comparison."""
@@ -213,7 +212,7 @@ def run_sweep(
     record = _measured_loads(options, sweep)
     folder = result.folder(f"{record['name']}-{'slo' if sweep.slo else 'sweep'}")
     write_sweep(record, folder)
-    log_run(trackers, of_sweep(record, folder), say)
+    log_run(tracker, of_sweep(record, folder), say)
     out = result_console(result.as_json, record)
     table, verdict = points_table(record), sweep_verdict(record)
     every = range(len(table.header))

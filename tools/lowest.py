@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import install
 
-EXTRAS = "dev,hub,mlflow,wandb"
+EXTRAS = "dev,hub,mlflow"
 """Extras of which a test imports a package; `dev` has what `all` and `ct` have."""
 BOUND = re.compile(r"([\w-]+)>=([\d.]+)")
 

@@ -58,7 +58,6 @@ EXTRAS = {
     "mlflow": "bench reports to MLflow",
     "plots": "pictures in reports",
     "serve": "serve-local, batch, and metrics of the server that bench measures",
-    "wandb": "bench reports to Weights & Biases",
 }
 """Purpose of each extra of the distribution."""
 SMALLEST_KERNELS = Path(__file__).parents[2] / "engine/kernels/elementwise/rows.c"

@@ -1,7 +1,5 @@
-"""Experiment trackers: a finished run folder logged to MLflow or Weights & Biases by their own libraries.
-
-A tracker that fails does not lose the run.
-"""
+"""Experiment tracking: a finished run folder logged to MLflow by its own library; a failure does not lose
+the run."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +18,6 @@ from ...base.option import option
 
 BATCH = 100  # MLflow's limit of parameters in one request
 LONGEST_PARAM = 500
-WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +41,23 @@ class TrackingOptions:
         None, "Log the run to this MLflow server, database or folder ([mlflow])."
     )
     mlflow_experiment: str = option("llmopt", "MLflow's experiment.")
-    wandb_project: str | None = option(
-        None, "Log the run to this project of Weights & Biases ([wandb])."
-    )
-    wandb_entity: str | None = option(None, "The project's user or team.")
 
-    def trackers(self) -> list[Tracker]:
-        trackers: list[Tracker] = []
-        if self.mlflow_uri is not None:
-            trackers.append(MlflowTracker(self.mlflow_uri, self.mlflow_experiment))
-        if self.wandb_project is not None:
-            trackers.append(WandbTracker(self.wandb_project, self.wandb_entity))
-        return trackers
+    def tracker(self) -> MlflowTracker | None:
+        if self.mlflow_uri is None:
+            return None
+        return MlflowTracker(self.mlflow_uri, self.mlflow_experiment)
 
 
-def log_run(trackers: Sequence[Tracker], run: TrackedRun, say: Callable[[str], object]) -> None:
-    """Log a written run to each tracker, and say where it is or why it is not there."""
-    for tracker in trackers:
-        try:
-            where = tracker.log(run)
-        except Exception as error:  # the run is on disk: whatever a tracker does, it stays
-            say(f"not logged to {tracker.name}: {_one_line(error)}; the run is in {run.folder}")
-        else:
-            say(f"logged to {tracker.name}: {where}")
+def log_run(tracker: MlflowTracker | None, run: TrackedRun, say: Callable[[str], object]) -> None:
+    """Log a written run to the tracker, if any, and say where it is or why it is not there."""
+    if tracker is None:
+        return
+    try:
+        where = tracker.log(run)
+    except Exception as error:  # the run is on disk: whatever a tracker does, it stays
+        say(f"not logged to MLflow: {_one_line(error)}; the run is in {run.folder}")
+    else:
+        say(f"logged to MLflow: {where}")
 
 
 def of_result(result: Mapping[str, Any], folder: Path) -> TrackedRun:
@@ -119,8 +110,6 @@ class MlflowTracker:
     """Logs into one experiment of the tracking server, database or folder at `uri`. Raises BadInput: the
     package is missing, or the tracking store cannot be used; before anything is measured."""
 
-    name = "MLflow"
-
     def __init__(self, uri: str, experiment: str) -> None:
         mlflow = import_extra("--mlflow-uri", "mlflow", "mlflow")
         self._entities: Any = import_extra("--mlflow-uri", "mlflow", "mlflow.entities")
@@ -157,48 +146,3 @@ def _key(name: str) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-class WandbTracker:
-    """Logs into one project. `WANDB_MODE=offline` writes locally, for `wandb sync`. Raises BadInput: the
-    package is missing, or there is no login; before anything is measured."""
-
-    name = "W&B"
-
-    def __init__(self, project: str, entity: str | None = None) -> None:
-        self._wandb = import_extra("--wandb-project", "wandb", "wandb")
-        self._project, self._entity = project, entity
-        if os.environ.get("WANDB_MODE") in WITHOUT_LOGIN:
-            return
-        try:
-            is_in = self._wandb.login()
-        except Exception as error:  # its exceptions have no common base outside the library
-            raise BadInput(f"--wandb-project: {_one_line(error)}") from error
-        if not is_in:
-            raise BadInput("--wandb-project: set WANDB_API_KEY, or WANDB_MODE=offline")
-
-    def log(self, run: TrackedRun) -> str:
-        """Log parameters as config, metrics as history and summary, the folder as an artifact."""
-        session = self._wandb.init(
-            project=self._project,
-            entity=self._entity,
-            name=run.name,
-            config=dict(run.params),
-            dir=str(run.folder.parent),
-            settings=self._wandb.Settings(silent=True),
-        )
-        try:
-            session.log(dict(run.metrics))
-            name = re.sub(r"[^\w.-]+", "-", run.name).strip("-") or "run"  # what W&B takes
-            artifact = self._wandb.Artifact(name, type="benchmark")
-            artifact.add_dir(str(run.folder))
-            session.log_artifact(artifact)
-        except BaseException:
-            session.finish(exit_code=1)
-            raise
-        session.finish()
-        return session.url or f"offline in {session.dir}"
-
-
-Tracker = MlflowTracker | WandbTracker
-"""Logs a finished run at a place with a `name`; `log` returns where the run is, for people."""

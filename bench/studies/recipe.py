@@ -45,7 +45,7 @@ from ..gate.speed_gate import GateSpeed
 from ..machine.environment import without_secrets
 from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads
-from ..record.tracking import Tracker, TrackingOptions
+from ..record.tracking import MlflowTracker, TrackingOptions
 
 BASE_NAME = "original"
 
@@ -67,8 +67,8 @@ class BenchStep(model_of(TrackingOptions), BenchOptions):
     csv: bool = False
 
     @property
-    def trackers(self) -> list[Tracker]:
-        return TrackingOptions(**_given(self, TrackingOptions)).trackers()
+    def tracker(self) -> MlflowTracker | None:
+        return TrackingOptions(**_given(self, TrackingOptions)).tracker()
 
 
 class QuantizeStep(model_of(QuantizeRequest), _Strict):

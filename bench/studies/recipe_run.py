@@ -48,7 +48,7 @@ def run_recipe(stages: Stages, progress: Progress | None = None) -> RecipeRun:
     """Run a recipe's unfinished stages; outputs are atomic, for interrupts."""
     progress = progress or Silent()
     recipe, folder = stages.recipe, stages.folder
-    _ = recipe.bench.trackers  # which may not be there, before anything is measured
+    _ = recipe.bench.tracker  # which may not be there, before anything is measured
     if recipe.num_threads is not None:
         torch.set_num_threads(recipe.num_threads)
     proofs = []
@@ -190,7 +190,7 @@ def keep(runs: Sequence[BenchRun], stages: Stages, progress: Progress) -> None:
         if any(load.traces for load in run.passes):
             folder = stages.clear(run.result["llmopt"]["name"])
             write_run(run, folder, with_csv=wanted.csv, with_report=wanted.report)
-            log_run(wanted.trackers, of_result(run.result, folder), progress.note)
+            log_run(wanted.tracker, of_result(run.result, folder), progress.note)
     if any(run.interrupted for run in runs):
         raise KeyboardInterrupt
 
@@ -216,7 +216,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
     recipe, folder = stages.recipe, stages.folder
     step = recipe.capacity
     assert step is not None
-    _ = recipe.bench.trackers
+    _ = recipe.bench.tracker
     limit = recipe.bench.max_model_len or step.max_model_len
     given = {"model": recipe.model, "num_threads": recipe.threads, "max_model_len": limit}
     options = recipe.bench.model_copy(update=given)
@@ -231,7 +231,7 @@ def run_capacity(stages: Stages, progress: Progress | None = None) -> CapacityRu
         measured = sweep_loads(SweepTarget(named, "concurrency", progress), loads)
         record = measured.as_dict()
         write_sweep(record, stages.clear(SWEEP))
-        log_run(recipe.bench.trackers, of_sweep(record, folder / SWEEP), progress.note)
+        log_run(recipe.bench.tracker, of_sweep(record, folder / SWEEP), progress.note)
         if measured.interrupted:
             raise KeyboardInterrupt
         stages.finish(SWEEP)

@@ -110,7 +110,7 @@ def test_what_is_wrong_comes_with_a_remedy(
     facts["nvidia"] |= {"gpus": [{"name": "card", "memory_bytes": 1}], "reason": None}
     facts["missing"] = [
         {"package": "torch>=2.11", "extra": None, "installed": "2.9"},
-        {"package": "wandb>=0.21", "extra": "wandb", "installed": None},
+        {"package": "gguf>=0.18", "extra": "gguf", "installed": None},
     ]
     assert [each.remedy for each in problems(facts)] == [
         "pip install 'torch>=2.11'",

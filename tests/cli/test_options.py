@@ -176,7 +176,7 @@ def test_what_bench_takes_beside_has_one_default(commands) -> None:
         "model_option",
     }
     of_the_command |= {"sanity", "baseline", "against", "gate", "junit", "benchmark_json"}
-    of_the_command |= {"mlflow_uri", "mlflow_experiment", "wandb_project", "wandb_entity"}
+    of_the_command |= {"mlflow_uri", "mlflow_experiment"}
     of_the_command |= {"output", "result_dir", "csv", "as_json", "help", "help_all"}
     for parameter in commands["bench"].params:
         name = shown_name(parameter.name)

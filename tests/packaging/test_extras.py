@@ -129,7 +129,6 @@ def test_a_command_without_its_package_ends_before_any_work(tmp_path: Path) -> N
     cases += [
         ({"PIL"}, "bench --dataset random-mm --num-prompts 2", "images"),
         ({"mlflow"}, "bench --mlflow-uri x", "mlflow"),
-        ({"wandb"}, "bench --wandb-project x", "wandb"),
         ({"lm_eval"}, "bench --tasks hellaswag", "eval"),
         ({"datasets"}, "quantize --method gptq --calibration owner/name", "hub"),
     ]

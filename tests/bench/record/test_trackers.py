@@ -72,47 +72,6 @@ def mlflow(monkeypatch: pytest.MonkeyPatch) -> FakeMlflow:
     return fake
 
 
-class FakeWandb(ModuleType):
-    """The calls of `wandb` that are made, noted; `is_in` is whether there is a login."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.noted: dict[str, Any] = {}
-        self.is_in, self.fails = True, False
-        self.Settings = SimpleNamespace
-        self.url, self.dir = None, "there"
-
-    def login(self) -> bool:
-        return self.is_in
-
-    def init(self, **options: Any) -> FakeWandb:
-        self.noted |= options
-        return self
-
-    def log(self, metrics: dict[str, float]) -> None:
-        if self.fails:
-            raise OSError("disk\nfull")
-        self.noted["metrics"] = metrics
-
-    def Artifact(self, name: str, type: str) -> Any:
-        self.noted["artifact"] = name
-        return SimpleNamespace(add_dir=lambda folder: self.noted.update(folder=folder))
-
-    def log_artifact(self, artifact: Any) -> None:
-        self.noted["logged"] = True
-
-    def finish(self, exit_code: int = 0) -> None:
-        self.noted["exit_code"] = exit_code
-
-
-@pytest.fixture
-def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    return fake
-
-
 def llmopt(*words: str | Path) -> int:
     with pytest.raises(SystemExit) as ended:
         main(list(map(str, words)))
@@ -121,53 +80,54 @@ def llmopt(*words: str | Path) -> int:
     return code
 
 
-def test_a_run_is_logged_to_both(
-    mlflow: FakeMlflow, wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_is_logged(
+    mlflow: FakeMlflow, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = ["--mlflow-uri", "store", "--mlflow-experiment", "speed", "--wandb-project", "p"]
+    where = ["--mlflow-uri", "store", "--mlflow-experiment", "speed"]
     out = tmp_path / "run"
     assert llmopt("bench", *FAST, "--no-quality", *where, "--output", out, "--json") == 0
     said = capsys.readouterr()
     result = json.loads(said.out)
-    assert "logged to MLflow: run r1 at store" in said.err and "logged to W&B" in said.err
+    assert "logged to MLflow: run r1 at store" in said.err
     noted, metrics = mlflow.noted, dict(mlflow.noted["metrics"])
     assert noted["run"] == ("id of speed", "stories3M") and noted["ended"] == "r1"
     assert metrics["output_throughput"] == result["output_throughput"]
     assert metrics["memory.weight_bytes"] == result["llmopt"]["memory"]["weight_bytes"]
     assert dict(noted["params"])["load.max_concurrency"] == "8" and mlflow.largest <= 100
     assert {"result.json", "report.html", "requests.parquet"} <= set(noted["artifacts"])
-    assert wandb.noted["project"] == "p" and wandb.noted["folder"] == str(out)
-    assert wandb.noted["metrics"] == metrics and wandb.noted["exit_code"] == 0
 
 
 def test_a_missing_package_ends_before_the_benchmark(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, option in (("mlflow", "--mlflow-uri"), ("wandb", "--wandb-project")):
-        monkeypatch.setitem(sys.modules, name, None)
-        assert llmopt("bench", *FAST, option, "x", "--result-dir", tmp_path / "runs") == 2
-        said = capsys.readouterr().err.strip()
-        assert "\n" not in said and f"pip install 'llmopt[{name}]'" in said
-    assert not (tmp_path / "runs").exists()
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    runs = tmp_path / "runs"
+    assert llmopt("bench", *FAST, "--mlflow-uri", "x", "--result-dir", runs) == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said and "pip install 'llmopt[mlflow]'" in said
+    assert not runs.exists()
 
 
 def test_an_unusable_store_ends_before_the_benchmark(
-    mlflow: FakeMlflow, wandb: FakeWandb, capsys: pytest.CaptureFixture[str]
+    mlflow: FakeMlflow, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert llmopt("bench", *FAST, "--mlflow-uri", "bad") == 2
     assert "--mlflow-uri bad: no such store" in capsys.readouterr().err
-    wandb.is_in = False
-    assert llmopt("bench", *FAST, "--wandb-project", "p") == 2
-    assert "WANDB_API_KEY" in capsys.readouterr().err
 
 
-def test_a_failing_tracker_keeps_the_run(wandb: FakeWandb, tmp_path: Path) -> None:
-    wandb.fails = True
+def test_a_failing_tracker_keeps_the_run(
+    mlflow: FakeMlflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
+    tracker = TrackingOptions(mlflow_uri="store").tracker()
     run = TrackedRun("a run/1", {}, {"x": 1.0}, tmp_path)
-    log_run(TrackingOptions(wandb_project="p").trackers(), run, lines.append)
-    assert lines == [f"not logged to W&B: disk full; the run is in {tmp_path}"]
-    assert wandb.noted["exit_code"] == 1
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError("disk\nfull")
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_run", full)
+    log_run(tracker, run, lines.append)
+    assert lines == [f"not logged to MLflow: disk full; the run is in {tmp_path}"]
 
 
 def test_numbers_are_finite_and_params_are_text(tmp_path: Path) -> None:
