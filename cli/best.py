@@ -131,7 +131,8 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
     for usual in decision["usual"]:
         reasons.setdefault(usual["why"], []).append(usual["name"])
     for reason, names in reasons.items():
-        say(f"why not {', '.join(names)}: {reason}", console)
+        if reason:  # the recommended one has none
+            say(f"why not {', '.join(names)}: {reason}", console)
     page = folder / "best.html"
     files = [page] if page.is_file() else []
     say(f"Report: {', '.join(map(str, [*files, folder / 'decision.json']))}", console)

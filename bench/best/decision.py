@@ -436,7 +436,7 @@ def _why_not(
         larger = finalist["bytes"] / best["bytes"] - 1
         worse = finalist["kl"]["value"] / (best["kl"]["value"] or 1)
         why = f"keeps the promises, with {larger:+.1%} bytes and {worse:.2f} times the KL"
-        why = "it is what is recommended" if finalist is best else why
+        why = "" if finalist is best else why
     return {
         "name": usual["name"],
         "id": usual["id"] if finalist else None,

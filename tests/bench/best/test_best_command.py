@@ -172,6 +172,7 @@ def test_the_answer_is_one_short_screen(capsys: pytest.CaptureFixture[str]) -> N
     """It has the recommendation, how sure it is, what to run next, the load, and why not the usual ones."""
     for stopped in (None, "budget"):
         answer = a_decision(stopped=stopped)
+        answer["usual"].append({"name": "Q5_K_M", "id": "int-3.75", "breaks": [], "why": ""})
         show_decision(answer, Path("out"), Console(width=400))
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) <= 15
@@ -179,6 +180,7 @@ def test_the_answer_is_one_short_screen(capsys: pytest.CaptureFixture[str]) -> N
         text = "\n".join(lines)
         assert "how sure: 95 % intervals" in text and "may save 1.2% at most" in text
         assert "serve:    vllm serve out/int-3.75" in text and "why not fp8: It decodes" in text
+        assert "why not Q5_K_M" not in text
         assert (
             "by load: int-3.75 is the fastest with one client (120 tokens/s); with all places"
             in text
