@@ -363,8 +363,13 @@ def undecided_words(
     """Reasons of no verdict: the undecided limits, what would settle them, and the limits that are kept."""
     undecided = [verdict for verdict in verdicts if verdict.outcome is GateOutcome.NO_VERDICT]
     kept = [verdict.label for verdict in verdicts if verdict.outcome is GateOutcome.PASS]
-    reasons = [verdict.reason for verdict in undecided] + list(others)
-    if noisy := [verdict for verdict in undecided if isinstance(verdict, MeasuredVerdict)]:
+    noisy = [verdict for verdict in undecided if isinstance(verdict, MeasuredVerdict)]
+    reasons = [verdict.reason for verdict in undecided]
+    if len(noisy) > 1:  # each with its interval is a row of the table
+        reasons = [verdict.reason for verdict in undecided if verdict not in noisy]
+        reasons.insert(0, f"{names(v.label for v in noisy)} are too noisy to tell their limits")
+    reasons += others
+    if noisy:
         reasons.append(settle_words(noisy, by_starts=by_starts))
     if kept and reasons:
         phrase = "keeps its limit" if len(kept) == 1 else "keep their limits"
@@ -377,14 +382,10 @@ def settle_words(undecided: Sequence[MeasuredVerdict], *, by_starts: bool) -> st
     known = [v.pairs_to_settle for v in undecided if v.pairs_to_settle is not None]
     near = [v for v in undecided if v.pairs_to_settle is None]
     if not by_starts:
-        by_size: dict[str, list[str]] = {}
-        for verdict in undecided:
-            if verdict.visible is not None:
-                by_size.setdefault(f"{verdict.visible:.0%}", []).append(verdict.label)
         text = ""
-        if by_size:
-            sizes = names(f"{size} in {names(labels)}" for size, labels in by_size.items())
-            text = f"the smallest worsening that these runs could show is {sizes}; "
+        if sizes := sorted(v.visible for v in undecided if v.visible is not None):
+            span = " to ".join(dict.fromkeys(f"{size:.0%}" for size in (sizes[0], sizes[-1])))
+            text = f"the smallest worsening that these runs could show is {span}; "
         has_number = known and not near
         more = f"about {max(known)} more runs of each side" if has_number else "paired starts"
         return f"{text}{more} would settle it: llmopt compare --run base=… --run new=…"

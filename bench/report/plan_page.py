@@ -64,7 +64,7 @@ def plan_page(plan: DeploymentPlan) -> str:
 def _verdict(plan: DeploymentPlan, first: DevicePlan) -> ReportVerdict:
     count = first.deployment.gpus
     where = f"{count} x {first.gpu}"
-    limit = first.binding_constraint.replace("_", " ")
+    limit = f"the {first.binding_constraint.replace('_', ' ').replace('kv', 'KV')}"
     more = first.relaxations[0] if first.relaxations else None
     hint = f" {more.change} would bring {more.gained_sequences} more." if more else ""
     if first.fits:

@@ -175,3 +175,11 @@ def test_what_differs_is_printed_as_different() -> None:
     assert sizes(6_176_768, 6_177_512) == ("6,176,768 B", "6,177,512 B")
     assert sizes(6_176_768, 6_176_768) == ("5.89 MiB", "5.89 MiB")
     assert sizes(6_176_768, 3_088_384) == ("5.89 MiB", "2.95 MiB")
+
+
+def test_several_noisy_limits_are_one_reason() -> None:
+    """Their intervals are rows of the table, and the first screen of the page stays short."""
+    noisy = [run_of([value * factor for value in (10, 20, 14)]) for factor in (1.0, 1.1)]
+    sentence = compare(*noisy).sentence
+    assert "Median TPOT and Median end to end are too noisy to tell their limits; " in sentence
+    assert "could show is" in sentence and "±" not in sentence
