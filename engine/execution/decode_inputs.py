@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..base.device import packed, to_device
-from ..kernels.attention.batch import AttentionBatch, DecodeGroup, StepPlans
+from ..kernels.attention.batch import AttentionBatch, DecodeConstants, DecodeGroup, StepPlans
 from ..kernels.common.graphs import addresses
 from ..kernels.elementwise.native_rows import AdvanceCall
 from ..model.layers.attention import StepInputs
@@ -40,6 +40,7 @@ class DecodeInputs:
         self._lengths.fill_(1)
         self.most_rows, self._rows = rows, torch.arange(rows, device=device)
         self._tables = torch.full((rows, max_blocks), NULL_BLOCK, device=device)
+        self._constants = DecodeConstants.of(self._rows, max_blocks)
         # The batch that was written last, if it is still in place, and its step.
         self._batch: DecodeBatch | None = None
         self._index = 0
@@ -70,12 +71,14 @@ class DecodeInputs:
         states: Sequence[torch.Tensor] = (),
     ) -> StepInputs:
         """The inputs of a step of `size` rows, on these tensors; `states` are those of the state cache."""
+        constants = DecodeConstants(*(tensor[:size] for tensor in self._constants))
         group = DecodeGroup(
             self._rows[:size],
             self._tables[:size].view(-1),
             self._lengths[:size],
             self._evicted_spans[:size],
             sink_length,
+            constants=None if sink_length else constants,
         )
         batch = AttentionBatch([], group, self._block_size, self._dtype, plans=plans)
         rows = self._token_ids[:size], self._positions[:size], self._slots[:size]

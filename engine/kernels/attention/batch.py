@@ -115,13 +115,27 @@ class DecodeCounts(NamedTuple):
     num_held: Sequence[int]
 
 
+class DecodeConstants(NamedTuple):
+    """Metadata of Triton's attention that decode steps of static inputs share: segments int64 [sequences, 6],
+    but for lengths and evicted spans, which each step writes, and tiles int64 [sequences, 3]."""
+
+    segments: torch.Tensor
+    tiles: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, width: int) -> DecodeConstants:
+        zeros, ones = torch.zeros_like(rows), torch.ones_like(rows)
+        segments = rows, ones, ones, zeros, zeros, rows * width
+        return cls(torch.stack(segments, dim=1), torch.stack((rows, zeros, rows), dim=1))
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
     """Decode sequences of a batch, one query token each; int64 [sequences] but for `block_ids`.
 
     `rows` are their rows in the batch. `block_ids` [sequences * width] are padded with the null block.
     `lengths` are tokens so far, `evicted_spans` those evicted after the first `sink_length`. `counts`: a host
-    copy; None in a captured step.
+    copy; None in a captured step. `constants`: of static inputs without a `sink_length`.
     """
 
     rows: torch.Tensor
@@ -130,6 +144,7 @@ class DecodeGroup:
     evicted_spans: torch.Tensor
     sink_length: int = 0
     counts: DecodeCounts | None = None
+    constants: DecodeConstants | None = None
 
 
 class AttentionBatch:

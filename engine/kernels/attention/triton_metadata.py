@@ -71,12 +71,18 @@ class AttentionMetadata:
         if (decode := batch.decode) is not None:
             count = decode.rows.numel()
             self._decode_width = decode.block_ids.numel() // count
-            steps = torch.arange(count, device=decode.rows.device) * self._decode_width + offset
             tables.append(decode.block_ids)
-            ones = torch.ones_like(steps)
-            sinks, evicted = ones * decode.sink_length, decode.evicted_spans
-            of_decode = decode.rows, ones, decode.lengths, sinks, evicted, steps
-            segments.append(torch.stack(of_decode, dim=1))
+            if decode.constants is not None:  # two launches of a captured step, not thirteen
+                written = decode.constants.segments
+                written[:, 2].copy_(decode.lengths)
+                written[:, 4].copy_(decode.evicted_spans)
+                segments.append(written)
+            else:
+                steps = torch.arange(count, device=decode.rows.device)
+                ones = torch.ones_like(steps)
+                of_decode = decode.rows, ones, decode.lengths, ones * decode.sink_length
+                begins = steps * self._decode_width + offset
+                segments.append(torch.stack((*of_decode, decode.evicted_spans, begins), dim=1))
         self.table = tables[0] if len(tables) == 1 else torch.cat(tables)
         self._device = self.table.device
         if fields:
@@ -107,6 +113,9 @@ class AttentionMetadata:
         return self._work_lists[key]
 
     def _tiles(self, tokens: int, short: bool) -> Tiles | None:
+        if short and self._decode is not None and self._decode.constants is not None:
+            width = self._decode_width * self._block_size
+            return Tiles(self._decode.constants.tiles, self._decode.rows, width)
         chosen = range(self._num_short) if short else range(self._num_short, len(self._spans))
         index, rows, width = [], [], 0
         for segment in chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,9 @@ from llmopt.engine.scheduling.request import Request, RequestTimes
 from llmopt.engine.scheduling.scheduler import Scheduler
 from llmopt.engine.scheduling.scheduler_config import SchedulerConfig
 from llmopt.engine.scheduling.step_plan import DecodeRows
+
+from ...support.pretended_cuda.card import Card
+from ...support.pretended_cuda.runtime import pretended_cuda
 
 BLOCK_SIZE, MAX_BLOCKS, SIZE = 4, 12, 6
 COLUMNS = ("token_ids", "positions", "slots")
@@ -150,3 +154,41 @@ def test_tokens_that_only_the_device_knows_are_taken_from_it() -> None:
     assert rows is not None
     inputs.fill_host(rows, SIZE, torch.tensor([41]))
     assert int(inputs.step(SIZE, 0, ()).token_ids[0]) == 41
+
+
+def metadata_of(inputs: DecodeInputs, *, is_constant: bool) -> tuple[torch.Tensor, Any]:
+    """Segments and tiles of Triton's attention, of a step of three rows."""
+    from llmopt.engine.kernels.attention.triton_metadata import AttentionMetadata
+
+    batch = inputs.step(3, 0, ()).batch
+    assert batch.decode is not None
+    if not is_constant:
+        batch.decode = replace(batch.decode, constants=None)
+    metadata = AttentionMetadata(batch)
+    tiles = metadata.tiles(1, True)
+    assert tiles is not None
+    return metadata.segments, tiles
+
+
+def test_a_captured_step_launches_little_for_the_metadata_of_attention() -> None:
+    """Two launches write what changes from step to step, where thirteen made all of it anew."""
+    pytest.importorskip("triton", reason="Triton is for Linux alone")
+    inputs = DecodeInputs(SIZE, MAX_BLOCKS, BLOCK_SIZE, torch.device("cpu"), torch.float32)
+    inputs._lengths[:3], inputs._evicted_spans[:3] = (
+        torch.tensor([7, 1, 30]),
+        torch.tensor([0, 0, 8]),
+    )
+    (segments, tiles), (others, other_tiles) = (
+        metadata_of(inputs, is_constant=is_constant) for is_constant in (True, False)
+    )
+    assert torch.equal(segments, others) and tiles.width == other_tiles.width
+    assert torch.equal(tiles.index, other_tiles.index) and torch.equal(tiles.rows, other_tiles.rows)
+    counts = []
+    with pretended_cuda(card := Card()):
+        there = DecodeInputs(SIZE, MAX_BLOCKS, BLOCK_SIZE, torch.device("cuda:0"), torch.float32)
+        for is_constant in (True, False):
+            with card.during(str(is_constant)):
+                metadata_of(there, is_constant=is_constant)
+            phases = [entry.phase for entry in card.log if entry.kind in ("kernel", "copy")]
+            counts.append(phases.count(str(is_constant)))
+    assert counts == [2, 13]
