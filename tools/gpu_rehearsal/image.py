@@ -24,7 +24,7 @@ PACKAGES = (
 )
 """Packages of such a machine: no pyarrow, pydantic (which typer 0.29 brings), fastapi, uvicorn, gguf,
 llguidance, datasets, and no llmopt."""
-SYSTEM = re.compile(r"^(lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)\.so|ld-linux)")
+SYSTEM = re.compile(r"^(lib(c|m|z|dl|rt|pthread|stdc\+\+|gcc_s)\.so|ld-linux)")
 VERSIONED = re.compile(r"File: (\S+)|Name: (\S+)")
 """Lines of `readelf -V`: a library, then the versions of the symbols that are taken from it."""
 DRIVER_TOO_OLD = 35
