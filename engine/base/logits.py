@@ -5,9 +5,8 @@ So every schedule is correct: recomputed sequences get the same, and rejected dr
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,9 +16,6 @@ from .device import to_device
 
 LogitsProcessor = Callable[[Sequence[int], torch.Tensor], torch.Tensor]
 """(tokens so far, prompt first; float32 logits [vocab], to change in place or not) → logits; pure."""
-
-REMEMBERED_STATES = 256
-"""Sequences whose automaton state is cached (LRU): more than a request's completions."""
 
 
 class TokenMask(Protocol):
@@ -33,49 +29,6 @@ class TokenMask(Protocol):
         end.
         """
         ...
-
-
-State = TypeVar("State")
-
-
-class TokenAutomaton(Protocol[State]):
-    """A grammar as an automaton over tokens. States are immutable."""
-
-    @property
-    def start(self) -> State: ...
-
-    def advance(self, state: State, token_id: int) -> State:
-        """The state after `token_id`, which `allowed` may have excluded."""
-        ...
-
-    def allowed(self, state: State) -> torch.Tensor | None: ...
-
-
-class AutomatonMask(Generic[State]):
-    """Token mask of an automaton over the output; a state is cached, so a step reads one token."""
-
-    def __init__(self, automaton: TokenAutomaton[State]) -> None:
-        self._automaton = automaton
-        self._states: OrderedDict[tuple[int, ...], State] = OrderedDict()
-
-    def allowed(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor | None:
-        return self._automaton.allowed(self.state_of(output))
-
-    def state_of(self, output: Sequence[int]) -> State:
-        """The automaton's state after `output`."""
-        tokens = tuple(output)
-        if tokens not in self._states:
-            if tokens and tokens[:-1] in self._states:
-                state = self._automaton.advance(self._states[tokens[:-1]], tokens[-1])
-            else:
-                state = self._automaton.start
-                for token_id in tokens:
-                    state = self._automaton.advance(state, token_id)
-            self._states[tokens] = state
-            if len(self._states) > REMEMBERED_STATES:
-                self._states.popitem(last=False)
-        self._states.move_to_end(tokens)
-        return self._states[tokens]
 
 
 def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from llmopt.base.errors import BadInput
 from llmopt.engine import LLM, SamplingParams
-from llmopt.engine.base.logits import REMEMBERED_STATES, AutomatonMask, dense_mask
+from llmopt.engine.base.logits import dense_mask
 from llmopt.engine.config.config import SpeculationConfig
 from llmopt.engine.sampling.rowwise import SamplingRow
 from llmopt.engine.sampling.sampler import Sampler
@@ -37,12 +38,10 @@ class Sentence:
     def __init__(self, tokenizer: Any) -> None:
         self._pieces = [t.replace("▁", " ") for t in tokenizer.convert_ids_to_tokens(range(512))]
         self._masks: dict[int, torch.Tensor] = {}
-        self.num_read = 0
 
     start = 0
 
     def advance(self, state: int, token_id: int) -> int:
-        self.num_read += 1
         return self._walk(state, self._pieces[token_id])
 
     def allowed(self, state: int) -> torch.Tensor:
@@ -66,6 +65,19 @@ class Sentence:
             else:
                 return -1
         return state
+
+
+class AutomatonMask:
+    """Token mask of an automaton, which reads the whole output at every step."""
+
+    def __init__(self, automaton: Sentence) -> None:
+        self._automaton = automaton
+
+    def allowed(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+        state = self._automaton.start
+        for token_id in output:
+            state = self._automaton.advance(state, token_id)
+        return self._automaton.allowed(state)
 
 
 @pytest.fixture(scope="module")
@@ -315,20 +327,3 @@ def test_a_mask_needs_a_stop_token(llm, prompts):
             llm.generate([prompts[0]], SamplingParams(token_mask=Only(3)))
     finally:
         llm.engine.eos_token_ids = known
-
-
-def test_the_automaton_reads_one_token_a_step_and_forgets_the_oldest(tokenizer):
-    grammar = Sentence(tokenizer)
-    mask = AutomatonMask(grammar)
-    tokens = list(range(3, 43))
-    for end in range(len(tokens) + 1):
-        mask.state_of(tokens[:end])
-    assert grammar.num_read == 40
-    assert mask.state_of(tokens[:20]) == mask.state_of(tokens[:20])
-    assert grammar.num_read == 40, "going back costs nothing"
-    for other in range(REMEMBERED_STATES):
-        mask.state_of([other])
-    assert len(mask._states) == REMEMBERED_STATES
-    before = grammar.num_read
-    mask.state_of(tokens)
-    assert grammar.num_read == before + 40, "what was forgotten is read again"
