@@ -156,7 +156,6 @@ def _rank_tails(excess: np.ndarray) -> Tails:
 
 
 def _normal_tails(effect: Effect) -> Tails:
-    """How likely the effect is if there is none."""
     if effect.standard_error == 0:
         return Tails(float(effect.log_ratio <= 0), float(effect.log_ratio >= 0))
     z = effect.log_ratio / effect.standard_error / math.sqrt(2)

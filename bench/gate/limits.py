@@ -89,7 +89,6 @@ def depth_scored(key: str) -> Scored | None:
 
 
 def scores_in(quality: Mapping[str, Any]) -> list[Scored]:
-    """Every score that a quality record may have, with those of the depths that it has."""
     parts = {"depth": quality.get("depth") or {}}
     parts |= {f"kv.{dtype}": depths for dtype, depths in (quality.get("kv") or {}).items()}
     keys = (f"{score}.{part}.{d}" for part, of in parts.items() for d in of for score in DISTANCES)

@@ -131,7 +131,6 @@ def _missing(scored: Scored, side: str, quality: Mapping[str, Any]) -> str:
 
 
 def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
-    """Check a limit on a score."""
     scored = limit.quantity
     assert isinstance(scored, Scored)
     scores = [score_of(_quality(side), scored.name) for side in (base, new)]
@@ -277,7 +276,6 @@ class TaskChange:
 
 
 def check_task(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
-    """Check a limit on a task score."""
     scored = limit.quantity
     assert isinstance(scored, TaskScored)
     if scored.is_flips:

@@ -170,7 +170,6 @@ class TimedModel:
 def _random_tensors(
     config: dict[str, Any], folder: Path, device: str = "cuda"
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a new model, under their names in a checkpoint."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

@@ -78,7 +78,6 @@ def model_of(*configs: type, only: Collection[str] = (), but: Collection[str] = 
 
 
 def _field_of(field: Any, hint: Any, option: Option, **more: Any) -> tuple[Any, Any]:
-    """(type, pydantic field) of an option."""
     if not more and field.default_factory is not MISSING:
         more = {"default_factory": field.default_factory}
     elif not more:
@@ -245,7 +244,6 @@ class BenchOptions(BenchFields):
         return self
 
     def _load_complaint(self) -> str | None:
-        """The first contradiction between options of the load."""
         ramp = (self.ramp_up_strategy, self.ramp_up_start_rps, self.ramp_up_end_rps)
         if None in ramp and ramp != (None, None, None):
             return "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"

@@ -88,7 +88,6 @@ def parse_nats(text: str) -> float:
 
 
 def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """{key: value} of words KEY=VALUE."""
     values = {}
     for word in texts:
         key, equals, value = word.partition("=")

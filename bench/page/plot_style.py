@@ -88,7 +88,6 @@ STYLE: dict[Any, Any] = {
 def canvas(
     columns: int = 1, rows: int = 1, *, width: float = 9.0, height: float = 3.0, **options: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure in the report style and its axes as a flat list."""
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(width, height))
         axes = figure.subplots(rows, columns, squeeze=False, **options)

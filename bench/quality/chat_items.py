@@ -157,7 +157,6 @@ def answer_chats(name: str, limit: int | None = None) -> list[Chat]:
 
 
 def scored_answers(name: str, chats: Sequence[Chat], answers: Sequence[ChatAnswer]) -> TaskScoring:
-    """Lengths and endings of answers."""
     scoring = TaskScoring(name, VERSION)
     for number, (chat, answer) in enumerate(zip(chats, answers, strict=True)):
         scoring.add_item(

@@ -57,7 +57,6 @@ def filler_passages() -> tuple[str, ...]:
 
 
 def sections(rng: random.Random) -> Iterator[str]:
-    """The sections of a document without end."""
     names = [f"{first} {second}" for first in ADJECTIVES.split() for second in NOUNS.split()]
     rng.shuffle(names)
     passages = list(filler_passages())

@@ -289,7 +289,6 @@ def items_for_limit(share: float, limit: float) -> int:
 def scored_bundled(
     tasks: Sequence[ChoiceTask], loglikelihoods: LogLikelihoods, limit: int | None = None
 ) -> list[TaskScoring]:
-    """Accuracies of bundled tasks."""
     scored = []
     for task in tasks:
         items = task.items[:limit]

@@ -62,7 +62,6 @@ class NeedleItem:
 
     @property
     def prompt(self) -> str:
-        """The text for a model that completes it."""
         return f"{self.message}\n{self.needle.lead}"
 
     @property
@@ -71,7 +70,6 @@ class NeedleItem:
 
 
 def needles_of(rng: random.Random) -> tuple[Needle, ...]:
-    """A needle of each kind."""
     return tuple(make(rng) for make in (_single, _multi_key, _tracking, _aggregation))
 
 

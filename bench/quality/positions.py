@@ -123,7 +123,6 @@ class QualitySeries:
             return pq.read_table(self.path, columns=[name]).column(0).to_numpy()
 
     def needed(self, name: str) -> np.ndarray:
-        """A column that every series has."""
         column = self.column(name)
         assert column is not None, name
         return column

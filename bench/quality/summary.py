@@ -133,7 +133,6 @@ class PositionBlocks:
         return None if is_open[0] else low, None if is_open[1] else high
 
     def resampled_quantiles(self, values: np.ndarray, share: float) -> np.ndarray:
-        """The quantile of a column in each resample."""
         order = np.argsort(values, kind="stable")
         sorted_values, blocks = np.asarray(values, np.float64)[order], self.of[order]
         quantiles = []

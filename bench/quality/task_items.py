@@ -99,7 +99,6 @@ class TaskItems:
         return len(self.columns["task"]) if self.columns else 0
 
     def joined(self, others: TaskItems) -> TaskItems:
-        """The rows of both."""
         if not self.columns or not others.columns:
             return self if self.columns else others
         return TaskItems({name: [*self.columns[name], *others.columns[name]] for name in COLUMNS})

@@ -208,7 +208,6 @@ def _arguments(text: str) -> Any:
 
 
 def _matches(item: ToolItem, calls: Sequence[tuple[str, Any]], expected: Sequence[Call]) -> bool:
-    """True if each call is a different one of the expected, in any order."""
     if not calls:
         return not expected
     (name, given), *others = calls

@@ -118,7 +118,6 @@ def place_of(field: str) -> tuple[bool, str]:
 
 
 def _differing(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """{field: its values} of the fields that differ."""
     before, after = _fields(base), _fields(new)
     if {before.get("target"), after.get("target")} == {"in-process", "http"}:
         # Facts that an in-process run knows, and a client does not of a server's machine, are unknown.

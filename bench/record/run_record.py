@@ -308,7 +308,6 @@ def identity_part(options: BenchOptions, workload: Workload, **target: Any) -> d
 def engine_identity(
     options: BenchOptions, engine: Engine, model: Path, workload: Workload
 ) -> dict[str, Any]:
-    """The identity of a run on an in-process engine."""
     quantization = open_checkpoint(model).quantization_config
     overlaps = engine.config.overlaps(engine.device.type)  # which depends on the device by default
     return identity_part(

@@ -104,7 +104,6 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 
 def print_comparison(comparison: Comparison, out: Console) -> None:
-    """Print the comparison table and the verdict."""
     from ...bench.page.page import number, percent
     from ...bench.report.comparison import (
         aspect_rows,

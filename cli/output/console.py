@@ -71,7 +71,6 @@ def table_of(
 
 
 def facts_table(facts: Iterable[tuple[str, Any]], style: str = "bold") -> Table:
-    """A table without lines: names in that style, and their facts."""
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style=style, no_wrap=True)
     table.add_column()

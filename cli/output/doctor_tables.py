@@ -100,7 +100,6 @@ def _memory_and_gpus(findings: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def threads_line(threads: Mapping[str, Any]) -> str:
-    """The number of threads, of what, and why."""
     of = f"{threads['physical_cores']} physical cores ({threads['hardware_threads']} hardware threads"
     of += f", {threads['nodes']} NUMA nodes" if threads["nodes"] > 1 else ""
     of += f", quota {threads['quota']}" if threads["quota"] else ""

@@ -31,7 +31,6 @@ FLEETS = 4
 
 
 def answer_lines(plan: DeploymentPlan, answer: Answer) -> Table:
-    """A line for each question."""
     device, planned_load = answer.device, plan.workload.load
     load = f"with {plan.workload.sequences:,} clients"
     if planned_load is not None and planned_load.slo is not None:

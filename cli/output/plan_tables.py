@@ -39,7 +39,6 @@ BAR = (
 
 
 def show_plan(plan: DeploymentPlan, answer: Answer, console: Console) -> None:
-    """Print the whole plan, its answers first."""
     console.print(answer_lines(plan, answer))
     console.print(_facts(plan))
     console.print(_devices(plan, wide=console.width >= WIDE))
@@ -93,7 +92,6 @@ def show_engines(answer: dict[str, Any], console: Console) -> None:
 
 
 def show_explanation(plan: DeploymentPlan, console: Console) -> None:
-    """Each formula, the numbers in it, and the result."""
     from ...engine.planner.explain import explain
 
     for formula in explain(plan):

@@ -137,7 +137,6 @@ class HostCopy:
             self._arrived.record()
 
     def wait(self) -> torch.Tensor:
-        """Synchronize; returns the tensor on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._tensor

@@ -137,7 +137,6 @@ def build_engine(config: EngineConfig) -> EngineParts:
 
 
 def _build_on(config: EngineConfig) -> EngineParts:
-    """The engine on the device of its config."""
     loaded = load_model(config)
     limits = scheduler_limits(config, loaded)
     layout = cache_layout(config, loaded, limits.block_size)

@@ -271,7 +271,6 @@ class ModelRunner:
         result: StepResult,
         timer: StepTimer,
     ) -> LaunchedStep:
-        """Sample from the logits of each row, asynchronously."""
         if not (isinstance(rows, DecodeRows) and rows.batch.takes_largest):
             return self._begin_draw(rows, logits, result, timer)
         draw = self._sampler.largest(logits)

@@ -71,7 +71,6 @@ class Answer:
 
 
 def answer_of(plan: DeploymentPlan) -> Answer:
-    """The answers of a plan."""
     first = plan.first_that_fits
     searched = None if first.load is None else first.load.searched
     full = None

@@ -333,7 +333,6 @@ def own_of(device: Device, setup: Setup) -> OwnRows | None:
 
 
 def step_model(deployment: Deployment, device: Device, setup: Setup, model: str) -> StepModel:
-    """The step model of a deployment of a model of that name."""
     parameters, share = None, setup.measured
     if share is not None:
         parameters = measured_parameters(

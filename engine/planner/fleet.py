@@ -142,7 +142,6 @@ class FleetPlanner:
 
 
 def fleet_as_dict(fleet: Fleet) -> dict[str, Any]:
-    """JSON form of a fleet."""
     sizes = {name: getattr(fleet.deployment, name) for name in ("tp", "pp", "ep", "attention_dp")}
     return {
         "gpu": fleet.device.name,

@@ -108,7 +108,6 @@ class LoadPlanner:
         return state.throughput / output if self._is_near(state) else None
 
     def at_rate(self, deployment: Deployment, rate: float) -> LoadPlan:
-        """A deployment under that rate, simulated in bundles."""
         assert self._asked.slo is not None
         bundle = ceil(self._in_flight(deployment, rate) / SEARCHED_SEQUENCES)
         return self._at(deployment, self._asked.slo, rate, bundle)

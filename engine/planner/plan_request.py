@@ -197,7 +197,6 @@ def _context(ask: PlanRequest, model: PlannedModel, load: PlannedLoad | None) ->
 
 
 def _load(ask: PlanRequest) -> PlannedLoad | None:
-    """The load, if lengths are given."""
     if ask.dataset is not None and (ask.input_len is not None or ask.output_tokens is not None):
         raise BadInput("--dataset has lengths of its own: leave out --input-len and --output-len")
     if ask.dataset is not None:
@@ -442,7 +441,6 @@ def _modules(shape: ModelShape) -> Iterator[tuple[str, tuple[int, int], Fraction
 def _parts(
     shape: ModelShape, role: str, size: tuple[int, int], shard: str, per_layer: Fraction
 ) -> list[str]:
-    """Names of the linears of one size in a layer."""
     hidden, queries = shape.hidden_size, shape.num_heads * shape.head_dim
     if role == "linear" and shard == "kv_heads":
         return ["self_attn.k_proj", "self_attn.v_proj"]

@@ -285,7 +285,6 @@ class Setup:
         return unset and self.ep == self.attention_dp == 1
 
     def run_recipe(self, recipe: WeightRecipe, shape: ModelShape, device: Device) -> WeightRecipe:
-        """The weights as the engine runs them on a device."""
         plain_bytes = self.run_bytes(recipe, device.kind)
         run = recipe if plain_bytes is None else recipe.as_run(shape, plain_bytes)
         if run.name != "mxfp4" or self.engine != "vllm":

@@ -78,7 +78,6 @@ class StepClock:
         return self._known[key]
 
     def seconds(self, work: StepWork) -> float:
-        """Seconds of a step in which every rank has this work."""
         return self._model.seconds(work.times(self._ranks))
 
 
@@ -215,7 +214,6 @@ class Simulation:
         self._context -= sequence.length
 
     def _prefill(self) -> None:
-        """A step with prompts."""
         self._make_room()
         limits = self._server.limits
         budget = limits.max_num_batched_tokens - self._num_decoding

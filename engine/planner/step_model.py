@@ -417,7 +417,6 @@ _GENERATIONS = {
 
 
 def generation(device: Device) -> str:
-    """GPU generation of a device by its name, or other."""
     names = (name for name, names in _GENERATIONS.items() if re.match(names, device.name))
     return next(names, "other")
 

@@ -82,7 +82,6 @@ class Deployed:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The names of the factors that its parameters take."""
         tags = [self.engine, self.generation, self.weights, self.attention]
         if (era := _ERAS.get(self.engine)) and era[1].match(self.version):
             tags.append(era[0])

@@ -131,7 +131,6 @@ class WeightRecipe:
 
     @property
     def embedding_bytes(self) -> float:
-        """Bytes of an element of the embedding."""
         return self.plain_bytes if self.embedding_bits >= 16 else float(self.embedding_bits) / 8
 
     def bytes_of(self, tensors: Iterable[Tensor]) -> int:

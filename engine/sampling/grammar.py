@@ -284,7 +284,6 @@ class _MatcherState:
         return common, common - len(self.tokens)
 
     def num_common(self, tokens: list[int]) -> int:
-        """Length of the common prefix."""
         low, high = 0, min(len(tokens), len(self.tokens))
         if self.tokens[:high] == tokens[:high]:
             return high

@@ -153,7 +153,6 @@ def _in_place(pointer: str, part: Schema, names: Mapping[str, str]) -> Iterator[
 
 
 def _values(value: Any) -> Iterator[Any]:
-    """A JSON value and all values in it."""
     waiting = [value]
     while waiting:
         yield (value := waiting.pop())
@@ -186,7 +185,6 @@ def _unenforced(kind: str, bounds_text: str) -> str | None:
 
 
 def _passed(number: Decimal, bounds: Mapping[str, Any]) -> str | None:
-    """First bound that a number violates."""
     broken = {
         "minimum": lambda bound: number < bound,
         "exclusiveMinimum": lambda bound: number <= bound,

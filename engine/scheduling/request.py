@@ -32,7 +32,6 @@ class TokenView(Sequence[int]):
 
     @property
     def has_placeholder(self) -> bool:
-        """True if the last token is an output placeholder."""
         return self._last == OUTPUT_PLACEHOLDER
 
     def resolved(self, token_id: int) -> TokenView:

@@ -224,7 +224,6 @@ def _names_head(config: Mapping[str, Any]) -> bool:
 def _by_rules(
     engine: str, method: str, architecture: str, linears: Iterable[StoredLinear], target: Target
 ) -> EngineAnswer:
-    """The answer by method, kernels, and at last the architecture."""
     rules = engine_rules()[engine]
     release = rules.version(target.version)
     if method == "gguf":

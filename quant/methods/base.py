@@ -137,7 +137,6 @@ def in_lanes(
 
 
 def _add_workers(records: list[InputStatistics]) -> None:
-    """Make the records those of all workers."""
     sums = [record.lanes or LaneSums() for record in records]
     shapes = [[record.gram, record.abs_sum, record.gram] for record in records]
     for record, (gram, abs_sum, cross) in zip(records, totals(sums, shapes), strict=True):

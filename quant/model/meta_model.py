@@ -374,7 +374,6 @@ def _compute_buffers(model: nn.Module) -> None:
 
 
 def _tied_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each parameter that has several names, the other ones."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

@@ -94,7 +94,6 @@ class ModelParameters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the parameters and buffers, as transformers has them."""
         return tuple(self._state)
 
     def module(self, path: str) -> Any:

@@ -292,7 +292,6 @@ def _solving(layer: _Layer, group: tuple[str, ...]) -> float:
 
 
 def _distinct_layers(plan: QuantizePlan) -> list[int]:
-    """One layer of each shape."""
     seen: dict[tuple[tuple[str, tuple[int, int] | None], ...], int] = {}
     for index, family in enumerate(plan.architecture.layers):
         start = plan.architecture.layer_prefix(index)
@@ -372,7 +371,6 @@ class LayerTime:
 
 
 def weights_of(plan: QuantizePlan, prefix: str = "") -> int:
-    """Weights of the quantized linears whose names begin so."""
     return sum(
         out * width for name, (out, width) in plan.modules.items() if name.startswith(prefix)
     )

@@ -177,7 +177,6 @@ def random_weight(
 
 
 def _repeated(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The values, over and over, in the shape of another tensor."""
     flat = values.flatten()
     times = -(-like.numel() // max(1, flat.numel()))
     return flat.repeat(times)[: like.numel()].view(like.shape)

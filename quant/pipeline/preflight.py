@@ -211,7 +211,6 @@ def _image_bytes(plan: QuantizePlan, calibration: Calibration) -> int:
 
 
 def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
-    """Bytes in a format of every tensor that is not of a quantized linear."""
     if weight_format.name == "gguf":
         from ..gguf.container import data_bytes
 
@@ -295,7 +294,6 @@ def packed_entries(plan: QuantizePlan, weight_format: WeightFormat) -> PackedEnt
 
 
 def module_sizes(plan: QuantizePlan, weight_format: WeightFormat) -> dict[str, int]:
-    """Packed bytes of every module."""
     return _sizes(packed_entries(plan, weight_format))
 
 

@@ -284,7 +284,6 @@ def _measure(
     head: bool = False,
     replaced: Replaced | None = None,
 ) -> None:
-    """Fill a folder with statistics and sensitivities, where it has none."""
     from .sensitivity import Sensitivities
 
     plan, calibration = begun.plan, begun.calibration

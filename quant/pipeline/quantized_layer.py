@@ -122,7 +122,6 @@ def _stored(
     prefix: str,
     others: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a layer without codes, by full name in a format."""
     stored = {full_name(prefix, name): tensor for name, tensor in others.items()}
     if plan.kv_cache is None or not weight_format.holds_kv_scales:
         return stored
@@ -135,7 +134,6 @@ def _stored(
 def _with_scales(
     plan: QuantizePlan, weight_format: WeightFormat, module: str, tensor: QuantizedTensor
 ) -> QuantizedTensor:
-    """The weight with its scales cast to the dtype of a format."""
     from ..kinds.fp8.kind import Fp8Tensor
     from ..kinds.integer.kind import IntTensor
 

@@ -96,7 +96,6 @@ class Stage:
 
 
 def stages_of(session: Session) -> tuple[Stage, ...]:
-    """The stages of a session, in order."""
     if session.vision is None:
         return (Stage(session.stream, 0, False),)
     first = Stage(session.vision, 0, True)

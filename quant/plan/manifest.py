@@ -95,7 +95,6 @@ def to_json(value: dict[str, Any]) -> bytes:
 
 
 def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> bytes:
-    """The README model card, from the manifest alone."""
     summary, calibration = manifest["summary"], manifest["calibration"]
     origin = manifest.get("dequantized_from")
     rows = []

@@ -164,7 +164,6 @@ class QuantizePlan:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the same linears in the source."""
         return sum(
             out_features * in_features * BYTES_OF[self.checkpoint.dtype_name(f"{name}.weight")]
             for name, (out_features, in_features) in self.modules.items()
@@ -288,7 +287,6 @@ def _grid_schemes(
     base: SchemeOptions,
     source: _Source,
 ) -> _Schemes:
-    """The method's schemes, for each linear by its options."""
     modules, vision = source.modules, vision_linears(source.checkpoint, source.tower).keys()
     if not request.overrides:
         text = {name: shape for name, shape in modules.items() if name not in vision}
@@ -389,7 +387,6 @@ def check_plan(plan: QuantizePlan) -> None:
 
 
 def plan_notes(plan: QuantizePlan) -> list[str]:
-    """Notes and warnings about a valid plan."""
     notes = [*plan.checkpoint.notes, *plan.architecture.notes]
     asymmetric = any(scheme.asymmetric for scheme in plan.schemes.values())
     if asymmetric and any(f.name == "compressed-tensors" for f in plan.formats):
@@ -456,7 +453,6 @@ def check_widths(
 
 
 def stored(plan: QuantizePlan) -> CheckpointContents:
-    """The contents that a plan will write."""
     checkpoint = plan.checkpoint
     wrapped = checkpoint.text_config is not checkpoint.config
     return CheckpointContents(

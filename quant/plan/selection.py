@@ -143,7 +143,6 @@ def vision_linears(checkpoint: Checkpoint, layers: Architecture | None) -> Shape
 
 
 def _linears(architecture: Architecture) -> list[str]:
-    """Full names of the linears of all layers."""
     return [
         f"{architecture.layer_prefix(index)}.{linear}"
         for index, family in enumerate(architecture.layers)
@@ -272,7 +271,6 @@ def options_by_module(
 
 
 def _group_size(shapes: Shapes) -> tuple[int, list[str]]:
-    """The default group size, and notes about it."""
     preferred = DEFAULT_GROUP_SIZES[0]
     for size in DEFAULT_GROUP_SIZES:
         if all(in_features % size == 0 for _, in_features in shapes.values()):

@@ -29,7 +29,6 @@ Container = MutableMapping[Any, Any] | list[Any]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists and dicts."""
     tensors: list[torch.Tensor] = []
     with_tensors(value, lambda tensor: tensors.append(tensor) or tensor)
     return tensors

@@ -27,7 +27,6 @@ class Walk(ABC):
         """The states that enter the first layer, `rows` samples at a time."""
 
     def called(self, index: int) -> bool:
-        """True if a text reaches this layer."""
         return True
 
     @abstractmethod

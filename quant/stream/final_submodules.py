@@ -55,7 +55,6 @@ class _Submodule:
     outputs: _Kept = field(repr=False)
 
     def keep(self, rows: slice, output: Any) -> None:
-        """Keep what the child returned for a batch."""
         self.outputs.put(rows, output if self.length is None else output[self.place])
         if self.outputs.complete:
             self.inputs.values = None
@@ -182,7 +181,6 @@ class FinalSubmodules:
                 handle.remove()
 
     def replaced(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Remember the final weights."""
         for name, weight in weights.items():
             if name not in self._sums:
                 self._sums[name] = _sum(weight)
@@ -208,7 +206,6 @@ def passing(
 
 
 def _by_sample(part: Any) -> bool:
-    """True if it is a tensor of one sample, with the samples as its first dimension."""
     return isinstance(part, torch.Tensor) and part.dim() > 2 and len(part) == 1
 
 

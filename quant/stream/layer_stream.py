@@ -242,7 +242,6 @@ class LayerStream:
                 module.weight = before[name]
 
     def _calls(self, index: int, states: States) -> Iterator[tuple[slice, Call]]:
-        """A layer's calls, batch by batch."""
         with self._around():
             for rows in self.batches(states):
                 yield rows, self._moved(self._walk.call(index, states, rows))

@@ -118,7 +118,6 @@ def _documents(rows: Iterable[tuple[str, Any]]) -> Iterator[Document]:
 
 
 def document_of(row: Any, where: str) -> Document:
-    """The text or the conversation of one row."""
     if isinstance(row, dict):
         if isinstance(row.get("text"), str):
             return row["text"].strip()

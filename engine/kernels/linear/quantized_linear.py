@@ -315,7 +315,6 @@ TIMED_TOKENS = (1, 16, 64)
 
 
 def linear_trial(weight: QuantizedTensor, dtype: torch.dtype, input_bits: int) -> Trial[Prepare]:
-    """The GEMM of one weight."""
     random = RandomInputs(next(iter(weight.parts().values())).device, dtype)
     inputs = weight.in_features
     compared = [random(count, inputs) for count in COMPARED_TOKENS]

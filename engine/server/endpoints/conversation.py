@@ -149,7 +149,6 @@ class ConversationResponse(ABC):
             yield output, [e for e in events if shows or not isinstance(e, Reasoning)]
 
     async def parsed(self) -> Parsed:
-        """The whole output."""
         parsed = Parsed()
         async for _, events in self.read():
             parsed.add(events)

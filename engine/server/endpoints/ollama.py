@@ -135,7 +135,6 @@ Contents = Callable[[Parsed], dict[str, Any]]
 
 
 def message_of(parsed: Parsed) -> dict[str, Any]:
-    """A piece of a chat."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.text}
     if parsed.reasoning:
         message["thinking"] = parsed.reasoning
@@ -148,7 +147,6 @@ def message_of(parsed: Parsed) -> dict[str, Any]:
 
 
 def response_of(parsed: Parsed) -> dict[str, Any]:
-    """A piece of a generation."""
     thinking = {"thinking": parsed.reasoning} if parsed.reasoning else {}
     return {"response": parsed.text, **thinking}
 
@@ -273,7 +271,6 @@ def known(service: Service, name: str | None) -> str:
 
 
 async def answer(service: Service, body: OllamaChat | OllamaGenerate, request: Request) -> Response:
-    """Generate the next message of a chat, or the answer to a prompt."""
     if isinstance(body, OllamaGenerate) and _is_plain(service, body):
         arrival_seconds = time.perf_counter()
         plain = body.raw_request(service.max_model_len)

@@ -151,7 +151,6 @@ async def _scores(
     pairs: Sequence[tuple[str, str]],
     id_prefix: str,
 ) -> tuple[PooledResponse, list[float]]:
-    """The score of each pair."""
     service.check_model(body.model)
     body.refuse_unsupported()
     scorer, limit = service.pooling.scorer(), body.truncate_prompt_tokens

@@ -46,11 +46,9 @@ class Item(ABC):
         return {"type": self.event, "text": self.text}
 
     def done(self) -> Fields:
-        """Fields of the event that ends the text."""
         return {"text": self.text}
 
     def opening(self, make: Make, where: Fields) -> Iterator[bytes]:
-        """The events that begin the item."""
         empty = self.document("in_progress") | ({"content": []} if self.has_part else {})
         yield make("response.output_item.added", **where, item=empty)
         if self.has_part:
@@ -62,7 +60,6 @@ class Item(ABC):
         return make(f"response.{self.event}.delta", **self._place(where), delta=text, **more)
 
     def closing(self, make: Make, where: Fields, status: str) -> Iterator[bytes]:
-        """The events that end it."""
         yield make(f"response.{self.event}.done", **self._place(where), **self.done())
         if self.has_part:
             yield make("response.content_part.done", **self._place(where), part=self.part())

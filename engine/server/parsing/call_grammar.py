@@ -128,7 +128,6 @@ def _piece(piece: Piece, name: str) -> Form:
 
 
 def _shape_of(form: ToolFormat) -> CallShape:
-    """The shape of calls whose arguments are elements."""
     tags = form.tags
     assert tags is not None
     before, space = (f"{tags.name_open}NAME{tags.name_ends[0]}",), re.compile(_SPACE)

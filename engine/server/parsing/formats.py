@@ -333,7 +333,6 @@ class Parsed:
         self.calls: list[ParsedCall] = []
 
     def add(self, events: list[Event]) -> None:
-        """Append events."""
         for event in events:
             match event:
                 case Text(text):

@@ -280,7 +280,6 @@ class ChatRequest(GenerationRequest):
 
     @property
     def must_call(self) -> bool:
-        """True if the output has to be a tool call."""
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
             return choice.allowed_tools.mode == "required"
@@ -304,7 +303,6 @@ class ChatRequest(GenerationRequest):
         return {**chosen, **(self.chat_template_kwargs or {})}
 
     def answer_constraint(self) -> Constraint | None:
-        """The grammar of an answer."""
         return super().constraint()
 
     @property

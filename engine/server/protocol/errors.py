@@ -205,7 +205,6 @@ class RetryAfter:
         self._interval_seconds: float | None = None
 
     def record_finish(self) -> None:
-        """Record that a request has finished now."""
         now = time.perf_counter()
         if self._last_end is not None:
             # Capped: an idle night says nothing about load.

@@ -221,7 +221,6 @@ class CompletionRequest(GenerationRequest):
 
 
 def as_prompts(value: str | list[str] | list[int] | list[list[int]]) -> list[Prompt]:
-    """One or several prompts, as a list."""
     if isinstance(value, str):
         return [value]
     batch: list[Any] = value

@@ -209,7 +209,6 @@ class OllamaMessage(BaseModel):
     tool_call_id: str | None = None
 
     def for_chat(self) -> dict[str, Any]:
-        """The message as the chat endpoint takes it."""
         return {
             "role": self.role,
             "content": _with_images(self.content, self.images),

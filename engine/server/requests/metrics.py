@@ -137,7 +137,6 @@ class ServerMetrics:
         self.finished["abort"] += 1
 
     def note_failed_step(self, request_ids: Sequence[str]) -> None:
-        """Record a step that failed, and the requests that ended with it."""
         self.num_failed_steps += 1
         for request_id in request_ids:
             self._last_token.pop(request_id, None)
