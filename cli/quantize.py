@@ -87,11 +87,12 @@ def quantize(
             kind = f"{request.method}-{bits or 4}bit"
         request = replace(request, output=Path(f"{label}-{kind}"))
     keep_few_gemms()
+    if output is not None or not chosen.dry_run:
+        check_output(request.output, "--output", folder=True)
     # Nothing before imports torch.
     if chosen.dry_run:
         _dry_run(request, chosen)
         return
-    check_output(request.output, "--output", folder=True)
     check_free(request.output)
     if chosen.nproc is not None:
         from ..quant.base import workers

@@ -8,8 +8,7 @@ each pair compared, one report. Runs of their own that are too noisy for a limit
 more passes until the limit is told. It ends with 1 where a pair without a verdict names no condition of the
 list or stays without one, or where a number is not the same in a table, a page and the JSON.
 
-The walk prints wall and processor time of every step, each in a process of its own. It ends with 1 where a
-step fails, or a mistake is not refused with one line in a second of processor time, on a quiet machine.
+The walk is that of `tools/first_day.py`.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import argparse
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -32,6 +29,7 @@ from llmopt.bench.record.comparable import CONDITIONS
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.cli_process import run_llmopt
+from tools import first_day
 from tools.real_model import fetch_gguf, plain_checkpoint
 
 Words = Sequence[str | Path]
@@ -49,95 +47,6 @@ LOAD = ("--num-threads", "1", "--max-concurrency", "4")
 SHORT = ("--num-prompts", "8", "--output-len", "8", "--num-runs", "3", "--quality-tokens", "512")
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 NUMBER = re.compile(r"[+-]?[\d,]*\d(?:\.\d+)?")
-
-
-# MODEL is the checkpoint, OUT the folder of the walk.
-STEPS = (
-    "--help",
-    "quantize MODEL --method awq --bits 4 --dry-run",
-    "kv-plan MODEL --gpu l40s",
-    "kv-plan MODEL --gpu cpu",
-    "best MODEL --max-kl 0.05 --loads-in llama.cpp --dry-run",
-    "quantize MODEL --method rtn --no-errors -o OUT/rtn",
-    "verify OUT/rtn",
-    "bench MODEL --num-prompts 8 --num-runs 2 --output-len 8 --no-quality -o OUT/a",
-    "bench OUT/rtn --num-prompts 8 --num-runs 2 --output-len 8 --no-quality -o OUT/b",
-    "compare OUT/a OUT/b",
-    "report OUT/a OUT/b -o OUT/report.html",
-    "run ci-regression --model MODEL --dry-run",
-)
-MISTAKES = (
-    "quantize MODEL --method quantise",
-    "quantize MODEL --method Q4_KM",
-    "quantize MODEL --group-size 100 --dry-run",
-    "quantize MODEL --bits 17",
-    "quantize no/such/model",
-    "quantize MODEL --format ggfu",
-    "verify no/such/checkpoint",
-    "convert no/such/checkpoint --format gguf",
-    "bench MODEL --dataset sharegp",
-    "bench MODEL --gate p99<=10",
-    "bench --base-url http://127.0.0.1:9",
-    "bench MODEL --baseline no/such/run",
-    "compare no/such/a no/such/b",
-    "compare --plan-runs 5",
-    "report no/such/run",
-    "run quickstrat",
-    "run quickstart --set bench.num_promts=5",
-    "best MODEL --loads-in vlm",
-    "kv-plan lama-70b",
-    "kv-plan llama-70b --gpu l400s",
-)
-MOST_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """A finished command with its wall and processor seconds."""
-
-    line: str
-    code: int
-    error: str
-    wall_seconds: float
-    cpu_seconds: float
-
-    @classmethod
-    def run(cls, line: str, model: Path | str, folder: Path) -> Timed:
-        names = {"MODEL": str(model)}
-        words = [names.get(word, word.replace("OUT/", f"{folder}/")) for word in line.split()]
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-        command = [sys.executable, "-m", "llmopt", *words]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-        wall = time.perf_counter() - began
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        return cls(line, done.returncode, done.stderr.strip(), wall, cpu)
-
-    @property
-    def problem(self) -> str | None:
-        """The reason that a mistake was not refused as it should be: one line, at once."""
-        if self.code != 2 or not self.error.startswith("error: ") or "\n" in self.error:
-            return f"{self.line}: exit code {self.code}, {self.error[-200:]!r}"
-        if self.cpu_seconds > MOST_SECONDS:
-            return f"{self.line}: refused after {self.cpu_seconds:.1f} s of processor time"
-        return None
-
-
-def walk(model: Path | str, folder: Path) -> list[str]:
-    """Print the time of every step and mistake; returns the problems."""
-    problems = []
-    print(f"{'step':<76} exit  wall s   CPU s")
-    for line in (*STEPS, *MISTAKES):
-        done = Timed.run(line, model, folder)
-        print(
-            f"{line[:76]:<76} {done.code:>4} {done.wall_seconds:>7.2f} {done.cpu_seconds:>7.2f}",
-            flush=True,
-        )
-        if line in MISTAKES:
-            problems += [done.problem] if done.problem else []
-        elif done.code not in ((0, 1, 3) if line.startswith("compare") else (0,)):
-            problems.append(f"{line}: exit code {done.code}, {done.error[-300:]}")
-    return problems
 
 
 def run_wide(*words: str | Path) -> subprocess.CompletedProcess[str]:
@@ -360,7 +269,9 @@ def main() -> None:
     options.output.mkdir(parents=True)
     if options.walk:
         fetch_gguf(options.models)
-        if wrong := walk(plain_checkpoint(options.models).resolve(), options.output.resolve()):
+        if wrong := first_day.walk(
+            plain_checkpoint(options.models).resolve(), options.output.resolve()
+        ):
             sys.exit("\n".join(wrong))
         return
     user = FirstUser(options.output)

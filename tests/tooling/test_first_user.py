@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli_process import run_llmopt
-from tools.first_user import LOAD, MISTAKES, QUANTIZATIONS, FirstUser, Timed, agrees, rows
+from tools.first_day import MISTAKES, STEPS, Timed, command_of
+from tools.first_user import LOAD, QUANTIZATIONS, FirstUser, agrees, rows
 
 SMALL = ("--num-prompts", "8", "--output-len", "8", "--num-runs", "2", "--quality-tokens", "512")
 
@@ -39,8 +40,11 @@ def test_a_number_agrees_with_its_rounding_alone() -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_refused_with_one_line(line: str, tmp_path: Path) -> None:
-    words = ["stories3M" if word == "MODEL" else word for word in line.split()]
+    _, *words = command_of(line, "stories3M", tmp_path)
+    given = tmp_path / "report.html"
+    given.touch()
     done = run_llmopt(*words, cwd=tmp_path)
+    given.unlink()
     refused = Timed(line, done.returncode, done.stderr.strip(), 0.0, 0.0)
     assert refused.problem is None
     assert not list(tmp_path.iterdir()), "nothing half-written"
@@ -51,3 +55,12 @@ def test_the_walk_has_twenty_mistakes() -> None:
     late = Timed(MISTAKES[0], 2, "error: no", 9.0, 1.5)
     assert late.problem is not None and "after 1.5 s of processor time" in late.problem
     assert Timed(MISTAKES[0], 2, "error: no\nTraceback", 0.1, 0.1).problem is not None
+
+
+def test_the_walk_goes_the_whole_way(tmp_path: Path) -> None:
+    commands = {line.split()[0] for line in STEPS if line}
+    whole = {"quantize", "verify", "serve-local", "bench", "compare", "best", "run", "report"}
+    assert whole <= commands and sum(" -o OUT/" in s for s in STEPS if "quantize" in s) == 5
+    program, option, code = command_of("python README", "MODEL", tmp_path)
+    assert (program, option) == (tmp_path / "env" / "bin" / "python", "-c")
+    compile(str(code), "README.md", "exec")
