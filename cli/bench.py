@@ -61,7 +61,7 @@ def bench(
     # Options that were not given stay unset: some data sets have their own defaults.
     given = {key: value for key, value in given.items() if value is not None}
     given |= keywords_of_words(EngineConfig, engine)
-    options = checked(BenchOptions, given, "option")
+    options = checked(BenchOptions, given, "")
     check_models(given)
     _check_inputs(options, wanted)
     if sweep.is_asked_for:
@@ -180,7 +180,7 @@ def _check_sanity(where: str, target: Words, model: str | None, *, as_json: bool
         given |= {"base_url": where, "model": model}
     else:
         given |= {"serve": target["serve"] or "llmopt", "model": where}
-    options = checked(BenchOptions, given, "option")
+    options = checked(BenchOptions, given, "")
     with TerminalProgress() as progress, served(options, progress) as options:
         progress.start(f"sanity of {options.base_url}", 0, "")
         report = check_sanity(Address.of(options), options.model, options.request_timeout)

@@ -47,7 +47,7 @@ def freeze(
 
     described = {**workload, **fitted, "model": model.name}
     given = {key: value for key, value in described.items() if value is not None}
-    options = checked(BenchOptions, given, "option")
+    options = checked(BenchOptions, given, "")
     resolve_model(options.model)  # before torch is imported
     from ..bench.workloads.datasets import freeze_workload
 

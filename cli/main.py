@@ -162,7 +162,7 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
             raise
         context = getattr(error, "ctx", None)
         command = "llmopt" if context is None else context.command_path
-        message = format_message().rstrip(".")
+        message = format_message().rstrip(".").replace("Value error, ", "")
         divider = "" if message.endswith("?") else ":"  # after a near name
         print(f"error: {message}{divider} see {command} --help", file=sys.stderr)
         return 2

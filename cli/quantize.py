@@ -105,13 +105,14 @@ def quantize(
 def _dry_run(request: QuantizeRequest, chosen: RunOptions) -> None:
     from ..engine.base.units import format_gib
     from ..engine.planner.catalog import facts_of
-    from ..quant.plan.sketch import sketched_bytes
+    from ..quant.plan.sketch import sketched_bytes, sketched_readers
     from .output.console import TerminalProgress, emit_json, result_console, say
 
     if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the first
         size = sketched_bytes(request)
         result = "" if size is None else f"; quantized about {format_gib(size)}"
-        say(f"{request.model_name}: {facts_of(request.model).line}{result}")
+        line = f"{facts_of(request.model).line}{result}{sketched_readers(request)}"
+        say(f"{request.model_name}: {line}")
     # What follows imports torch and transformers' model.
     from ..quant.base.workers import is_first
     from ..quant.pipeline.pipeline import predict

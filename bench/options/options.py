@@ -137,11 +137,12 @@ def _within(known: Option) -> Callable[[Any], Any]:
 
 def checked(model: type[Model], values: dict[str, Any], where: str) -> Model:
     """`model` built from `values`. Raises BadInput: an invalid value or an unknown key; the message names
-    `where`, the key and the reason."""
+    `where`, if any, the key and the reason."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise BadInput(f"{where}: {words_of_error(model, error)}") from error
+        start = f"{where}: " if where else ""
+        raise BadInput(start + words_of_error(model, error)) from error
 
 
 def words_of_error(model: type[BaseModel], error: ValidationError) -> str:
@@ -161,7 +162,8 @@ def words_of_error(model: type[BaseModel], error: ValidationError) -> str:
     reason = first["msg"].removeprefix("Value error, ")
     if not key:  # a constraint over several options
         return reason
-    return f"{key}: {reason} (given: {first.get('input')!r})"
+    given = repr(first.get("input"))
+    return f"{key}: {reason}" + ("" if given in reason else f" (given: {given})")
 
 
 def _names(name: str, field: FieldInfo) -> list[Any]:

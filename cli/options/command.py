@@ -192,13 +192,16 @@ def _parameters(
         show_default=True if option.show_default is None else option.show_default,
         metavar=option.metavar,
         envvar=option.envvar,
+        case_sensitive=False,
         min=least,
         max=most,
         callback=callback,
     )
     yield _keyword(name, Annotated[kind, info, option], default)
     if option.hidden_flags:
-        alias = typer.Option(*option.hidden_flags, hidden=True, callback=callback)
+        alias = typer.Option(
+            *option.hidden_flags, hidden=True, case_sensitive=False, callback=callback
+        )
         yield _keyword(name + _HIDDEN, Annotated[kind | None, alias], None)
 
 

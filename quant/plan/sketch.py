@@ -7,12 +7,33 @@ from dataclasses import replace
 
 from ...base.errors import BadInput
 from ..base.scheme import PER_CHANNEL
+from ..check.kernels import engine_rules
 from ..families.config import has_table_rule, model_shape
 from ..methods.registry import METHODS
 from ..model.checkpoint import gguf_file_of, read_json
 from .request import DEFAULT_GROUP_SIZES, QuantizeRequest, searches
 
 _PLAIN_BYTES = 2
+
+
+def sketched_readers(request: QuantizeRequest) -> str:
+    """The format and the engines that have a reader of it, before each linear is checked. Empty for several
+    formats, or where options may keep the plan from the method's own format."""
+    name, options = request.format, request.scheme_options
+    if (
+        name is None
+        and options.bits is None
+        and options.symmetric is None
+        and not searches(request)
+    ):
+        name = METHODS[request.method].default_format
+    if name is None or "," in name:
+        return ""
+    readers = [r.name for r in engine_rules().values() if r.has(name, r.version(None))]
+    readers += ["llama.cpp"] * (name == "gguf")
+    return (
+        f"; {name} has a reader in {', '.join(['llmopt', *readers])} (each linear is checked next)"
+    )
 
 
 def sketched_bytes(request: QuantizeRequest) -> int | None:

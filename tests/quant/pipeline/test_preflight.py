@@ -26,7 +26,7 @@ from llmopt.quant.pipeline.prepare import prepare
 from llmopt.quant.plan.plan import make_plan, stored
 from llmopt.quant.plan.request import QuantizeRequest
 from llmopt.quant.plan.selection import split_fusions
-from llmopt.quant.plan.sketch import sketched_bytes
+from llmopt.quant.plan.sketch import sketched_bytes, sketched_readers
 
 from ...support.quant_support import STORIES
 
@@ -135,13 +135,36 @@ def test_a_size_that_takes_the_model_itself_is_left_out(options: dict[str, Any])
     assert sketched_bytes(QuantizeRequest(STORIES, Path("out"), **options)) is None
 
 
+NEXT = " (each linear is checked next)"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"method": "Q4_K_M"}, f"; gguf has a reader in llmopt, SGLang, llama.cpp{NEXT}"),
+        ({"method": "trellis"}, f"; exl3 has a reader in llmopt{NEXT}"),
+        ({"method": "rtn", "bits": 3}, ""),
+        ({"method": "rtn", "format": "gptq,awq"}, ""),
+        ({"method": "auto", "target_bpw": 4.0}, ""),
+    ],
+    ids=str,
+)
+def test_the_first_line_names_readers_where_the_format_is_sure(
+    options: dict[str, Any], text: str
+) -> None:
+    assert sketched_readers(QuantizeRequest.of(STORIES, Path("out"), **options)) == text
+
+
 def test_the_first_line_of_a_dry_run_needs_no_torch(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from llmopt.cli.main import main; main()"
     command = [sys.executable, "-c", code, "quantize", str(STORIES), "--dry-run"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     first, _, rest = done.stderr.partition("\n")
     assert first.startswith("stories3M: llama, 3.08M parameters, bfloat16, 5.88 MiB, context 512; ")
-    assert first.endswith("; quantized about 1.72 MiB") and not done.stdout
+    assert first.endswith(
+        "; quantized about 1.72 MiB" + f"; awq has a reader in llmopt, vLLM, SGLang{NEXT}"
+    )
+    assert not done.stdout
     assert rest == "error: torch is not installed: pip install torch\n"
 
 
