@@ -35,6 +35,7 @@ import torch
 assert torch.version.cuda and not torch.cuda.is_available()
 print(torch.__version__)
 """
+STAND_IN = "tests/engine/kernels/test_flashinfer.py::test_the_stand_in_has_the_library_s"
 QUANTIZERS = """
 import tempfile, pathlib
 from llmopt.bench.gpu_check.stages import quantizers
@@ -93,6 +94,10 @@ STEPS = (
         text="pip install",
     ),
     Step("quantizers, uninstalled", ("-c", QUANTIZERS)),
+    Step(
+        "libraries up to their launches",
+        (*PYTEST, "-rs", "tests/engine/kernels/test_real_libraries.py", f"{STAND_IN}_parameters"),
+    ),
     Step("doctor --gpu on the pretended card", (*PYTEST, "tests/bench/gpu_check")),
     Step(
         "Triton kernels under CUDA's division",

@@ -24,6 +24,9 @@ PACKAGES = (
 )
 """Packages of such a machine: no pyarrow, pydantic (which typer 0.29 brings), fastapi, uvicorn, gguf,
 llguidance, datasets, and no llmopt."""
+LIBRARIES = ("flashinfer-python==0.7.2.post1", "fla-core==0.6.0")
+"""Libraries whose Python side runs up to the launch; with what they need of the rest."""
+NEEDS = ("apache-tvm-ffi", "einops", "tabulate", "requests", "tqdm", "click")
 SYSTEM = re.compile(r"^(lib(c|m|z|dl|rt|pthread|stdc\+\+|gcc_s)\.so|ld-linux)")
 VERSIONED = re.compile(r"File: (\S+)|Name: (\S+)")
 """Lines of `readelf -V`: a library, then the versions of the symbols that are taken from it."""
@@ -39,11 +42,12 @@ class Build:
     triton: str
     transformers: str
     python: str = ""
+    has_libraries: bool = False
 
 
 BUILDS = (
     Build("2.11.0", "3.6.0", "5.17.0", "3.12"),
-    Build("2.13.0", "3.7.1", "5.23.0"),
+    Build("2.13.0", "3.7.1", "5.23.0", has_libraries=True),
     Build("2.15.0", "3.9.0", "5.24.0"),
 )
 
@@ -87,9 +91,10 @@ class Image:
         plain = {key: value for key, value in os.environ.items() if key != "PIP_FIND_LINKS"}
         plain["PIP_CONFIG_FILE"] = os.devnull
         # accelerate requires torch, which requires the libraries that the stubs replace.
-        cuda = [*pip, "--no-deps", *torch, "accelerate", "nvidia-cuda-runtime>=13,<14"]
+        libraries, needs = (LIBRARIES, NEEDS) if self.build.has_libraries else ((), ())
+        cuda = [*pip, "--no-deps", *torch, "accelerate", "nvidia-cuda-runtime>=13,<14", *libraries]
         subprocess.run(cuda, check=True, env=plain)
-        others = [f"transformers=={self.build.transformers}", *PACKAGES]
+        others = [f"transformers=={self.build.transformers}", *PACKAGES, *needs]
         subprocess.run([*pip, *others], check=True, env=plain)
         stubs = self.folder / "stubs"
         stubs.mkdir()

@@ -236,7 +236,18 @@ def refuses_deep_gemm(scheme: FloatScheme, out_features: int, in_features: int) 
         return f"it is for e4m3 inputs with a scale for each {BLOCK}, not {scheme.label}"
     if out_features % BLOCK or in_features % BLOCK:
         return f"it needs whole blocks, not {out_features} × {in_features}"
-    return package(NAME).reason
+    return lacks_deep_gemm()
+
+
+def lacks_deep_gemm() -> str | None:
+    """Reason why DeepGEMM cannot be called here. 1.0.0 of the package index is older than `fp8_gemm_nt`."""
+    library = package(NAME)
+    is_old = library.reason is None and not hasattr(library.module, "fp8_gemm_nt")
+    return (
+        "this deep_gemm has no fp8_gemm_nt: install version 2 or newer"
+        if is_old
+        else library.reason
+    )
 
 
 class DeepGemmLinear:

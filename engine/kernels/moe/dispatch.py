@@ -15,13 +15,12 @@ import torch
 from torch.nn import functional
 
 from ....base.build import beside, fields
-from ..common.devices import package, refuses_native, refuses_rows, serves_all
+from ..common.devices import refuses_native, refuses_rows, serves_all
 from ..common.dispatch import Candidate, Operation, lazily
 from ..common.graphs import addresses, launch, struct
 from ..common.verdicts import RandomInputs, Trial, tolerance
 from ..elementwise.native_rows import CHANNELS, NativeGate
-from ..linear.library_linear import NAME as DEEP_GEMM
-from ..linear.library_linear import refuses_dtype
+from ..linear.library_linear import lacks_deep_gemm, refuses_dtype
 from ..linear.linear import LinearKernel
 from ..linear.native_linear import CallStruct, PackedLinear, packed_of
 
@@ -418,7 +417,7 @@ def _refuses_deep_gemm(kernel_query: ExpertsKernelQuery) -> str | None:
     reason = refuses_rows(kernel_query) or refuses_dtype(kernel_query.device, kernel_query.dtype)
     if reason is None and not kernel_query.is_block_fp8:
         return "it is for experts in block FP8"
-    return reason or package(DEEP_GEMM).reason
+    return reason or lacks_deep_gemm()
 
 
 _grouped = _grouped_by(lazily("moe.triton_experts", "group"), LoopedExperts)

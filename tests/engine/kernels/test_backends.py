@@ -207,6 +207,13 @@ def test_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert linear(x[:0]).shape == (0, 256)
 
 
+def test_a_deep_gemm_without_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the package index has it, 1.0.0 of February 2025."""
+    scheme = FloatScheme("block", Activations("fp8", "group128"))
+    monkeypatch.setattr(library_linear, "package", lambda _: Backend(SimpleNamespace()))
+    assert "no fp8_gemm_nt" in (library_linear.refuses_deep_gemm(scheme, 256, 384) or "")
+
+
 def test_without_the_extra_ours_serve() -> None:
     query = QuantizedLinearKernelQuery("cuda", torch.bfloat16, 128, 256, IntScheme(4, 64, True))
     reasons = dict(QUANTIZED_LINEAR.explain(query).reasons)

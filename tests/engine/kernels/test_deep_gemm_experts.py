@@ -74,11 +74,11 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    from llmopt.engine.kernels.moe import dispatch, triton_experts
+    from llmopt.engine.kernels.moe import triton_experts
 
     monkeypatch.setenv(VARIABLE, "interpret")
     Library.calls = 0
-    for module in (library_linear, triton_experts, dispatch):
+    for module in (library_linear, triton_experts):
         monkeypatch.setattr(module, "package", lambda name: Backend(Library))
 
 

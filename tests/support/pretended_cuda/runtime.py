@@ -85,6 +85,7 @@ def _driver(card: Card) -> Iterator[None]:
         get_current_device=lambda: card.current,
         get_current_stream=lambda _: 0,
         get_current_target=lambda: GPUTarget("cuda", 10 * major + minor, 32),
+        get_benchmarker=lambda: lambda call, **_: [1.0, 1.0, 1.0],  # of an autotuner
     )
     remembered = [verdicts._table, devices._limits_of, devices._launch_problem]
     for each in remembered:
