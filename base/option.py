@@ -248,11 +248,9 @@ def offer(name: str, known: Collection[str]) -> str:
     return f"{start}choose one of {', '.join(known)}"
 
 
-def device_names(text: str) -> tuple[str, ...]:
-    """The names in `--device`, which has commas between them. Raises `BadInput`: one of them is the name of
-    no device."""
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if not re.fullmatch(rf"({'|'.join(KINDS)})(:(0|[1-9][0-9]?))?", name):
-            raise BadInput(f"--device {name}: choose cpu, cuda or cuda:N")
-    return names
+def check_device(name: str) -> None:
+    """Raises `BadInput` for a `--device` that is the name of no device."""
+    if "," in name:
+        raise BadInput(f"--device {name}: name one device; --nproc shares the work among several")
+    if not re.fullmatch(rf"({'|'.join(KINDS)})(:(0|[1-9][0-9]?))?", name):
+        raise BadInput(f"--device {name}: choose cpu, cuda or cuda:N")

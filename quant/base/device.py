@@ -1,8 +1,7 @@
-"""Devices and memory of a quantization.
+"""Device and memory of a quantization.
 
-A layer is run and solved on a device; what is between layers stays on the host. Independent tasks are
-spread over several devices. Peaks are those of Linux (`VmHWM`), and glibc's heap is kept from growing with
-every layer.
+A layer is run and solved on a device; what is between layers stays on the host. Peaks are those of Linux
+(`VmHWM`), and glibc's heap is kept from growing with every layer.
 """
 
 from __future__ import annotations
@@ -13,23 +12,17 @@ import math
 import mmap
 import resource
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...base.errors import BadInput, first_line
-from ...base.option import device_names
+from ...base.option import check_device
 
 HOST = torch.device("cpu")
-Task = TypeVar("Task")
-Result = TypeVar("Result")
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # mallopt(3)
 _OUTSIDE_BYTES, _TRIMMED_BYTES = 2**20, 2**17
 _OUTSIDE_IN_PASSES, _KEPT_IN_PASSES = 16 * 2**20, 256 * 2**20
@@ -43,7 +36,7 @@ _NVIDIA, _DISPLAY = "0x10de", "0x03"
 
 def device_of(name: str) -> torch.device:
     """The device that `--device` names: `cpu`, `cuda` or `cuda:1`. BadInput: it is not here."""
-    device_names(name)
+    check_device(name)
     device = torch.device(name)
     if device.type == "cuda":
         problem = cuda_problem(device.index or 0)
@@ -85,53 +78,6 @@ def has_nvidia_gpu() -> bool:
             if vendor.read_text().strip() == _NVIDIA and kind.startswith(_DISPLAY):
                 return True
     return torch.cuda.is_available()
-
-
-def devices_of(names: str) -> tuple[torch.device, ...]:
-    """Devices of `--device`: the first runs layers. BadInput: missing, twice, or of another kind."""
-    devices = tuple(device_of(name) for name in device_names(names))
-    if len({device.type for device in devices}) > 1:
-        raise BadInput(f"--device {names}: name devices of one kind")
-    numbers = [device.index or 0 for device in devices]
-    if devices[0] != HOST and len({*numbers}) < len(numbers):
-        raise BadInput(f"--device {names}: name each device once")
-    return devices
-
-
-def creating_on(device: torch.device) -> AbstractContextManager[object]:
-    return nullcontext() if device == HOST else device
-
-
-def spread(
-    tasks: Sequence[Task],
-    devices: Sequence[torch.device],
-    run: Callable[[Task, torch.device], Result],
-) -> list[Result]:
-    """`run` of every task on one of the devices, without gradients, in order, or the first exception. A
-    device may be named twice, and has two threads then."""
-    left = iter(enumerate(tasks))
-    lock = threading.Lock()
-    results: dict[int, Result] = {}
-
-    def work(device: torch.device) -> None:
-        while True:
-            with lock:
-                index, task = next(left, (None, None))
-            if index is None:
-                return
-            try:
-                with torch.no_grad(), creating_on(device):
-                    results[index] = run(task, device)  # pyright: ignore[reportArgumentType]
-            except BaseException:
-                with lock:
-                    for _ in left:
-                        pass
-                raise
-
-    with ThreadPoolExecutor(len(devices)) as pool:
-        for future in [pool.submit(work, device) for device in devices]:
-            future.result()
-    return [results[index] for index in range(len(tasks))]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -88,26 +88,12 @@ class InputStatistics:
     def mean_abs(self) -> torch.Tensor:
         return self.abs_sum / max(self.num_tokens, 1)
 
-    def to(self, device: torch.device) -> InputStatistics:
-        if self.gram.device == device:
-            return self
-        return self._changed(lambda part: part.to(device), lambda part: part.to(device))
-
     def divided(self, columns: torch.Tensor) -> InputStatistics:
         """The statistics of inputs whose channels are divided by `columns` `[in]`."""
-        return self._changed(
-            lambda matrix: matrix / columns / columns[:, None], lambda vector: vector / columns
-        )
-
-    def _changed(
-        self,
-        matrix: Callable[[torch.Tensor], torch.Tensor],
-        vector: Callable[[torch.Tensor], torch.Tensor],
-    ) -> InputStatistics:
-        record = InputStatistics(0)
-        record.gram, record.num_tokens = matrix(self.gram), self.num_tokens
-        record.abs_sum, record.abs_max = vector(self.abs_sum), vector(self.abs_max)
-        record.cross = None if self.cross is None else matrix(self.cross)
+        record, by_row = InputStatistics(0), columns[:, None]
+        record.gram, record.num_tokens = self.gram / columns / by_row, self.num_tokens
+        record.abs_sum, record.abs_max = self.abs_sum / columns, self.abs_max / columns
+        record.cross = None if self.cross is None else self.cross / columns / by_row
         return record
 
     def row_errors(self, delta: torch.Tensor) -> torch.Tensor:
@@ -229,7 +215,6 @@ class LayerProblem:
             None with cached statistics.
         block: the layer itself, to be run with gradients; only for blockwise methods, and None for the output
             projection.
-        devices: devices that share independent linears; the tensors are on the first.
         layer_error: squared error of the layer's output with these weights; None: not asked for.
         importance: given mean squares of inputs `[in]`, in place of the statistics' for ggml's blocks.
         measures_errors: True to have errors in the reports; an expert, whose codes depend on them, has them.
@@ -249,36 +234,12 @@ class LayerProblem:
     held_out: dict[str, InputStatistics] = field(default_factory=dict)
     remeasure: Remeasure | None = None
     block: TunableBlock | None = None
-    devices: tuple[torch.device, ...] = ()
     layer_error: Callable[[Mapping[str, torch.Tensor]], float] | None = None
     options: MethodOptions = field(default_factory=MethodOptions)
     importance: dict[str, torch.Tensor] = field(default_factory=dict)
     measures_errors: bool = True
     step: Callable[[], None] | None = None
     _energies: dict[str, float] = field(default_factory=dict, init=False, repr=False)
-
-    def part(self, linears: Collection[str], device: torch.device) -> LayerProblem:
-        """The problem of some linears, its tensors on a device; the statistics of routers come along."""
-        held_out = {
-            name: self.held_out[name].to(device) for name in linears if name in self.held_out
-        }
-        return replace(
-            self,
-            weights={name: self.weights[name].to(device) for name in linears},
-            statistics={
-                name: self.statistics[name].to(device)
-                for name in (*linears, *self.family.routers)
-                if name in self.statistics
-            },
-            held_out=held_out,
-            importance={
-                name: self.importance[name].to(device)
-                for name in linears
-                if name in self.importance
-            },
-            remeasure=None,
-            devices=(),
-        )
 
     def energy(self, linear: str) -> float:
         """Squared norm `|XWᵀ|²` of the linear's output on the calibration data, computed once."""

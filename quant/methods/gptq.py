@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from ..base import workers
-from ..base.device import spread
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
@@ -96,22 +95,18 @@ class StageWork:
         self.problem.statistics.update(self.problem.remeasure(done, linears | routers))
 
     def quantize_all(self, groups: list[tuple[str, ...]]) -> None:
-        """Quantize independent groups, over devices; workers share a stage's only group by linears."""
-        devices = self.problem.devices
+        """Quantize independent groups, which workers share; a stage's only group by linears."""
         if workers.together() and len(groups) == 1:
             groups = [(name,) for name in groups[0]]
-        if workers.count() > 1:
-            costs = [self._cost(linears) for linears in groups]
-            device = self.problem.weights[groups[0][0]].device
-            self._measure_errors(workers.owners_in_gaps(costs, self._costs_of_waiting()))
-            parts = workers.shared_out(groups, costs, lambda group: self._apart(group, device))
-        elif len(devices) < 2 or len(groups) < 2:
+        if workers.count() == 1:
             for linears in groups:
                 with solving(self.problem, linears):
                     self.quantize(linears)
             return
-        else:
-            device, parts = devices[0], spread(groups, devices, self._apart)
+        costs = [self._cost(linears) for linears in groups]
+        device = self.problem.weights[groups[0][0]].device
+        self._measure_errors(workers.owners_in_gaps(costs, self._costs_of_waiting()))
+        parts = workers.shared_out(groups, costs, self._apart)
         for tensors, reports, damps in parts:
             self.codes |= {name: codes.to(device) for name, codes in tensors.items()}
             self.reports |= reports
@@ -167,11 +162,11 @@ class StageWork:
         return float(shapes[0][1] ** 2 * (shapes[0][1] + sum(rows for rows, _ in shapes)))
 
     def _apart(
-        self, linears: tuple[str, ...], device: torch.device
+        self, linears: tuple[str, ...]
     ) -> tuple[dict[str, QuantizedTensor], dict[str, ModuleReport], dict[str, float]]:
-        """Codes, reports and dampings of one group, solved on a device."""
-        work = type(self)(self.problem.part(linears, device))
-        with solving(work.problem, linears):
+        """Codes, reports and dampings of one group."""
+        work = type(self)(self.problem)
+        with solving(self.problem, linears):
             work.quantize(linears)
         return work.codes, work.reports, work.damps
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from ...base.errors import BadInput
-from ..base.device import HOST, creating_on
+from ..base.device import HOST
 from ..families.layer_map import LayerMap
 from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.tensor import QuantizedTensor, zeroed_rows
@@ -202,7 +203,6 @@ def quantize_tensors(
         held_out={name: seen for name, seen in measured.held_out.items() if name in schemes},
         remeasure=measured.remeasure,
         block=measured.block,
-        devices=plan.devices,
         layer_error=measured.layer_error if plan.options.judge == "layer" else None,
         options=plan.options,
         importance={
@@ -213,7 +213,7 @@ def quantize_tensors(
         measures_errors=measures_errors,
         step=step,
     )
-    with torch.no_grad(), creating_on(device):
+    with torch.no_grad(), nullcontext() if device == HOST else device:
         result = _solved(plan, problem, allow_fallback) if linears else LayerResult({}, {}, [])
         if revert_worse:
             result = reverted(problem, result)

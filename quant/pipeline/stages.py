@@ -6,7 +6,6 @@ read from what was written.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -48,21 +47,19 @@ class LayerProgress:
     def __init__(self, progress: Progress, clock: Callable[[], float] = time.perf_counter) -> None:
         self._progress, self._clock = progress, clock
         self._shares: list[float] = []
-        self._lock = threading.Lock()  # several devices solve linears at a time
         self.begin()
 
     def begin(self) -> None:
         self._began, self._steps, self._shown = self._clock(), list[float](), 0.0
 
     def step(self) -> None:
-        with self._lock:
-            self._steps.append(self._clock() - self._began)
-            number = len(self._steps)
-            if not self._shares:
-                self._progress.status(f"step {number} of the first layer")
-            elif number <= len(self._shares):
-                self._progress.advance(self._shares[number - 1] - self._shown)
-                self._shown = self._shares[number - 1]
+        self._steps.append(self._clock() - self._began)
+        number = len(self._steps)
+        if not self._shares:
+            self._progress.status(f"step {number} of the first layer")
+        elif number <= len(self._shares):
+            self._progress.advance(self._shares[number - 1] - self._shown)
+            self._shown = self._shares[number - 1]
 
     def end(self) -> None:
         passed = max(self._clock() - self._began, 1e-9)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...base.errors import BadInput
-from ..base.device import HOST, devices_of
+from ..base.device import HOST, device_of
 from ..base.scheme import INT8_CACHE, PER_CHANNEL, KvStrategy, Scheme
 from ..base.workers import own_device
 from ..check.loaders import CheckpointContents
@@ -62,7 +62,7 @@ class QuantizePlan:
         parameters: parameters of transformers' model, or why transformers has none.
         rotations: rotations that the checkpoint is seen through.
         seq_len: tokens in a calibration sample.
-        devices: devices on which layers are run (the first) and solved.
+        device: device on which layers are run and solved.
         compute: dtype of the GEMMs of the calibration passes.
         gguf_type: name of the mix in a GGUF file; empty where none is written.
         kv_cache: dtype of the KV cache that scales are stored for; None: none are.
@@ -87,7 +87,7 @@ class QuantizePlan:
     options: MethodOptions
     rotations: tuple[str, ...]
     seq_len: int
-    devices: tuple[torch.device, ...]
+    device: torch.device
     compute: torch.dtype
     gguf_type: str
     kv_cache: str | None
@@ -115,10 +115,6 @@ class QuantizePlan:
     @property
     def num_layers(self) -> int:
         return len(self.architecture.layers)
-
-    @property
-    def device(self) -> torch.device:
-        return self.devices[0]
 
     @property
     def lm_head(self) -> bool:
@@ -218,8 +214,8 @@ def make_plan(request: QuantizeRequest) -> QuantizePlan:
         options=request.options,
         rotations=source.rotations,
         seq_len=_seq_len(request, source.checkpoint),
-        devices=devices_of(own_device(request.device)),
-        compute=compute_dtype(request.compute, common, devices_of(request.device)[0]),
+        device=device_of(own_device(request.device)),
+        compute=compute_dtype(request.compute, common, device_of(request.device)),
         gguf_type=made.gguf_type,
         # Those of int8 are measured by the server.
         kv_cache=None if request.kv_cache == INT8_CACHE else request.kv_cache,
@@ -427,7 +423,7 @@ def _seq_len(request: QuantizeRequest, checkpoint: Checkpoint) -> int:
     default = DEFAULT_SEQ_LEN
     if is_bundled(checkpoint.folder):
         default = BUNDLED_SEQ_LEN
-    elif devices_of(request.device)[0] == HOST and checkpoint.text_config is checkpoint.config:
+    elif device_of(request.device) == HOST and checkpoint.text_config is checkpoint.config:
         default = CPU_SEQ_LEN  # of text alone: an image may take as many tokens
     context = checkpoint.text_config.get("max_position_embeddings", default)
     if not isinstance(context, int) or context < 1:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 from ...base.errors import BadInput
-from ...base.option import device_names, option, option_like, options_of, within
+from ...base.option import check_device, option, option_like, options_of, within
 from ..base.scheme import INT8_CACHE, LARGEST, PER_CHANNEL, KvStrategy
 from ..kinds.registry import format_names
 from ..methods.options import MethodOptions, SchemeOptions, check_group_size
@@ -196,7 +196,7 @@ class QuantizeRequest:
     seed: int = option(0, "Random seed of the calibration texts' order.", panel=_DATA)
     device: str = option(
         "cpu",
-        "Where layers are run and solved: cpu, cuda, cuda:N, or several with commas.",
+        "Where layers are run and solved: cpu, cuda or cuda:N.",
         panel=_DATA,
         common=True,
     )
@@ -308,7 +308,7 @@ def check_request(request: QuantizeRequest) -> None:
     """Raises BadInput for a request that no model could fulfil."""
     check_method(request.method)
     formats = formats_asked(request.format)
-    device_names(request.device)
+    check_device(request.device)
     if searches(request):
         _check_target(request)
     method = METHODS[AUTO_METHOD if request.method == AUTO else request.method]
