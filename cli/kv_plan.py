@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -17,7 +17,7 @@ from .options.command import From, Words, with_options
 from .options.shared import ModelOptions
 
 if TYPE_CHECKING:
-    pass
+    from ..engine.planner.plan import DeploymentPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class PlanOutputOptions:
         writes="file",
         common=True,
     )
+    html: Path | None = option(None, "Write the plan as a page.", writes="file")
     as_json: bool = option(False, "Print the plan as JSON.", flag="--json", common=True)
 
 
@@ -74,17 +75,15 @@ def kv_plan(
             "no model: name one, such as llama-70b, or with --model; --list shows the table's: see llmopt "
             "kv-plan --help"
         )
-    target = output.output
-    if target is not None and not target.parent.is_dir():
-        raise BadInput(f"there is no folder {target.parent} to write {target.name} into")
+    for target in (output.output, output.html):
+        if target is not None and not target.parent.is_dir():
+            raise BadInput(f"there is no folder {target.parent} to write {target.name} into")
     plan = plan_for(PlanRequest(name, **keywords_of_words(PlanRequest, words)))
     for warning in plan.warnings:
         say(f"warning: {warning}")
     plan_answer = answer_of(plan)
     answer = plan_as_dict(plan) | {"answer": answer_as_dict(plan_answer)}
-    if target is not None:
-        write_atomically(target, (json.dumps(answer, indent=2) + "\n").encode())
-        say(f"plan: {target}")
+    _write(plan, answer, output)
     if output.as_json:
         emit_json(answer)
     else:
@@ -94,3 +93,16 @@ def kv_plan(
             show_engines(answer, console)
         if output.explain:
             show_explanation(plan, console)
+
+
+def _write(plan: DeploymentPlan, answer: dict[str, Any], output: PlanOutputOptions) -> None:
+    from .output.console import say
+
+    if output.output is not None:
+        write_atomically(output.output, (json.dumps(answer, indent=2) + "\n").encode())
+        say(f"plan: {output.output}")
+    if output.html is not None:
+        from ..bench.report.plan_page import plan_page
+
+        write_atomically(output.html, plan_page(plan).encode())
+        say(f"page: {output.html}")

@@ -59,7 +59,7 @@ from ..record.run_record import (
     speculation_part,
 )
 from ..report.parts import recorded_layer_errors
-from ..report.plan_residuals import plan_for_folder, residuals
+from ..report.plan_page import plan_for_folder, residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.workload import Workload, shared_tokens
 from .quality import (

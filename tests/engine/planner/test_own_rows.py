@@ -107,7 +107,7 @@ def test_a_bench_against_a_plan_is_a_row_that_narrows_the_next(
     assert both["loaded"]["error"]["note"] == "2 rows of this machine"
     assert both["efficiency"]["source"] == "measured in 2 runs"
     capsys.readouterr()
-    assert call(*PLAN, "--measured", "runs", "--explain") == 0
+    assert call(*PLAN, "--measured", "runs", "--explain", "--html", "plan.html") == 0
     words = " ".join(capsys.readouterr().out.split())
     assert "2 rows of this machine moved TPOT and TTFT" in words
     assert "moved and narrowed by this machine's own rows" in words

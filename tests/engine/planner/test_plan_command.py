@@ -116,12 +116,12 @@ def test_how_a_context_divides_is_said_next_to_it(
 def test_a_plan_is_written_although_nobody_reads_the_screen(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    options = ["--ctx", "128k", "--output", "plan.json"]  # with a warning
+    options = ["--ctx", "128k", "--output", "plan.json", "--html", "plan.html"]  # with a warning
     line = [sys.executable, "-m", "llmopt", "kv-plan", "llama-2-7b", *options]
     done = subprocess.run(line, stdout=writer, stderr=writer, cwd=tmp_path, check=False)
     os.close(writer)
     assert done.returncode == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"plan.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "plan.html"}
 
 
 @pytest.mark.parametrize(
@@ -138,8 +138,29 @@ def test_a_number_of_gpus_is_planned_on_so_many(
 def test_a_plan_goes_into_no_folder_that_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call("--model", "llama-8b", "--out", str(tmp_path / "gone" / "plan")) == 2
-    assert "no folder" in capsys.readouterr().err
+    for option in ("--out", "--html"):
+        assert call("--model", "llama-8b", option, str(tmp_path / "gone" / "plan")) == 2
+        assert "no folder" in capsys.readouterr().err
+
+
+def test_the_page_holds_four_figures_and_every_formula(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.html"
+    options = ["--model", "gpt-oss-120b", "--ctx", "128k", "--concurrency", "4"]
+    assert call(*options, "--html", str(path)) == 0
+    page = path.read_text()
+    assert page.count("<svg") == 4
+    for words in ("Serving gpt-oss-120b", "Fits on 2 x H100 SXM", "ridge 295 FLOP/B", "FLOP"):
+        assert words in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert (
+        call("--model", "llama-405b", "--gpu-memory", "24GiB", "--tp", "1", "--html", str(path))
+        == 0
+    )
+    page = path.read_text()
+    assert "Does not fit on 1 x 24 GiB" in page
+    assert page.count("<svg") == 2  # no speed is known
 
 
 @pytest.mark.parametrize(
@@ -209,3 +230,18 @@ def test_nonsense_is_one_line_and_code_2(
     assert out == ""
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_the_page_is_of_the_gpu_that_the_answers_are_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.html"
+    options = ["--model", "qwen3-8b", "--ctx", "32k", "--tp", "1", "--gpu", "rtx-4090,h100"]
+    found = answer(capsys, *options, "--html", str(path), "--concurrency", "4")
+    assert found["answer"]["gpu"] == "H100 SXM"
+    page = path.read_text()
+    assert "Fits on 1 x H100 SXM." in page and "Does not fit" not in page
+    (gpu,) = (one for one in found["gpus"] if one["gpu"] == "H100 SXM")
+    for value in (gpu["loaded"]["ttft_ms"], gpu["loaded"]["tpot_ms"]):
+        assert f"{value:,.4g}" in page
+    assert f"${gpu['dollars_per_million_output_tokens']:,.3g}" in page
