@@ -49,8 +49,7 @@ def row_of(result: dict[str, Any]) -> list[str]:
     (variant,) = result["variants"].values()
     comparison, reach = variant["comparison"], result["speed_reach"]
     verdicts = {aspect["aspect"]: aspect["verdict"] for aspect in comparison["aspects"]}
-    planned = result["recipe"]["bench"]["num_runs"]
-    told = [limit["limit"] for limit in reach if (limit["passes"] or planned + 1) <= planned]
+    told = [limit["limit"] for limit in reach if limit["is_told"]]
     ended = [delta for delta in comparison["deltas"] if delta["outcome"] != "no verdict"]
     counts = f"{len(told)} of {len(reach)}", f"{len(ended)} of {len(comparison['deltas'])}"
     return [*(verdicts[name] for name in ("quality", "memory", "speed")), *counts]

@@ -64,7 +64,14 @@ from .score_checks import (
     quality_changes,
     task_changes,
 )
-from .speed_gate import GateSpeed, by_processor, decides, is_hosted_runner, withholds_outcome
+from .speed_gate import (
+    GateSpeed,
+    by_processor,
+    decides,
+    is_disturbed,
+    is_hosted_runner,
+    withholds_outcome,
+)
 from .verdict import (
     FALSE_PASS,
     LimitVerdict,
@@ -445,10 +452,6 @@ def unusable(
         number = 0 if alone[0] else 1
         return disturbance(f"the {sides[number]} run", (base, new)[number])
     return other_lengths([base], [new])
-
-
-def is_disturbed(data: RunData) -> bool:
-    return all(run.get("disturbed") for run in data.result["llmopt"]["runs"])
 
 
 def disturbance(runs: str, data: RunData) -> Difference:

@@ -80,11 +80,16 @@ def allowed_worsening(limit: Limit) -> float:
     return limit.bound if limit.at_most else 1 / (1 + limit.bound) - 1
 
 
+def is_disturbed(data: RunData) -> bool:
+    return all(run.get("disturbed") for run in data.result["llmopt"]["runs"])
+
+
 def speed_reach(limits: Sequence[Limit], run: RunData, planned: int) -> list[dict[str, Any]]:
     """The smallest change that `planned` passes tell under each relative limit on speed, at a power of 80 %,
     and the passes that would tell the limit (None beyond 240), in numbers and `words`. The noise is that of
     successive passes of `run`, as of passes in turns."""
-    reaches = []
+    reaches, disturbed = [], is_disturbed(run)
+    condition = " while other programs load this machine as now" if disturbed else ""
     for limit in filter(_is_relative_time, limits):
         values = run.values(limit.quantity.key)
         if len(values) < 2:
@@ -94,10 +99,11 @@ def speed_reach(limits: Sequence[Limit], run: RunData, planned: int) -> list[dic
         passes = next((n for n in counts if smallest_visible_change(cv, n) <= allowed), None)
         smallest = smallest_visible_change(cv, planned)
         name = f"{limit.quantity.label} {limit.text}"
-        enough = "enough for the limit unless the machine gets busier"
+        enough = f"enough for the limit{condition}"
         ending = enough if smallest <= allowed else f"the limit needs {passes}"
         if passes is None:
             ending = f"{MOST_PASSES} would not tell the limit"
         text = f"{name}: {planned} passes tell a change of {smallest:.1%}, {ending}"
-        reaches.append({"limit": name, "smallest": smallest, "passes": passes, "words": text})
+        reach = {"limit": name, "smallest": smallest, "passes": passes, "words": text}
+        reaches.append(reach | {"is_told": smallest <= allowed and not disturbed})
     return reaches

@@ -105,6 +105,12 @@ def test_the_reach_says_before_the_run_which_limits_are_told() -> None:
     throughput, tpot = speed_reach(limits, quiet, 7)
     assert throughput["passes"] <= 7 and tpot["smallest"] < 0.02
     assert "7 passes tell a change of" in tpot["words"] and "enough for the limit" in tpot["words"]
+    assert tpot["is_told"] and tpot["words"].endswith("enough for the limit")
+    disturbed = run_of(STEADY)
+    for one_pass in disturbed.result["llmopt"]["runs"]:
+        one_pass["disturbed"] = True
+    (_, tpot) = speed_reach(limits, disturbed, 7)
+    assert not tpot["is_told"] and "while other programs load" in tpot["words"]
     reach, _ = speed_reach(limits, noisy, 7)
     assert reach["smallest"] > 0.2 and not (reach["passes"] or 999) <= 7
     assert "240 would not tell the limit" in reach["words"] or "the limit needs" in reach["words"]
