@@ -50,14 +50,17 @@ def best(
     run: BestRunOptions,
 ) -> None:
     """Find the checkpoint for a model, hardware and promises, proven; an interrupted run is resumed."""
+    from ..engine.planner.catalog import facts_of
     from ..quant.source.models import resolve_model, short_name
     from ..recipes import DEFAULT_MODEL
-    from .output.console import TerminalProgress, result_console
+    from .output.console import TerminalProgress, result_console, say
 
     request = BestRequest(**keywords_of_words(BestRequest, asked))
     name = model.name or DEFAULT_MODEL
-    folder = run.output or Path(f"{short_name(resolve_model(name))}-best")
+    path = resolve_model(name)
+    folder = run.output or Path(f"{short_name(path)}-best")
     check_output(folder, "--output", folder=True)
+    say(f"{short_name(path)}: {facts_of(path).line}")
     from ..bench.best.finalists import find_best  # torch
 
     again = f"interrupted: what was finished is in {folder}; the same command resumes from there"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -287,3 +289,12 @@ def test_promised_tasks_are_scored() -> None:
     target = Target.of(BestRequest(promise=("tools>=-2%", "length<=+5%")), "stories3M")
     point = {"id": "a", "quantize": {"method": "rtn", "bits": 4}}
     assert recipe_of(target, [point], "bf16").bench.tasks == ("tool_calls", "answers")
+
+
+def test_the_first_line_names_the_model_before_torch_is_imported(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from llmopt.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "best", "stories3M", "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    first, _, rest = done.stderr.partition("\n")
+    assert first == "stories3M: llama, 3.08M parameters, bfloat16, 5.88 MiB, context 512"
+    assert rest == "error: torch is not installed: pip install torch\n"
