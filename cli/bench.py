@@ -70,11 +70,20 @@ def bench(
         _run(options, wanted, result, tracking.tracker())
 
 
+_SMALL = 2**22
+"""Bytes of a data set that is read before the model too, so that a fault in it is told at once."""
+
+
 def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
     """Raises BadInput for a model, file or server that is not there, before torch is imported."""
     from ..bench.load.address import Address
+    from ..bench.workloads.datasets import locate_dataset
+    from ..bench.workloads.sharegpt import load_conversations
     from ..quant.source.models import refuse_mock, resolve_model
 
+    name, file = locate_dataset(options.dataset, options.dataset_path)
+    if name == "sharegpt" and file is not None and file.is_file() and file.stat().st_size < _SMALL:
+        load_conversations(file)
     against = None if wanted is None else wanted.against
     if options.base_url is not None:
         address = Address.of(options)

@@ -103,7 +103,7 @@ def _wanted(recipe_options: RecipeOptions) -> tuple[Stages | None, Recipe]:
     if recipe_options.resume is not None and recipe_options.recipe is None:
         stages = Stages.resume(recipe_options.resume)
         return stages, stages.recipe
-    raise BadInput("give a recipe to run, or --resume FOLDER to resume one")
+    raise BadInput("give a recipe to run, such as quickstart, or --resume FOLDER to resume one")
 
 
 def _show_steps(recipe: Recipe, as_json: bool) -> None:

@@ -68,6 +68,7 @@ LINES = {
     "bench --dataset sharegp": "error: dataset: no dataset 'sharegp': the nearest is sharegpt",
     "check stories3M --engine vLM": "error: Invalid value for '--engine': 'vLM' is not one of 'vllm'",
     "check nothere --engine vLLM": "no model 'nothere'",
+    "bench --dataset broken.yaml": "dataset broken.yaml, line 1: not JSON",
     "bench --dataset nothere.jsonl": "no dataset 'nothere.jsonl': there is no such file here",
     "bench --dataset owner/name": "one of the hub is --dataset hf --dataset-path owner/name",
     "bench --base-url 127.0.0.1:1": "no server answers at http://127.0.0.1:1: Connection refused",

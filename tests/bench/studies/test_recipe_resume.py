@@ -84,7 +84,7 @@ def test_what_cannot_be_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert llmopt("--resume", tmp_path) == 2
     assert "journal.json is damaged" in capsys.readouterr().err
     assert llmopt() == 2 and llmopt("quickstart", "--resume", tmp_path) == 2
-    assert "give a recipe to run" in capsys.readouterr().err
+    assert "give a recipe to run, such as quickstart" in capsys.readouterr().err
 
 
 def test_one_process_works_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
