@@ -16,7 +16,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -101,9 +101,9 @@ class VerdictTable:
         self.path, self._clock = path, clock
         self.verdicts: dict[str, dict[str, Verdict]] = {}
         self.crossovers: dict[str, int] = {}
-        self._trying: dict[str, dict[str, Any]] = {}
+        self._trying: dict[str, tuple[str, int]] = {}
         self._untried: set[str] = set()
-        self._is_alone = False
+        self._is_alone = self._is_locked = False
         self._read()
 
     def dropped(self, operation: str, query: str) -> dict[str, str]:
@@ -151,21 +151,19 @@ class VerdictTable:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Have other processes wait until nothing is timed here; first take over what they have stored."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file = self.path.with_suffix(".lock").open("w")
-        except OSError:  # nothing can be stored there either
-            yield
-            return
-        with file:
-            is_outermost, self._is_alone = not self._is_alone, True
-            try:
-                if is_outermost:  # a trial may select kernels itself
+        with ExitStack() as stack:
+            if not self._is_alone:  # a trial may select kernels itself
+                self._is_locked = False
+                # Nothing can be stored there, or its file system has no locks.
+                with suppress(OSError):
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                    file = stack.enter_context(self.path.with_suffix(".lock").open("w"))
                     fcntl.flock(file, fcntl.LOCK_EX)
-                    self._read()
-                yield
-            finally:
-                self._is_alone = not is_outermost
+                    self._is_locked = True
+                self._read()
+                self._is_alone = True
+                stack.callback(setattr, self, "_is_alone", False)
+            yield
 
     def clear(self) -> None:
         self.verdicts, self.crossovers, self._trying = {}, {}, {}
@@ -203,13 +201,14 @@ class VerdictTable:
         trial: Trial[Implementation],
         expected: Sequence[torch.Tensor],
     ) -> Verdict:
-        attempt = self._trying.get(name, {})
-        times = attempt["times"] if attempt.get("candidate") == contender.name else 0
+        # An attempt that is stored while no other process tries has ended its process.
+        candidate, times = self._trying.get(name, ("", 0))
+        times *= candidate == contender.name
         if times >= MOST_ATTEMPTS:
             return Verdict(dropped=f"it ended the process that tried it, {times} times")
-        attempt = {"candidate": contender.name, "process": os.getpid(), "times": times + 1}
-        self._trying[name] = attempt
-        self._write()
+        self._trying[name] = contender.name, times + 1
+        if self._is_locked:
+            self._write()
         try:
             error = relative_error(trial.compute(contender.run), expected)
             if not error <= trial.tolerance:  # NaN is not
@@ -261,11 +260,7 @@ class VerdictTable:
                 for name, candidates in stored["verdicts"].items()
             }
             self.crossovers |= {name: int(count) for name, count in stored["crossovers"].items()}
-            self._trying = {
-                name: attempt
-                for name, attempt in stored["trying"].items()
-                if not _is_alive(int(attempt["process"]))
-            }
+            self._trying = {name: (who, times) for name, (who, times) in stored["trying"].items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return
 
@@ -341,16 +336,6 @@ def _without_slower(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
                 faster, fastest = name, verdict
         judged[name] = verdict
     return dict(reversed([*judged.items()]))
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return process != os.getpid()
 
 
 KERNELS = Path(__file__).parent.parent

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -205,13 +205,31 @@ def test_a_candidate_that_ended_its_process_twice_is_dropped(table_on) -> None:
         with pytest.raises(SystemExit):
             operation(fatal, square).select(Query())
         ((case, attempt),) = notes[-1]["trying"].items()
-        assert attempt == {"candidate": "fatal", "process": os.getpid(), "times": times}
-        attempt["process"] = 2**22 + 1  # which is gone
+        assert attempt == ["fatal", times]
         path.write_text(json.dumps(notes[-1]))
         table_on(Clock(square=1.0))
     assert operation(fatal, square).select(Query()).name == "square"
     kept = json.loads(path.read_text())["verdicts"][case]["fatal"]["dropped"]
     assert kept == "it ended the process that tried it, 2 times"
+
+
+def test_no_attempt_is_noted_where_files_have_no_locks(
+    table_on, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that tries at the same time would take it for one that ended its process."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    table, notes = table_on(Clock(square=1.0, watched=0.5)), []
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        notes.append(table.path.exists())
+        return x * x
+
+    assert operation(watched, square).select(Query()).name == "watched"
+    assert notes == [False] and table.path.exists()
 
 
 def test_who_interrupts_a_trial_blames_no_kernel(table_on) -> None:
@@ -236,7 +254,7 @@ def test_what_leaves_the_device_unusable_ends_in_a_line_that_says_so(
     with pytest.raises(Failure, match=r"broken left the GPU unusable .*start again"):
         operation(broken, square).select(Query())
     note = json.loads(table.path.read_text())
-    assert [each["candidate"] for each in note["trying"].values()] == ["broken"]
+    assert [*note["trying"].values()] == [["broken", 1]]
 
 
 def test_out_of_memory_is_no_verdict(table_on) -> None:
