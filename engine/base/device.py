@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -83,7 +83,8 @@ def packed(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.T
 
 def pinned_bytes(count: int, owner: object) -> torch.Tensor:
     """Pinned memory, until `owner` is gone. What torch pins it rounds up to a power of two."""
-    memory, runtime = torch.empty(count, dtype=torch.uint8, device="cpu"), torch.cuda.cudart()
+    memory = torch.empty(count, dtype=torch.uint8, device="cpu")
+    runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), count, 0))
     weakref.finalize(owner, lambda: runtime.cudaHostUnregister(memory.data_ptr()))
     return memory

@@ -26,7 +26,7 @@ PACKAGES = (
 llguidance, datasets, and no llmopt."""
 LIBRARIES = ("flashinfer-python==0.7.2.post1", "fla-core==0.6.0")
 """Libraries whose Python side runs up to the launch; with what they need of the rest."""
-NEEDS = ("apache-tvm-ffi", "einops", "tabulate", "requests", "tqdm", "click")
+NEEDS = ("apache-tvm-ffi", "einops", "nvidia-ml-py", "tabulate", "requests", "tqdm", "click")
 SYSTEM = re.compile(r"^(lib(c|m|z|dl|rt|pthread|stdc\+\+|gcc_s)\.so|ld-linux)")
 VERSIONED = re.compile(r"File: (\S+)|Name: (\S+)")
 """Lines of `readelf -V`: a library, then the versions of the symbols that are taken from it."""

@@ -108,6 +108,7 @@ def test_kernels_of_quantized_steps_start_before_their_predecessor_ends(
         quantized(torch.ones(64, 256), scheme, torch.bfloat16),
     )
     packed = pack_weight(weight, [torch.float8_e4m3fn, torch.int8])
+    assert packed is not None
     if scheme.activations is None:
         gemm(x, packed.with_table_in(torch.bfloat16), torch.bfloat16)
     else:

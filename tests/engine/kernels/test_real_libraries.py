@@ -23,6 +23,7 @@ FLASHINFER["window"] = ([1, 7, 2], {"window": 6, "softcap": 2.0})
 
 @pytest.mark.parametrize("case", FLASHINFER)
 def test_flashinfer_plans_and_runs_our_batches(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flashinfer")
     core = pytest.importorskip("flashinfer.jit.core")
     news, rule = FLASHINFER[case]
     called: list[str] = []
@@ -41,17 +42,16 @@ def test_flashinfer_plans_and_runs_our_batches(case: str, monkeypatch: pytest.Mo
         world = World([21, 9, 33], news, device="cuda:0", **kind)
         _, batch = world.batch()
         attend = library_attention.attend_flashinfer(None)  # pyright: ignore[reportArgumentType]
-        for _ in range(2):  # of two layers
-            out = attend(world.queries, world.keys, world.values, batch, AttentionRule(0.3, **rule))
-    assert out.shape == world.queries.shape
+        given = world.queries, world.keys, world.values, batch, AttentionRule(0.3, **rule)
+        assert [attend(*given).shape for _ in range(2)] == [world.queries.shape] * 2
     assert called.count("plan") == 1 and [name.endswith("run") for name in called[1:]] == [True] * 2
 
 
 def test_fla_takes_our_delta_rule_to_its_launches() -> None:
     pytest.importorskip("fla.ops.gated_delta_rule")
     with pretended_cuda(card := Card()):
-        rows = (torch.zeros(130, 4, 64, device="cuda") for _ in range(3))
-        gates = (torch.zeros(130, 4, device="cuda") for _ in range(2))
-        out, state = delta_rule_fla(*rows, *gates, torch.zeros(4, 64, 64, device="cuda"))
+        rows, gates = torch.zeros(130, 4, 64, device="cuda"), torch.zeros(130, 4, device="cuda")
+        before = torch.zeros(4, 64, 64, device="cuda")
+        out, state = delta_rule_fla(rows, rows, rows, gates, gates, before)
     assert out.shape == (130, 4, 64) and state.shape == (4, 64, 64)
     assert sum(entry.kind == "triton" for entry in card.log) == 5

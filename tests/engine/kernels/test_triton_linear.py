@@ -281,6 +281,7 @@ def test_e4m3_products_are_summed_fast_where_the_error_allows(
         torch.ones(16, inputs), FloatScheme("channel", Activations("fp8")), torch.bfloat16
     )
     tiles = pack_weight(weight, [torch.float8_e4m3fn])
+    assert tiles is not None
     linear = QuantizedInputLinear(weight, tiles, torch.bfloat16)
     assert linear(torch.zeros(65, inputs, dtype=torch.bfloat16)).shape == (65, 16)
     assert given == [inputs == 4096]
