@@ -222,8 +222,7 @@ def _environment() -> jinja2.Environment:
 
     return jinja2.Environment(
         loader=jinja2.PackageLoader("llmopt.bench.page", "."),
-        # HTML escapes everything but figures; Markdown is not escaped.
-        autoescape=jinja2.select_autoescape(enabled_extensions=("html.jinja",), default=False),
+        autoescape=True,  # of everything but figures
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
@@ -239,12 +238,36 @@ def to_html(page: Page) -> str:
 
 
 def to_markdown(page: Page) -> str:
-    return _environment().get_template("report.md.jinja").render(page=page).rstrip() + "\n"
+    verdict, notes = page.verdict, list[str]()
+    lines = [f"# {page.title}", "", page.subtitle, ""]
+    lines += [f"**{verdict.headline}** {verdict.sentence}", ""]
+    lines += [f"> Note: {warning}" for warning in page.warnings]
+    if count := len(page.notes):
+        heading = f"{count} note{'s' if count > 1 else ''} on the measurement:"
+        notes = ["", heading, "", *(f"- {note}" for note in page.notes)]
+    if page.cards:
+        lines += ["", *markdown_table(("", "value", ""), page.card_rows), *notes]
+    for number, section in enumerate(page.sections):
+        lines += ["", f"## {section.title}"]
+        for paragraph in section.paragraphs:
+            lines += ["", paragraph]
+        for figure in section.figures:
+            lines += ["", f"![{figure.caption or figure.name}]({figure.name}.svg)"]
+        for table in section.tables:
+            lines += ["", *([table.caption, ""] if table.caption else ())]
+            lines += markdown_table(table.header, table.rows)
+        for text in section.texts:
+            lines += ["", text.caption, "", f"> {text.markdown}"]
+        if number == 0 and not page.cards:
+            lines += notes
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    text = _environment().get_template("table.md.jinja").render(header=header, rows=rows)
-    return text.rstrip("\n").split("\n")
+    """Lines of a table: the first column is text, the others are set as numbers."""
+    sides = ["---", *(["---:"] * (len(header) - 1))]
+    lines = [[cell.replace("|", "\\|") for cell in cells] for cells in (header, *rows)]
+    return [f"| {' | '.join(cells)} |" for cells in (lines[0], sides, *lines[1:])]
 
 
 # Marks, as entities: what a value holds of them is text. The parser decodes them again.
