@@ -59,12 +59,18 @@ class LayerSensitivity:
     outputs: Tensors
     inputs: Tensors
 
-    def expected(self, linear: str, delta: torch.Tensor, statistics: InputStatistics) -> float:
-        """Expected KL divergence in nats a token of a change `[out, in]` of a linear's weight; where its
-        outputs have no weights, all have the layer's mean."""
+    def expected(
+        self,
+        linear: str,
+        delta: torch.Tensor,
+        statistics: InputStatistics,
+        rows: slice = slice(None),
+    ) -> float:
+        """Expected KL divergence in nats a token of a change of some rows of a linear's weight `[rows, in]`;
+        where its outputs have no weights, all have the layer's mean."""
         if linear in self.outputs:
             errors = quadratic_form(delta, self.inputs[linear].to(delta.device))
-            weights = self.outputs[linear].to(errors)
+            weights = self.outputs[linear][rows].to(errors)
         else:
             errors = statistics.row_errors(delta) / max(1, statistics.num_tokens)
             known = [weights.mean() for weights in self.outputs.values()]
