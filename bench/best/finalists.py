@@ -16,6 +16,7 @@ from ...base.progress import Progress, ProgressUpdate, SubRun, as_progress, in_w
 from ...base.version import VERSION
 from ...engine.base.units import parse_tokens
 from ...engine.planner.catalog import find_model
+from ...quant.methods.options import MethodOptions
 from ...quant.model.checkpoint import gguf_file_of
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import short_name
@@ -27,16 +28,17 @@ from ..quality.chat_items import CHAT_TASKS
 from ..quality.passage import DOMAINS
 from ..quality.summary import score_of
 from ..record.result import RunData, plain
+from ..session.run_sessions import run_bench, write_run
 from ..studies.recipe import Recipe, server_words
 from ..studies.recipe_files import Stages, VariantRun
-from ..studies.recipe_run import run_variant
+from ..studies.recipe_run import bench_options, run_variant, with_reference
 from .best_page import best_page
 from .decision import UNSURE, choose, decide, first_sentence, next_finalist
 from .first_answer import FIRST_TOKENS, BudgetedProgress, first_answer, plan_usual, read_first
 from .search import PlanContext, Target, search
-from .target import DEFAULT_BUDGET, BestRequest, open_folder
+from .target import DEFAULT_BUDGET, BestRequest, open_folder, whole_scores
 
-FINALISTS, DECISION_NAME, PAGE_NAME = "finalists", "decision.json", "best.html"
+FINALISTS, ANSWER, DECISION_NAME, PAGE_NAME = "finalists", "answer", "decision.json", "best.html"
 SCHEMA = "llmopt-decision-1"
 _PORT = 8000
 _DTYPES = {"bf16": "auto", "f16": "auto"}
@@ -44,11 +46,12 @@ _LENGTH_FLAGS = {"llmopt": "--max-model-len", "vllm": "--max-model-len", "llama.
 
 
 def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str) -> Recipe:
-    """The workflow that makes and measures the finalists next to the original."""
+    """The workflow that makes and measures the finalists next to the original. Domains and flips are scored
+    if promises are about them: else the answer alone has them."""
     request, work = target.asked, PlanContext.of(target.asked)
     bench: dict[str, Any] = {
         "quality_tokens": request.quality_tokens,
-        "quality_full": request.quality_full,
+        "quality_full": whole_scores(request.limits) is not None,
         "report": False,
         "seed": request.seed,
     }
@@ -59,7 +62,9 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
         bench |= {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "output_len": 2}
     else:
         num_prompts = max(request.num_prompts, request.sequences)
-        bench |= {"num_prompts": num_prompts, "max_concurrency": request.sequences, "num_runs": 3}
+        num_runs = 3 if request.slo_limits else 1  # speed without a limit decides nothing
+        sizes = {"max_concurrency": request.sequences, "num_runs": num_runs}
+        bench |= {"num_prompts": num_prompts, **sizes}
         if request.context is not None:
             lengths = {"random_input_len": work.prompt, "random_output_len": work.output}
             bench |= {"dataset": "random", **lengths}
@@ -191,6 +196,27 @@ class _Run:
                 result_of(self.target, base, ran, points[name], stages.folder, kv_dtype)
             )
             self._say(f"So far: {self.decision()['sentence']}")
+        if self.target.asked.quality_full and not stages.recipe.bench.quality_full:
+            self._score_answer(stages, SubRun(self.progress, lambda: "answer", ("warning",)))
+
+    def _score_answer(self, stages: Stages, progress: Progress) -> None:
+        """Score the recommended finalist by domain of text and by answers that change."""
+        name = decide(self.question, self.searched, self.measured)["recommended"]
+        path = self.folder / ANSWER / str(name)
+        variant = next((v for v in stages.recipe.variants if v.name == name), None)
+        if variant is None:
+            return
+        if not path.is_dir():
+            few = {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "quality_full": True}
+            options = bench_options(stages, variant).model_copy(update=few)
+            run = run_bench(with_reference(options, bench_options(stages, None)), progress)
+            if run.interrupted:
+                raise KeyboardInterrupt
+            write_run(run, path, with_report=False)
+        scores = full_scores(RunData.read(path).result["llmopt"]["quality"])
+        self.measured = [
+            finalist | scores if finalist["id"] == name else finalist for finalist in self.measured
+        ]
 
     def decision(self) -> dict[str, Any]:
         """The decision of what is finished."""
@@ -248,7 +274,6 @@ def result_of(
     this machine is the target and llmopt the loader, else as the point was planned."""
     name, result = run.variant.name, run.data.result
     checkpoint, quality = folder / "checkpoints" / name, result["llmopt"]["quality"]
-    domains = {domain: interval(quality, f"domains.{domain}.kl_nats") for domain in DOMAINS}
     limits = target.asked.limits
     verdicts = zip(limits, check_promises(limits, quality, (original, run.data)), strict=True)
     return plain(
@@ -259,14 +284,22 @@ def result_of(
             "serve": serve_words(target, checkpoint, name, kv_dtype),
             "kl": interval(quality, "kl_nats"),
             "top1": interval(quality, "top1_agreement"),
-            "flips": interval(quality, "flips.share"),
-            "kl_by_domain": {domain: kl for domain, kl in domains.items() if kl is not None},
+            **full_scores(quality),
             "bytes": find_model(str(checkpoint)).stored_bytes,
             "speed": measured_speed(result) if target.is_here else point["speed"],
             "sound": run.is_sound,
             "verdicts": [judged(limit, verdict) for limit, verdict in verdicts],
         }
     )
+
+
+def full_scores(quality: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--quality-full` scores, for JSON."""
+    domains = {domain: interval(quality, f"domains.{domain}.kl_nats") for domain in DOMAINS}
+    return {
+        "flips": interval(quality, "flips.share"),
+        "kl_by_domain": {domain: kl for domain, kl in domains.items() if kl is not None},
+    }
 
 
 def interval(quality: Mapping[str, Any], path: str) -> dict[str, Any] | None:
@@ -319,7 +352,7 @@ def rebuild_words(target: Target, name: str, made: Mapping[str, Any]) -> str:
     step = dict(made)
     step["target_bytes"] = step.pop("target_size", None)
     step["candidates"] = ",".join(step.get("candidates", ())) or None
-    arguments = words_of(QuantizeRequest, step)
+    arguments = words_of(QuantizeRequest, step) | words_of(MethodOptions, step)
     return shlex.join(
         ["llmopt", "quantize", target.model, *server_words(arguments), "--output", name]
     )

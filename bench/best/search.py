@@ -37,6 +37,7 @@ from ...quant.check.contents import codes_of
 from ...quant.check.engines import loaders
 from ...quant.check.kernels import Question, engine_rules, kernel_for
 from ...quant.check.loaders import vllm_refuses_on_cpu
+from ...quant.methods.options import MethodOptions
 from ...quant.model.checkpoint import read_json
 from ...quant.pipeline.candidates import Search, search_of
 from ...quant.pipeline.mixed_precision import Allocation, Lane, with_schemes
@@ -293,6 +294,7 @@ def _lanes(
         lanes.append(lane | {"kv_dtype": kv_dtype, "refused": refused})
         if refused is None:
             given = {"method": form.method, "format": name, "stats": stats}
+            given["options"] = MethodOptions.asked(true_sequential=request.device != "cpu")
             if form.kinds or request.candidates:
                 given["candidates"] = kinds
             if kv_dtype == "fp8":
@@ -403,6 +405,8 @@ def _point(
         made["candidates"] = list(request.candidates)
     if request.kv_cache:
         made["kv_cache"] = request.kv_cache
+    if not request.options.true_sequential:
+        made["true_sequential"] = False
     counts = Counter(layers.values()).most_common()
     return {
         "id": f"{FORMATS[str(request.format)].prefix}-{bits:.3f}",

@@ -8,6 +8,7 @@ also measured with.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -231,13 +232,8 @@ class BestRequest:
         except BadInput as error:
             reason = str(error).removeprefix("gate: ").removeprefix("promise: ")
             raise BadInput(f"--promise {reason}") from error
-        if not self.quality_full:
-            for limit in promises:
-                what = limit.quantity
-                if isinstance(what, Scored) and what.option == "--quality-full":
-                    raise BadInput(
-                        f"--promise {what.key}: --no-quality-full leaves it out: give one of them"
-                    )
+        if not self.quality_full and (key := whole_scores(promises)):
+            raise BadInput(f"--promise {key}: --no-quality-full leaves it out: give one of them")
         most = self.max_kl
         if most is None and not (promises or self.is_bounded):
             most = DEFAULT_MAX_KL
@@ -258,6 +254,12 @@ class BestRequest:
         values = {name: getattr(self, name) for name in names}
         lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
         return {"model": model, **values, **lists, "gpu": hardware}
+
+
+def whole_scores(limits: Sequence[Limit]) -> str | None:
+    """The first of the limits that `--quality-full` alone scores, by its key."""
+    scored = (limit.quantity for limit in limits if isinstance(limit.quantity, Scored))
+    return next((what.key for what in scored if what.option == "--quality-full"), None)
 
 
 def open_folder(folder: Path, question: dict[str, Any]) -> None:

@@ -45,6 +45,9 @@ _POINTS = 16  # of the front
 _BLOCKS = 10  # of layers, each with a scale of its costs
 _SCALED_BITS = 4.0  # of the kind by which scales are measured
 _LARGEST = 4.0  # scale
+_CLEARLY = 0.8
+"""Share of the uniform scheme's expected KL divergence below which a mixture is taken unmeasured, where codes
+are solved by stored statistics: solving both to compare them takes as long as the codes."""
 SCALE_TOKENS = 8192
 """Tokens by which scales are measured: of fewer they are noise, and costs stay as they are."""
 
@@ -211,10 +214,17 @@ def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
     for schemes in mixtures:
         check_plan(with_schemes(plan, schemes))
     uniform = search.schemes[search.uniform]
-    *divergences, of_uniform = lane.divergences([*mixtures, uniform], progress)
-    least = divergences.index(min(divergences))
-    best, mixed, losses = proposals[least], mixtures[least], (divergences[least], of_uniform)
-    is_mixed = losses[0] < losses[1]
+    costs = [proposal.cost for proposal in proposals]
+    expected = lane.expected([search.uniform] * len(lane.choices))
+    least, measured, is_mixed = costs.index(min(costs)), (None, None), True
+    compared, losses = "expected KL", (min(costs), expected)
+    if plan.options.true_sequential or min(costs) > _CLEARLY * expected:
+        *divergences, of_uniform = lane.divergences([*mixtures, uniform], progress)
+        least = divergences.index(min(divergences))
+        measured = losses = divergences[least], of_uniform
+        is_mixed = divergences[least] < of_uniform
+        compared = f"KL from the float model on {num_tokens:,} tokens"
+    best, mixed = proposals[least], mixtures[least]
     schemes = mixed if is_mixed else uniform
     sizes = [search.bytes_of(kind) * 8 / search.num_weights for kind in (mixed, uniform)]
     counts = Counter(scheme.label for scheme in schemes.values())
@@ -225,14 +235,14 @@ def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
         f"note: {sizes[0 if is_mixed else 1]:.3f} bits per weight of at most "
         f"{search.budget * 8 / search.num_weights:.3f}: {shares}",
         f"note: expected KL {best.cost:.4g}, at most {best.gap:.2%} above the least",
-        f"note: KL from the float model on {num_tokens:,} tokens: mixed "
+        f"note: {compared}: mixed "
         f"{losses[0]:.4g} at {sizes[0]:.3f} bits, {label} everywhere {losses[1]:.4g} at {sizes[1]:.3f}: "
         f"{'mixed' if is_mixed else 'uniform'} is taken",
     )
     record = {
-        "kl_tokens": num_tokens,
-        "mixed": {"bits_per_weight": sizes[0], "kl": losses[0], "expected_kl": best.cost},
-        "uniform": {"scheme": label, "bits_per_weight": sizes[1], "kl": losses[1]},
+        "kl_tokens": num_tokens if any(measured) else 0,
+        "mixed": {"bits_per_weight": sizes[0], "kl": measured[0], "expected_kl": best.cost},
+        "uniform": {"scheme": label, "bits_per_weight": sizes[1], "kl": measured[1]},
         "taken": "mixed" if is_mixed else "uniform",
         "gap": best.gap,
         "front": [

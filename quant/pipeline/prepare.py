@@ -62,12 +62,14 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         plan = workers.one_by_one(lambda: _searched(session, facts, progress or Silent()))
     if request.method == AUTO:
         # AWQ's scales are folded, and the codes aim at the float model's outputs after the quantized layers,
-        # which are run: both lower every linear's error. The search, which compares kinds, does without.
+        # which are run: both lower every linear's error. The search, which compares kinds, does without, and
+        # so do codes with --no-true-sequential, which are solved by the statistics of the search.
         options = replace(plan.options, solver=AUTO_METHOD)
         if request.options.asymmetric is None:
             options = replace(options, asymmetric=options.true_sequential and not request.vision)
         method = METHODS["awq"].with_solver(AUTO_METHOD)
-        plan, statistics = replace(plan, method=method, options=options), None
+        plan = replace(plan, method=method, options=options)
+        statistics = None if options.true_sequential else statistics
     facts = facts | {
         "errors": request.errors,
         **{name: True for name in ("mock", "model_free") if getattr(request, name)},

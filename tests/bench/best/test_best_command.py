@@ -22,6 +22,7 @@ from llmopt.bench.best.finalists import find_best, recipe_of
 from llmopt.bench.best.first_answer import BudgetedProgress
 from llmopt.bench.best.search import Target
 from llmopt.bench.best.target import BestRequest
+from llmopt.bench.quality import domains
 from llmopt.cli.best import best, show_decision
 from llmopt.cli.main import application, run_guarded
 from llmopt.engine.planner.catalog import find_model
@@ -33,7 +34,8 @@ from tests.bench.best.decisions import a_decision
 from tests.support import cli_process
 from tests.support.cli_process import ForkedProcess
 
-DATA = ("--num-samples", "2", "--seq-len", "64", "--quality-tokens", "128", "--no-quality-full")
+FEW = ("--num-samples", "2", "--seq-len", "64", "--quality-tokens", "128")
+DATA = (*FEW, "--no-quality-full")
 QUESTION = (
     "stories3M",
     "--format",
@@ -62,7 +64,11 @@ def test_an_answer_with_its_commands(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(search, "measure_machine", lambda target, *_: target)  # it takes its time
     monkeypatch.setattr(first_answer, "FIRST_TOKENS", 64)
-    folder, question = Path("out"), (*QUESTION, "--finalists", "2", "--max-kl", "9", "-o", "out")
+    monkeypatch.setattr(domains, "TOKENS_PER_DOMAIN", 32)
+    task = domains.bundled_task(domains.STORY_TASK)
+    monkeypatch.setattr(domains, "bundled_task", lambda _: replace(task, items=task.items[:8]))
+    folder = Path("out")
+    question = (*QUESTION, "--quality-full", "--finalists", "2", "--max-kl", "9", "-o", "out")
     assert llmopt(*question, "--dry-run") == 0
     assert "by load: " in capsys.readouterr().out and not folder.exists()
     assert llmopt(*question) == 0
@@ -73,6 +79,12 @@ def test_an_answer_with_its_commands(
     assert chosen["bytes"] == find_model(chosen["folder"]).stored_bytes
     assert chosen["kl"]["low"] <= chosen["kl"]["value"] <= chosen["kl"]["high"] <= 9
     assert chosen["speed"]["source"] == "measured" and chosen["keeps"] is True
+    # The answer alone is scored by domain and by answers that change, which decides nothing.
+    assert chosen["flips"]["value"] <= 1 and chosen["kl_by_domain"]
+    assert "--no-true-sequential" in chosen["rebuild"]  # solved by the statistics of the search
+    assert [finalist["id"] for finalist in answer["finalists"] if finalist["flips"]] == [
+        chosen["id"]
+    ]
     points = {point["id"]: point for point in answer["front"]}
     assert points[chosen["id"]]["finalist"] and points[chosen["id"]]["bytes"] == chosen["bytes"]
     assert {usual["name"] for usual in answer["usual"]} == set(search.USUAL)
@@ -282,7 +294,15 @@ def test_promised_depths_are_scored_with_their_caches() -> None:
         point = {"id": "a", "quantize": {"method": "rtn", "bits": 4}}
         bench = recipe_of(target, [point], "bf16").bench
         assert bench.quality_depth == depths and bench.needles == needles
+        assert not bench.quality_full
         assert bench.quality_kv == (("int8",) if needles else ())
+
+
+def test_promised_domains_are_scored_for_all_finalists() -> None:
+    point = {"id": "a", "quantize": {"method": "rtn", "bits": 4}}
+    for promise in ("kl.code<=0.1", "flips<=2%"):
+        target = Target.of(BestRequest(promise=(promise,)), "stories3M")
+        assert recipe_of(target, [point], "bf16").bench.quality_full
 
 
 def test_promised_tasks_are_scored() -> None:

@@ -20,7 +20,8 @@ from llmopt.quant.convert.verify import PROVEN, verify
 from llmopt.quant.gguf import assemble
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.registry import scheme_record
-from llmopt.quant.pipeline import candidates, mixed_precision, prepare
+from llmopt.quant.methods.options import MethodOptions
+from llmopt.quant.pipeline import candidates, mixed_precision, prepare, stages
 from llmopt.quant.pipeline.candidates import Choice
 from llmopt.quant.pipeline.mixed_precision import (
     Lane,
@@ -207,6 +208,52 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
     names = [path.name for path in again.output.iterdir()]
     for name in names:
         assert (tmp_path / "out" / name).read_bytes() == (again.output / name).read_bytes()
+
+
+def test_most_layers_are_solved_for_one_scheme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The costs of the others have the ratios of the nearest layer that is solved for all."""
+    asked = auto(tmp_path, "none", candidates=("int3", "int4", "int8"), ignore=())
+    (whole,) = search_fronts([asked])
+    for path in (tmp_path / "stats").glob("costs-*"):
+        path.unlink()
+    solved: dict[str, int] = {}
+    real = candidates.solve_layer
+
+    def solve(plan: Any, family: Any, prefix: str, tensors: Any, wanted: Any, *rest: Any) -> Any:
+        solved[prefix] = len(wanted)
+        return real(plan, family, prefix, tensors, wanted, *rest)
+
+    monkeypatch.setattr(candidates, "solve_layer", solve)
+    monkeypatch.setattr(candidates, "_SOLVED_LAYERS", 2)
+    monkeypatch.setattr(candidates, "_SOLVED_ROWS", 96)
+    (lane,) = search_fronts([asked])
+    first, *middle, last = (count for _, count in sorted(solved.items()))
+    assert first == last and {*middle} == {len(lane.search.plan.modules) // 5}
+    for choice, exact in zip(lane.choices, whole.choices, strict=True):
+        assert (choice.modules, choice.bytes) == (exact.modules, exact.bytes)
+        pairs = zip(choice.costs, exact.costs, strict=True)
+        assert all(0.5 * other <= cost <= 2 * other for cost, other in pairs)
+    bound = sum(sum(choice.bytes[number] for choice in lane.choices) for number in (0, -2)) // 2
+    chosen = lane.allocate(bound).chosen
+    assert whole.expected(chosen) < 1.1 * whole.allocate(bound).cost
+
+
+def test_codes_without_true_sequential_are_those_of_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layer is run again: the statistics tell all that the solver needs. A mixture that is clearly better
+    than one scheme by its expected KL is not solved to be compared."""
+    few = {"ignore": (r"layers\.[1-4]",), "candidates": ("int4", "int8")}
+    options = MethodOptions.asked(true_sequential=False)
+    monkeypatch.setattr(stages, "online", None)
+    monkeypatch.setattr(mixed_precision, "divergences", None)
+    result = quantize(auto(tmp_path, "out", target_bpw=6.0, options=options, **few))
+    record = result.manifest["search"]
+    assert (record["taken"], record["mixed"]["kl"], record["kl_tokens"]) == ("mixed", None, 0)
+    assert any(": expected KL: mixed" in note for note in result.notes)
+    assert "behind the quantized layers" not in result.manifest["error"]
 
 
 @pytest.mark.parametrize(("least", "factor", "samples"), [(2, 0, 2), (0, 1, 8), (10**6, 0, 12)])
