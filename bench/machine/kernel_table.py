@@ -42,7 +42,11 @@ from ...engine.kernels.elementwise.dispatch import (
 )
 from ...engine.kernels.linear.linear import HALVES, LINEAR, LinearKernelQuery, keeps_halves
 from ...engine.kernels.linear.native_linear import has_bf16, native_linear
-from ...engine.kernels.linear.quantized_linear import QUANTIZED_LINEAR, QuantizedLinearKernelQuery
+from ...engine.kernels.linear.quantized_linear import (
+    QUANTIZED_LINEAR,
+    QuantizedLinearKernelQuery,
+    linear_trial,
+)
 from ...engine.kernels.moe.dispatch import EXPERTS, ExpertsKernel, ExpertsKernelQuery
 from ...engine.model.layers.mlp import GatedMlp
 from ...engine.model.layers.projection import Projection
@@ -333,44 +337,40 @@ def checks(device: torch.device, dtype: torch.dtype, sizes: Sizes = WHOLE) -> It
         heads = RowKernelQuery(kind, dtype, HEAD_DIM)
         yield Check(ROPE_AND_CACHE, heads, rope_trial(heads, stored).compute, allowed, note)
     rows = RowKernelQuery(kind, dtype, sizes.row)
-    x, added, weight = random(33, sizes.row), random(33, sizes.row), random(sizes.row)
-    yield Check(NORM, rows, lambda make: make(weight, 1e-5)(x, added), most)
-    yield Check(GATE, rows, lambda make: [make()(x, added)], most)
+    yield from (_of_trial(operation, rows) for operation in (NORM, GATE, GELU_GATE))
     # Far enough apart for the clamps to cut.
-    yield Check(CLAMPED_SWIGLU_GATE, rows, lambda make: [make()(8 * x, 8 * added)], most)
-    yield Check(
-        GELU_GATE, rows, lambda make: [make(tanh)(x, added) for tanh in (True, False)], most
-    )
+    x, added = 8 * random(33, sizes.row), 8 * random(33, sizes.row)
+    yield Check(CLAMPED_SWIGLU_GATE, rows, lambda make: [make()(x, added)], most)
     heads = RowKernelQuery(kind, dtype, HEAD_DIM)
-    for operation in (RECURRENT_STEP, DELTA_RULE):
-        recurrence = operation.trial(heads)
-        assert recurrence is not None
-        yield Check(operation, heads, recurrence.compute, recurrence.tolerance)
+    yield from (_of_trial(operation, heads) for operation in (RECURRENT_STEP, DELTA_RULE))
+    inputs = [random(count, sizes.row) for count in sizes.tokens]
     for stored in _weight_dtypes(device, dtype):
-        yield _linear(random, kind, stored, dtype, sizes, most)
+        matrix = random(sizes.out, sizes.row).to(stored)
+        query = LinearKernelQuery(kind, stored, sizes.out, sizes.row, dtype)
+        yield Check(LINEAR, query, partial(_each_product, matrix, inputs), most)
     yield _experts(random, kind, dtype, sizes, most)
-    sampling = SAMPLING.trial(SamplingKernelQuery(kind))
-    assert sampling is not None
-    yield Check(SAMPLING, SamplingKernelQuery(kind), sampling.compute, sampling.tolerance)
+    yield _of_trial(SAMPLING, SamplingKernelQuery(kind))
     for scheme, input_bits in SCHEMES:
-        yield _quantized_linear(random, device, dtype, sizes, scheme, input_bits)
+        floats = random(sizes.out, sizes.row).float().cpu()
+        weight: Any = kind_of(scheme).round(floats, torch.float32).to(device)
+        trial = linear_trial(weight, dtype, input_bits, sizes.tokens)
+        shape = sizes.out, sizes.row, scheme, input_bits
+        query = QuantizedLinearKernelQuery(kind, dtype, *shape)
+        yield Check(QUANTIZED_LINEAR, query, trial.compute, trial.tolerance)
+
+
+def _each_product(matrix: torch.Tensor, inputs: Any, make: Any) -> list[torch.Tensor]:
+    kernel = make(matrix)
+    return [kernel(x) for x in inputs]
+
+
+def _of_trial(operation: Operation[Any, Any], query: Any) -> Check:
+    trial = operation.trial(query)
+    assert trial is not None
+    return Check(operation, query, trial.compute, trial.tolerance)
 
 
 Random = Callable[..., torch.Tensor]
-
-
-def _linear(
-    random: Random, kind: str, stored: torch.dtype, dtype: torch.dtype, sizes: Sizes, most: float
-) -> Check:
-    weight = random(sizes.out, sizes.row).to(stored)
-    inputs = [random(count, sizes.row) for count in sizes.tokens]
-
-    def compute(make: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
-        kernel = make(weight)
-        return [kernel(x) for x in inputs]
-
-    query = LinearKernelQuery(kind, stored, sizes.out, sizes.row, dtype)
-    return Check(LINEAR, query, compute, most)
 
 
 def _experts(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: float) -> Check:
@@ -392,26 +392,3 @@ def _experts(random: Random, kind: str, dtype: torch.dtype, sizes: Sizes, most: 
         return [kernel(*routing) for routing in routings]
 
     return Check(EXPERTS, ExpertsKernelQuery(kind, dtype), compute, most)
-
-
-def _quantized_linear(
-    random: Random,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: Sizes,
-    scheme: Scheme,
-    input_bits: int,
-) -> Check:
-    out, row = sizes.out, sizes.row
-    floats = random(out, row).float().cpu()
-    weight: Any = kind_of(scheme).round(floats, torch.float32).to(device)
-    inputs = [random(count, row) for count in sizes.tokens]
-
-    def compute(make: Callable[[Any, torch.dtype], Any]) -> list[torch.Tensor]:
-        kernel = make(weight, dtype)
-        return [kernel(x) for x in inputs]
-
-    query = QuantizedLinearKernelQuery(device.type, dtype, out, row, scheme, input_bits)
-    is_input_quantized = input_bits == 8 or scheme.activations is not None
-    most = tolerance(dtype, quantizes_inputs=is_input_quantized)
-    return Check(QUANTIZED_LINEAR, query, compute, most)

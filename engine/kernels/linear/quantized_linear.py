@@ -314,10 +314,15 @@ COMPARED_TOKENS = (1, 20, 100)
 TIMED_TOKENS = (1, 16, 64)
 
 
-def linear_trial(weight: QuantizedTensor, dtype: torch.dtype, input_bits: int) -> Trial[Prepare]:
+def linear_trial(
+    weight: QuantizedTensor,
+    dtype: torch.dtype,
+    input_bits: int,
+    tokens: Sequence[int] = COMPARED_TOKENS,
+) -> Trial[Prepare]:
     random = RandomInputs(next(iter(weight.parts().values())).device, dtype)
     inputs = weight.in_features
-    compared = [random(count, inputs) for count in COMPARED_TOKENS]
+    compared = [random(count, inputs) for count in tokens]
     timed = [random(count, inputs) for count in TIMED_TOKENS]
 
     def compute(prepare: Prepare) -> list[torch.Tensor]:
