@@ -29,7 +29,7 @@ from ..page.page import (
     signed_percent,
     sizes,
 )
-from .figures import SHARED_ROOFLINE, captioned, comparison_figures, label_of
+from .figures import SHARED_ROOFLINE, captioned, comparison_figures, label_of, slowdown_bounds
 from .parts import named_caveats, report_page
 
 TONES: dict[GateOutcome, Tone] = {
@@ -265,12 +265,7 @@ def summary(comparison: Comparison) -> str:
 def plot_lines(deltas: Sequence[MeasuredVerdict]) -> list[str]:
     """A line of text for each change with its interval and limit, on one scale."""
     shown = [delta for delta in deltas if delta.allowed is not None]
-    slowdowns = [
-        (delta.low, delta.high)
-        if delta.limit.startswith("≤")
-        else (1 / (1 + delta.high) - 1, 1 / (1 + delta.low) - 1)
-        for delta in shown
-    ]
+    slowdowns = [slowdown_bounds(delta) for delta in shown]
     ends = [abs(end) for sides in slowdowns for end in sides]
     ends += [abs(delta.allowed or 0.0) for delta in shown]
     reach = min(max((end for end in ends if math.isfinite(end)), default=1.0) * 1.1 or 1.0, 1.0)
