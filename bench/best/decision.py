@@ -19,6 +19,9 @@ Record = Mapping[str, Any]
 FOUND, NOTHING, UNSURE = 0, 1, 3
 """Exit codes."""
 _LEAST_RATIOS = 3  # finalists with an expected KL that make a band
+_FAR = (
+    1.5  # times the limit: the ratios of a lane's finalists differ by less (docs/measured/best.md)
+)
 FULL = "full"
 """Key of the tokens per second with all places taken."""
 _LEAST = 1e-9  # nats, for the logarithm of no loss
@@ -169,7 +172,12 @@ def next_finalist(
         rounded = None if point.get("is_solved", True) else point["first_kl"]
         too_much = rounded is not None and most is not None and rounded["low"] > most
         keeps_none = check_point(request, point, band)["keeps"] is False
-        if too_much or keeps_none or _is_beaten(point, lost):
+        if (
+            too_much
+            or keeps_none
+            or _is_beaten(point, lost)
+            or _is_far(point, most, points, finalists)
+        ):
             continue
         if request["is_bounded"]:
             expected = None if best is None else point["expected_kl"]
@@ -220,6 +228,18 @@ def _is_beaten(point: Record, lost: Sequence[Record]) -> bool:
         and other["expected_kl"] <= expected
         for other in lost
     )
+
+
+def _is_far(
+    point: Record, most: float | None, points: Mapping[str, Record], finalists: Sequence[Record]
+) -> bool:
+    """True if a point surely loses too much by the ratio of measured to expected KL of its lane's finalists,
+    where that is near one."""
+    expected = point["expected_kl"]
+    ratios = _ratios(points, [f for f in finalists if points[f["id"]]["lane"] == point["lane"]])
+    if most is None or expected is None or not ratios:
+        return False
+    return min(ratios) >= 0.5 and max(ratios) <= 2 and min(ratios) * expected > _FAR * most
 
 
 def _check_first(request: Record, point: Record) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from llmopt.bench.best.decision import (
 )
 
 SIZES = (100, 200, 300, 400)
-EXPECTED = (0.4, 0.1, 0.04, 0.01)
+EXPECTED = (0.4, 0.065, 0.04, 0.01)
 
 
 def asked(**changes: Any) -> dict[str, Any]:
@@ -175,7 +175,9 @@ def test_a_limit_on_a_speed_is_kept_broken_or_unsure(
 
 def test_expected_kl_is_judged_by_the_ratios_of_the_finalists() -> None:
     """Measured to expected KL are 1.2, 1.125 and 1.2 here."""
-    front = decide(asked(), searched(), MEASURED)["front"]
+    fronts = searched()
+    fronts["front"][1]["expected_kl"] = 0.1
+    front = decide(asked(), fronts, MEASURED)["front"]
     assert [one["keeps"] for one in front] == [False, False, True, True]
     assert front[0]["kl_band"] == pytest.approx([0.45, 0.48])
     assert check_point(asked(), searched()["front"][0], None)["keeps"] is None
@@ -287,6 +289,15 @@ def test_the_search_ends_when_nothing_left_is_worth_it(
     saving: float,
 ) -> None:  # fmt: skip
     assert made_in_order(question, searched(), results, worth) == (order, saving)
+
+
+@pytest.mark.parametrize(("kl", "made"), [(0.045, ["p300"]), (0.005, ["p300", "p200"])])
+def test_what_surely_loses_too_much_is_not_made(kl: float, made: list[str]) -> None:
+    """By the finalists' ratio of measured to expected KL, unless that shows that none is expected well."""
+    fronts = searched()
+    fronts["front"][1]["expected_kl"] = 0.1
+    results = [MEASURED[0], finalist("p300", 300, kl)]
+    assert made_in_order(asked(), fronts, results, 0.02)[0] == made
 
 
 def test_usual_ones_are_made_where_they_may_be_smaller() -> None:
