@@ -15,6 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ..plan.journal import sha256_of
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges, Shares, States, write_states
+from ..stream.final_submodules import passing
 from ..stream.layer_stream import LayerStream, input_groups
 from .online_calibration import NoCalibration, head_statistics, run_parts
 from .quantized_layer import HEAD_FAMILY, LayerStatistics, QuantizedLayer
@@ -130,16 +132,28 @@ class StatisticsFolder:
     ) -> dict[str, States]:
         """Write what enters the linears of a layer; returns the states after it."""
         stream.load(index, stream.tensors(index))
+        linears, (first, *_) = stream.family(index).linears, states
+        # The pass that measures keeps the inputs of last linears, which the next one begins with.
+        finals = None
+        if replaced is None and not kv:
+            finals = stream.final_submodules(index, states[first])
         records = [
-            stream.measure(index, part, share=share)
-            if (len(part) if share is None else share.samples)
+            stream.measure(
+                index,
+                part,
+                kept=partial(
+                    passing, finals if name == first else None, final=linears, measured=linears
+                ),
+                share=shares[name],
+            )
+            if (len(part) if shares[name] is None else shares[name].samples)
             else {}
-            for part, share in zip(states.values(), shares.values(), strict=True)
+            for name, part in states.items()
         ]
         if replaced is not None:
             weights = stream.weights(index, stream.family(index).linears)
             stream.substitute(index, replaced(stream.prefix(index), weights))
-        following, ranges = run_parts(stream, index, states, kv=kv)
+        following, ranges = run_parts(stream, index, states, kv=kv, finals=finals)
         self._write(f"layer-{index:05d}", stream.family(index), records, ranges)
         stream.unload(index)
         return following

@@ -117,6 +117,26 @@ def test_measuring_goes_on_where_it_was_cut(
     assert contents(tmp_path / "stats") == contents(folder / "stats")
 
 
+def test_measuring_keeps_what_running_a_layer_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass after it begins at the last linears; the statistics are the same, to the bit."""
+    calls: list[int] = []
+    real = torch.nn.Linear.forward
+
+    def forward(self: torch.nn.Linear, inputs: torch.Tensor) -> torch.Tensor:
+        calls.append(inputs.shape[0])
+        return real(self, inputs)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+    quantize(request(tmp_path, "kept", stats=tmp_path / "kept-stats", num_samples=16, held_out=0))
+    kept = sum(calls)
+    monkeypatch.setattr(LayerStream, "final_submodules", lambda *_: None)
+    quantize(request(tmp_path, "plain", stats=tmp_path / "plain-stats", num_samples=16, held_out=0))
+    assert kept < 0.8 * (sum(calls) - kept)
+    assert contents(tmp_path / "kept-stats") == contents(tmp_path / "plain-stats")
+
+
 @pytest.mark.whole
 def test_mixed_precision_keeps_its_target_and_beats_one_width(
     measured: tuple[Path, QuantizeResult], tmp_path: Path
