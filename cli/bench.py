@@ -76,6 +76,7 @@ _SMALL = 2**22
 
 def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
     """Raises BadInput for a model, file or server that is not there, before torch is imported."""
+    from ..bench.gate.limits import Scored
     from ..bench.load.address import Address
     from ..bench.workloads.datasets import locate_dataset
     from ..bench.workloads.sharegpt import load_conversations
@@ -93,6 +94,12 @@ def _check_inputs(options: BenchOptions, wanted: VerdictWanted | None) -> None:
         models = (options.model, *filter(None, (options.reference, against)))
         for path in map(resolve_model, models):
             refuse_mock(path, "bench")
+    if wanted is not None and wanted.baseline is None and not (options.reference or against):
+        scored = (limit.quantity for limit in wanted.limits if isinstance(limit.quantity, Scored))
+        for score in scored:
+            if score.key != "perplexity":
+                text = "is a distance from a model: give --reference MODEL"
+                raise BadInput(f"--gate {score.key} {text}")
     if options.quality_full and options.reference is None and not against:
         raise BadInput("--quality-full measures the distance from a model: give --reference MODEL")
     for flag, path in (("--plan", options.plan), ("--quality-text", options.quality_text)):

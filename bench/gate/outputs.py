@@ -35,17 +35,24 @@ class VerdictWanted:
         benchmark_json: Path | None,
     ) -> VerdictWanted | None:
         """Validate the options; None if no verdict is requested. All inputs are read before the benchmark.
-        Raises BadInput: two bases, limits or a JUnit file without a base, a gate or a baseline that cannot be
-        read."""
+        Limits on values need no base: the run is judged by itself. Raises BadInput: two bases, limits on
+        changes without one, a JUnit file without limits, or a gate or a baseline that cannot be read."""
         if baseline is not None and against is not None:
             raise BadInput("--baseline and --against were given: a run has one base, give one")
-        if baseline is None and against is None:
-            for option, value in (("--gate", gate), ("--junit", junit)):
-                if value is not None:
-                    raise BadInput(f"{option} needs something to judge by: --baseline or --against")
-            if benchmark_json is None:
-                return None
         limits = parse_gate(gate) if gate is not None else ()
+        if baseline is None and against is None:
+            if changes := [limit for limit in limits if limit.relative]:
+                shown = f"{changes[0].quantity.label} {changes[0].text}"
+                raise BadInput(
+                    f"--gate {shown}: a change needs a base: give --baseline or --against, or a limit "
+                    "on the value, without a percent sign, such as kl<=0.02"
+                )
+            if junit is not None and not limits:
+                raise BadInput(
+                    "--junit needs something to judge by: --baseline, --against or --gate"
+                )
+            if not limits and benchmark_json is None:
+                return None
         recorded = RunData.read(baseline) if baseline is not None else None
         return cls(recorded, against, limits, junit, benchmark_json)
 

@@ -217,12 +217,19 @@ def run_judged(
         base_run, run = runs
     else:
         run = run_bench(options, progress)
-    base = RunData.of_run(base_run) if base_run else wanted.baseline if wanted else None
+    base = base_of(run, base_run, wanted) if wanted else None
     if wanted is None or base is None or run.interrupted:
         return Judged(run, base_run)
     comparison = compare(base, RunData.of_run(run), limits=wanted.limits)
     run.result["llmopt"]["verdict"] = plain(comparison.as_dict())
     return Judged(run, base_run, comparison)
+
+
+def base_of(run: BenchRun, base_run: BenchRun | None, wanted: VerdictWanted) -> RunData | None:
+    """What a run is judged by: limits on values alone need no other run. None: by nothing."""
+    if base_run is not None:
+        return RunData.of_run(base_run)
+    return RunData.of_run(run) if wanted.baseline is None and wanted.limits else wanted.baseline
 
 
 def paired_options(options: BenchOptions, against: str) -> list[BenchOptions]:
@@ -277,7 +284,7 @@ def write_verdict(judged: Judged, wanted: VerdictWanted, folder: Path) -> None:
     from ..report.comparison import comparison_page
 
     new = RunData.of_run(judged.run)
-    base = RunData.of_run(judged.base) if judged.base else wanted.baseline
+    base = base_of(judged.run, judged.base, wanted)
     comparison = judged.comparison
     if comparison is not None and base is not None:
         page = comparison_page(base, new, comparison)

@@ -130,7 +130,8 @@ def test_against_measures_paired_runs(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gate", "kl<=1"], "--gate needs something to judge by"),
+        (["--gate", "kl<=1"], "--gate kl is a distance from a model: give --reference MODEL"),
+        (["--gate", "perplexity<=+1%"], "a change needs a base: give --baseline or --against"),
         (["--junit", "x.xml"], "--junit needs"),
         (["--baseline", "nowhere"], "nowhere"),
         (["--baseline", "nowhere", "--against", "stories3M"], "one base"),
@@ -145,6 +146,18 @@ def test_a_comparison_without_verdict_is_refused_before_measuring(
 ) -> None:
     assert llmopt("bench", *FAST, *words, "--result-dir", tmp_path / "runs") == 2
     assert said in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("limit", "code"), [("kl<=0.02", 0), ("perplexity<=1.5", 1)])
+def test_limits_on_values_need_the_reference_alone(
+    limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scored = ["--reference", "stories260K", "--quality-tokens", "64", "--gate", limit]
+    words = ["bench", "stories260K", *FAST, *scored, "--json", "--result-dir", tmp_path]
+    assert llmopt(*words) == code
+    verdict = json.loads(capsys.readouterr().out)["llmopt"]["verdict"]
+    assert [check["outcome"] for check in verdict["checks"]] == ["regression" if code else "pass"]
+    assert verdict["deltas"] == [] and len([*tmp_path.glob("*/comparison.html")]) == 1
 
 
 class Fetches(HTMLParser):
