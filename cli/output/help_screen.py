@@ -152,7 +152,7 @@ CHOICES: Mapping[str, Mapping[str, Rows]] = {
         "Methods": [
             ("awq", "integers for vLLM, transformers and llmopt: the default"),
             ("gptq", "the same in about half the time, at more error"),
-            ("rtn", "in seconds: rounded to nearest, with little data or none"),
+            ("rtn", "rounded to nearest, in seconds with --no-errors; no data"),
             ("hqq", "integers fitted to the weights alone, without data"),
             ("autoround", "integers, tuned by the output of each layer"),
             ("Q4_K_M", "a file for llama.cpp; any GGUF type is a method"),

@@ -22,6 +22,7 @@ from ..methods.registry import AUTO
 from ..model.checkpoint import GGUF_SUFFIX, Checkpoint
 from ..plan.manifest import TEXT, parts_of
 from ..plan.plan import QuantizePlan, stored
+from ..plan.request import data_needs
 from ..plan.selection import HEAD, TORCH_DTYPES
 from ..stream.calibration import Calibration
 from ..stream.calls import kv_heads
@@ -79,6 +80,7 @@ class Preflight:
         memory: predicted resident memory beyond the start of the process.
         seconds: time by a timed layer, or by the number of operations and a measured GEMM rate.
         quick_seconds: time with `CPU_SAMPLES` samples of `CPU_SEQ_LEN` tokens; None: there are no more.
+        bare_seconds: time without measured errors, of a method that needs no data for anything else.
         workers: processes that share the work, memory and time being those of one; None: one process.
         is_timed: True if `seconds` are by a timed layer.
     """
@@ -91,6 +93,7 @@ class Preflight:
     seconds: float
     loaders: tuple[Loader, ...]
     quick_seconds: float | None = None
+    bare_seconds: float | None = None
     workers: int | None = None
     is_timed: bool = False
 
@@ -123,8 +126,10 @@ class Preflight:
 
     @property
     def time(self) -> str:
-        """The time in words, with that of a quick run where it is much less."""
+        """The time in words, with that of a quick run, or of one without errors, where it is much less."""
         duration = f"about {in_words(self.seconds)}{'' if self.is_timed else ' by its operations'}"
+        if self.bare_seconds is not None and self.bare_seconds < self.seconds / 2:
+            return f"{duration}, to measure errors; with --no-errors about {in_words(self.bare_seconds)}"
         if self.quick_seconds is None or self.quick_seconds > self.seconds / 2:
             return duration
         quick = f"--num-samples {CPU_SAMPLES} --seq-len {CPU_SEQ_LEN}"
@@ -176,6 +181,7 @@ def preflight(
         ),
         seconds=seconds_with(tokens),
         quick_seconds=seconds_with(quick_tokens() // number) if has_more else None,
+        bare_seconds=seconds_with(0) if request.errors and not data_needs(request) else None,
         workers=workers,
         is_timed=layer is not None,
         loaders=tuple(

@@ -186,6 +186,7 @@ class QuantizeRequest:
         "Measure output errors. Without, data-free methods (rtn, hqq, fp8, int8, nf4, fp4, nvfp4, "
         "mxfp4) read no calibration text and run no layer.",
         panel=_DATA,
+        common=True,
     )
     evaluation: str | None = option(
         None,
@@ -336,7 +337,9 @@ def check_request(request: QuantizeRequest) -> None:
     if request.model_free and request.vision:
         raise BadInput("--model-free knows no vision tower: leave --quantize-vision out")
     if not request.errors and not request.mock:
-        _check_data_free(request)
+        option = "--model-free" if request.model_free else "--no-errors"
+        for reason in data_needs(request):
+            raise BadInput(f"{option}: {reason}: leave one of them out")
 
 
 def check_groups(request: QuantizeRequest) -> None:
@@ -406,9 +409,8 @@ def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
     return replace(request, rotations=rotations, options=options)
 
 
-def _check_data_free(request: QuantizeRequest) -> None:
-    """Raises BadInput for `--no-errors` or `--model-free` where an option needs the calibration data."""
-    option = "--model-free" if request.model_free else "--no-errors"
+def data_needs(request: QuantizeRequest) -> list[str]:
+    """Reasons for which a request needs calibration data, also with `--no-errors`; empty: none."""
     method = METHODS.get(request.method)
     needs = {
         f"method {request.method} is calibrated": searches(request)
@@ -420,9 +422,7 @@ def _check_data_free(request: QuantizeRequest) -> None:
         f"{request.imatrix} is measured": request.imatrix is not None
         and not request.imatrix.exists(),
     }
-    for reason, holds in needs.items():
-        if holds:
-            raise BadInput(f"{option}: {reason}: leave one of them out")
+    return [reason for reason, holds in needs.items() if holds]
 
 
 @dataclass(frozen=True, slots=True)

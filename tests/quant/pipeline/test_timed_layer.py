@@ -60,6 +60,14 @@ def test_a_long_run_is_told_beside_a_quick_one(tmp_path: Path) -> None:
     assert long.time == "about 17 h; with --num-samples 64 --seq-len 512 about 25 min"
     assert long.time in long.line()
     assert replace(long, quick_seconds=40_000.0).time == "about 17 h"
+    assert answer.bare_seconds is None  # the method is calibrated
+    rounded = preflight(prepare(request(tmp_path / "out", method="rtn")))
+    assert rounded.bare_seconds is not None and rounded.bare_seconds < rounded.seconds / 2
+    assert replace(rounded, seconds=540.0, bare_seconds=9.0, is_timed=True).time == (
+        "about 9 min, to measure errors; with --no-errors about 9 s"
+    )
+    bare = request(tmp_path / "out", method="rtn", errors=False)
+    assert preflight(prepare(bare)).bare_seconds is None
     assert replace(long, quick_seconds=None, is_timed=False).time == "about 17 h by its operations"
 
 
