@@ -127,6 +127,13 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(check_shown(run_guarded(lambda: app(arguments, **how), debug=debug)))
 
 
+_ELSEWHERE = {
+    "bench --num-passes": "a pass is a run here: --num-runs",
+    "best --method": "it compares the methods itself; --format and --candidates narrow it",
+    "check --loads-in": "give --engine",
+    "quantize --max-kl": "llmopt best --max-kl searches for it, llmopt bench --gate checks it",
+}
+"""Options that people look for in a command that has them under another name, or not."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
 
 
@@ -163,6 +170,9 @@ def run_guarded(call: Callable[[], object], *, debug: bool) -> int:
         context = getattr(error, "ctx", None)
         command = "llmopt" if context is None else context.command_path
         message = format_message().rstrip(".").replace("Value error, ", "")
+        hint = _ELSEWHERE.get(f"{command.partition(' ')[2]} {getattr(error, 'option_name', '')}")
+        if hint is not None:
+            message = f"{message.partition(' (')[0]}: {hint}"
         divider = "" if message.endswith("?") else ":"  # after a near name
         print(f"error: {message}{divider} see {command} --help", file=sys.stderr)
         return 2

@@ -44,8 +44,13 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes, plain or with a unit as `parse_bytes` takes it; else BadInput."""
-    return int(text) if text.strip().isdecimal() else parse_bytes(text)
+    """A number of bytes, plain or with a unit as `parse_bytes` takes it; else BadInput. Too few bytes for any
+    tensor are a number whose unit was forgotten."""
+    if not text.strip().isdecimal():
+        return parse_bytes(text)
+    if 0 < int(text) < 1024:
+        raise BadInput(f"{text!r} bytes: a size has a unit, such as {text.strip()}MB")
+    return int(text)
 
 
 def format_gib(num_bytes: float) -> str:
