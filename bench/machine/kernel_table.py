@@ -24,7 +24,6 @@ from ...engine.kernels.common.dispatch import KernelChoice, Operation
 from ...engine.kernels.common.verdicts import (
     TOLERANCE_QUANTIZED,
     VARIABLE,
-    Verdict,
     current_verdicts,
     relative_error,
     tolerance,
@@ -142,14 +141,6 @@ def renew_verdicts() -> None:
     measure(torch.device("cuda"), torch.bfloat16)
 
 
-def stored() -> Iterator[tuple[str, str, Verdict]]:
-    """The verdicts that are known: case, candidate, verdict."""
-    verdicts = current_verdicts()
-    for case, candidates in ({} if verdicts is None else verdicts.verdicts).items():
-        for name, verdict in candidates.items():
-            yield case, name, verdict
-
-
 def report() -> dict[str, Any] | None:
     """The verdicts as plain JSON values; None: nothing is tried here."""
     verdicts = current_verdicts()
@@ -167,7 +158,8 @@ def report() -> dict[str, Any] | None:
                 "quartiles": [[rounds.low, rounds.high] for rounds in verdict.seconds],
                 "dropped": verdict.dropped,
             }
-            for case, name, verdict in stored()
+            for case, candidates in verdicts.verdicts.items()
+            for name, verdict in candidates.items()
         ],
     }
 
