@@ -106,7 +106,7 @@ gpu-doctor: $(LINKS)/llmopt
 	$(PYTHON) -m llmopt doctor --gpu $(GPU_DOCTOR)
 
 # The first run on a GPU machine without one: CUDA builds of torch on the CPU, the pretended card, every kernel compiled.
-# Downloads 4 GB the first time. `make gpu-rehearsal REHEARSAL=--short`: two steps in the project's own environment.
+# The first time it makes 9 GB of environments. `make gpu-rehearsal REHEARSAL=--short`: two steps in the project's own environment.
 gpu-rehearsal: $(INSTALLED) $(LINKS)/llmopt
 	$(VENV)/bin/python -m tools.gpu_rehearsal $(REHEARSAL)
 

@@ -2,7 +2,7 @@
 
     python -m tools.gpu_rehearsal [--build 2.11.0] [--short] [--only quantizers]
 
-Each build has an environment below build/gpu-rehearsal, which is made once (4 GB for all three). In it run
+Each build has an environment below build/gpu-rehearsal, which is made once (9 GB for all three). In it run
 the steps of a first user, with the sources uninstalled and offline. --short runs two of them in this Python:
 the collection of `make gpu-check`, and the tests of Triton's kernels under CUDA's division. Exit code 1 if a
 step fails.
