@@ -181,7 +181,8 @@ def server_options(values: Words, *, host: str) -> ServerOptions:
     """The server's options, all checked: files, packages and addresses. A server that asks for no key answers
     to known names alone: a page of the web may be pointed at it by another name, whatever address it listens
     on. Beyond the loopback these are the machine's own too."""
-    from ..engine.server.launch import is_loopback, own_names
+    from ..engine.base.host import is_loopback
+    from ..engine.server.launch import own_names
 
     given = keywords_of_words(ServerOptions, values)
     names, is_local = given.pop("host_names", None), is_loopback(host)
@@ -203,7 +204,7 @@ def server_options(values: Words, *, host: str) -> ServerOptions:
 
 def warn_if_open(options: ServerOptions, host: str) -> None:
     """Log a warning where others than this machine's users may ask, without a key."""
-    from ..engine.server.launch import is_loopback
+    from ..engine.base.host import is_loopback
 
     if options.api_keys or is_loopback(host):
         return

@@ -52,8 +52,8 @@ def resident_bytes() -> int:
 
 def measure(folder: Path, depth: str) -> dict[str, Any]:
     """Megabytes of one depth, by phase: peak since loading, the reference, the KV caches, and the rest."""
+    from llmopt.base.memory import peak_memory_bytes, restart_peak_memory
     from llmopt.base.progress import Silent
-    from llmopt.bench.machine.environment import peak_memory_bytes, restart_peak_memory
     from llmopt.bench.options.options import BenchOptions
     from llmopt.bench.session import quality
     from llmopt.engine.cache.kv_cache import kv_block_bytes

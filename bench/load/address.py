@@ -11,13 +11,13 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from ...base.errors import BadInput
 from ...base.extras import import_extra
+from ...engine.base.host import is_loopback
 from ...quant.source.load_processor import load_tokenizer
 from ...quant.source.models import is_local, refuse_mock, resolve_model
 from ..options import values
@@ -122,11 +122,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        host = urlsplit(self.url).hostname or ""
-        try:
-            return ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
+        return is_loopback(urlsplit(self.url).hostname or "")
 
     def endpoint(self, timeout: float) -> Endpoint:
         """Host, port, TLS and request head (all headers but Content-Length) for the workers."""

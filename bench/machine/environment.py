@@ -11,7 +11,6 @@ import json
 import math
 import os
 import platform
-import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -136,23 +135,6 @@ def checkpoint_hash(folder: Path) -> str:
                     handle.seek(number * max(size - SAMPLE_BYTES, 0) // (NUM_SAMPLES - 1))
                     digest.update(handle.read(SAMPLE_BYTES))
     return f"{'sha256' if whole else 'sha256-sampled'}:{digest.hexdigest()}"
-
-
-def restart_peak_memory() -> None:
-    """Reset the peak of `peak_memory_bytes`, if the system can: else it is since process start, an upper
-    bound."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident size of this process since `restart_peak_memory`."""
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def hardware_facts(device: str, *, cpuinfo: Path = CPUINFO, sys: Path = SYS) -> dict[str, Any]:

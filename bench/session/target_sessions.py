@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import BadInput
+from ...base.memory import peak_memory_bytes, restart_peak_memory
 from ...base.progress import Progress
 from ...engine.execution.step_loop import StepRecorder
 from ...engine.planner.catalog import facts_of
@@ -35,12 +36,7 @@ from ..load.inprocess import (
     step_split,
 )
 from ..load.load import adapter_of, drive
-from ..machine.environment import (
-    hardware_facts,
-    machine_name,
-    peak_memory_bytes,
-    restart_peak_memory,
-)
+from ..machine.environment import hardware_facts, machine_name
 from ..machine.machine_meter import MachineMeter
 from ..machine.pass_usage import PassMeter
 from ..machine.roofline import memory_part, place_on_roofline

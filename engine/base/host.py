@@ -11,6 +11,7 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,14 @@ class _Memory(ctypes.Structure):
     """`nvmlMemory_t`."""
 
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+def is_loopback(host: str) -> bool:
+    """True if `host` is a loopback address, reachable from this machine only."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Nvml:

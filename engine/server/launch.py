@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Callable, Generator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 from threading import Thread, Timer
 from types import FrameType
 from typing import Any
@@ -74,14 +73,6 @@ def bind(host: str, port: int) -> socket.socket:
 def own_names(host: str) -> frozenset[str]:
     names = {socket.gethostname(), socket.getfqdn(), host}
     return frozenset(name.lower() for name in names if name)
-
-
-def is_loopback(host: str) -> bool:
-    """True if `host` is a loopback address, reachable from this machine only."""
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _cannot_listen(host: str, port: int, error: Exception) -> BadInput:

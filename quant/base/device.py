@@ -1,7 +1,7 @@
 """Device and memory of a quantization.
 
-A layer is run and solved on a device; what is between layers stays on the host. Peaks are those of Linux
-(`VmHWM`), and glibc's heap is kept from growing with every layer.
+A layer is run and solved on a device; what is between layers stays on the host. The heap of glibc is kept
+from growing with every layer.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import contextlib
 import ctypes
 import math
 import mmap
-import resource
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ...base.errors import BadInput, first_line
+from ...base.memory import peak_memory_bytes, resident_bytes, restart_peak_memory
 from ...base.option import check_device
 
 HOST = torch.device("cpu")
@@ -27,7 +26,6 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # mallopt(3)
 _OUTSIDE_BYTES, _TRIMMED_BYTES = 2**20, 2**17
 _OUTSIDE_IN_PASSES, _KEPT_IN_PASSES = 16 * 2**20, 256 * 2**20
 _OWN_PAGES_BYTES = 2**18
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 LEAST_CAPABILITY = (8, 0)
 """Older GPUs have no bfloat16, and Triton compiles for none of them."""
 PCI_DEVICES = Path("/sys/bus/pci/devices")
@@ -103,18 +101,13 @@ class PeakMemory:
     """Peak resident set size since construction, beyond what was resident then."""
 
     def __init__(self) -> None:
-        with contextlib.suppress(OSError):
-            _CLEAR.write_text("5")  # Linux: resets the peak
-        self._baseline = _field("VmRSS")
-        if self._baseline is None:
-            self._baseline = _ru_maxrss()
+        restart_peak_memory()
+        self._baseline = resident_bytes()
 
     @property
     def bytes(self) -> int:
         """Bytes, never negative; where the peak cannot be reset, the whole process's peak counts."""
-        assert self._baseline is not None
-        peak = _field("VmHWM")
-        return max(0, (_ru_maxrss() if peak is None else peak) - self._baseline)
+        return max(0, peak_memory_bytes() - self._baseline)
 
 
 def give_back() -> None:
@@ -150,17 +143,3 @@ def _allocate(outside_bytes: int, kept_bytes: int) -> ctypes.CDLL:
     library.mallopt(_M_MMAP_THRESHOLD, outside_bytes)
     library.mallopt(_M_TRIM_THRESHOLD, kept_bytes)
     return library
-
-
-def _field(name: str) -> int | None:
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    line = next((line for line in lines if line.startswith(name + ":")), None)
-    return None if line is None else int(line.split()[1]) * 1024
-
-
-def _ru_maxrss() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

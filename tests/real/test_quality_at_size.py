@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from llmopt.bench.machine.environment import peak_memory_bytes, restart_peak_memory
+from llmopt.base.memory import peak_memory_bytes, restart_peak_memory
 from llmopt.bench.quality.passage import Passage, ProtocolOptions, read_passage
 from llmopt.bench.quality.scoring import score_passage
 from llmopt.bench.quality.summary import summarize

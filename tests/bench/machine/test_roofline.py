@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from llmopt.base.memory import peak_memory_bytes
 from llmopt.bench.machine import roofline
-from llmopt.bench.machine.environment import checkpoint_hash, peak_memory_bytes
+from llmopt.bench.machine.environment import checkpoint_hash
 from llmopt.bench.machine.roofline import (
     ByteSizes,
     Ceilings,
