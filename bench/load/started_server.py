@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ...quant.source.models import bundled_models, refuse_mock, resolve_model
 from ...recipes import DEFAULT_MODEL
 from ..machine.environment import without_secrets
 from ..options.options import BenchOptions
+from .json_http import JsonClient, RequestFailed
 
 HOST = "127.0.0.1"
 MODEL, NAME, PORT = "{model}", "{name}", "{port}"
@@ -315,12 +315,11 @@ def _wait_until_ready(
 
 
 def is_ready(url: str) -> bool:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url + READY_PATH, timeout=ANSWER_SECONDS) as answer:
-            return answer.status == 200
-    except (OSError, ValueError):
+        JsonClient({}, timeout=ANSWER_SECONDS).read(url + READY_PATH)
+    except RequestFailed:
         return False
+    return True
 
 
 def last_words(log: IO[bytes]) -> str:
