@@ -9,27 +9,13 @@ import torch
 from torch.nn import functional
 
 from ..base.device import packed
-from ..config.compatibility import refuse
-from ..config.config import EngineConfig
 from ..kernels.attention.paged_attention import ScoredSpan
-from ..model.adapter.open import CausalModel
-from ..model.decoder.decoder import Decoder
 from ..scheduling.kv_eviction import KvEviction
 from ..scheduling.step_plan import Compaction, ScheduledRow
 from .kv_cache import KvCache
 
 POOLING_KERNEL = 7
 """SnapKV: neighbours over which scores are pooled."""
-
-
-def check_eviction(config: EngineConfig, model: CausalModel) -> None:
-    because = f"kv_budget = {config.kv_budget}"
-    if not isinstance(model, Decoder):
-        refuse({"kv-budget", "transformers"}, because)
-    elif any(window is not None for window in model.spec.shape.windows):
-        refuse({"kv-budget", "windows"}, because)
-    elif model.spec.shape.latent is not None:
-        refuse({"kv-budget", "latents"}, because)
 
 
 def kept_slots(rule: KvEviction, sums: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ...base.errors import DoesNotFit
 from ...quant.source.load_processor import load_tokenizer
 from ...quant.source.models import open_checkpoint, resolve_model
 from ..base.device import choose_device, choose_dtype, enter_device, say_on_cpu
-from ..cache.compaction import Evictor, check_eviction
+from ..cache.compaction import Evictor
 from ..cache.kv_cache import (
     KvCache,
     check_fits_memory,
@@ -198,7 +198,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     if model.state_layouts:
         refuse({"states", *config.features}, "layers of this model keep a constant state")
     if config.kv_budget is not None:
-        check_eviction(config, model)
+        from ..planner.memory import check_evictable
+
+        if not isinstance(model, Decoder):
+            refuse({"kv-budget", "transformers"}, f"kv_budget = {config.kv_budget}")
+        else:
+            check_evictable(model.spec.shape, config.kv_budget)
     stored = stored_dtype(config, device, dtype)
     draft = None
     if config.speculation is not None:

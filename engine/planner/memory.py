@@ -207,10 +207,10 @@ class Deployment:
         return bisect_left(range(1, limit + 1), True, key=is_too_long)
 
 
-def check_evictable(shape: ModelShape, rule: KvEviction) -> None:
-    """Check that a model caches keys and values of every token, which is what the engine can evict. Raises
-    BadInput: it could not."""
-    because = f"kv_budget = {rule.budget}"
+def check_evictable(shape: ModelShape, budget: int) -> None:
+    """Raises BadInput for a model that does not cache keys and values of every token, which alone the engine
+    can evict."""
+    because = f"kv_budget = {budget}"
     if shape.state_bytes:
         refuse({"kv-budget", "states"}, because)
     if shape.latent is not None:

@@ -167,7 +167,7 @@ def make_plan(
         chosen = replace(chosen, tp=tp)
     kv_dtype(workload.kv_dtype).bytes_per_element(model.shape)
     if workload.eviction is not None:
-        check_evictable(model.shape, workload.eviction)
+        check_evictable(model.shape, workload.eviction.budget)
         if chosen.engine != "llmopt":
             raise BadInput(f"kv_budget is an option of llmopt's engine, not of {chosen.engine}")
         if chosen.speculation is not None:
