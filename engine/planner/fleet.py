@@ -57,12 +57,14 @@ class FleetPlanner:
     """Searches the fewest GPUs for `rate` requests per second within the load's SLO.
 
     Raises:
-        BadInput: the load has no SLO, or is no rate.
+        BadInput: there is no load, or none with an SLO, or it has a rate of its own.
     """
 
-    def __init__(self, load: PlannedLoad, rate: float, setup: Setup, model: str) -> None:
-        if load.slo is None:
+    def __init__(self, load: PlannedLoad | None, rate: float, setup: Setup, model: str) -> None:
+        if load is None or load.slo is None:
             raise BadInput('--target-request-rate needs limits to keep: --slo "ttft:1s tpot:30ms"')
+        if load.load.rate is not None:
+            raise BadInput("--target-request-rate and --request-rate are two rates: leave one out")
         if not 0 < rate < inf:
             raise BadInput(
                 f"--target-request-rate {rate:g}: requests per second, above 0, are needed"

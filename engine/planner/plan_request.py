@@ -105,7 +105,9 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
     ranked = any(name.lower() == "all" for name in ask.gpus)
     fleets: list[Fleet] = []
     if ask.target_request_rate is not None:
-        fleets = _fleets(ask.target_request_rate, model, recipe, workload, devices, setup)
+        planner = FleetPlanner(workload.load, ask.target_request_rate, setup, model.name)
+        solvers = solvers_on(devices, model, recipe, workload, setup)
+        fleets = planner.fleets(solvers, devices)
         best, beside = fleets[0], None
         devices = [best.device]
         division = {name: getattr(best.deployment, name) for name in sizes}
@@ -125,24 +127,6 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
             "--dtype float32"
         )
     return replace(plan, warnings=(*plan.warnings, *lost), fleets=tuple(fleets))
-
-
-def _fleets(
-    rate: float,
-    model: PlannedModel,
-    recipe: WeightRecipe,
-    workload: PlannedWorkload,
-    devices: Sequence[Device],
-    setup: Setup,
-) -> list[Fleet]:
-    """The fewest GPUs for a rate. Raises BadInput: a request that has no such answer."""
-    load = workload.load
-    if load is None:
-        raise BadInput('--target-request-rate needs limits to keep: --slo "ttft:1s tpot:30ms"')
-    if load.load.rate is not None:
-        raise BadInput("--target-request-rate and --request-rate are two rates: leave one out")
-    planner = FleetPlanner(load, rate, setup, model.name)
-    return planner.fleets(solvers_on(devices, model, recipe, workload, setup), devices)
 
 
 def _with_count(ask: PlanRequest) -> PlanRequest:
