@@ -104,6 +104,8 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
         why = {"budget": "The budget is spent", "interrupted": "Interrupted"}[decision["stopped"]]
         say(f"{why}: the same command goes on from here.", console)
     say(decision["sentence"], console)
+    if decision["so_far"] is not None:
+        say(f"  its files: {decision['so_far']}, rounded to nearest", console)
     named = {finalist["id"]: finalist for finalist in decision["finalists"]}
     answer = named.get(decision["recommended"] or decision["closest"])
     if answer is not None:

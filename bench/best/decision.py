@@ -193,7 +193,7 @@ def next_finalist(
             left.append((point, saved))
     if not left:
         return None, 0.0
-    left.sort(key=lambda pair: _rank(request, pair[0]))
+    left.sort(key=lambda pair: rank(request, pair[0]))
     front = [point for point, _ in left if point["expected_kl"] is not None]
     if not front:
         following = left[0][0]
@@ -215,7 +215,7 @@ def _cost(request: Record, point: Record) -> float:
     return point["bytes"]
 
 
-def _rank(request: Record, point: Record) -> tuple[float, int, str]:
+def rank(request: Record, point: Record) -> tuple[float, int, str]:
     return _cost(request, point), point["bytes"], point["id"]
 
 
@@ -242,36 +242,12 @@ def _is_far(
     return min(ratios) >= 0.5 and max(ratios) <= 2 and min(ratios) * expected > _FAR * most
 
 
-def _check_first(request: Record, point: Record) -> dict[str, Any]:
+def check_first(request: Record, point: Record) -> dict[str, Any]:
     """A usual quantization checked by its KL divergence after rounding to nearest."""
     kl = point["first_kl"]
     value = kl["value"] or _LEAST
     band = kl["low"] / value, kl["high"] / value
     return check_point(request, {**point, "expected_kl": value}, band)
-
-
-def first_sentence(request: Record, usual: Sequence[Record], tokens: int) -> str:
-    """The best of the usual quantizations by their KL divergences on a short text, rounded to nearest."""
-    checked = [_check_first(request, point) for point in usual if point.get("first_kl")]
-    if not checked:
-        return "So far: no usual quantization is measured."
-    may = [point for point in checked if point["keeps"] is not False]
-    if not may:
-        near = min(checked, key=lambda point: (point["excess"], point["bytes"]))
-        return (
-            f"So far: none of the usual quantizations keeps the promises when rounded to nearest; "
-            f"{near['id']} comes closest: {'; '.join(near['breaks'])}."
-        )
-    by_kl = request["is_bounded"]
-    best = min(may, key=lambda p: (p["first_kl"]["value"] if by_kl else 0.0, *_rank(request, p)))
-    kl = best["first_kl"]
-    sure = "is expected to keep" if best["keeps"] else "may keep"
-    return (
-        f"So far: {best['id']} ({best['bits_per_weight']:.2f} bits per weight, "
-        f"{format_gib(best['bytes'])}) {sure} the promises: KL {kl['value']:.3g} ({kl['low']:.3g} to "
-        f"{kl['high']:.3g}) on {tokens:,} tokens, rounded to nearest and not verified. More time searches "
-        "mixtures of fewer bytes, then makes and measures the nearest."
-    )
 
 
 def gap_words(front: Sequence[Record]) -> str:
@@ -369,7 +345,7 @@ def _by_load(
         and (
             made[name]
             if name in made
-            else point.get("first_kl") and _check_first(request, point)["keeps"]
+            else point.get("first_kl") and check_first(request, point)["keeps"]
         )
     }
     return fastest_by_load(speeds)

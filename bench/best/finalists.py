@@ -18,6 +18,7 @@ from ...engine.base.units import parse_tokens
 from ...engine.planner.catalog import find_model
 from ...quant.methods.options import MethodOptions
 from ...quant.model.checkpoint import gguf_file_of
+from ...quant.plan.manifest import MANIFEST_NAME
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import short_name
 from ..gate.limits import DEPTH_KEY, PREFIX, GateOutcome, Limit
@@ -33,8 +34,17 @@ from ..studies.recipe import Recipe, server_words
 from ..studies.recipe_files import Stages, VariantRun
 from ..studies.recipe_run import bench_options, run_variant, with_reference
 from .best_page import best_page
-from .decision import UNSURE, choose, decide, first_sentence, next_finalist
-from .first_answer import FIRST_TOKENS, BudgetedProgress, first_answer, plan_usual, read_first
+from .decision import UNSURE, choose, decide, next_finalist
+from .first_answer import (
+    FIRST_TOKENS,
+    SO_FAR,
+    BudgetedProgress,
+    first_answer,
+    first_sentence,
+    make_first,
+    plan_usual,
+    read_first,
+)
 from .search import PlanContext, Target, search
 from .target import DEFAULT_BUDGET, BestRequest, open_folder, whole_scores
 
@@ -198,6 +208,7 @@ class _Run:
             self._say(f"So far: {self.decision()['sentence']}")
         if self.target.asked.quality_full and not stages.recipe.bench.quality_full:
             self._score_answer(stages, SubRun(self.progress, lambda: "answer", ("warning",)))
+        shutil.rmtree(self.folder / SO_FAR, ignore_errors=True)  # finalists are in its place
 
     def _score_answer(self, stages: Stages, progress: Progress) -> None:
         """Score the recommended finalist by domain of text and by answers that change."""
@@ -226,12 +237,15 @@ class _Run:
             usual = read_first(self.folder)
             if not self.measured and (usual or not decision["front"]):
                 decision["sentence"] = first_sentence(self.question, usual, FIRST_TOKENS)
-        rest = {"saving": self.saving, "stopped": self.stopped}
+        files = [] if self.measured else (self.folder / SO_FAR).glob(f"*/{MANIFEST_NAME}")
+        so_far = next((str(path.parent) for path in files), None)
+        rest = {"saving": self.saving, "stopped": self.stopped, "so_far": so_far}
         return {**_head(self.target), **decision, **rest}
 
     def _first(self, kv_dtype: str) -> Sequence[Mapping[str, Any]]:
         usual = first_answer(self.target, self.folder, kv_dtype, self.progress)
         self._say(first_sentence(self.question, usual, FIRST_TOKENS))
+        make_first(self.target, self.question, usual, self.folder)
         return usual
 
     def _say(self, answer: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,19 @@ import numpy as np
 
 from ...base.atomic_io import write_atomically
 from ...base.progress import Progress
+from ...engine.base.units import format_gib
 from ...engine.planner.catalog import find_model
 from ...engine.planner.plan_request import named_recipe
 from ...engine.planner.weights import weight_bytes
 from ...quant.model.checkpoint import read_json
+from ...quant.pipeline.pipeline import quantize
 from ...quant.pipeline.prepare import rounding_losses
 from ...quant.plan.request import QuantizeRequest
 from ..quality.summary import PositionBlocks
-from .decision import check_point, fastest_by_load
+from .decision import check_first, check_point, fastest_by_load, rank
 from .search import USUAL, Target, kv_dtype_of, usual_point
 
-FIRST_NAME = "first.json"
+FIRST_NAME, SO_FAR = "first.json", "so-far"
 FIRST_TOKENS = 1024
 """Held-out tokens of the first answer: a minute of processor time for SmolLM2-135M and five formats."""
 
@@ -87,6 +89,57 @@ def first_answer(
         left[number]["first_kl"] = {"value": float(values.mean()), "low": low, "high": high}
         write_atomically(path, json.dumps({"usual": usual}, indent=1) + "\n")
     return usual
+
+
+def first_best(
+    request: Mapping[str, Any], usual: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """The best of the usual quantizations that may keep the promises after rounding to nearest."""
+    checked = [check_first(request, point) for point in usual if point.get("first_kl")]
+    by_kl = request["is_bounded"]
+    return min(
+        (point for point in checked if point["keeps"] is not False),
+        key=lambda p: (p["first_kl"]["value"] if by_kl else 0.0, *rank(request, p)),
+        default=None,
+    )
+
+
+def first_sentence(
+    request: Mapping[str, Any], usual: Sequence[Mapping[str, Any]], tokens: int
+) -> str:
+    """The best of the usual quantizations by their KL divergences on a short text, rounded to nearest."""
+    checked = [check_first(request, point) for point in usual if point.get("first_kl")]
+    if not checked:
+        return "So far: no usual quantization is measured."
+    best = first_best(request, usual)
+    if best is None:
+        near = min(checked, key=lambda point: (point["excess"], point["bytes"]))
+        return (
+            f"So far: none of the usual quantizations keeps the promises when rounded to nearest; "
+            f"{near['id']} comes closest: {'; '.join(near['breaks'])}."
+        )
+    kl = best["first_kl"]
+    sure = "is expected to keep" if best["keeps"] else "may keep"
+    return (
+        f"So far: {best['id']} ({best['bits_per_weight']:.2f} bits per weight, "
+        f"{format_gib(best['bytes'])}) {sure} the promises: KL {kl['value']:.3g} ({kl['low']:.3g} to "
+        f"{kl['high']:.3g}) on {tokens:,} tokens, rounded to nearest and not verified. More time searches "
+        "mixtures of fewer bytes, then makes and measures the nearest."
+    )
+
+
+def make_first(
+    target: Target, question: Mapping[str, Any], usual: Sequence[Mapping[str, Any]], folder: Path
+) -> None:
+    """Make the checkpoint of the best usual quantization that no solver makes and that may keep the promises:
+    a search that is ended leaves it. Its weights are those whose KL divergence was measured."""
+    rounded = {point["id"]: point for point in usual if not point.get("is_solved", True)}
+    best = first_best(question, [*rounded.values()])
+    if best is None or (output := folder / SO_FAR / best["id"]).exists():
+        return
+    output.parent.mkdir(exist_ok=True)
+    made = rounded[best["id"]]["quantize"]
+    quantize(QuantizeRequest.of(target.model, output, **made, errors=False))
 
 
 def read_first(folder: Path) -> list[dict[str, Any]]:

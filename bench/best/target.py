@@ -40,6 +40,8 @@ _calibrated = partial(option_like, QuantizeRequest, panel=_DATA, common=False)
 
 
 def _duration(text: str) -> float:
+    if text.strip()[-1:].isdecimal():
+        raise BadInput(f"--budget {text}: give a unit, such as {text.strip()}m")
     try:
         return parse_duration(text)
     except ValueError as error:

@@ -159,6 +159,7 @@ def a_decision(num_layers: int = 16, **changed: Any) -> dict[str, Any]:
         "closest": None,
         "saving": 0.0125,
         "stopped": None,
+        "so_far": None,
         "exit_code": 0,
         "sentence": "int-3.75 keeps KL <= 0.02 (0.0098 to 0.0124) and decodes in 18.4 ms of 20.",
     }

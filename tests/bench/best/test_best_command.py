@@ -117,6 +117,7 @@ def _rebuilds(chosen: dict[str, Any], folder: Path) -> None:
         (("--target-bpw", "2"), "its fewest bits are"),
         (("--size", "huge"), "'huge' is no size"),
         (("--budget", "soon"), "--budget soon"),
+        (("--budget", "10"), "--budget 10: give a unit, such as 10m"),
         (("--loads-in", "llama.cpp"), "it reads GGUF files only"),
     ],
 )
@@ -236,6 +237,10 @@ def test_a_spent_budget_gives_the_best_so_far_and_changes_no_byte(
     assert any(sentence.startswith("So far: ") for sentence in sentences)
     assert any(notes[0].startswith(sentence) for sentence in sentences) and len(stops) > 3
     assert {stop["stopped"] for stop in stops} == {"budget"}
+    # Once there is a first answer it has files, until a finalist is made.
+    made = [stop["so_far"] for stop in stops if stop["sentence"].startswith("So far: fp8")]
+    assert made and made[-1] == str(tmp_path / "stopped" / "so-far" / "fp8")
+    assert answer["so_far"] is None and not (tmp_path / "stopped" / "so-far").exists()
     final = [(tmp_path / name / "decision.json").read_text() for name in ("whole", "stopped")]
     assert final[0].replace("whole", "stopped") == final[1]
 

@@ -12,11 +12,11 @@ from llmopt.bench.best.decision import (
     check_point,
     choose,
     decide,
-    first_sentence,
     gap_words,
     next_finalist,
     slo_breaks,
 )
+from llmopt.bench.best.first_answer import first_sentence
 
 SIZES = (100, 200, 300, 400)
 EXPECTED = (0.4, 0.065, 0.04, 0.01)
