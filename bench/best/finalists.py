@@ -308,7 +308,7 @@ def result_of(
 
 
 def full_scores(quality: Mapping[str, Any]) -> dict[str, Any]:
-    """What `--quality-full` scores, for JSON."""
+    """Scores of `--quality-full`, for JSON."""
     domains = {domain: interval(quality, f"domains.{domain}.kl_nats") for domain in DOMAINS}
     return {
         "flips": interval(quality, "flips.share"),
