@@ -30,6 +30,8 @@ from .decision import check_first, check_point, fastest_by_load, rank
 from .search import USUAL, Target, kv_dtype_of, usual_point
 
 FIRST_NAME, SO_FAR = "first.json", "so-far"
+ORIGINAL = "original"
+_RECIPES = {ORIGINAL: "bf16", "awq int4": "awq"}
 FIRST_TOKENS = 1024
 """Held-out tokens of the first answer: a minute of processor time for SmolLM2-135M and five formats."""
 
@@ -149,16 +151,16 @@ def read_first(folder: Path) -> list[dict[str, Any]]:
 
 
 def plan_usual(target: Target, question: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes, fit and speed of the usual quantizations, and the fastest by load, by headers, or by
-    `config.json` alone: `is_checked` is True if headers told what the loader takes."""
+    """Bytes, fit and speed of the original and the usual quantizations, and the fastest by load, by headers,
+    or by `config.json` alone: `is_checked` is True if headers told what the loader takes."""
     kv_dtype, shape = kv_dtype_of(target), find_model(str(target.path)).shape
     has_weights = target.path.is_file() or any(target.path.glob("*.safetensors"))
     planned = []
-    for name in USUAL:
-        if has_weights:
+    for name in (ORIGINAL, *USUAL):
+        if has_weights and name in USUAL:
             point = usual_point(target, name, kv_dtype)
         else:
-            recipe = named_recipe(name.removesuffix(" int4"), shape)
+            recipe = named_recipe(_RECIPES.get(name, name), shape)
             sizes = {"bytes": weight_bytes(shape, recipe), "bits_per_weight": float(recipe.bits)}
             point = {"name": name, "id": name.replace(" ", "-"), "refused": None, **sizes}
             point |= target.planned(recipe, kv_dtype)

@@ -88,7 +88,8 @@ def test_a_dry_run_needs_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFi
     plan = find_best(request, str(tmp_path), tmp_path / "out", dry_run=True)
     assert not (tmp_path / "out").exists() and not plan["is_checked"]
     points = {point["id"]: point for point in plan["planned"]}
-    assert list(points) == ["awq-int4", "Q4_K_M", "Q5_K_M", "Q8_0", "fp8"]
+    assert list(points) == ["original", "awq-int4", "Q4_K_M", "Q5_K_M", "Q8_0", "fp8"]
+    assert points["original"]["breaks"] == ["14.96 GiB > 6.00 GiB"]
     assert points["fp8"]["keeps"] is False and points["fp8"]["breaks"] == ["8.46 GiB > 6.00 GiB"]
     assert 4.9 * GIB < points["awq-int4"]["bytes"] < 5.6 * GIB
     ends = plan["by_load"][0]["id"], plan["by_load"][-1]["id"]
