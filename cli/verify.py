@@ -19,10 +19,11 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Re-read a quantized checkpoint with an independent reader; exit 1 if it is not what was computed."""
-    from ..quant.source.models import check_local, refuse_mock
+    from ..quant.source.models import check_local, refuse_mock, refuse_plain
 
     check_local(folder)  # before torch is imported
     refuse_mock(folder, "verify")
+    refuse_plain(folder)
     from ..engine.planner.catalog import facts_of
     from ..quant.convert.verify import verify as run
     from .output.console import TerminalProgress, result_console, say

@@ -39,6 +39,17 @@ def check_local(folder: Path) -> None:
         )
 
 
+def refuse_plain(folder: Path) -> None:
+    """Raises BadInput for safetensors whose config names no quantization. Files with a manifest are left to
+    their digests."""
+    others = (folder / name for name in (MANIFEST_NAME, "hf_quant_config.json"))
+    if folder.is_file() or gguf_file_of(folder) or any(other.is_file() for other in others):
+        return
+    config = folder / "config.json"
+    if config.is_file() and read_json(config).get("quantization_config") is None:
+        raise BadInput(f"{folder} is not quantized: its config has no quantization_config")
+
+
 def refuse_mock(path: Path, purpose: str) -> None:
     """Raises BadInput for a checkpoint of `quantize --mock`, or a file in one."""
     manifest = (path if path.is_dir() else path.parent) / MANIFEST_NAME

@@ -17,6 +17,7 @@ from llmopt.quant.formats.registry import FORMATS
 from llmopt.quant.kinds.registry import format_names
 from llmopt.quant.methods.options import SchemeOptions
 from llmopt.quant.methods.registry import METHODS, Method
+from llmopt.recipes import MODELS
 
 LINES = {
     "quantize --method gptq --no-errors": "--no-errors: method gptq is calibrated",
@@ -109,6 +110,7 @@ LINES = {
     "convert stories3M --format gguff": "unknown format 'gguff': the nearest is gguf",
     "convert stories3M --format zzz": f"{', '.join(format_names())}, hf",
     "verify nothere": "nothere is no folder",
+    f"verify {MODELS / 'stories260K'}": "is not quantized: its config has no quantization_config",
     "batch nothere.jsonl": "nothere.jsonl",
     f"run {'a' * 3000}": "File name too long",
     f"quantize --model {'a' * 3000}": "File name too long",
