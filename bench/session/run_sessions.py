@@ -226,7 +226,7 @@ def run_judged(
 
 
 def base_of(run: BenchRun, base_run: BenchRun | None, wanted: VerdictWanted) -> RunData | None:
-    """What a run is judged by: limits on values alone need no other run. None: by nothing."""
+    """The base of a run: itself where limits are on values alone. None: nothing judges it."""
     if base_run is not None:
         return RunData.of_run(base_run)
     return RunData.of_run(run) if wanted.baseline is None and wanted.limits else wanted.baseline
