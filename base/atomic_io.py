@@ -225,26 +225,42 @@ def make_folder(folder: Path, option: str) -> None:
         ) from error
 
 
-@contextmanager
-def atomic_folder(output: Path, suffix: str) -> Iterator[Path]:
-    """Atomic creation of a folder: an unfinished one, fsynced and renamed on exit, removed on errors.
+def in_the_way(output: Path) -> BadInput:
+    return BadInput(f"{output} exists: remove it, or choose another folder with --output")
 
-    Args:
-        suffix: ending of the unfinished folder's name; an older folder of that name is removed.
+
+def check_absent(output: Path) -> None:
+    """Raises BadInput for an output that is there, if only an empty folder."""
+    if output.exists():
+        raise in_the_way(output)
+
+
+def is_taken(folder: Path) -> bool:
+    """True if there is a file, or a folder with something in it."""
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
+@contextmanager
+def atomic_folder(output: Path, unfinished: str) -> Iterator[Path]:
+    """Atomic creation of a folder: one of the name `unfinished`, fsynced and renamed on exit, removed on
+    errors. An older one of that name is removed.
 
     Raises:
-        BadInput: `output` exists or cannot be created, or the disk is full.
+        BadInput: something is in `output`, it cannot be created, or the disk is full.
     """
-    if output.exists():
-        raise BadInput(f"{output} exists: remove it, or choose another folder with --output")
-    work = output.with_name(output.name + suffix)
+    if is_taken(output):
+        raise in_the_way(output)
+    work = output.with_name(unfinished)
     if work.exists():
         shutil.rmtree(work)
     make_folder(work, "--output")
     try:
         yield work
+        for path in work.rglob("*"):
+            flush(path)
         flush(work)
         work.rename(output)
+        flush(output.parent)
     except OSError as error:
         raise no_space_or(error, work) from error
     finally:

@@ -117,8 +117,9 @@ def compare_starts(
 ) -> tuple[Comparison, dict[str, Any]]:
     """(the comparison, its record), with the files of the comparison written. Raises `BadInput`: options that
     contradict each other, or a base that cannot be measured; `typer.Exit`: 130 after Ctrl-C."""
+    from ..base.atomic_io import is_taken
     from ..bench.gate.outputs import write_outputs
-    from ..bench.record.result import is_taken, stamped
+    from ..bench.record.result import stamped
     from ..bench.studies.starts_series import (
         PairedSeries,
         pooled,

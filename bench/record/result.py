@@ -9,9 +9,8 @@ import json
 import math
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...base.atomic_io import flush
+from ...base.atomic_io import atomic_folder
 from ...base.errors import BadInput
 from ..metrics.trace import LoadPass
 from ..quality.positions import QualitySeries, readable
@@ -325,41 +324,6 @@ def claimed(path: Path) -> Path:
     raise AssertionError("unreachable")
 
 
-def is_taken(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-
-
-@contextmanager
-def atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder to write into, renamed to `target` when the block succeeds. Raises BadInput:
-    something is in `target`, or its parent cannot be created."""
-    if is_taken(target):
-        raise BadInput(f"{target} exists: name another folder, or remove it")
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        partial.mkdir(parents=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise BadInput(f"cannot make a folder in {target.parent}: a file is in the way") from error
-    try:
-        yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                flush(path)
-        partial.rename(target)
-        flush(target.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[Path]:
-    """A temporary path next to `path` to write to, synced and renamed to it when the block succeeds."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        yield partial
-        flush(partial)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+def atomic_run_folder(target: Path) -> AbstractContextManager[Path]:
+    """A hidden folder to write a run into, renamed to `target` when the block succeeds: `atomic_folder`."""
+    return atomic_folder(target, f".{target.name}.partial-{os.getpid()}")

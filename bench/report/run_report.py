@@ -19,7 +19,7 @@ from ..page.page import MISSING, Page, ReportTable, ReportVerdict, drawn, number
 from ..page.plot_style import BASE, MUTED, NEW, canvas, label, title, to_svg
 from ..quality.task_items import metric_name, score_words
 from ..quality.tool_calls import call_sentence
-from ..record.result import atomic_folder, to_json
+from ..record.result import atomic_run_folder, to_json
 from .figures import SHORT, captioned, run_figures, turns_svg
 from .parts import load_words, remarks, report_page, warnings, write_page
 
@@ -198,7 +198,7 @@ UNITS = {"concurrency": "users", "rate": "requests/s"}
 
 def write_sweep(record: Mapping[str, Any], target: Path) -> Path:
     """Write the folder `target` (`sweep.json`, reports, figures), atomically; returns it."""
-    with atomic_folder(target) as folder:
+    with atomic_run_folder(target) as folder:
         (folder / SWEEP_NAME).write_text(to_json(record), encoding="utf-8")
         write_page(sweep_page(record), folder)
     return target

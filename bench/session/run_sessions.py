@@ -31,7 +31,7 @@ from ..record.result import (
     RESULT_NAME,
     BenchRun,
     RunData,
-    atomic_folder,
+    atomic_run_folder,
     plain,
     to_json,
     write_requests,
@@ -298,7 +298,7 @@ def write_run(
     """Write the run folder `target` atomically; returns it."""
     with interrupts_held():
         environment = to_json(run.result["llmopt"]["environment"])
-        with atomic_folder(target) as folder:
+        with atomic_run_folder(target) as folder:
             (folder / RESULT_NAME).write_text(to_json(run.result), encoding="utf-8")
             (folder / ENVIRONMENT_NAME).write_text(environment, encoding="utf-8")
             write_requests(folder / REQUESTS_NAME, run.passes)

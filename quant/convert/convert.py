@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...base.atomic_io import atomic_folder, write_atomically
+from ...base.atomic_io import atomic_folder, check_absent, write_atomically
 from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
 from ...base.version import VERSION
@@ -75,7 +75,8 @@ def convert(
     check_format(target)
     if checkpoint_format(source).name == target:
         raise BadInput(f"{source.folder} is in the format {target} already")
-    with atomic_folder(output, _UNFINISHED) as work:
+    check_absent(output)
+    with atomic_folder(output, output.name + _UNFINISHED) as work:
         return _Job(source, FORMATS[target], work, allow_loss, progress or Silent()).run(output)
 
 

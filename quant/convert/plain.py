@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ...base.atomic_io import atomic_folder, layout_of, write_atomically, write_tensors
+from ...base.atomic_io import (
+    atomic_folder,
+    check_absent,
+    layout_of,
+    write_atomically,
+    write_tensors,
+)
 from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
 from ...base.version import VERSION
@@ -170,7 +176,8 @@ def dequantize_checkpoint(source: Checkpoint, output: Path, progress: Progress) 
         records[module] = {"source_scheme": scheme, "error": error, "reason": reason}
         return stored
 
-    with atomic_folder(output, ".converting") as work:
+    check_absent(output)
+    with atomic_folder(output, f"{output.name}.converting") as work:
         tensors = plain_tensors(source, dtype, rounded, progress=progress, what="dequantizing")
         write_plain(work, source, tensors, dtype)
         name = checkpoint_format(source).name if quantized else "gguf"
@@ -237,7 +244,8 @@ def merge(
         raise BadInput(f"--dtype {dtype!r}: choose auto, {', '.join(DTYPES)}")
     job = _Merge(base, [_Adapter(adapter) for adapter in adapters], dtype, progress or Silent())
     job.check()
-    with atomic_folder(output, _UNFINISHED) as work:
+    check_absent(output)
+    with atomic_folder(output, output.name + _UNFINISHED) as work:
         job.write(work)
         write_atomically(work / MERGE_RECORD_NAME, to_json(job.record()))
     return Merged(output, dtype, job.changes, job.kept)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...base.atomic_io import layout_of, write_tensors
+from ...base.atomic_io import in_the_way, layout_of, write_tensors
 from ...base.errors import BadInput
 from ...base.progress import Progress, ProgressUpdate, Silent, as_progress
 from ..base import workers
@@ -25,7 +25,7 @@ from ..model.checkpoint import expert_of, read_json
 from ..plan.journal import Journal, remove_work
 from ..plan.manifest import MANIFEST_NAME
 from ..plan.plan import QuantizePlan
-from ..plan.request import QuantizeRequest, check_free, in_the_way, searches, work_folder
+from ..plan.request import QuantizeRequest, check_free, searches, work_folder
 from ..plan.selection import HEAD
 from ..stream.calibration import Calibration
 from ..stream.calls import KvRanges

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
+from ...base.atomic_io import in_the_way
 from ...base.errors import BadInput
 from ...base.option import check_device, option, option_like, options_of, within
 from ..base.scheme import INT8_CACHE, LARGEST, PER_CHANNEL, KvStrategy
@@ -282,10 +283,6 @@ def check_free(output: Path) -> None:
     """Raises BadInput for an output that is there, unless its unfinished run is too."""
     if output.exists() and not work_folder(output).exists():
         raise in_the_way(output)
-
-
-def in_the_way(output: Path) -> BadInput:
-    return BadInput(f"{output} exists: remove it, or choose another folder with --output")
 
 
 def _by_gguf_type(request: QuantizeRequest) -> dict[str, str]:

@@ -30,7 +30,7 @@ from llmopt.bench.page.plot_style import canvas, to_svg
 from llmopt.bench.record.result import (
     SCHEMA_VERSION,
     RunData,
-    atomic_folder,
+    atomic_run_folder,
     plain,
     requests_table,
     stamped,
@@ -363,18 +363,21 @@ def test_folders_are_whole_or_absent(tmp_path: Path) -> None:
     assert [path.name for path in others] == [f"{target.name}-2", f"{target.name}-3"]
     for path in (target, *others):
         path.rmdir()
-    with pytest.raises(RuntimeError), atomic_folder(target) as folder:
+    with pytest.raises(RuntimeError), atomic_run_folder(target) as folder:
         (folder / "half").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
-    with atomic_folder(target) as folder:
+    with atomic_run_folder(target) as folder:
         (folder / "all").write_text("x")
         assert not target.exists()
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
-    with pytest.raises(BadInput, match="exists"), atomic_folder(target):
+    with pytest.raises(BadInput, match="exists"), atomic_run_folder(target):
         pass
     (tmp_path / "file").write_text("")
-    with pytest.raises(BadInput, match="in the way"), atomic_folder(tmp_path / "file" / "x"):
+    with (
+        pytest.raises(BadInput, match="cannot make the folder"),
+        atomic_run_folder(tmp_path / "file" / "x"),
+    ):
         pass
     write_atomically(tmp_path / "page", "text")
     assert (tmp_path / "page").read_text() == "text"
