@@ -456,7 +456,8 @@ def usual_point(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
     made = dict(USUAL[name])
     record = {"name": name, "id": name.replace(" ", "-"), "quantize": made | target.asked.shared}
     try:
-        plan = make_plan(QuantizeRequest.of(target.model, Path(), **made))
+        # Rotations, which take long to find, change no size.
+        plan = make_plan(QuantizeRequest.of(target.model, Path(), **made, rotations=()))
     except BadInput as error:
         return record | {"refused": str(error)}
     if reason := _refusal(target, plan):
