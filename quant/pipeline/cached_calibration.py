@@ -144,11 +144,11 @@ class StatisticsFolder:
                 kept=partial(
                     passing, finals if name == first else None, final=linears, measured=linears
                 ),
-                share=shares[name],
+                share=share,
             )
-            if (len(part) if shares[name] is None else shares[name].samples)
+            if (len(part) if share is None else share.samples)
             else {}
-            for name, part in states.items()
+            for (name, part), share in zip(states.items(), shares.values(), strict=True)
         ]
         if replaced is not None:
             weights = stream.weights(index, stream.family(index).linears)

@@ -370,7 +370,7 @@ def measure_choices(
         )
         ratios = {}
         if index is not None and index not in whole:
-            nearest = sorted(whole, key=lambda other: abs(other - index))
+            nearest = sorted(whole, key=lambda other, at=index: abs(other - at))
             ratios = _ratios(search, index, nearest, wanted, costs)
         solved = [pair for pair in wanted if pair not in ratios]
         costs |= _costs(search, index, start, family, solved, sensitivities, folder)
@@ -407,7 +407,9 @@ def _ratios(
     ratios: dict[Solved, tuple[Solved, float]] = {}
     for module, scheme in wanted:
         anchor = anchors.get(module)
-        for other in nearest if anchor not in (None, scheme) else ():
+        if anchor is None or anchor == scheme:
+            continue
+        for other in nearest:
             twin = module.replace(prefix(index), prefix(other), 1)
             if (cost := costs.get((twin, scheme))) and (base := costs.get((twin, anchor))):
                 ratios[module, scheme] = (module, anchor), cost / base

@@ -26,7 +26,7 @@ from llmopt.bench.quality import domains
 from llmopt.cli.best import best, show_decision
 from llmopt.cli.main import application, run_guarded
 from llmopt.engine.planner.catalog import find_model
-from llmopt.quant.plan.manifest import MANIFEST_NAME
+from llmopt.quant.model.checkpoint import MANIFEST_NAME
 from llmopt.recipes import ROOT
 from rich.console import Console
 

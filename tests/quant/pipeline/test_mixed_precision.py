@@ -21,7 +21,7 @@ from llmopt.quant.gguf import assemble
 from llmopt.quant.gguf.container import GgufFile
 from llmopt.quant.kinds.registry import scheme_record
 from llmopt.quant.methods.options import MethodOptions
-from llmopt.quant.pipeline import candidates, mixed_precision, prepare, stages
+from llmopt.quant.pipeline import candidates, divergence, mixed_precision, prepare, stages
 from llmopt.quant.pipeline.candidates import Choice
 from llmopt.quant.pipeline.mixed_precision import (
     Lane,
@@ -176,7 +176,7 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     solved: list[str] = []
-    real = candidates.solve_layer
+    real = divergence.solve_layer
 
     def solve(plan: Any, family: Any, prefix: str, *rest: Any) -> Any:
         solved.append(prefix)
@@ -219,7 +219,7 @@ def test_most_layers_are_solved_for_one_scheme(
     for path in (tmp_path / "stats").glob("costs-*"):
         path.unlink()
     solved: dict[str, int] = {}
-    real = candidates.solve_layer
+    real = divergence.solve_layer
 
     def solve(plan: Any, family: Any, prefix: str, tensors: Any, wanted: Any, *rest: Any) -> Any:
         solved[prefix] = len(wanted)
