@@ -63,10 +63,15 @@ def main() -> None:
     options, words = parser.parse_known_args()
     rows: list[list[str]] = []
     for index in range(1, options.runs + 1):
-        began, load = time.monotonic(), os.getloadavg()[1]
-        code, result = run_pair(options.output / f"{index:02}", words)
-        minutes = (time.monotonic() - began) / 60
-        rows.append([f"{index}", f"{code}", *row_of(result), f"{load:.1f}", f"{minutes:.1f}"])
+        folder = options.output / f"{index:02}"
+        row = folder / "row.json"
+        if not row.is_file():
+            began, load = time.monotonic(), os.getloadavg()[1]
+            code, result = run_pair(folder, words)
+            minutes = (time.monotonic() - began) / 60
+            cells = [f"{index}", f"{code}", *row_of(result), f"{load:.1f}", f"{minutes:.1f}"]
+            row.write_text(json.dumps(cells), encoding="utf-8")
+        rows.append(json.loads(row.read_text(encoding="utf-8")))
         codes = Counter(row[1] for row in rows)
         lines = [
             f"`llmopt run ci-regression {shlex.join(words)}`, both sides identical: "

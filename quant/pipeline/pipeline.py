@@ -190,7 +190,7 @@ def _journal(session: Session) -> Journal:
     if workers.is_first():
         if session.request.restart:
             remove_work(folder)
-        journal = Journal(folder, session.signature, torch.get_num_threads())
+        journal = Journal(folder, session.signature, torch.get_num_threads(), session.parts)
     followed = workers.given(journal and journal.followed(), 0)
     assert followed is not None
     return journal or followed

@@ -91,7 +91,9 @@ def prepare(request: QuantizeRequest, progress: Progress | None = None) -> Sessi
         "ignored": plan.ignored,
     }
     notes = (*plan.notes, *session.notes)
-    return replace(session, plan=plan, signature=_digest(facts), statistics=statistics, notes=notes)
+    parts = {name: _digest({name: fact})[:8] for name, fact in facts.items()}
+    session = replace(session, plan=plan, signature=_digest(facts), parts=parts)
+    return replace(session, statistics=statistics, notes=notes)
 
 
 def outline(request: QuantizeRequest) -> Session:

@@ -7,8 +7,8 @@ read from what was written.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...base.errors import BadInput
@@ -25,9 +25,9 @@ from .quantized_layer import WrittenWeights
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A prepared request; `signature` is a digest of everything that the result's bytes depend on,
-    `statistics` a folder of cached statistics of the float model, `vision` the layers of a tower that is
-    quantized too."""
+    """A prepared request. `signature` is a digest of everything that the result's bytes depend on, `parts`
+    are digests of each fact. `statistics` is a folder of cached statistics of the float model, and `vision`
+    the layers of a tower that is quantized too."""
 
     request: QuantizeRequest
     plan: QuantizePlan
@@ -38,6 +38,7 @@ class Session:
     statistics: StatisticsFolder | None
     notes: tuple[str, ...]
     vision: LayerStream | None = None
+    parts: Mapping[str, str] = field(default_factory=dict)
 
 
 class LayerProgress:

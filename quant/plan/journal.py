@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,12 @@ def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
 
 class Journal:
     """The open journal of one run, with records of the finished layers; `signature` is a digest of everything
-    that the bytes of the result depend on, `threads` the thread count of the first run."""
+    that the bytes of the result depend on, `threads` the thread count of the first run, and `parts` has a
+    digest of each fact in the signature."""
 
-    def __init__(self, folder: Path, signature: str, threads: int):
+    def __init__(
+        self, folder: Path, signature: str, threads: int, parts: Mapping[str, str] | None = None
+    ):
         """Start the work, or resume an earlier run's; BadInput for other, damaged or held work."""
         self.folder = folder
         self.checkpoint = folder / "checkpoint"
@@ -54,16 +58,20 @@ class Journal:
             _require_ours(folder)
             make_folder(folder, "--output")
         try:
-            lines = LineJournal(path, {"signature": signature, "threads": threads})
+            header = {"signature": signature, "threads": threads, "parts": parts or {}}
+            lines = LineJournal(path, header)
         except BlockingIOError as error:
             raise BadInput(f"another process is at work in {folder}: let it finish") from error
         except ValueError as error:
             raise BadInput(f"{path} is damaged: --restart throws the work away") from error
         if lines.header.get("signature") != signature:
             lines.close()
+            begun, now = lines.header.get("parts") or {}, parts or {}
+            names = [name for name in begun | now if begun.get(name) != now.get(name)]
+            differing = ", ".join(names) if begun else "model, data, options or version"
             raise BadInput(
-                f"{folder} holds unfinished work of another run (other model, data, options or "
-                "version): --restart throws it away, --output chooses another place"
+                f"{folder} holds unfinished work of another run (other {differing}): "
+                "--restart throws it away, --output chooses another place"
             )
         self.signature = signature
         self.threads, self.layers = int(lines.header["threads"]), lines.records

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmopt.bench.gate.compare import RunData, compare
+from llmopt.bench.gate.compare import compare
+from llmopt.bench.record.result import RunData
 from llmopt.bench.gate.limits import COUNTED, GateOutcome
 from llmopt.bench.report.comparison import delta_cards
 from llmopt.bench.report.joined import candidate

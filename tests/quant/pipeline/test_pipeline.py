@@ -485,3 +485,9 @@ def test_two_runs_write_the_same_bytes(tmp_path: Path) -> None:
         for name in ("first", "second")
     )
     assert contents(first) == contents(second)
+
+
+def test_work_of_another_run_is_refused_with_what_differs(tmp_path: Path, steps: Steps) -> None:
+    interrupted(tmp_path / "out", steps, 40)
+    with pytest.raises(BadInput, match=r"of another run \(other calibration, seed\): --restart"):
+        quantize(small_request(tmp_path / "out", seed=7))
