@@ -67,7 +67,7 @@ class Journal:
         if lines.header.get("signature") != signature:
             lines.close()
             begun, now = lines.header.get("parts") or {}, parts or {}
-            names = [name for name in begun | now if begun.get(name) != now.get(name)]
+            names = [name for name in {**begun, **now} if begun.get(name) != now.get(name)]
             differing = ", ".join(names) if begun else "model, data, options or version"
             raise BadInput(
                 f"{folder} holds unfinished work of another run (other {differing}): "
