@@ -130,8 +130,10 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
     for row in check_rows(comparison.checks):
         table.add_row(*row)
     table.add_section()
+    limited = tuple(check.label for check in comparison.checks)
     for row in [*quality_rows(comparison), *task_rows(comparison), *memory_rows(comparison)]:
-        table.add_row(*row)
+        if not row[0].startswith(limited):
+            table.add_row(*row)
     if table.row_count:
         out.print(table)
     if comparison.curves:

@@ -177,6 +177,16 @@ def test_what_differs_is_printed_as_different() -> None:
     assert sizes(6_176_768, 3_088_384) == ("5.89 MiB", "2.95 MiB")
 
 
+def test_a_limited_score_has_one_row_of_the_printed_table() -> None:
+    base, new = run_of(STEADY), run_of(STEADY, name="new", kl=0.01)
+    shown = io.StringIO()
+    limits = parse_gate("kl<=0.02 weight_bytes<=+5%")
+    print_comparison(compare(base, new, limits=limits), Console(file=shown, width=120))
+    table = shown.getvalue().partition("\nspeed ")[0]
+    assert table.count("KL from the reference") == table.count("Weights as served") == 1
+    assert table.count("Perplexity") == 1
+
+
 def test_several_noisy_limits_are_one_reason() -> None:
     """Their intervals are rows of the table, and the first screen of the page stays short."""
     noisy = [run_of([value * factor for value in (10, 20, 14)]) for factor in (1.0, 1.1)]

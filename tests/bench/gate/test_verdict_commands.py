@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 from llmopt.base.errors import BadInput
-from llmopt.bench.record.result import RunData
 from llmopt.bench.page.page import to_markdown
+from llmopt.bench.record.result import RunData
 from llmopt.bench.report.joined import ParetoPoint, front, joined_page, shared_quality
 from llmopt.cli.bench import bench
 from llmopt.cli.compare import compare
