@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from llmopt.bench.gate.aspects import AspectVerdict
-from llmopt.bench.gate.compare import Comparison, RunData, compare
+from llmopt.bench.gate.compare import Comparison, compare
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.page.page import number, percent, signed_percent, sizes, to_markdown
+from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import comparison_page, deltas_table
 from llmopt.bench.studies.recipe_page import HEADER, recipe_page, summary_table
 from llmopt.cli.output.bench_tables import print_comparison

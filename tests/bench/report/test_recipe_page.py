@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from llmopt.bench.gate.compare import compare
-from llmopt.bench.record.result import RunData
 from llmopt.bench.gate.limits import COUNTED, GateOutcome
+from llmopt.bench.record.result import RunData
 from llmopt.bench.report.comparison import delta_cards
 from llmopt.bench.report.joined import candidate
 from llmopt.bench.studies.recipe import CompareStep, Recipe
