@@ -257,6 +257,13 @@ def table_names(source: Checkpoint) -> list[str]:
     return [module for module in (_EMBEDDING, _HEAD) if f"{module}.weight" in table]
 
 
+def table_types(source: Checkpoint, mix: str, tables: Mapping[str, str]) -> dict[str, str]:
+    """Block types that `assemble` gives to embedding and output head, by module, without what stays plain."""
+    columns = {module: source.shape(f"{module}.weight")[1] for module in table_names(source)}
+    chosen = {**mix_tables(source.config, columns, mix), **tables}
+    return {module: block for module, block in chosen.items() if block and module in columns}
+
+
 def mix_tables(config: Mapping[str, Any], columns: Mapping[str, int], mix: str) -> dict[str, str]:
     """Block types that a mix has for embedding and output head of so many columns, where one fits."""
     tied = bool(config.get("tie_word_embeddings"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,7 @@ class ModuleKind:
         scheme: label of the scheme; None: not quantized.
         bytes: bytes of the tensors in the first format.
         part: `text`, `vision` or `projector`.
+        is_table: True for an embedding or output head that a GGUF file rounds by itself.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ModuleKind:
     weights: int
     bytes: int
     part: str = TEXT
+    is_table: bool = False
 
     @property
     def bits_per_weight(self) -> float:
@@ -98,8 +100,12 @@ class Preflight:
     is_timed: bool = False
 
     @property
+    def _chosen(self) -> list[ModuleKind]:
+        return [kind for kind in self.kinds if kind.scheme and not kind.is_table]
+
+    @property
     def bits_per_weight(self) -> float:
-        chosen = [kind for kind in self.kinds if kind.scheme]
+        chosen = self._chosen
         return sum(kind.bytes for kind in chosen) * 8 / sum(kind.weights for kind in chosen)
 
     @property
@@ -114,7 +120,7 @@ class Preflight:
         }
 
     def line(self) -> str:
-        chosen = [kind for kind in self.kinds if kind.scheme]
+        chosen = self._chosen
         size = next(iter(self.file_bytes.values()))
         of_each = "" if self.workers is None else f" of each of {self.workers} workers"
         return (
@@ -218,14 +224,18 @@ def _image_bytes(plan: QuantizePlan, calibration: Calibration) -> int:
 
 def unquantized_bytes(plan: QuantizePlan, weight_format: WeightFormat) -> int:
     if weight_format.name == "gguf":
-        from ..gguf.container import data_bytes
-
         blocks = sum(
-            data_bytes(str(plan.schemes[module].ggml_type), shape)
+            _data_bytes(str(plan.schemes[module].ggml_type), shape)
             for module, shape in plan.modules.items()
         )
-        return sum(data_bytes(part.type, part.shape) for part in _gguf_tensors(plan)) - blocks
+        return sum(_data_bytes(part.type, part.shape) for part in _gguf_tensors(plan)) - blocks
     return sum(entry_bytes(entry) for entry in _unquantized(plan).values())
+
+
+def _data_bytes(block: str, shape: Sequence[int]) -> int:
+    from ..gguf.container import data_bytes
+
+    return data_bytes(block, shape)
 
 
 def _gguf_tensors(plan: QuantizePlan) -> list[TensorToWrite]:
@@ -315,12 +325,14 @@ def _kinds(plan: QuantizePlan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
         part = parts[f"{module}.weight"]
         key = module.rpartition(".")[2], plan.schemes[module].label, part
         groups[key].append((out_features * in_features, sizes[module]))
+    tables = plan.table_types(plan.format.name)
     for module in plan.unquantized:
         name = f"{module}.weight"
         if name in plan.checkpoint:
-            entry = _entry(plan.checkpoint, name)
-            key = module.rpartition(".")[2], None, parts[name]
-            groups[key].append((prod(entry[1]), entry_bytes(entry)))
+            entry, block = _entry(plan.checkpoint, name), tables.get(module)
+            size = entry_bytes(entry) if block is None else _data_bytes(block, entry[1])
+            key = module.rpartition(".")[2], block, parts[name]
+            groups[key].append((prod(entry[1]), size))
     return tuple(
         ModuleKind(
             name=name,
@@ -329,6 +341,7 @@ def _kinds(plan: QuantizePlan, sizes: dict[str, int]) -> tuple[ModuleKind, ...]:
             weights=sum(weights for weights, _ in members),
             bytes=sum(size for _, size in members),
             part=part,
+            is_table=name in {module.rpartition(".")[2] for module in tables},
         )
         for (name, scheme, part), members in groups.items()
     )

@@ -113,6 +113,10 @@ def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> byt
             f"quantized{bits}, {part['bytes']:,} bytes from {part['source_bytes']:,}{error} |"
         )
     mock = bool(manifest.get("mock"))
+    tables = plan.table_types(plan.formats[number].name)
+    # A GGUF file has no second copy of a tied head.
+    own = (n for n in plan.unquantized if not tables or f"{n}.weight" in plan.checkpoint)
+    left = by_kind(name for name in own if name not in tables)
     lines = [
         f"# {manifest['model']}, {plan.label}",
         "",
@@ -128,7 +132,8 @@ def model_card(plan: QuantizePlan, number: int, manifest: dict[str, Any]) -> byt
         "|---|---|",
         *([f"| dequantized from | {origin}, which was quantized already |"] if origin else []),
         f"| quantized linears | {summary['num_modules']} |",
-        f"| left as they were | {', '.join(by_kind(plan.unquantized)) or 'none'} (norms always) |",
+        *(f"| {module} | {block}, as the mix has it |" for module, block in tables.items()),
+        f"| left as they were | {', '.join(left) or 'none'} (norms always) |",
         f"| bits per quantized weight | {summary['bits_per_weight']:.2f} |",
         f"| bytes of all weights | {summary['checkpoint_bytes']:,}, from {summary['source_bytes']:,} |",
         *rows,

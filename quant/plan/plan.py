@@ -98,6 +98,15 @@ class QuantizePlan:
     gguf_tables: Mapping[str, str] = field(default_factory=dict)
     vision: Architecture | None = None
 
+    def table_types(self, format_name: str) -> dict[str, str]:
+        """Block types that a GGUF file gives to embedding and output head, which no method quantizes."""
+        if format_name != "gguf":
+            return {}
+        from ..gguf.assemble import table_types
+
+        types = table_types(self.checkpoint, self.gguf_type, self.gguf_tables)
+        return {module: block for module, block in types.items() if module not in self.modules}
+
     @property
     def blockwise(self) -> bool:
         """True if layers are run with gradients: by the method, or to tune its scales."""
