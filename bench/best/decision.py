@@ -420,9 +420,9 @@ def _why_not(
         breaks = list(finalist["breaks"])
     why = "; ".join(breaks)
     if finalist is None and not breaks:
-        why = "it was not made"
+        why = "no finalist yet"
         if best is not None:
-            why = f"{usual['bytes'] / best['bytes'] - 1:+.1%} bytes, not made"
+            why = f"{usual['bytes'] / best['bytes'] - 1:+.1%} bytes, not a finalist"
         if kl := usual["first_kl"]:
             why += (
                 f": KL {kl['value']:.3g} ({kl['low']:.3g} to {kl['high']:.3g}) rounded to nearest"

@@ -227,6 +227,11 @@ def _by_rules(
     rules = engine_rules()[engine]
     release = rules.version(target.version)
     if method == "gguf":
+        if rules.has(method, release):  # docs.sglang.io, "Model Loading", read 2026-11-29
+            reason = (
+                f"{rules.name} {release} has a GGUF loader; its models and types are not known here"
+            )
+            return EngineAnswer(engine, release, "unknown", reason)
         reason = f"{rules.name} {release} reads no GGUF files by itself"
         return EngineAnswer(engine, release, "does not", reason)
     if method and not rules.has(method, release):

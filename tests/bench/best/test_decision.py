@@ -319,7 +319,7 @@ def test_usual_ones_are_made_where_they_may_be_smaller() -> None:
         usual["name"]: usual["why"]
         for usual in decide(asked(), searched(usuals), results[:4])["usual"]
     }
-    assert why["Q8_0"] == "+30.0% bytes, not made: KL 0.3 (0.2 to 0.4) rounded to nearest"
+    assert why["Q8_0"] == "+30.0% bytes, not a finalist: KL 0.3 (0.2 to 0.4) rounded to nearest"
 
 
 @pytest.mark.parametrize(

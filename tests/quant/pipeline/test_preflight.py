@@ -322,6 +322,12 @@ def test_only_gguf_goes_to_llama_cpp() -> None:
     assert not verdicts({"method": "rtn"})["llama.cpp"][0]
 
 
+def test_an_engine_with_a_loader_of_gguf_is_not_said_to_have_none() -> None:
+    answers = verdicts({"method": "rtn", "format": "gguf"})
+    assert "has a GGUF loader" in answers["SGLang"][1]
+    assert "reads no GGUF files" in answers["TensorRT-LLM"][1]
+
+
 def test_overrides_apply_in_order_and_split_matrices_are_warned_of(tmp_path: Path) -> None:
     texts = ("v_proj=bits:8,group_size:64", r"layers\.0\..*v_proj=bits:3")
     plan = make_plan(request(tmp_path / "out", method="rtn", overrides=texts))
