@@ -153,8 +153,8 @@ def test_limits_on_values_need_the_reference_alone(
     limit: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scored = ["--reference", "stories260K", "--quality-tokens", "64", "--gate", limit]
-    words = ["bench", "stories260K", *FAST, *scored, "--json", "--result-dir", tmp_path]
-    assert llmopt(*words) == code
+    command = ["bench", "stories260K", *FAST, *scored, "--json", "--result-dir", tmp_path]
+    assert llmopt(*command) == code
     verdict = json.loads(capsys.readouterr().out)["llmopt"]["verdict"]
     assert [check["outcome"] for check in verdict["checks"]] == ["regression" if code else "pass"]
     assert verdict["deltas"] == [] and len([*tmp_path.glob("*/comparison.html")]) == 1

@@ -106,8 +106,8 @@ def test_a_single_pair_says_what_it_could_see_and_what_settles_it() -> None:
     found = compare(base, new, limits=parse_gate("median_ttft_ms<=+5%"), threshold=0.05)
     (delta,) = found.deltas
     assert delta.visible is not None and delta.visible > delta.worse > 0.05
-    said = f"the smallest worsening that these runs could show is {delta.visible:.0%}; "
-    assert said in found.sentence
+    smallest = f"the smallest worsening that these runs could show is {delta.visible:.0%}; "
+    assert smallest in found.sentence
     assert f"about {delta.pairs_to_settle} more runs of each side would settle it" in found.sentence
     noise = noise_of_runs([base, new])
     assert noise["Output throughput, 2 runs"] == pytest.approx(

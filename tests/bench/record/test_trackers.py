@@ -103,8 +103,8 @@ def test_a_missing_package_ends_before_the_benchmark(
     monkeypatch.setitem(sys.modules, "mlflow", None)
     runs = tmp_path / "runs"
     assert llmopt("bench", *FAST, "--mlflow-uri", "x", "--result-dir", runs) == 2
-    said = capsys.readouterr().err.strip()
-    assert "\n" not in said and "pip install 'llmopt[mlflow]'" in said
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error and "pip install 'llmopt[mlflow]'" in error
     assert not runs.exists()
 
 

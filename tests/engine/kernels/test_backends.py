@@ -208,7 +208,7 @@ def test_deep_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_deep_gemm_without_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the package index has it, 1.0.0 of February 2025."""
+    """Refuse version 1.0.0 of February 2025, the one on the package index."""
     scheme = FloatScheme("block", Activations("fp8", "group128"))
     monkeypatch.setattr(library_linear, "package", lambda _: Backend(SimpleNamespace()))
     assert "no fp8_gemm_nt" in (library_linear.refuses_deep_gemm(scheme, 256, 384) or "")

@@ -214,8 +214,8 @@ def test_most_layers_are_solved_for_one_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The costs of the others have the ratios of the nearest layer that is solved for all."""
-    asked = auto(tmp_path, "none", candidates=("int3", "int4", "int8"), ignore=())
-    (whole,) = search_fronts([asked])
+    every_layer = auto(tmp_path, "none", candidates=("int3", "int4", "int8"), ignore=())
+    (whole,) = search_fronts([every_layer])
     for path in (tmp_path / "stats").glob("costs-*"):
         path.unlink()
     solved: dict[str, int] = {}
@@ -228,7 +228,7 @@ def test_most_layers_are_solved_for_one_scheme(
     monkeypatch.setattr(candidates, "solve_layer", solve)
     monkeypatch.setattr(candidates, "_SOLVED_LAYERS", 2)
     monkeypatch.setattr(candidates, "_SOLVED_ROWS", 96)
-    (lane,) = search_fronts([asked])
+    (lane,) = search_fronts([every_layer])
     first, *middle, last = (count for _, count in sorted(solved.items()))
     assert first == last and {*middle} == {len(lane.search.plan.modules) // 5}
     for choice, exact in zip(lane.choices, whole.choices, strict=True):

@@ -37,7 +37,7 @@ def request(output: Path, **options: Any) -> QuantizeRequest:
 
 
 def timed(answer: Preflight) -> dict[str, Any]:
-    """What depends on how fast this machine is at the moment."""
+    """Collect the fields that follow from this machine's speed at the moment."""
     return {name: getattr(answer, name) for name in ("seconds", "quick_seconds", "bare_seconds")}
 
 
