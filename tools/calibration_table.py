@@ -138,7 +138,7 @@ def main() -> None:
             quantized = Engine(EngineConfig(folder, dtype="float32", device="cpu"))
             scores = summarize(
                 passage,
-                score_passage(passage, quantized, engine)[0],
+                score_passage(passage, quantized.prompt_pass, engine.prompt_pass)[0],
                 reference=given.model.name,
             )
         assert scores.kl_nats is not None and scores.top1_agreement is not None

@@ -75,7 +75,7 @@ def _family_rows(families: Iterable[GgufRules]) -> Iterable[str]:
     users: dict[str, list[str]] = {}
     opened: dict[tuple[str, bool], GgufRules] = {}
     for rules in families:
-        opened.setdefault((rules.architecture, rules.sparse), rules)
+        opened.setdefault((rules.architecture, "num_experts_per_tok" in rules.keys), rules)
     for rules in opened.values():
         keys = {*rules.keys.values(), *(["attention.sliding_window"] if rules.slides else [])}
         for key in keys:

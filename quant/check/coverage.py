@@ -11,7 +11,7 @@ from ..kinds.base.format import Skips, WeightFormat
 from ..model.architecture import HEAD
 from ..model.checkpoint import Checkpoint
 from ..model.parameters import ModelParameters, by_kind, plain_linears
-from .findings import Finding
+from .findings import Finding, Severity
 
 
 def model_faults(
@@ -23,9 +23,8 @@ def model_faults(
     names += [f"{module}.weight" for module in modules]
     apart = parameters.experts_apart(names)  # which loaders take that keep each expert by itself
     missing = [name for name in parameters.missing(names) if name.rpartition(".")[0] not in apart]
-    yield from _faults(
-        "missing-parameter", missing, "of the model is in no file: the checkpoint is incomplete"
-    )
+    text = "of the model is in no file: the checkpoint is incomplete"
+    yield from found_by_kind("missing-parameter", missing, text)
     config = checkpoint.quantization_config
     if not config or not (weight_format := _format(config)).lists_plain(config):
         return
@@ -50,12 +49,15 @@ def model_faults(
         yield Finding("undeclared-plain", kind, f"{kind} {text}", severity)
     skipped_codes = [module for module in sorted(modules) if skipped(module)]
     text = "is quantized, but the config tells loaders to skip it"
-    yield from _faults("quantized-though-ignored", skipped_codes, text)
+    yield from found_by_kind("quantized-though-ignored", skipped_codes, text)
 
 
-def _faults(code: str, names: Iterable[str], text: str) -> Iterator[Finding]:
+def found_by_kind(
+    code: str, names: Iterable[str], text: str, severity: Severity = "broken"
+) -> Iterator[Finding]:
+    """A finding for each kind of the names, which begins its sentence."""
     for kind in by_kind(names):
-        yield Finding(code, kind, f"{kind} {text}")
+        yield Finding(code, kind, f"{kind} {text}", severity)
 
 
 def skipped_by(config: Mapping[str, Any]) -> Skips:

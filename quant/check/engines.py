@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,8 @@ _ORDER: tuple[Answer, ...] = ("does not", "unknown", "loads")
 
 @dataclass(frozen=True, slots=True)
 class LinearAnswer:
-    """The answer of an engine for a kind of linear.
-
-    Attributes:
-        linears: names of the linears, with their number: `model.layers.*.mlp.up_proj (24)`.
-        shape: outputs and inputs of the matrix on a rank; None: not known.
-    """
+    """The answer of an engine for a kind of linear: their names with their number, as in
+    `model.layers.*.mlp.up_proj (24)`, and outputs and inputs of the matrix on a rank, if they are known."""
 
     linears: str
     codes: str
@@ -82,8 +79,7 @@ def _llmopt(contents: Contents, target: Target) -> EngineAnswer:
 def _misnamed_experts(contents: Contents) -> str | None:
     """Experts whose names the family does not have, as llm-compressor 0.14 writes Mixtral's; None: none.
 
-    vLLM has a mapping for them (`hf_to_vllm_mapper` in models/mixtral.py of 0.32.0).
-    """
+    vLLM has a mapping for them (`hf_to_vllm_mapper` in models/mixtral.py of 0.32.0)."""
     names = () if contents.loaders is None else contents.loaders.names
     parameters = contents.parameters
     if isinstance(parameters, str) or not (apart := parameters.experts_apart(names)):
@@ -102,38 +98,41 @@ def _cut_group(contents: Contents) -> str | None:
 
 
 def _transformers(contents: Contents, target: Target) -> EngineAnswer:
-    installed, parameters = version("transformers"), contents.parameters
+    return EngineAnswer("transformers", version("transformers"), *_transformers_answer(contents))
+
+
+def _transformers_answer(contents: Contents) -> tuple[Answer, str]:
+    """The answer, with the reason or the requirements."""
+    parameters = contents.parameters
     if contents.gguf is not None:
         reason = _transformers_gguf(contents.gguf)
-        answer = "does not" if reason else "loads"
-        return EngineAnswer("transformers", installed, answer, reason or "needs gguf")
+        return ("does not", reason) if reason else ("loads", "needs gguf")
     if isinstance(parameters, str):
-        return EngineAnswer("transformers", installed, "does not", parameters)
+        return "does not", parameters
     if not contents.method:
-        missing = by_kind(parameters.missing(contents.checkpoint.names))
-        reason = f"{missing[0]} of its model is in no file" if missing else ""
-        return EngineAnswer("transformers", installed, "does not" if missing else "loads", reason)
+        if missing := by_kind(parameters.missing(contents.checkpoint.names)):
+            return "does not", f"{missing[0]} of its model is in no file"
+        return "loads", ""
     if contents.loaders is None:
         # Read by libraries of their own; each was run with transformers 5.24 (2026-11-29).
         needs = {"auto-round": "needs auto-round", "compressed-tensors": "needs compressed-tensors"}
         if contents.method in needs and all(linear.codes.kind for linear in contents.linears):
-            return EngineAnswer("transformers", installed, "loads", needs[contents.method])
+            return "loads", needs[contents.method]
         from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 
         if contents.method not in AUTO_QUANTIZER_MAPPING:
-            reason = f"it has no reader for the format {contents.method}"
-            return EngineAnswer("transformers", installed, "does not", reason)
-        return EngineAnswer("transformers", installed, "unknown", contents.refusal)
+            return "does not", f"it has no reader for the format {contents.method}"
+        return "unknown", contents.refusal
     loads, reason = transformers_loads(contents.loaders, contents.method)
     if loads and contents.method == "gptq" and (cut := _cut_group(contents)):
-        loads, reason = False, cut
+        return "does not", cut
     if loads and contents.method == "compressed-tensors":
         # It gave NaN of such a checkpoint, for want of the scales (5.24, run 2026-11-29).
         modules = {linear.module for linear in contents.linears}
         for fault in model_faults(contents.checkpoint, modules, parameters):
             if fault.code == "undeclared-plain":
                 loads, reason = False, fault.message
-    return EngineAnswer("transformers", installed, "loads" if loads else "does not", reason)
+    return "loads" if loads else "does not", reason
 
 
 def _transformers_gguf(file: GgufFile) -> str | None:
@@ -226,17 +225,14 @@ def _by_rules(
 ) -> EngineAnswer:
     rules = engine_rules()[engine]
     release = rules.version(target.version)
+    answer, full_name = partial(EngineAnswer, engine, release), f"{rules.name} {release}"
     if method == "gguf":
         if rules.has(method, release):  # docs.sglang.io, "Model Loading", read 2026-11-29
-            reason = (
-                f"{rules.name} {release} has a GGUF loader; its models and types are not known here"
-            )
-            return EngineAnswer(engine, release, "unknown", reason)
-        reason = f"{rules.name} {release} reads no GGUF files by itself"
-        return EngineAnswer(engine, release, "does not", reason)
+            reason = f"{full_name} has a GGUF loader; its models and types are not known here"
+            return answer("unknown", reason)
+        return answer("does not", f"{full_name} reads no GGUF files by itself")
     if method and not rules.has(method, release):
-        reason = f"{rules.name} {release} has no quantization method {method}"
-        return EngineAnswer(engine, release, "does not", reason)
+        return answer("does not", f"{full_name} has no quantization method {method}")
     kernels: list[tuple[StoredLinear, RankMatrix | None, KernelAnswer]] = []
     for linear, matrix in _matrices(linears, target.tensor_parallel):
         question = Question(
@@ -249,13 +245,13 @@ def _by_rules(
             EXPERTS in linear.module,
         )
         kernels.append((linear, matrix, _kernel(linear, matrix, question)))
-    answer = _joined(engine, release, kernels)
-    if answer.answer != "loads" or rules.has(architecture, release):
-        return answer
-    reason = f"{architecture} is not in the list of {rules.name} {release}"
+    joined = _joined(engine, release, kernels)
+    if joined.answer != "loads" or rules.has(architecture, release):
+        return joined
+    reason = f"{architecture} is not in the list of {full_name}"
     if not architecture:
         reason = "config.json names no architectures, by which it chooses its model"
-    return replace(answer, answer="unknown", reason=reason)
+    return replace(joined, answer="unknown", reason=reason)
 
 
 def loaders(stored: CheckpointContents, format_name: str, tensor_parallel: int = 1) -> list[Loader]:

@@ -5,7 +5,6 @@ A fault of the files is a finding here, not an error, so that a check can name a
 
 from __future__ import annotations
 
-import json
 import struct
 from collections import Counter
 from pathlib import Path
@@ -18,15 +17,13 @@ from .findings import Finding
 
 
 class HeaderCheckpoint(Checkpoint):
-    """A folder with `config.json`, and with safetensors files or only the index of them.
+    """A folder with `config.json`, and with safetensors files or only the index of them. Raises BadInput: no
+    `config.json`, or neither weights nor an index of them.
 
     Attributes:
         entries: dtype, shape and place of each tensor whose file is here.
         findings: faults of the files.
         has_values: False where the index alone is here, so that dtypes and shapes are not known.
-
-    Raises:
-        BadInput: no `config.json`, or neither weights nor an index of them.
     """
 
     def __init__(self, path: Path | str):
@@ -95,8 +92,3 @@ class HeaderCheckpoint(Checkpoint):
 
     def dtype_name(self, name: str) -> str:
         return self.entries[name].dtype if name in self.entries else ""
-
-
-def json_of(path: Path) -> dict[str, Any] | None:
-    """A JSON object of a file that may be missing; None without it."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

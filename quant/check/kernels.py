@@ -191,9 +191,8 @@ def kernel_for(question: Question) -> KernelAnswer:
 def _rows(question: Question) -> Iterator[Mapping[str, Any]]:
     field = "cpu" if question.capability == CPU else "kernels"
     for row in kernel_rows():
-        is_here = row["engine"] == question.engine and question.version not in row.get(
-            "lacking", ()
-        )
+        is_lacking = question.version in row.get("lacking", ())
+        is_here = row["engine"] == question.engine and not is_lacking
         is_meant = question.codes.key in row["codes"] and question.method in row["methods"]
         if is_here and is_meant and row.get(field):
             yield row

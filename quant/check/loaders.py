@@ -76,10 +76,10 @@ def loads_in(table: Iterable[Loader]) -> str:
     return "; ".join(readers) or "no loader that is known here"
 
 
-_NOT_TRIED_IN_TRANSFORMERS = "not tried"
+_NOT_TRIED, _ON_A_CPU = "not tried", "tried on a CPU"
 _NEEDS = {
-    "awq": f"needs gptqmodel and accelerate; {_NOT_TRIED_IN_TRANSFORMERS}",
-    "gptq": f"needs optimum and gptqmodel; {_NOT_TRIED_IN_TRANSFORMERS}",
+    "awq": f"needs gptqmodel and accelerate; {_NOT_TRIED}",
+    "gptq": f"needs optimum and gptqmodel; {_NOT_TRIED}",
     "bitsandbytes": "needs bitsandbytes and accelerate",
     "fp8": "needs accelerate; without a GPU of compute capability 8.9 it computes in 16 bits",
     "gguf": "needs gguf, and gguf_file= with the name of the file",
@@ -169,8 +169,6 @@ def _compressed_tensors(
     return True, need + "".join(sorted(needs))
 
 
-VERSION = "0.32"
-_NOT_TRIED_IN_VLLM, _ON_A_CPU = "not tried", "tried on a CPU"
 _TRIED_TYPE = "llama"  # of the models that `tools/owners.py` loads
 _TRIED_WITH_IMAGES = ("idefics3", "qwen2_5_vl")  # and of those with images that were tried
 
@@ -200,7 +198,7 @@ def vllm_loads(stored: CheckpointContents, name: str, ranks: int) -> tuple[bool,
     tried = ranks == 1 and all(
         _tried(stored.family, name, scheme) for scheme in set(stored.schemes.values())
     )
-    return True, f"{', '.join(sorted(kernels))}; {_ON_A_CPU if tried else _NOT_TRIED_IN_VLLM}"
+    return True, f"{', '.join(sorted(kernels))}; {_ON_A_CPU if tried else _NOT_TRIED}"
 
 
 def _tried(family: str, name: str, scheme: Scheme) -> bool:

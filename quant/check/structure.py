@@ -8,7 +8,7 @@ the rule of the format's owner (`skipped_by`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from ...base.errors import BadInput
 from ..kinds.base.format import CACHE_SCALES, matches
 from ..model.architecture import HEAD
 from ..model.checkpoint import read_json
-from ..model.parameters import by_kind
 from .contents import Contents, StoredLinear
-from .coverage import model_faults, skipped_by
+from .coverage import found_by_kind, model_faults, skipped_by
 from .findings import Finding, Severity
 from .headers import HeaderCheckpoint
 
@@ -48,13 +47,6 @@ def structure_findings(contents: Contents, ranks: int = 1) -> list[Finding]:
                 modules = [linear.module for linear in contents.linears]
                 findings += model_faults(checkpoint, modules, contents.parameters)
     return findings
-
-
-def _found(
-    code: str, names: Iterable[str], text: str, severity: Severity = "broken"
-) -> Iterator[Finding]:
-    for kind in by_kind(names):
-        yield Finding(code, kind, f"{kind} {text}", severity)
 
 
 def _lists(contents: Contents) -> Iterator[Finding]:
@@ -117,7 +109,7 @@ def _groups(contents: Contents) -> Iterator[Finding]:
         owners.update(taken)
     twice = [module for module in modules if owners[module] > 1]
     text = "is matched by targets of several groups: loaders differ in the one that they take"
-    yield from _found("overlapping-targets", twice, text, "suspect")
+    yield from found_by_kind("overlapping-targets", twice, text, "suspect")
 
 
 def _scales(contents: Contents) -> Iterator[Finding]:
@@ -144,11 +136,12 @@ def _scales(contents: Contents) -> Iterator[Finding]:
                     odd_shapes.append(name)
     lone = [name.removesuffix(".weight") for name in _lone_codes(contents)]
     for endings, modules in {**missing, **({" or ".join(_SCALES): lone} if lone else {})}.items():
-        yield from _found("missing-scale", modules, f"has codes and no tensor {endings}")
+        yield from found_by_kind("missing-scale", modules, f"has codes and no tensor {endings}")
     for dtype, names in odd_dtypes.items():
         text = f"holds {dtype}, which is no dtype of its scales: it was converted"
-        yield from _found("wrong-scale-dtype", names, text)
-    yield from _found("wrong-scale-shape", odd_shapes, "does not fit its codes: groups are lost")
+        yield from found_by_kind("wrong-scale-dtype", names, text)
+    text = "does not fit its codes: groups are lost"
+    yield from found_by_kind("wrong-scale-shape", odd_shapes, text)
 
 
 def _has_scales(contents: Contents, linear: StoredLinear) -> bool:
@@ -214,7 +207,7 @@ def _kv_cache(contents: Contents) -> Iterator[Finding]:
         yield Finding("missing-kv-scales", "kv_cache_scheme", f"{why}: engines take 1", "suspect")
     if scales and not declared:
         text = "is a scale of the KV cache, which the config does not announce"
-        yield from _found("undeclared-kv-scales", scales, text, "suspect")
+        yield from found_by_kind("undeclared-kv-scales", scales, text, "suspect")
 
 
 def _ranks(contents: Contents, ranks: int) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...base.atomic_io import atomic_folder, check_absent, write_atomically
+from ...base.atomic_io import atomic_folder, check_absent, raw_bytes, write_atomically
 from ...base.errors import BadInput
 from ...base.progress import Progress, Silent
 from ...base.version import VERSION
@@ -48,7 +48,6 @@ from ..plan.manifest import (
     Conversion,
     conversion_card,
     describe_files,
-    tensor_bytes,
     tensor_record,
     to_json,
 )
@@ -116,14 +115,14 @@ class _Job:
         write_shards(self._work, self._tensors(plain), self._source.release)
         ignore = unquantized_modules(self._source, self._modules, parameters)
         config = {k: v for k, v in self._source.config.items() if k != "quantization_config"}
+        for companion, content in self._source.companions().items():
+            write_atomically(self._work / companion, content)
         if self._target.name == "gguf":
             self._assemble(config, output.name)
         stored = kv_cache or (None, "tensor")
         quantization = self._target.full_config(self._schemes, ignore, *stored)
         quantization = self._target.completed_config(quantization, self._work)
         config["quantization_config"] = quantization
-        for companion, content in self._source.companions().items():
-            write_atomically(self._work / companion, content)
         write_atomically(self._work / "config.json", to_json(config))
         for file_name, content in self._target.config_files(quantization).items():
             write_atomically(self._work / file_name, to_json(content))
@@ -156,7 +155,7 @@ class _Job:
             tensor = read_quantized(self._source, module)
             parts = tensor.parts()
             for part, digest in self._digests.get(module, {}).items():
-                if part in parts and sha256_of(tensor_bytes(parts[part])) != digest:
+                if part in parts and sha256_of(raw_bytes(parts[part])) != digest:
                     raise BadInput(
                         f"{self._source.folder}: {part} of {module} are not those that were computed: "
                         "see llmopt verify"
@@ -201,8 +200,6 @@ class _Job:
         return None
 
     def _assemble(self, config: dict[str, Any], name: str) -> None:
-        for companion, content in self._source.companions().items():
-            write_atomically(self._work / companion, content)
         write_atomically(self._work / "config.json", to_json(config))
         blocks = [self._target.config({"m": s}, [])["types"]["m"] for s in self._schemes.values()]
         type_name = mix_of(max(dict.fromkeys(blocks), key=blocks.count))

@@ -229,17 +229,10 @@ def merge(
     dtype: str = "auto",
     progress: Progress | None = None,
 ) -> Merged:
-    """Write `base` with the adapters in its weights as a plain checkpoint, one shard in memory at a time.
-
-    Args:
-        output: folder to create; it appears atomically, once everything is written.
-        dtype: dtype of floating-point tensors; `auto` keeps each one's own, and writes dequantized ones in
-            the dtype of the config.
-
-    Raises:
-        BadInput: `output` exists, a damaged base or adapter, or adapters that do not fit the base or each
-            other.
-    """
+    """Write `base` with the adapters in its weights as a plain checkpoint, one shard in memory at a time. The
+    folder `output` appears atomically, once everything is written. `dtype` is that of floating-point tensors;
+    `auto` keeps each one's own, and writes dequantized ones in the dtype of the config. Raises BadInput:
+    `output` exists, a damaged base or adapter, or adapters that do not fit the base or each other."""
     if dtype not in ("auto", *DTYPES):
         raise BadInput(f"--dtype {dtype!r}: choose auto, {', '.join(DTYPES)}")
     job = _Merge(base, [_Adapter(adapter) for adapter in adapters], dtype, progress or Silent())

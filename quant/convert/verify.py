@@ -99,7 +99,7 @@ def verify(
         entries, config = read_gguf_headers(paths[0])
     else:
         entries = read_headers(paths)
-    _check_cache_scales(report, entries, checkpoint.config)
+    _check_cache_scales(report, entries, checkpoint)
     recorded = {m["module"]: m for m in manifest["modules"]} if manifest is not None else None
     stored = weights = 0
     progress.start("verifying", len(modules), "modules")
@@ -218,10 +218,9 @@ def _lacking(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def _check_cache_scales(report: VerifyReport, entries: Entries, config: dict[str, Any]) -> None:
+def _check_cache_scales(report: VerifyReport, entries: Entries, checkpoint: Checkpoint) -> None:
+    config, text = checkpoint.config, checkpoint.text_config
     record = (config.get("quantization_config") or {}).get("kv_cache_scheme") or {}
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
     expected = {1}
     if record.get("strategy") == "attn_head":
         expected = {kv_heads(text), text.get("num_global_key_value_heads") or kv_heads(text)}

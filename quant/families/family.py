@@ -48,10 +48,6 @@ class GgufRules:
     slides: bool = False
     default_window: int | None = None
 
-    @property
-    def sparse(self) -> bool:
-        return "num_experts_per_tok" in self.keys
-
 
 GGUF_NORMS = ("input_layernorm", "post_attention_layernorm")
 GGUF_ATTENTION = tuple(f"self_attn.{name}_proj" for name in "qkvo")
@@ -67,12 +63,8 @@ GGUF_EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """Size of one image in a prompt and in the tower.
-
-    Attributes:
-        num_tokens: tokens in the prompt, with the processor's separators between rows and tiles.
-        num_tiles: parts that attend only within themselves; 1 for a whole image.
-    """
+    """Size of one image: its tokens in the prompt, with the processor's separators between rows and tiles,
+    and its patches in the tower, whose tiles attend only within themselves; 1 tile is a whole image."""
 
     num_tokens: int
     num_patches: int

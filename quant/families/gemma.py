@@ -6,7 +6,6 @@ alternating updates and sparse activations, Gemma 4 an MLP beside experts.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from math import floor, sqrt
 from typing import Any
@@ -46,7 +45,7 @@ def _gemma(shape: ModelShape, config: Config) -> Choices:
         **ropes(config),
         "activation": config.get("hidden_activation") or config["hidden_act"],
         "norm_offset": 1.0,
-        "embedding_scale": math.sqrt(shape.hidden_size),
+        "embedding_scale": sqrt(shape.hidden_size),
     }
 
 
@@ -56,7 +55,7 @@ def _sandwiched(shape: ModelShape, config: Config) -> Choices:
         "activation": config.get("hidden_activation") or "gelu_pytorch_tanh",
         "attention_scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
         "norm_offset": 1.0,
-        "embedding_scale": math.sqrt(shape.hidden_size),
+        "embedding_scale": sqrt(shape.hidden_size),
     }
 
 
@@ -74,8 +73,9 @@ def _gemma3(shape: ModelShape, config: Config) -> Choices:
         raise NotCovered("config.json: use_bidirectional_attention is not supported")
     both = config.get("rope_parameters") or {}
     if "full_attention" in both or "sliding_attention" in both:
-        full = {**config, "rope_parameters": both.get("full_attention")}
-        sliding = {**config, "rope_parameters": both.get("sliding_attention")}
+        scaled = {**(both.get("full_attention") or {}), **(config.get("rope_scaling") or {})}
+        full = {**config, "rope_scaling": scaled}
+        sliding = {**config, "rope_scaling": None, "rope_parameters": both.get("sliding_attention")}
     else:
         full = config
         sliding = {"rope_theta": config.get("rope_local_base_freq")}
@@ -114,7 +114,7 @@ def _gemma3n(shape: ModelShape, config: Config) -> Choices:
         "names": GEMMA_NORMS,
         "activation": config["hidden_activation"],
         "attention_scale": 1.0,
-        "embedding_scale": math.sqrt(shape.hidden_size),
+        "embedding_scale": sqrt(shape.hidden_size),
         "logit_softcap": config["final_logit_softcapping"],
         "layers": tuple(
             LayerSizes(
@@ -168,7 +168,7 @@ def _gemma4(shape: ModelShape, config: Config) -> Choices:
         "activation": config["hidden_activation"],
         "attention_scale": 1.0,
         "bidirectional": tuple(in_images and kind != "full_attention" for kind in layer_types),
-        "embedding_scale": math.sqrt(shape.hidden_size),
+        "embedding_scale": sqrt(shape.hidden_size),
         "logit_softcap": config["final_logit_softcapping"],
         "layers": sizes,
         "value_norm": True,

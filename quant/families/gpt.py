@@ -87,10 +87,10 @@ def _falcon_norms(config: Config) -> int:
 
 
 def _phi3(shape: ModelShape, config: Config) -> Choices:
-    options = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    options = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if options.get("rope_type", options.get("type")) in ("su", "yarn"):  # earlier names
-        config = {**config, "rope_parameters": {**options, "rope_type": "longrope"}}
-    part = config.get("partial_rotary_factor", options.get("partial_rotary_factor", 1.0))
+        config = {**config, "rope_scaling": {**options, "rope_type": "longrope"}}
+    part = options.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     return {
         **same_rope(shape, {"original_max_position_embeddings": 4096, **config}),
         "names": Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),

@@ -64,15 +64,9 @@ def _deepseek_v2(shape: ModelShape, config: Config) -> Choices:
 
 
 def _deepseek_v3(shape: ModelShape, config: Config) -> Choices:
-    router = RouterSpec(
-        scoring="sigmoid",
-        normalize=bool(config.get("norm_topk_prob", True)),
-        scale=float(config.get("routed_scaling_factor", 2.5)),
-        num_groups=config.get("n_group") or 8,
-        topk_groups=config.get("topk_group") or 4,
-        group_top_k=2,
-        correction=True,
-    )
+    usual = {"norm_topk_prob": True, "routed_scaling_factor": 2.5}
+    groups = {"n_group": config.get("n_group") or 8, "topk_group": config.get("topk_group") or 4}
+    router = deepseek_router({**usual, **config, **groups})
     return {**_deepseek(shape, config), "router": router}
 
 
@@ -175,7 +169,7 @@ def _minimax_m2(shape: ModelShape, config: Config) -> Choices:
 
 
 def _gpt_oss(shape: ModelShape, config: Config) -> Choices:
-    if "rope_parameters" not in config and "rope_scaling" not in config:
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
         stretched = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
         stretched["original_max_position_embeddings"] = 4096
         config = {**config, "rope_parameters": stretched}

@@ -103,8 +103,7 @@ class RopeSpec:
     of rotated elements where layers differ; 0: the model's.
 
     With M-RoPE `sections` are the pairs that rotate by the temporal, the height and the width position, one
-    section after the other or, with `sections_interleave` (Qwen3-VL), in turn as long as a section lasts.
-    """
+    section after the other or, with `sections_interleave` (Qwen3-VL), in turn as long as a section lasts."""
 
     theta: float
     kind: str
@@ -117,25 +116,29 @@ class RopeSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
-        """Parse `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling`; `theta`: default."""
-        options = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        """Parse `rope_scaling`, which counts before `rope_parameters` in transformers 5; `theta`: default."""
+        options = config.get("rope_scaling") or config.get("rope_parameters") or {}
         kind = options.get("rope_type", options.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise BadInput(
                 f"config.json asks for rope_type {kind!r}, which this decoder does not know"
             )
         theta = options.get("rope_theta") or config.get("rope_theta") or theta
+        if ((config.get("rope_parameters") or {}).get("rope_theta") or theta) != theta:
+            raise BadInput(
+                "config.json: rope_scaling counts before rope_parameters, and lacks its rope_theta: add it"
+            )
         missing = [key for key in _NEEDED_BY_ROPE.get(kind, ()) if key not in options]
         if missing:
             raise BadInput(f"config.json: rope_type {kind!r} lacks {', '.join(missing)}")
         numbers = {k: float(v) for k, v in options.items() if isinstance(v, (int, float))}
+        original = config.get("original_max_position_embeddings")
+        if original and kind in ("llama3", "yarn", "longrope"):  # before that of `options`
+            numbers["original_max_position_embeddings"] = float(original)
         if kind in ("yarn", "longrope"):
             longest = float(config["max_position_embeddings"])
-            original = config.get("original_max_position_embeddings") or longest
-            if kind == "longrope" and "original_max_position_embeddings" in config:
-                numbers["original_max_position_embeddings"] = float(original)
-            numbers.setdefault("original_max_position_embeddings", float(original))
-            numbers.setdefault("factor", longest / numbers["original_max_position_embeddings"])
+            original = numbers.setdefault("original_max_position_embeddings", longest)
+            numbers.setdefault("factor", longest / original)
         return cls(
             float(theta),
             kind,
@@ -184,8 +187,7 @@ class Temperature:
 
     In layers without RoPE (Llama 4: the first position counts as 1), or `everywhere` (Ministral 3: as 0).
 
-    Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (arXiv:2501.19399).
-    """
+    Source: Nakanishi, "Scalable-Softmax Is Superior for Attention" (arXiv:2501.19399)."""
 
     floor: float
     weight: float
@@ -233,12 +235,8 @@ class ShortConvSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetSpec:
-    """Gated delta net (Qwen3-Next, Qwen3.5).
-
-    Attributes:
-        by_head: the projections are `in_proj_qkvz` and `in_proj_ba`, each by key head (Qwen3-Next), not
-            `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` (Qwen3.5).
-    """
+    """Gated delta net (Qwen3-Next, Qwen3.5). `by_head`: the projections are `in_proj_qkvz` and `in_proj_ba`,
+    each by key head (Qwen3-Next), not `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` (Qwen3.5)."""
 
     num_key_heads: int
     num_value_heads: int
@@ -259,12 +257,8 @@ class DeltaNetSpec:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Spec:
-    """Mamba 2 (Granite 4, Nemotron-H).
-
-    Attributes:
-        num_groups: groups of heads that share B and C.
-        kernel: tokens of the convolution; `conv_bias` of it.
-    """
+    """Mamba 2 (Granite 4, Nemotron-H). Groups of heads share B and C; `kernel` counts tokens of the
+    convolution, which `conv_bias` belongs to."""
 
     num_heads: int
     head_dim: int

@@ -59,8 +59,9 @@ def writable_rules(config: Mapping[str, Any]) -> GgufRules:
         raise BadInput(f"hidden_act {activation!r} cannot be written as GGUF")
     family = model_family(type_of(config))
     defaults = (family and family.rules and family.rules.defaults) or {}
-    for name, value in rules.constants.items():
-        if (given := config.get(name, defaults.get(name, value))) != value:
+    fields = {**defaults, **config, **rope_of(config)[1]}
+    for name, value in {"is_causal": True, **rules.constants}.items():
+        if (given := fields.get(name, value)) != value:
             raise BadInput(f"{name} {given!r} cannot be written as GGUF: only {value!r}")
     window = config.get("sliding_window", rules.default_window)
     slides = rules.slides or config.get("use_sliding_window", False)
@@ -147,7 +148,9 @@ def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    if original := config.get("original_max_position_embeddings"):
+        given["original_max_position_embeddings"] = original
     return float(given.get("rope_theta", config.get("rope_theta", 10000.0))), given
 
 

@@ -49,6 +49,12 @@ def check_source(source: Checkpoint) -> None:
     architecture = gguf_architecture(source.config)
     for name in _held(source.names, source.config):
         _gguf_tensor_name(name, architecture)
+    head, table = f"{_HEAD}.weight", f"{_EMBEDDING}.weight"
+    is_left = head in source and head not in _held(source.names, source.config)
+    if is_left and not torch.equal(source.tensor(head), source.tensor(table)):
+        raise BadInput(
+            f"{source.path} has {head} of its own, and config.json ties it: set tie_word_embeddings to false"
+        )
     _tokenizer_keys(source)
 
 
@@ -243,12 +249,8 @@ def _stacked(experts: Sequence[TensorToWrite]) -> TensorToWrite:
 
 def _held(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     """Names of the tensors to store: no buffers, and no second copy of a tied head."""
-    tied = bool(config.get("tie_word_embeddings"))
-    return [
-        name
-        for name in names
-        if not name.endswith("rotary_emb.inv_freq") and not (tied and name.startswith(f"{_HEAD}."))
-    ]
+    left = (f"{_HEAD}.",) if config.get("tie_word_embeddings") else ()
+    return [n for n in names if not n.endswith("rotary_emb.inv_freq") and not n.startswith(left)]
 
 
 def table_names(source: Checkpoint) -> list[str]:
@@ -266,7 +268,8 @@ def table_types(source: Checkpoint, mix: str, tables: Mapping[str, str]) -> dict
 
 def mix_tables(config: Mapping[str, Any], columns: Mapping[str, int], mix: str) -> dict[str, str]:
     """Block types that a mix has for embedding and output head of so many columns, where one fits."""
-    tied = bool(config.get("tie_word_embeddings"))
+    # Gemma's config leaves its class's default out, as transformers 4 wrote it.
+    tied = config.get("tie_word_embeddings", _HEAD not in columns)
     choices = {_EMBEDDING: output_type if tied else embedding_type, _HEAD: output_type}
     types = {module: choices[module](mix, count) for module, count in columns.items()}
     return {module: block for module, block in types.items() if block}

@@ -92,7 +92,9 @@ def _opened(file: GgufFile) -> tuple[ModelFamily, HeaderKeys]:
     has_experts = bool(keys.get("expert_count"))
     for family in all_families():
         rules = family.gguf
-        if rules is not None and rules.architecture == name and rules.sparse == has_experts:
+        if rules is None or rules.architecture != name:
+            continue
+        if ("num_experts_per_tok" in rules.keys) == has_experts:
             return family, keys
     if has_experts:
         raise BadInput(f"{file.path}: a mixture of experts of {name!r} is not read here")

@@ -164,6 +164,11 @@ def quadratic_form(delta: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return errors.clamp_(min=0)
 
 
+def full_name(prefix: str, name: str) -> str:
+    """Full name of a layer-relative name; the output projection has no layer."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def relative(error: float, energy: float) -> float:
     return error / energy if energy else 0.0
 
@@ -259,7 +264,7 @@ class LayerProblem:
         **others: Any,
     ) -> ModuleReport:
         """The report of a linear, by its dequantized weight and RTN's, and relative errors where known."""
-        module = f"{self.prefix}.{linear}"
+        module = full_name(self.prefix, linear)
         if linear not in self.statistics:
             return ModuleReport(module, None, None, fallback=others.get("fallback"))
         both = (effective,) if rounded is effective else (effective, rounded)
@@ -305,8 +310,7 @@ def solving(problem: LayerProblem, linears: Collection[str]) -> Iterator[None]:
     except Exception as error:
         if workers.is_lost(error):
             raise
-        names = [f"{problem.prefix}.{name}".lstrip(".") for name in linears]
-        raise Unsolved(names, error) from error
+        raise Unsolved([full_name(problem.prefix, name) for name in linears], error) from error
     if problem.step is not None:
         problem.step()
 

@@ -129,16 +129,8 @@ class Solved:
     parameters: Parameters
 
 
-def solve(
-    weight: torch.Tensor,
-    feedback: Feedback,
-    grid: Grid,
-    *,
-    slots: torch.Tensor,
-    static_groups: bool,
-    weighted: bool,
-) -> Solved | None:
-    """Round a weight `[out, in]` of linears that share their input; None if an error overflows.
+class Solver:
+    """Rounds a weight `[out, in]` of linears that share their input.
 
     Args:
         weight: float32; not modified.
@@ -148,15 +140,13 @@ def solve(
             group are fitted when it is reached, to the corrected weights; its channels are consecutive then.
         weighted: True if they are fitted for the least error after the feedback, not to the plain range.
     """
-    return _Solver(weight, feedback, grid, slots, static_groups, weighted).run()
 
-
-class _Solver:
     def __init__(
         self,
         weight: torch.Tensor,
         feedback: Feedback,
         grid: Grid,
+        *,
         slots: torch.Tensor,
         static_groups: bool,
         weighted: bool,
@@ -178,6 +168,7 @@ class _Solver:
             self._fit_all(weight, num_groups)
 
     def run(self) -> Solved | None:
+        """The solved weight, once; None if an error overflows."""
         in_features, out_features = self.weight.shape
         span, leaf = _SPAN, _LEAF
         if not self.static:

@@ -20,8 +20,8 @@ from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.integer.kind import IntTensor
-from .base import REPORTED_ROWS, LayerProblem, LayerResult, ModuleReport, solving
-from .error_feedback import Feedback, asymmetric_shift, feedback, rounding_order, solve
+from .base import REPORTED_ROWS, LayerProblem, LayerResult, ModuleReport, full_name, solving
+from .error_feedback import Feedback, Solver, asymmetric_shift, feedback, rounding_order
 from .rounding import (
     WORSE_EXPERT,
     gram_of,
@@ -150,7 +150,7 @@ class StageWork:
             if name in self.problem.held_out:
                 unseen = workers.opened(every[_Measurement(name, held_out=True)])
             self.reports[name] = ModuleReport(
-                f"{self.problem.prefix}.{name}",
+                full_name(self.problem.prefix, name),
                 *workers.opened(every[_Measurement(name, held_out=False)]),
                 *unseen,
                 num_tokens=self.problem.statistics[name].num_tokens,
@@ -214,14 +214,10 @@ class StageWork:
         slots = factor.channels
         if permuted:  # groups are made of channels that are next to each other in rounding order
             slots = torch.arange(len(slots)).flip(0)
-        solved = solve(
-            weight,
-            factor,
-            grid,
-            slots=slots,
-            static_groups=options.act_order == "static",
-            weighted=options.ranges == "weighted",
-        )
+        static, weighted = options.act_order == "static", options.ranges == "weighted"
+        solved = Solver(
+            weight, factor, grid, slots=slots, static_groups=static, weighted=weighted
+        ).run()
         if solved is None:
             self._round(names, "the corrections grew beyond what its scales can hold")
             return
@@ -240,7 +236,7 @@ class StageWork:
             first += weight.shape[0]
             is_expert = router_of(problem, name) is not None
             if not (is_expert or problem.measures_errors):
-                unmeasured = f"{problem.prefix}.{name}", None, None
+                unmeasured = full_name(problem.prefix, name), None, None
                 self.codes[name] = codes
                 self.reports[name] = ModuleReport(*unmeasured, damp=factor.damp)
                 continue

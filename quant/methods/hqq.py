@@ -13,8 +13,8 @@ from ..kinds.base.grid import where
 from ..kinds.base.tensor import QuantizedTensor, require_finite
 from ..kinds.integer.kind import IntTensor, round_to_nearest
 from ..kinds.integer.scheme import IntScheme
-from .base import LayerProblem, LayerResult, ModuleReport, each_linear
-from .rounding import module_name, round_plain
+from .base import LayerProblem, LayerResult, ModuleReport, each_linear, full_name
+from .rounding import round_plain
 
 ITERATIONS = 20  # this and the next three: defaults of HQQ's solver
 _NORM = 0.7
@@ -27,7 +27,7 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
     def fitted(linear: str) -> tuple[QuantizedTensor, ModuleReport]:
         weight, scheme = problem.weights[linear], problem.schemes[linear]
         assert isinstance(scheme, IntScheme)
-        module = module_name(problem, linear)
+        module = full_name(problem.prefix, linear)
         require_finite(weight, module)
         codes = fit_grid(weight, scheme, problem.scale_dtypes[linear], name=module)
         rounded = round_plain(problem, linear, weight).dequantize()

@@ -16,8 +16,8 @@ from ..base.scheme import E4M3_MAX, Scheme
 from ..families.layer_map import LayerMap, fused_name
 from ..kinds.base.grid import Grid
 from ..kinds.base.kind import kind_of
-from ..kinds.base.tensor import QuantizedTensor, require_finite, require_scales
-from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, each_linear
+from ..kinds.base.tensor import QuantizedTensor, require_finite
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, each_linear, full_name
 
 # Share of the layer's tokens below which an expert is rounded plainly, as in GPTQModel.
 LEAST_SHARE = 0.005
@@ -100,19 +100,7 @@ def round_weight(
     weights = None
     if problem.options.ranges == "weighted" and problem.schemes[linear].searches_ranges:
         weights = importance(problem, linear, columns)
-    if weights is None:
-        return round_plain(problem, linear, weight)
-    module = module_name(problem, linear)
-    require_finite(weight, module)
-    tensor = kind_of(problem.schemes[linear]).round(
-        weight,
-        problem.scale_dtypes[linear],
-        name=module,
-        input_scale=input_scale(problem, linear),
-        importance=weights,
-    )
-    require_scales(tensor, module)
-    return tensor
+    return round_plain(problem, linear, weight, weights)
 
 
 def importance(
@@ -133,9 +121,12 @@ def importance(
     return (squares / mean).clamp_(min=_LEAST_IMPORTANCE) if usable else None
 
 
-def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> QuantizedTensor:
-    """Round `weight` `[out, in]` to nearest without data: RTN, the yardstick; BadInput as `round_weight`."""
-    module = module_name(problem, linear)
+def round_plain(
+    problem: LayerProblem, linear: str, weight: torch.Tensor, weights: torch.Tensor | None = None
+) -> QuantizedTensor:
+    """Round `weight` `[out, in]` to nearest without data: RTN, the yardstick; BadInput as `round_weight`.
+    With `weights` of squared errors `[in]` in the ranges that they make best."""
+    module = full_name(problem.prefix, linear)
     require_finite(weight, module)
     return kind_of(problem.schemes[linear]).round(
         weight,
@@ -143,6 +134,7 @@ def round_plain(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Qua
         name=module,
         input_scale=input_scale(problem, linear),
         largest=fused_largest(problem, linear, weight),
+        importance=weights,
     )
 
 
@@ -155,10 +147,6 @@ def linear_grid(problem: LayerProblem, linear: str, weight: torch.Tensor) -> Gri
         mse=problem.options.ranges == "mse",
         largest=fused_largest(problem, linear, weight),
     )
-
-
-def module_name(problem: LayerProblem, linear: str) -> str:
-    return f"{problem.prefix}.{linear}" if problem.prefix else linear
 
 
 def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
@@ -174,7 +162,7 @@ def input_scale(problem: LayerProblem, linear: str) -> torch.Tensor | None:
     names = [linear] if problem.statistics[linear].num_tokens else alike
     if not any(problem.statistics[name].num_tokens for name in names):
         raise BadInput(
-            f"no calibration token reached {module_name(problem, linear)}, so that it has no static "
+            f"no calibration token reached {full_name(problem.prefix, linear)}, so that it has no static "
             "activation scale: give more --num-samples, or dynamic activations"
         )
     largest = torch.stack([problem.statistics[name].abs_max.max() for name in names]).max()

@@ -21,6 +21,7 @@ from .base import (
     LayerResult,
     ModuleReport,
     each_linear,
+    full_name,
     relative,
     solving,
 )
@@ -32,7 +33,7 @@ from .folding import (
     scaled_problem,
     tied_scales,
 )
-from .rounding import module_name, round_weight
+from .rounding import round_weight
 
 _INT8_STEPS = 127.5
 
@@ -87,7 +88,7 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
     weights: dict[str, QuantizedTensor] = {n: linear.codes for n, linear in chosen.items()}
     reports = [
         ModuleReport(
-            module=module_name(problem, name),
+            module=full_name(problem.prefix, name),
             error=linear.seen,
             rtn_error=plain[name].seen,
             held_out_error=linear.held_out,

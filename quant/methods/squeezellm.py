@@ -19,8 +19,7 @@ from ..kinds.lookup.kind import (
     uniform_tables,
 )
 from ..kinds.lookup.scheme import LookupScheme
-from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, each_linear
-from .rounding import module_name
+from .base import InputStatistics, LayerProblem, LayerResult, ModuleReport, each_linear, full_name
 
 _SENSITIVE_SHARE = 1 / 9  # 0.05 % of all 0.45 % that the paper keeps
 _FLOOR = 0.01  # of the mean: never-activated channels still count a little
@@ -31,7 +30,7 @@ def quantize_layer(problem: LayerProblem) -> LayerResult:
     def fitted(linear: str) -> tuple[QuantizedTensor, ModuleReport]:
         weight, scheme = problem.weights[linear], problem.schemes[linear]
         assert isinstance(scheme, LookupScheme)
-        module = module_name(problem, linear)
+        module = full_name(problem.prefix, linear)
         require_finite(weight, module)
         codes, rounded = fit_lookup(weight, problem.statistics[linear], scheme, name=module)
         return codes, problem.report(linear, codes.dequantize(), rounded.dequantize())

@@ -23,10 +23,10 @@ from ..kinds.base.incoherence import (
 from ..kinds.base.kind import kind_of
 from ..kinds.base.tensor import require_finite, require_scales
 from .autoround import TunedScales
-from .base import LayerProblem, LayerResult
-from .error_feedback import asymmetric_shift, feedback, rounding_order, solve
+from .base import LayerProblem, LayerResult, full_name
+from .error_feedback import Solver, asymmetric_shift, feedback, rounding_order
 from .gptq import StageWork, quantize_stages, unusable
-from .rounding import gram_of, module_name, own_gram
+from .rounding import gram_of, own_gram
 from .sign_descent import tune
 
 _RATE = 4e-3  # length of the first step of fine-tuning, in mean scales
@@ -43,7 +43,7 @@ class _Work(StageWork):
         reason = unusable(self.problem, linears[0])
         gram = None if reason else gram_of(self.problem, linears[0])
         for name in linears:
-            weight, module = self.problem.weights[name], module_name(self.problem, name)
+            weight, module = self.problem.weights[name], full_name(self.problem.prefix, name)
             require_finite(weight, module)
             kind = kind_of(self.problem.schemes[name])
             assert isinstance(kind, TransformedKind)
@@ -76,9 +76,9 @@ class _Work(StageWork):
             own = own_gram(self.problem, name)
             own = None if own is None else sides.of_inputs(own)
             turned += asymmetric_shift(turned, sides.of_inputs(cross), factor, own)
-        solved = solve(
+        solved = Solver(
             turned, factor, grid, slots=factor.channels, static_groups=True, weighted=False
-        )
+        ).run()
         if solved is None:
             return None
         tensor = grid.tensor(solved.values, solved.parameters)

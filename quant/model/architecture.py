@@ -87,7 +87,6 @@ def architecture_of(checkpoint: Checkpoint) -> Architecture:
 
 def _layers(model: MetaModel, name: str) -> tuple[LayerMap, ...]:
     """The linears of each layer in the order of its modules, by their names on disk."""
-    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     layers: list[LayerMap] = []
@@ -115,8 +114,6 @@ def _layers(model: MetaModel, name: str) -> tuple[LayerMap, ...]:
 
 def _unquantized(checkpoint: Checkpoint, model: MetaModel, quantized: set[str]) -> tuple[str, ...]:
     """Matrices on disk that a linear or router computes with, unquantized; MTP layers by shape and name."""
-    from torch import nn
-
     modules = {f"{path}.weight": module for path, module in model.model.named_modules()}
     names = []
     for name in checkpoint.names:
@@ -142,10 +139,7 @@ _FLOATS = ("F16", "BF16", "F32")
 
 class NamedModel:
     """The part of a `MetaModel` that needs no modules: names of layers on disk, and sizes by the config.
-
-    Raises:
-        BadInput: no tensors in numbered layers.
-    """
+    Raises BadInput: no tensors in numbered layers."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         matches = (_LAYER.match(name) for name in checkpoint.names if _is_matrix(checkpoint, name))

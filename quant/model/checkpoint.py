@@ -96,18 +96,14 @@ class Checkpoint:
     """A folder with `config.json` and safetensors shards, single or indexed.
 
     Opening reads every shard's header, so that a missing or truncated file is reported by name at once.
+    Raises BadInput: no config, no weights, a shard that is missing, cut off, or lacks an indexed tensor.
 
     Attributes:
         path: the folder, or the single file, that was opened.
         source_type: type of the GGUF file that the weights are dequantized from; None: they are as stored.
         source_tokenizer: the keys of that file for its tokenizer, where no tokenizer.json lies next to it.
         notes: notes for the user, where its tensors are not read as they are on disk.
-
-    Args:
         trust_remote_code: True if code that the checkpoint brings may be run, to build its model.
-
-    Raises:
-        BadInput: no config, no weights, a shard that is missing, cut off, or lacks an indexed tensor.
     """
 
     folder: Path

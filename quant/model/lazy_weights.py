@@ -101,9 +101,8 @@ class _TablesOnDisk(TorchFunctionMode):
         self._tables, self._read = tables, read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func == _DEVICE
-        ):  # meta tensors are there once they are needed: inputs are not moved to meta
+        # Meta tensors are there once they are needed: inputs are not moved to meta.
+        if func == _DEVICE:
             return torch.device("cpu")
         given = dict(zip(("input", "weight"), args, strict=False)) | (kwargs or {})
         if func is not functional.embedding or id(given["weight"]) not in self._tables:

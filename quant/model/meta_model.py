@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...base.errors import BadInput, first_line
-from .auto import build_on_meta, check_grouped_norm, read_config
+from .auto import build_on_meta, read_config
 from .checkpoint import Checkpoint
 from .experts import NAMES_ON_DISK, fused_experts, split_experts
 from .lazy_weights import LazyWeights
@@ -64,14 +64,12 @@ class WeightMap:
 
     Attributes:
         targets: the module tensor of each tensor on disk; of a converter's several the first.
+        renamed_names: the name of each tensor on disk after renamings alone.
         split_weights: patterns of the weights that become several, in no file either.
-
-    Args:
-        names: tensors on disk.
-        model: the model with its output projection, on any device.
     """
 
     def __init__(self, names: Iterable[str], model: Any):
+        """The map of tensors on disk for a model with its output projection, on any device."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -99,7 +97,7 @@ class WeightMap:
 
         parameter_names = set(model.state_dict())
         self.targets: dict[str, str] = {}
-        self._renamed: dict[str, str] = {}
+        self.renamed_names: dict[str, str] = {}
         self._patterns: dict[str, str] = {}
         for disk in sorted(names, key=dot_natural_key):  # some renamings depend on earlier keys
             renamed, _ = rename_source_key(disk, renamings, [])
@@ -107,21 +105,18 @@ class WeightMap:
             target = in_model(target)
             if target not in parameter_names and in_model(disk) in parameter_names:
                 target, pattern = in_model(disk), None
-            self._renamed[disk] = in_model(renamed)
+            self.renamed_names[disk] = in_model(renamed)
             self.targets[disk] = target
             if pattern is not None:
                 self._patterns[disk] = pattern
 
-    def renamed_name(self, disk: str) -> str:
-        return self._renamed[disk]
-
     def renamed(self, path: str) -> set[str]:
         """Names below a module's path of its tensors on disk, if keys were renamed and nothing converted."""
-        return {name for name in self._renamed.values() if name.startswith(path + ".")}
+        return {name for name in self.renamed_names.values() if name.startswith(path + ".")}
 
     def take_apart(self, path: str) -> None:
         """Convert nothing below a module: each tensor on disk has a module tensor of its own."""
-        for disk, name in self._renamed.items():
+        for disk, name in self.renamed_names.items():
             if name.startswith(path + "."):
                 self.targets[disk] = name
                 self._patterns.pop(disk, None)
@@ -165,7 +160,8 @@ class WeightMap:
 class MetaModel:
     """A language model on the meta device, with the mapping to tensor names on disk.
 
-    Fused experts that the checkpoint stores separately are split, so that each tensor has a module.
+    Fused experts that the checkpoint stores separately are split, so that each tensor has a module. Raises
+    BadInput: transformers rejects the config, or the checkpoint holds none of its layers.
 
     Attributes:
         layers: decoder layers of the model.
@@ -174,9 +170,6 @@ class MetaModel:
         ends: modules whose call ends a pass: nothing after them is needed.
         replaced: tensors that are read in place of the checkpoint's, by name on disk.
         around: context in which the modules outside the layers load their weights as they are called.
-
-    Raises:
-        BadInput: transformers rejects the config, or the checkpoint holds none of its layers.
     """
 
     def __init__(self, checkpoint: Checkpoint):
@@ -219,9 +212,6 @@ class MetaModel:
         self.disk_prefix = prefixes.most_common(1)[0][0]
         self.disk_paths = [f"{self.disk_prefix}.{index}" for index in range(len(self.layers))]
         self._finish()
-
-    def check_forward(self) -> None:
-        check_grouped_norm(self.config, str(self.checkpoint.path))
 
     def _finish(self) -> None:
         """Set the attributes that depend on which modules the layers are."""

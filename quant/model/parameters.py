@@ -84,7 +84,7 @@ class ModelParameters:
         paths = {}
         for disk, count in experts_of(names).items():
             weight = f"{disk}.0.{GATE}.weight"
-            renamed = WeightMap([weight], self._model).renamed_name(weight)
+            renamed = WeightMap([weight], self._model).renamed_names[weight]
             target = renamed.removesuffix(f".0.{GATE}.weight")
             whole = self._state.get(f"{target}.gate_up_proj")
             merged = self.loaded_from([weight])[weight].parameters

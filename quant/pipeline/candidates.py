@@ -422,7 +422,7 @@ def _table_choice(
 ) -> Choice:
     """Bytes and cost of each type for the embedding or the output head, which are rounded to nearest."""
     checkpoint = search.plan.checkpoint
-    tied = bool(checkpoint.config.get("tie_word_embeddings"))
+    tied = HEAD not in table_names(checkpoint)
     use = {"embedding": name != HEAD, "head": name == HEAD or tied}
     store = StoredNumbers(folder.folder / f"costs-{name}.json", use)
     types = {str(kind[name].ggml_type) for kind in search.schemes if name in kind}

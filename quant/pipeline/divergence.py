@@ -19,7 +19,7 @@ from ..base.device import HOST
 from ..base.scheme import Scheme
 from ..families.layer_map import LayerMap
 from ..kinds.base.kind import kind_of
-from ..methods.base import LayerProblem
+from ..methods.base import LayerProblem, full_name
 from ..methods.rounding import round_weight
 from ..plan.journal import sha256_of
 from ..plan.plan import QuantizePlan
@@ -28,7 +28,7 @@ from ..stream.calibration import Images
 from ..stream.calls import States
 from ..stream.layer_stream import LayerStream
 from .cached_calibration import StatisticsFolder
-from .quantized_layer import HEAD_FAMILY, LayerStatistics, full_name, quantize_tensors
+from .quantized_layer import HEAD_FAMILY, LayerStatistics, quantize_tensors
 
 LOGITS = 2**24  # values of a matrix of logits
 _HEAD_ROWS = 2**13  # of the output projection that are in float32 at a time

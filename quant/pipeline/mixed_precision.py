@@ -122,10 +122,6 @@ class Lane:
                 return allocate(choices, bytes_bound, exclusive=True)
         return best
 
-    def front(self, points: int) -> list[Allocation]:
-        """Mixtures from the fewest bytes to the most that lower the cost; see `front`."""
-        return front(self.choices, points, self.allocate)
-
     def schemes_of(self, allocation: Allocation) -> dict[str, Scheme]:
         """The schemes of an allocation; modules that stay in 16 bits have none."""
         return {
@@ -247,7 +243,7 @@ def mixed_plan(lane: Lane, progress: Progress) -> QuantizePlan:
         "gap": best.gap,
         "front": [
             {"bits_per_weight": a.bytes * 8 / search.num_weights, "expected_kl": a.cost}
-            for a in lane.front(_POINTS)
+            for a in front(lane.choices, _POINTS, lane.allocate)
         ],
     }
     return replace(with_schemes(plan, schemes), notes=(*plan.notes, *notes), search=record)
@@ -292,14 +288,14 @@ def allocate(choices: Sequence[Choice], budget: int, *, exclusive: bool = False)
 
 
 def front(
-    choices: Sequence[Choice], points: int, solve: Callable[[int], Allocation] | None = None
+    choices: Sequence[Choice], points: int, solve: Callable[[int], Allocation]
 ) -> list[Allocation]:
     """Allocations from the fewest bytes to the most that lower the cost, under evenly spaced bounds."""
     low = sum(min(choice.bytes) for choice in choices)
     high = sum(choice.bytes[choice.efficient[-1]] for choice in choices)
     allocations: dict[int, Allocation] = {}
     for bound in np.linspace(low, high, points):
-        allocation = solve(int(bound)) if solve else allocate(choices, int(bound))
+        allocation = solve(int(bound))
         allocations[allocation.bytes] = allocation
     return [allocations[size] for size in sorted(allocations)]
 

@@ -89,42 +89,34 @@ def _write_format(journal: Journal, session: Session, number: int) -> None:
     modules = with_parts(plan, [module for written in shards for module in written["modules"]])
     stored = {name: size for shard in shards for name, size in shard["tensors"].items()}
     parts = part_reports(plan, modules, stored)
-    manifest = _manifest(
-        session,
-        number,
-        modules=modules,
-        parts=parts,
-        files=describe_files(folder, digests=not request.mock),
-        summary=summarise(
-            plan,
-            modules,
-            checkpoint_bytes=sum(
-                path.stat().st_size
-                for path in folder.iterdir()
-                if path.suffix in (".safetensors", ".gguf")
-            ),
-            quantized_bytes=sum(
-                stored[module + suffix]
-                for module in plan.modules
-                for suffix in weight_format.suffixes
-                if module + suffix in stored
-            ),
+    summary = summarise(
+        plan,
+        modules,
+        checkpoint_bytes=sum(
+            path.stat().st_size
+            for path in folder.iterdir()
+            if path.suffix in (".safetensors", ".gguf")
+        ),
+        quantized_bytes=sum(
+            stored[module + suffix]
+            for module in plan.modules
+            for suffix in weight_format.suffixes
+            if module + suffix in stored
         ),
     )
+    manifest = _run_facts(session, number) | {
+        "summary": summary,
+        **({"parts": parts} if parts else {}),
+        "modules": modules,
+        "files": describe_files(folder, digests=not request.mock),
+    }
     write_atomically(folder / MANIFEST_NAME, to_json(manifest))
     write_atomically(folder / CARD_NAME, model_card(plan, number, manifest))
 
 
-def _manifest(
-    session: Session,
-    number: int,
-    *,
-    modules: list[dict[str, Any]],
-    parts: list[dict[str, Any]],
-    files: dict[str, dict[str, Any]],
-    summary: dict[str, Any],
-) -> dict[str, Any]:
-    """The manifest of format `number`, without time and path, so that equal runs write identical bytes."""
+def _run_facts(session: Session, number: int) -> dict[str, Any]:
+    """The head of the manifest of format `number`. It has no time and no path, so that equal runs write
+    identical bytes."""
     plan, calibration, request = session.plan, session.calibration, session.request
     samples, length = calibration.token_ids.shape
     # X is what the method was calibrated on.
@@ -174,10 +166,6 @@ def _manifest(
             "device": plan.device.type,
         },
         "error": error,
-        "summary": summary,
-        **({"parts": parts} if parts else {}),
-        "modules": modules,
-        "files": files,
     }
 
 

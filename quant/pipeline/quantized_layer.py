@@ -19,7 +19,15 @@ from ..families.layer_map import LayerMap
 from ..kinds.base.format import KV_SCALES, WeightFormat
 from ..kinds.base.tensor import QuantizedTensor, zeroed_rows
 from ..methods import rounding
-from ..methods.base import InputStatistics, LayerProblem, LayerResult, Remeasure, Unsolved, solving
+from ..methods.base import (
+    InputStatistics,
+    LayerProblem,
+    LayerResult,
+    Remeasure,
+    Unsolved,
+    full_name,
+    solving,
+)
 from ..methods.sign_descent import TunableBlock
 from ..plan.manifest import is_worse, judged, module_record
 from ..plan.plan import QuantizePlan
@@ -150,11 +158,6 @@ def _with_scales(
     return replace(tensor, scales=scales)
 
 
-def full_name(prefix: str, name: str) -> str:
-    """Full name of a layer-relative name; the output projection has no layer."""
-    return f"{prefix}.{name}" if prefix else name
-
-
 def quantize_tensors(
     plan: QuantizePlan,
     family: LayerMap,
@@ -223,8 +226,7 @@ def quantize_tensors(
             zeroed = zeroed_rows(problem.weights[name], tensor, module)
             if zeroed:
                 _log.warning("%s: %d rows of tiny weights became zeros", module, zeroed)
-            # The output projection has no prefix: the module's name is the linear's.
-            reports.append(replace(report, zeroed_rows=zeroed, module=report.module.lstrip(".")))
+            reports.append(replace(report, zeroed_rows=zeroed))
     result = _on_host(replace(result, reports=reports))
     others = dict(tensors)
     for name in linears:

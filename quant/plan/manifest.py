@@ -9,8 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ...base.atomic_io import raw_bytes
 from ..check.engines import loaders
 from ..check.loaders import loads_in
 from ..kinds.base.tensor import QuantizedTensor
@@ -23,11 +22,6 @@ from .plan import QuantizePlan, stored
 from .selection import BYTES_OF, PROJECTOR, TEXT, VISION, part_of
 
 CARD_NAME = "README.md"
-
-
-def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def is_worse(error: float, rounded: float) -> bool:
@@ -47,7 +41,7 @@ def tensor_record(tensor: QuantizedTensor) -> dict[str, Any]:
         "out_features": tensor.out_features,
         "in_features": tensor.in_features,
         "scheme": scheme_record(tensor.scheme),
-        "sha256": {name: sha256_of(tensor_bytes(part)) for name, part in tensor.parts().items()},
+        "sha256": {name: sha256_of(raw_bytes(part)) for name, part in tensor.parts().items()},
     }
 
 

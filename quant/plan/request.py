@@ -388,8 +388,7 @@ def with_defaults(request: QuantizeRequest) -> QuantizeRequest:
 
     `awq`, `trellis` and `quip` aim at the float model's outputs (GPTAQ) where there is error feedback on
     decoder layers that are run as they are quantized. `awq` also tries R2 when the model is read: `rotations`
-    stay None (docs/rotations.md). A loader sees nothing of it.
-    """
+    stay None (docs/rotations.md). A loader sees nothing of it."""
     options, method = request.options, METHODS.get(request.method)
     feeds_back = method is not None and method.best_solver == "gptq" == method.solver(
         options.solver

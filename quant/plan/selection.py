@@ -62,23 +62,6 @@ class VisionModel(MetaModel):
         return prefixes.most_common(1)[0][0] if prefixes else None
 
 
-def vision_architecture(checkpoint: Checkpoint, family: str) -> Architecture | None:
-    """The layers of a checkpoint's vision side; None where it has none."""
-    model = VisionModel(checkpoint)
-    if not model.layers:
-        return None
-    layers: list[LayerMap] = []
-    for index, module in enumerate(model.layers):
-        on_disk = {name: disk for disk, name in model.names_in_layer(index).items()}
-        linears = [
-            on_disk[f"{path}.weight"].removesuffix(".weight")
-            for path, inner in module.named_modules()
-            if type(inner) is nn.Linear and f"{path}.weight" in on_disk
-        ]
-        layers.append(vision_map(linears, set(on_disk.values())))
-    return Architecture(family, "", tuple(layers), (), (), model)
-
-
 def vision_units(model: nn.Module, text: str) -> list[tuple[str, nn.Module]]:
     """Paths and modules outside the language model at path `text`: blocks in their order, then projectors."""
     blocks: list[tuple[str, nn.Module]] = []
@@ -129,11 +112,20 @@ def refuse_vision(request: QuantizeRequest, formats: Sequence[WeightFormat]) -> 
 
 
 def vision_layers(checkpoint: Checkpoint, family: str) -> Architecture:
-    """The layers of the vision side; BadInput where there is none."""
-    layers = vision_architecture(checkpoint, family)
-    if layers is None:
+    """The layers of a checkpoint's vision side; BadInput where there is none."""
+    model = VisionModel(checkpoint)
+    if not model.layers:
         raise BadInput(f"{_OPTION}: {checkpoint.folder} ({family}) has no vision tower")
-    return layers
+    layers: list[LayerMap] = []
+    for index, module in enumerate(model.layers):
+        on_disk = {name: disk for disk, name in model.names_in_layer(index).items()}
+        linears = [
+            on_disk[f"{path}.weight"].removesuffix(".weight")
+            for path, inner in module.named_modules()
+            if type(inner) is nn.Linear and f"{path}.weight" in on_disk
+        ]
+        layers.append(vision_map(linears, set(on_disk.values())))
+    return Architecture(family, "", tuple(layers), (), (), model)
 
 
 def vision_linears(checkpoint: Checkpoint, layers: Architecture | None) -> Shapes:

@@ -20,12 +20,8 @@ def sketched_readers(request: QuantizeRequest) -> str:
     """The format and the engines that have a reader of it, before each linear is checked. Empty for several
     formats, or where options may keep the plan from the method's own format."""
     name, options = request.format, request.scheme_options
-    if (
-        name is None
-        and options.bits is None
-        and options.symmetric is None
-        and not searches(request)
-    ):
+    is_own = options.bits is None and options.symmetric is None and not searches(request)
+    if name is None and is_own:
         name = METHODS[request.method].default_format
     if name is None or "," in name:
         return ""

@@ -46,14 +46,11 @@ def deduplicate(
     documents: Sequence[_Document], text_of: Callable[[_Document], str]
 ) -> list[_Document]:
     """The documents in order, without duplicates (compared by their words)."""
-    seen: set[bytes] = set()
-    kept = []
+    kept: dict[bytes, _Document] = {}
     for document in documents:
         digest = hashlib.sha256(" ".join(text_of(document).split()).encode()).digest()
-        if digest not in seen:
-            seen.add(digest)
-            kept.append(document)
-    return kept
+        kept.setdefault(digest, document)
+    return [*kept.values()]
 
 
 def check_leakage(name: str, texts: Sequence[str], against: str, evaluation: Sequence[str]) -> None:

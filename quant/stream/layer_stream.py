@@ -24,6 +24,7 @@ from ..base.lanes import Share, share_of
 from ..families.layer_map import LayerMap
 from ..methods.base import InputStatistics, in_lanes
 from ..model.architecture import Architecture
+from ..model.auto import check_grouped_norm
 from ..model.checkpoint import Checkpoint
 from ..model.experts import routed_tokens
 from .calibration import Images
@@ -80,7 +81,7 @@ class LayerStream:
 
     def prepare(self, token_ids: torch.Tensor, images: Images = ()) -> None:
         """Find how layers follow each other, for samples of this length. BadInput: not one by one."""
-        self._meta_model.check_forward()
+        check_grouped_norm(self._meta_model.config, str(self._meta_model.checkpoint.path))
         sample = token_ids[:1]
         number = next((row for row, inputs in enumerate(images) if inputs.num_images), None)
         with self._around(), torch.no_grad():

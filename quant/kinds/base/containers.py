@@ -13,9 +13,9 @@ import torch
 
 from ....base.errors import BadInput
 from ...base.scheme import Activations, Scheme
-from .format import SCALE_DTYPES, Config, Stored
+from .format import Config, Stored
 from .raw import Entries, Raw
-from .tensor import QuantizedTensor
+from .tensor import SCALE_DTYPES, QuantizedTensor
 
 
 class Container(ABC):

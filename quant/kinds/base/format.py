@@ -22,7 +22,6 @@ Skips = Callable[[str], bool]
 """A predicate of a module's full name: the `quantization_config` excludes it from quantization."""
 RawReader = Callable[[Entries, str, dict[str, Any]], Raw]
 """A second reader of a format, with numpy alone: headers, a module's name and the `quantization_config`."""
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 COMPUTE_DTYPE = "bfloat16"
 """The compute dtype of bitsandbytes' kernels, which cast to the model's dtype afterwards."""
 KV_SCALES = (".k_scale", ".v_scale")

@@ -63,12 +63,15 @@ class Raw(NamedTuple):
 
 
 def read_headers(paths: list[Path]) -> Entries:
-    """Every tensor of safetensors files: 8 bytes of header length, a JSON header, then the data."""
+    """Every tensor of safetensors files: 8 bytes of header length, a JSON header, then the data. Raises
+    ValueError, KeyError, TypeError or struct.error: a header is damaged."""
     entries: Entries = {}
     for path in paths:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = dict(json.loads(file.read(length)))
         header.pop("__metadata__", None)
         for name, info in header.items():
             start, stop = (8 + length + offset for offset in info["data_offsets"])

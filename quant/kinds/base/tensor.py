@@ -87,13 +87,13 @@ class QuantizedTensor(ABC):
         return replace(named, **{name: part.to(device) for name, part in self.parts().items()})
 
 
-_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def require_scales(tensor: QuantizedTensor, module: str) -> None:
     """Raises BadInput naming the module whose weights are too large for the dtype of its scales."""
     for part in tensor.parts().values():
-        if part.dtype in _SCALE_DTYPES and not bool(torch.isfinite(part).all()):
+        if part.dtype in SCALE_DTYPES and not bool(torch.isfinite(part).all()):
             raise BadInput(f"{module} holds values too large for {part.dtype} scales")
 
 

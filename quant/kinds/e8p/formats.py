@@ -15,7 +15,6 @@ import torch
 from ....base.errors import BadInput
 from ...base.scheme import Scheme
 from ..base.format import (
-    SCALE_DTYPES,
     Config,
     Stored,
     TensorSource,
@@ -25,7 +24,7 @@ from ..base.format import (
 )
 from ..base.kind import Storage
 from ..base.raw import Array, Entries, Floats, Raw, read_array, read_numbers
-from ..base.tensor import QuantizedTensor
+from ..base.tensor import SCALE_DTYPES, QuantizedTensor
 from .kind import DIM, MULTIPLE, RESIDUAL_STEPS, E8pTensor, pack_codes, unpack_codes, words_of
 from .scheme import E8pScheme
 

@@ -24,7 +24,6 @@ from ..base.containers import (
     unsupported,
 )
 from ..base.format import (
-    SCALE_DTYPES,
     Config,
     Stored,
     TensorSource,
@@ -35,7 +34,7 @@ from ..base.format import (
 from ..base.kind import EXPERTS, LoaderRules, RankMatrix, Storage
 from ..base.raw import Array, Entries, Raw, read_array, read_number, read_numbers
 from ..base.raw import read_input_scale as raw_input_scale
-from ..base.tensor import QuantizedTensor
+from ..base.tensor import SCALE_DTYPES, QuantizedTensor
 from .kind import Fp8Tensor
 from .scheme import BLOCK, FloatScheme
 

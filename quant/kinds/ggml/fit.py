@@ -178,7 +178,7 @@ class _SearchCall(ctypes.Structure):
     """`SearchCall` of `search.c`."""
 
     _fields_ = [
-        *fields("x weights factors scale_factors scales codes lows heads"),
+        *fields("x weights factors scale_factors table scales codes lows heads"),
         *fields(numbers="count runs num_factors num_scale_factors least levels"),
         *fields(numbers="least_scale scale_levels rounds squares threads"),
         ("next", ctypes.c_long),
@@ -200,21 +200,25 @@ def _search_in_c(
     codes: tuple[int, int, int, int],
     factors: tuple[tuple[float, ...], tuple[float, ...]],
     rounds: int,
-    squares: bool,
+    squares: bool = False,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Scales, codes, minimums (none of signed codes) and heads. Ranges of codes and their scales; `factors`
-    to try for steps, then scales; `squares`: weights squared."""
+    to try for steps, then scales (none: a head for each run and nothing else); `squares`: weights squared;
+    `table`: 16 values in place of whole codes."""
     x, weights = (None if part is None else part.contiguous() for part in blocks)
     assert x is not None
     count, runs, _ = x.shape
-    dtype = torch.int8 if codes[0] else torch.uint8
-    scales, values = torch.empty(count, runs, dtype=dtype), torch.empty(x.shape, dtype=dtype)
+    dtype, has_scales = torch.int8 if codes[0] else torch.uint8, bool(factors[1])
+    scales = torch.empty(count if has_scales else 0, runs, dtype=dtype)
+    values = torch.empty(x.shape if has_scales else 0, dtype=dtype)
     lows = torch.empty(0 if codes[0] else count, runs, dtype=dtype)
-    heads = torch.empty(count, 1 if codes[0] else 2, dtype=torch.float16)
-    tables = [_table(part) for part in factors]
-    parts = (x, weights, *tables, scales, values, lows if lows.numel() else None, heads)
+    num_heads = runs if not has_scales else 1 if codes[0] else 2
+    heads = torch.empty(count, num_heads, dtype=torch.float16)
+    tables = [*(_table(part) for part in factors), table]
+    parts = (x, weights, *tables, scales, values, lows, heads)
     call = _SearchCall(
-        *(part if part is None else part.data_ptr() for part in parts),
+        *(None if part is None or not part.numel() else part.data_ptr() for part in parts),
         *(count, runs, *map(len, factors), *codes, rounds, squares, torch.get_num_threads()),
     )
     library.llmopt_search_blocks(ctypes.byref(call))
@@ -237,7 +241,7 @@ def search_affine(
     steps = tuple(levels + shift for shift in _affine_shifts(levels))
     factors = steps, tuple(scale_levels + shift for shift in _SCALE_SHIFTS)
     codes = 0, levels, 0, scale_levels
-    return AffineCodes(*_search_in_c(library, (x, weights), codes, factors, rounds, False))
+    return AffineCodes(*_search_in_c(library, (x, weights), codes, factors, rounds))
 
 
 def affine_in_torch(
@@ -291,10 +295,28 @@ def search_whole(
             weights = x.square() if squares else error_weights(x, None)
         x, weights = outermost(x, weights)
         grid = whole(middle), extremes_of(middle)
-        return search_signed(x, weights, *grid, scale_middle, folded)
+        return search_signed(x, weights, *grid, scale_middle)
     codes = -middle, middle - 1, -scale_middle, scale_middle - 1
     factors = extremes_of(middle), extremes_of(scale_middle)
     scales, values, _, head = _search_in_c(library, (x, weights), codes, factors, 2, squares)
+    return SignedCodes(scales, values, head)
+
+
+def search_table(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    table: torch.Tensor,
+    extremes: tuple[float, ...],
+    scale_middle: int,
+) -> SignedCodes | None:
+    """`search_signed` for a table of 16 values; with a `scale_middle` of 0 the heads of each run alone. None
+    where there is no compiled search."""
+    if (library := _native(x)) is None:
+        return None
+    scaled = extremes_of(scale_middle) if scale_middle else ()
+    codes = int(table[0]), int(table[-1]), -scale_middle, scale_middle - 1
+    blocks, factors = (x, weights), (extremes, scaled)
+    scales, values, _, head = _search_in_c(library, blocks, codes, factors, 2, table=table)
     return SignedCodes(scales, values, head)
 
 
@@ -304,24 +326,23 @@ def search_signed(
     nearest: Nearest,
     extremes: tuple[float, ...],
     scale_middle: int,
-    add: Add = any_order,
 ) -> SignedCodes:
     """Search blocks with a signed scale a run; its largest weight is tried as each of `extremes`."""
-    steps = fit_signed(x, weights, nearest, extremes, add)
+    steps = fit_signed(x, weights, nearest, extremes, folded)
     # An error of the step is multiplied by the codes, which grow with the weights.
-    cost = add(weights * x.square()).squeeze(-1) * reciprocal(steps).square()
+    cost = folded(weights * x.square()).squeeze(-1) * reciprocal(steps).square()
 
     def nearest_scale(values: torch.Tensor) -> torch.Tensor:
         return values.round().clamp_(-scale_middle, scale_middle - 1)
 
     wide = extremes_of(scale_middle)
-    head = half(fit_signed(steps.unsqueeze(1), cost.unsqueeze(1), nearest_scale, wide, add))
+    head = half(fit_signed(steps.unsqueeze(1), cost.unsqueeze(1), nearest_scale, wide, folded))
     scales = nearest_scale(steps * reciprocal(head))
 
     def on_grid(head: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         step = (head * scales).unsqueeze(-1)
         values = nearest(x * reciprocal(step))
-        return values, add(weights * (values * step - x).square_()).squeeze(-1)
+        return values, folded(weights * (values * step - x).square_()).squeeze(-1)
 
     values, errors = on_grid(head, scales)
     for _ in range(2):  # neighbouring codes of the scales, then the head of least squares
@@ -333,22 +354,22 @@ def search_signed(
         errors, values, scales = best
         grid = values * scales.unsqueeze(-1)
         weighted = weights * grid
-        squares = _by_block(weighted * grid, add)
-        products = _by_block(weighted * x, add)
+        squares = _by_block(weighted * grid)
+        products = _by_block(weighted * x)
         refitted = torch.where(squares > 0, products / squares, head.squeeze(-1))[:, None]
         refitted = half(refitted)
         other, other_errors = on_grid(refitted, scales)
-        better = add(other_errors) < add(errors)
+        better = folded(other_errors) < folded(errors)
         refits = other_errors, other, refitted
         errors, values, head = where(better, refits, (errors, values, head))
     scales, values = (part.to(torch.int8).contiguous() for part in (scales, values))
     return SignedCodes(scales, values, head.to(torch.float16).contiguous())
 
 
-def _by_block(values: torch.Tensor, add: Add) -> torch.Tensor:
+def _by_block(values: torch.Tensor) -> torch.Tensor:
     if values.device.type != "cpu":
         return values.sum(dim=(-2, -1))
-    return add(add(values).squeeze(-1)).squeeze(-1)
+    return folded(folded(values).squeeze(-1)).squeeze(-1)
 
 
 def _refit_affine(
@@ -362,9 +383,9 @@ def _refit_affine(
     """Least-squares d and dmin for given codes, float16 `[n, 2]`; `heads` where singular."""
     grid, low = codes * scale_codes.unsqueeze(-1), low_codes.unsqueeze(-1).expand_as(codes)
     weighted_grid, weighted_low = weights * grid, weights * low
-    aa, ab = _by_block(weighted_grid * grid, folded), _by_block(weighted_grid * low, folded)
-    bb = _by_block(weighted_low * low, folded)
-    ax, bx = _by_block(weighted_grid * x, folded), _by_block(weighted_low * x, folded)
+    aa, ab = _by_block(weighted_grid * grid), _by_block(weighted_grid * low)
+    bb = _by_block(weighted_low * low)
+    ax, bx = _by_block(weighted_grid * x), _by_block(weighted_low * x)
     determinant = aa * bb - ab * ab
     solved = torch.stack([bb * ax - ab * bx, ab * ax - aa * bx], dim=-1) / determinant.unsqueeze(-1)
     usable = (torch.isfinite(solved) & (solved >= 0)).all(dim=-1, keepdim=True)

@@ -1,4 +1,5 @@
-/* The search of fit.py for K-quants, to its bits: eight sub-blocks ("runs") of a block at a time, one a lane.
+/* The search of fit.py for K-quants and tables of values, to its bits: eight sub-blocks ("runs") of a block at a time,
+ * one a lane.
  *
  * Every sum has the order of `folded` in fit.py: the upper half is added to the lower until one is left. Nothing is
  * contracted (-ffp-contract=off), so that all instruction levels, and torch, find the same codes. */
@@ -26,8 +27,9 @@ typedef struct {
     const float *x, *weights;            /* [count][WIDTH]; weights may be NULL */
     const float *factors;                /* largest codes that are tried for a run's step */
     const float *scale_factors;          /* the same for the scales' */
+    const float *table;                  /* 16 values of codes, or NULL: codes are whole numbers */
     uint8_t *scales, *codes, *lows;      /* [count][runs], [count][WIDTH], [count][runs]; signed ones as int8 */
-    uint16_t *heads;                     /* float16 [count][2], or [count][1] of signed codes */
+    uint16_t *heads;                     /* float16 [count][2], [count][1] of signed codes, or [count][runs] */
     int64_t count, runs, num_factors, num_scale_factors;
     int64_t least, levels;               /* codes: from least (0 where there are minimums) to levels */
     int64_t least_scale, scale_levels;
@@ -63,6 +65,23 @@ static inline float scale_of(float a, float low, float high) {
     a = a > low ? a : low;
     a = a < high ? a : high;
     return a + 12582912.0f - 12582912.0f;
+}
+
+/* Four of weights in steps to the nearest codes; in a table the lower of two that are as near, and of 0 for NaN. */
+static inline void snap(const SearchCall *c, Lanes *scaled) {
+    Lanes low = all((float)c->least), high = all((float)c->levels), found[4] = {low, low, low, low};
+    if (!c->table) {
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) scaled[k] = code_of(scaled[k], low, high);
+        return;
+    }
+    for (int k = 0; k < 4; k++) scaled[k] = pick(scaled[k] == scaled[k], scaled[k], all(0));
+    for (int i = 0; i < 15; i++) {
+        Lanes middle = all((c->table[i] + c->table[i + 1]) / 2), gap = all(c->table[i + 1] - c->table[i]);
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) found[k] += pick(scaled[k] > middle, gap, all(0));
+    }
+    memcpy(scaled, found, sizeof found);
 }
 
 static inline Lanes fold_lanes(Lanes *parts, int count) {
@@ -104,19 +123,20 @@ static inline uint16_t half_of(float value) {
 }
 
 /* The weighted squared errors of the codes that `step * code - offset` has nearest to each weight. */
-static inline Lanes on_grid(const Group *g, int width, Lanes step, Lanes offset, Lanes low, Lanes high,
-                            Lanes *codes) {
+static inline Lanes on_grid(const SearchCall *c, const Group *g, int width, Lanes step, Lanes offset, Lanes *codes) {
     Lanes inverse_step = inverse_of(step), sums[8];
     int quarter = width / 4;
     for (int j = 0; j < quarter; j++) {
-        Lanes term[4];
+        Lanes code[4], term[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) code[k] = (g->x[j + k * quarter] + offset) * inverse_step;
+        snap(c, code);
 #pragma GCC unroll 4
         for (int k = 0; k < 4; k++) {
             int i = j + k * quarter;
-            Lanes code = code_of((g->x[i] + offset) * inverse_step, low, high);
-            Lanes error = code * step - offset - g->x[i];
+            Lanes error = code[k] * step - offset - g->x[i];
             term[k] = g->w[i] * (error * error);
-            if (codes) codes[i] = code;
+            if (codes) codes[i] = code[k];
         }
         QUARTERS(sums[j], term);
     }
@@ -189,7 +209,7 @@ static void fit_affine(const SearchCall *c, const Group *g, int width, Lanes *st
 /* `fit_signed`: the step of each run. */
 static Lanes fit_signed(const SearchCall *c, const Group *g, int width) {
     int quarter = width / 4;
-    Lanes largest = g->x[0], sums[2][8], low = all((float)c->least), high = all((float)c->levels);
+    Lanes largest = g->x[0], sums[2][8];
     for (int i = 1; i < width; i++) {
         Lanes size = most_of(g->x[i], -g->x[i]);
         largest = pick(size > most_of(largest, -largest), g->x[i], largest);
@@ -198,12 +218,15 @@ static Lanes fit_signed(const SearchCall *c, const Group *g, int width) {
     for (int f = 0; f < c->num_factors; f++) {
         Lanes factor = c->factors[f] * inverse;
         for (int j = 0; j < quarter; j++) {
-            Lanes products[4], squares[4];
+            Lanes code[4], products[4], squares[4];
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) code[k] = g->x[j + k * quarter] * factor;
+            snap(c, code);
 #pragma GCC unroll 4
             for (int k = 0; k < 4; k++) {
                 int i = j + k * quarter;
-                Lanes code = code_of(g->x[i] * factor, low, high), weighted = g->w[i] * code;
-                products[k] = weighted * g->x[i], squares[k] = weighted * code;
+                Lanes weighted = g->w[i] * code[k];
+                products[k] = weighted * g->x[i], squares[k] = weighted * code[k];
             }
             QUARTERS(sums[0][j], products), QUARTERS(sums[1][j], squares);
         }
@@ -295,8 +318,7 @@ typedef struct {
 static void codes_on_grid(const SearchCall *c, const Group *groups, int width, Found *f, Lanes (*codes)[32]) {
     float scale = float_of(f->heads[0]), low = float_of(f->heads[1]);
     for (int n = 0; n < c->runs / LANES; n++)
-        f->errors[n] = on_grid(groups + n, width, scale * f->scales[n], low * f->lows[n], all((float)c->least),
-                               all((float)c->levels), codes[n]);
+        f->errors[n] = on_grid(c, groups + n, width, scale * f->scales[n], low * f->lows[n], codes[n]);
 }
 
 /* Neighbouring codes of scales and minimums, where a run errs less with them. */
@@ -310,8 +332,7 @@ static void try_neighbours(const SearchCall *c, const Group *g, int width, int n
     for (int s = 0; s < (c->least ? 2 : 8); s++) {
         Lanes tried = least_of(most_of(first + (float)shifts[s][0], bottom), top);
         Lanes tried_low = least_of(most_of(first_low + (float)shifts[s][1], bottom), top);
-        Lanes errors = on_grid(g, width, scale * tried, low * tried_low, all((float)c->least),
-                               all((float)c->levels), NULL);
+        Lanes errors = on_grid(c, g, width, scale * tried, low * tried_low, NULL);
         Mask better = errors < f->errors[n];
         f->errors[n] = pick(better, errors, f->errors[n]);
         f->scales[n] = pick(better, tried, f->scales[n]), f->lows[n] = pick(better, tried_low, f->lows[n]);
@@ -419,12 +440,39 @@ static void search_block(const SearchCall *c, int64_t block) {
     memcpy(c->heads + block * heads, f.heads, (size_t)heads * sizeof *f.heads);
 }
 
+static inline Lanes halves(Lanes values) {
+    for (int i = 0; i < LANES; i++) values[i] = float_of(half_of(values[i]));
+    return values;
+}
+
+/* `fit_nl`: eight blocks of 32 as one of eight runs, each with a head of its own and no scale. */
+static void fit_heads(const SearchCall *c, int64_t block) {
+    Group g;
+    Lanes codes[32], squares[8], products[8], zero = all(0);
+    read_groups(c, block, 32, &g);
+    Lanes step = halves(fit_signed(c, &g, 32)), error = on_grid(c, &g, 32, step, zero, codes);
+    for (int j = 0; j < 8; j++) {
+        Lanes square[4], product[4];
+        for (int k = 0; k < 4; k++) {
+            int i = j + 8 * k;
+            Lanes weighted = g.w[i] * codes[i];
+            square[k] = weighted * codes[i], product[k] = weighted * g.x[i];
+        }
+        QUARTERS(squares[j], square), QUARTERS(products[j], product);
+    }
+    Lanes sum = fold_lanes(squares, 8);
+    Lanes refitted = halves(pick(sum > zero, fold_lanes(products, 8) / sum, step));
+    step = pick(on_grid(c, &g, 32, refitted, zero, NULL) < error, refitted, step);
+    for (int i = 0; i < LANES; i++) c->heads[block * LANES + i] = half_of(step[i]);
+}
+
 static void search_blocks(void *argument) {
     SearchCall *c = argument;
+    void (*search)(const SearchCall *, int64_t) = c->scales ? search_block : fit_heads;
     for (;;) {
         int64_t begin = atomic_fetch_add(&c->next, BLOCKS_AT_ONCE);
         if (begin >= c->count) return;
-        for (int64_t b = begin; b < begin + BLOCKS_AT_ONCE && b < c->count; b++) search_block(c, b);
+        for (int64_t b = begin; b < begin + BLOCKS_AT_ONCE && b < c->count; b++) search(c, b);
     }
 }
 

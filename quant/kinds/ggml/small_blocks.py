@@ -9,7 +9,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch.nn import functional as F
 
+from ...base.sums import folded
 from ..base.grid import where
 from .fit import (
     SignedCodes,
@@ -18,12 +20,15 @@ from .fit import (
     fit_affine,
     fit_signed,
     half,
+    outermost,
     reciprocal,
     search_signed,
+    search_table,
     whole,
 )
 
 WIDTH = 32  # weights in a block: `QK4_0` and its like in ggml
+_AT_ONCE = 8  # blocks that the compiled search takes together
 
 
 def quantize_simple(
@@ -143,15 +148,19 @@ def quantize_table(
 
 def fit_nl(blocks: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The step of each block `[n, 32]`, float32 `[n, 1]`, as stored; `weights` are of the squared errors."""
-    step = half(fit_signed(blocks, weights, nearest_iq4, _EXTREMES).unsqueeze(-1))
+    rest = -len(blocks) % _AT_ONCE
+    x, w = (F.pad(part, (0, 0, 0, rest)).view(-1, _AT_ONCE, WIDTH) for part in (blocks, weights))
+    if (codes := search_table(x, w, table(blocks.device), _EXTREMES, 0)) is not None:
+        return codes.head.view(-1, 1)[: len(blocks)].to(torch.float32)
+    step = half(fit_signed(blocks, weights, nearest_iq4, _EXTREMES, folded).unsqueeze(-1))
     values = nearest_iq4(blocks * reciprocal(step))
     weighted = weights * values
-    squares = (weighted * values).sum(dim=-1, keepdim=True)
-    refitted = (weighted * blocks).sum(dim=-1, keepdim=True) / squares
+    squares = folded(weighted * values)
+    refitted = folded(weighted * blocks) / squares
     refitted = half(torch.where(squares > 0, refitted, step))
     others = nearest_iq4(blocks * reciprocal(refitted))
     before, after = (
-        (weights * (nearest * scale - blocks).square()).sum(dim=-1, keepdim=True)
+        folded(weights * (nearest * scale - blocks).square())
         for nearest, scale in ((values, step), (others, refitted))
     )
     return torch.where(after < before, refitted, step)
@@ -226,6 +235,11 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def fit_xs(x: torch.Tensor, weights: torch.Tensor) -> SignedCodes:
+    """Scales, values and heads of blocks `[n, 8, 32]`; `weights` are of the squared errors."""
+    codes = search_table(x, weights, table(x.device), _EXTREMES, 32)
+    if codes is not None:
+        return codes
+    x, weights = outermost(x, weights)
     return search_signed(x, weights, nearest_iq4, _EXTREMES, 32)
 
 

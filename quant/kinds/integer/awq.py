@@ -15,7 +15,6 @@ import torch
 from ....base.errors import BadInput
 from ...base.scheme import PER_CHANNEL, Scheme
 from ..base.format import (
-    SCALE_DTYPES,
     Config,
     Skips,
     Stored,
@@ -27,7 +26,7 @@ from ..base.format import (
     plain_entries,
     unpack_words,
 )
-from ..base.tensor import QuantizedTensor
+from ..base.tensor import SCALE_DTYPES, QuantizedTensor
 from .kind import IntTensor
 from .raw import read_awq
 from .scheme import IntScheme

@@ -161,6 +161,18 @@ def test_shards_that_are_missing_cut_off_or_contradict_the_index(tmp_path: Path)
     assert codes >= {"missing-shard", "damaged-shard", "overlapping-shards"}
 
 
+@pytest.mark.parametrize("head", [(2**60).to_bytes(8, "little"), b"\2\0\0\0\0\0\0\x0012"])
+def test_a_header_that_cannot_be_read_is_a_damaged_shard(tmp_path: Path, head: bytes) -> None:
+    """One that promises more bytes than memory holds, and one that is a number."""
+    shutil.copytree(STRANGERS / INT4, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "expected.safetensors").unlink()
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(head + data[len(head) :])
+    report = check(tmp_path, ["llmopt"])
+    assert "damaged-shard" in {finding.code for finding in report.findings}
+    assert report.exit_code == 1
+
+
 def test_end_tokens_and_companions(tmp_path: Path) -> None:
     def nothing(tensors: Tensors, config: Config) -> None:
         pass

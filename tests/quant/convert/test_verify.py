@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from llmopt.base.atomic_io import raw_bytes
 from llmopt.base.errors import BadInput
 from llmopt.quant.convert.verify import PROVEN, UNPROVEN, verify
 from llmopt.quant.formats.registry import FORMATS, quantized_modules, read_quantized
@@ -15,7 +16,7 @@ from llmopt.quant.kinds.base.raw import read_headers
 from llmopt.quant.kinds.ggml.formats import read_gguf_headers
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.pipeline import QuantizeResult
-from llmopt.quant.plan.manifest import MANIFEST_NAME, tensor_bytes
+from llmopt.quant.plan.manifest import MANIFEST_NAME
 from llmopt.recipes import MODELS
 from safetensors.torch import load_file, save_file
 
@@ -115,7 +116,7 @@ def test_both_readers_agree(quantized: Quantized, options: dict[str, object]) ->
         ours, raw = read_quantized(checkpoint, module), reader(entries, module, config)
         assert raw.shape == ours.shape
         for name, part in ours.parts().items():
-            assert raw.parts[name].tobytes() == tensor_bytes(part), name
+            assert raw.parts[name].tobytes() == raw_bytes(part), name
 
 
 @pytest.mark.parametrize("seed", range(6))

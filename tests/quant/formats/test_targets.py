@@ -22,6 +22,7 @@ from torch import nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ...support.format_support import MODULE, assert_same, make, stored, write_checkpoint
+from ...support.releases import skip_before
 
 SYMMETRIC, ASYMMETRIC = IntScheme(4, 32, True), IntScheme(4, 32, False)
 
@@ -111,6 +112,7 @@ LISTS = ["lm_head", "model.layers.1", "mlp.gate", "gate", "model.layers.*mlp.gat
 
 @pytest.mark.parametrize("listed", LISTS)
 def test_plain_modules_of_fp8_are_those_of_transformers(listed: str) -> None:
+    skip_before("5.23", "it reads fewer of these names as patterns")
     skipped = skipped_by({"quant_method": "fp8", "modules_to_not_convert": [listed]})
     if listed == "[":  # no pattern: transformers raises
         assert not any(map(skipped, NAMES))

@@ -138,7 +138,7 @@ def test_the_search_beats_scales_from_the_range(bits):
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("type_name", K_TYPES)
+@pytest.mark.parametrize("type_name", (*K_TYPES, "IQ4_NL", "IQ4_XS"))
 @pytest.mark.parametrize("path", native_paths())
 def test_the_search_in_c_finds_the_bytes_of_torch(
     path: str, type_name: str, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ from llmopt.quant.kinds.ggml.tensor import dequantize_blocks, quantize_blocks
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.source.models import open_checkpoint, resolve_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ...support.gguf_support import (
@@ -192,7 +193,8 @@ def test_names_and_rows_go_over_and_back():
             name = to_gguf(module.replace(".experts.", ".experts.5."), family.architecture)
             assert name is not None and from_gguf(name, family) == module
         assert from_gguf("token_embd", family) == "model.embed_tokens"
-        assert (from_gguf("blk.0.ffn_gate_exps", family) is None) == (not family.sparse)
+        is_dense = "num_experts_per_tok" not in family.keys
+        assert (from_gguf("blk.0.ffn_gate_exps", family) is None) == is_dense
     assert to_gguf("model.layers.0.mlp.experts.0.w9") is None
     assert to_gguf("model.layers.3.mlp.experts.7.up_proj") == "blk.3.ffn_up_exps"
     rows = torch.arange(16).view(16, 1)
@@ -253,6 +255,19 @@ def test_transformers_loads_it_with_the_same_weights(name, stories, tmp_path):
     for one in read.names:
         if not one.endswith(".gguf_blocks"):
             assert torch.equal(state[one], read.tensor(one))
+
+
+def test_a_head_of_other_values_than_its_tied_embedding_is_not_lost(tmp_path):
+    """transformers 5 takes it for untied, as a merge of a trained head leaves it."""
+    folder = shutil.copytree(STORIES, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors")
+    check_source(Checkpoint(folder))
+    tensors["lm_head.weight"][7] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(BadInput, match=r"lm_head\.weight of its own.*tie_word_embeddings"):
+        check_source(Checkpoint(folder))
 
 
 def test_a_config_beside_the_file_must_belong_to_it(stories, tmp_path):

@@ -86,6 +86,28 @@ def test_granite_without_multipliers_has_those_of_llama_cpp(tmp_path: Path) -> N
         config_of(header(tmp_path, "granite", logit_scale=None))
 
 
+def test_of_two_spellings_of_rope_the_one_is_written_that_transformers_takes() -> None:
+    both = {
+        "rope_parameters": {"rope_type": "default"},
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    }
+    keys = architecture_keys({"model_type": "llama", **SIZES, **both})
+    assert keys["llama.rope.scaling.factor"] == 4.0
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    lengths = {"rope_parameters": yarn, "original_max_position_embeddings": 32}
+    keys = architecture_keys({"model_type": "qwen2", **SIZES, **lengths})
+    assert keys["qwen2.rope.scaling.original_context_length"] == 32
+    part = {"rope_type": "default", "partial_rotary_factor": 0.75}
+    with pytest.raises(BadInput, match=r"partial_rotary_factor 0\.75 cannot be written"):
+        architecture_keys({"model_type": "phi3", **SIZES, "rope_parameters": part})
+
+
+def test_models_that_attend_to_later_tokens_are_refused() -> None:
+    config = {"model_type": "qwen2", **SIZES, "is_causal": False}
+    with pytest.raises(BadInput, match="is_causal False cannot be written as GGUF"):
+        architecture_keys(config)
+
+
 def test_phi_3_keeps_its_window(tmp_path: Path) -> None:
     assert config_of(header(tmp_path, "phi", attention__sliding_window=64))["sliding_window"] == 64
     assert config_of(header(tmp_path, "phi", attention__sliding_window=0))["sliding_window"] is None

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from llmopt.base.errors import BadInput
+from llmopt.quant.gguf.assemble import mix_tables
 from llmopt.quant.gguf.mix import (
     GGUF_TYPES,
     MixShape,
@@ -24,6 +25,15 @@ LINEARS = (
     *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
 )
 SHAPE = MixShape(layers=32, heads=32, kv_heads=32)
+
+
+@pytest.mark.parametrize("config", [{"tie_word_embeddings": True}, {}])
+def test_a_tied_embedding_has_the_type_of_the_head(config: dict[str, bool]) -> None:
+    """Also where the config is Gemma 2's of transformers 4, which leaves the default of its class out."""
+    columns = {"model.embed_tokens": 256}
+    assert mix_tables(config, columns, "Q4_K_M") == {"model.embed_tokens": "Q6_K"}
+    untied = mix_tables({}, columns | {"lm_head": 256}, "Q4_K_M")
+    assert untied == {"model.embed_tokens": "Q4_K", "lm_head": "Q6_K"}
 
 
 def types(type_name: str, shape: MixShape = SHAPE) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ from llmopt.quant.kinds.integer.kind import IntTensor
 from llmopt.quant.kinds.integer.scheme import IntScheme
 from llmopt.quant.kinds.lookup.scheme import LookupScheme
 from llmopt.quant.kinds.vectorwise.scheme import VectorwiseScheme
-from llmopt.quant.methods.error_feedback import feedback, solve
+from llmopt.quant.methods.error_feedback import Solver, feedback
 from llmopt.quant.methods.registry import METHODS
 
 from ...support.format_support import same_bits
@@ -152,9 +152,9 @@ def test_a_grid_of_vectors_gets_its_columns_together(static: bool) -> None:
     record = statistics_of(correlated_inputs(400, 96))
     factor = feedback(record.gram, torch.arange(96), 0.01)
     assert factor is not None
-    solved = solve(
+    solved = Solver(
         weight, factor, grid, slots=factor.channels, static_groups=static, weighted=False
-    )
+    ).run()
     assert solved is not None
     # In units of the damped Hessian `H`: `(W - W') H[:, b] H[b, b]^-1` moves the target of block `b`.
     hessian = record.gram.double() + factor.damp * record.gram.diagonal().mean() * torch.eye(96)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.plan.selection import vision_architecture
+from llmopt.quant.plan.selection import vision_layers
 from transformers import AutoConfig, AutoModelForImageTextToText, Mistral3Config
 
+from ...support.releases import skip_without_torchvision
 from ...support.vision_checkpoints import TEXT, family_inputs, save_wrapped
 
 
@@ -57,6 +58,7 @@ def features(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [*FOLDS, *OTHERS])
 def test_scales_along_every_fold_change_nothing(name: str, tmp_path: Path) -> None:
+    skip_without_torchvision(name)
     if name in OTHERS:
         save, inputs, folds = OTHERS[name]
         save(tmp_path)
@@ -65,8 +67,7 @@ def test_scales_along_every_fold_change_nothing(name: str, tmp_path: Path) -> No
         inputs, folds = family_inputs(tmp_path, name), FOLDS[name]
     model: Any = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
     before = features(model, inputs)
-    architecture = vision_architecture(Checkpoint(tmp_path), name)
-    assert architecture is not None
+    architecture = vision_layers(Checkpoint(tmp_path), name)
     units, moved = architecture.meta_model, 0
     generator = torch.Generator().manual_seed(0)
     for index, family in enumerate(architecture.layers):

@@ -215,7 +215,7 @@ def test_a_solver_that_fails_is_named_and_falls_back_where_that_is_allowed(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("Expected all tensors to be on the same device\nmore")
 
-    solvers = {"gptq": "gptq.solve", "autoround": "autoround.tune", "fp8": "rounding.round_weight"}
+    solvers = {"gptq": "gptq.Solver", "autoround": "autoround.tune", "fp8": "rounding.round_weight"}
     save_model(tmp_path / "model", "LlamaConfig", TINY)
     asked = request(tmp_path / "out", method, group_size=None, num_samples=1)
     with monkeypatch.context() as patched:

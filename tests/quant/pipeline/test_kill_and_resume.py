@@ -87,7 +87,7 @@ def kill_at_random(output: Path, model: str, words: tuple[str, ...], seconds: fl
             time.sleep(0.001)
         time.sleep(random.uniform(0, seconds))
         process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ def front_share(choices: Sequence[Choice], losses: Mapping[tuple[int, ...], floa
 
     every = list(map(point, losses))
     corner = max(size for size, _ in every) + 1, max(losses.values())
-    ours = [point(each.chosen) for each in front(choices, 32)]
+    ours = [
+        point(allocation.chosen) for allocation in front(choices, 32, partial(allocate, choices))
+    ]
     return hypervolume(ours, corner) / hypervolume(every, corner)
 
 
@@ -191,11 +194,12 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
     blocks = auto(tmp_path, "none", format="gguf", candidates=("Q4_0", "Q8_0"))
     lane, other = search_fronts([asked, blocks])
     assert len(solved) == 5  # two layers of two formats, and that of the interrupt twice
-    points = lane.front(6)
+    points = front(lane.choices, 6, lane.allocate)
     assert [one.cost for one in points] == sorted((one.cost for one in points), reverse=True)
     # It reads the tokenizer, which no mixture changes.
     monkeypatch.setattr(assemble, "check_source", None)
-    assert other.front(3)[-1].cost == 0 and len(lane.divergences([{}], Silent())) == 1
+    last = front(other.choices, 3, other.allocate)[-1]
+    assert last.cost == 0 and len(lane.divergences([{}], Silent())) == 1
 
     solved.clear()
     point = points[2]

@@ -75,7 +75,7 @@ def test_killed_three_times_it_ends_with_the_same_bytes(
         wait_for(lambda layers=layers: finished_layers(output) >= layers, process)
         time.sleep(random.uniform(0, 0.1))
         process.send_signal(stop)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
         if stop == kill:
             assert process.returncode == -kill
         else:
@@ -105,7 +105,7 @@ def test_killed_and_taken_up_again_by_another_process(
     process = start(output, method)
     wait_for(lambda: finished_layers(output) >= 1, process)
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     request = QuantizeRequest(
         STORIES,
         output,

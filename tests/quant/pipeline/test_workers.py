@@ -180,9 +180,9 @@ def test_any_number_of_workers_writes_the_bytes_of_one(tmp_path: Path, name: str
 def test_what_is_wrong_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text("{}\n")
     with start(tmp_path, STORIES, "--nproc", "2", "--calibration", "text.jsonl") as process:
-        _, said = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert said.count("error:") == 1 and "Traceback" not in said
+    assert errors.count("error:") == 1 and "Traceback" not in errors
 
 
 def test_no_workers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,8 +226,8 @@ def test_a_full_disk_of_one_worker_is_said_once_and_loses_nothing(
     said = capfd.readouterr().err
     assert said.count("error:") == 1 and "space" in said and "Traceback" not in said
     with start(tmp_path, *words, "--nproc", "1") as process:
-        _, said = process.communicate(timeout=300)
-    assert process.returncode == 0 and "going on after layer 1" in said
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0 and "going on after layer 1" in errors
     assert digests(tmp_path / "out") == made(tmp_path / "other", 1, *words[1:])
 
 
@@ -241,9 +241,9 @@ def test_ctrl_c_ends_all_workers_and_is_said_once(tmp_path: Path) -> None:
             time.sleep(0.05)
         found = children(process.pid)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert said.count("interrupted") == 1 and "Traceback" not in said, said
+    assert errors.count("interrupted") == 1 and "Traceback" not in errors, errors
     assert found and not any(Path(f"/proc/{worker}").exists() for worker in found)
 
 
@@ -263,11 +263,11 @@ def kill_a_worker(folder: Path, number: int, words: tuple[str, ...], seconds: fl
         time.sleep(random.uniform(0, seconds))
         if process.poll() is None and (found := children(process.pid)):
             os.kill(random.choice(found), signal.SIGKILL)
-        _, said = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=120)
     if process.returncode:
         assert process.returncode == 3
-        assert said.count("error:") == 1 and "SIGKILL" in said, said
-        assert "Traceback" not in said, said
+        assert errors.count("error:") == 1 and "SIGKILL" in errors, errors
+        assert "Traceback" not in errors, errors
     return process.returncode != 0
 
 
@@ -290,8 +290,8 @@ def test_workers_killed_at_random_are_resumed_by_any_number_to_the_same_bytes(
             assert digests(out) == expected
             out.rename(tmp_path / f"early-{time.monotonic_ns()}")
     with start(tmp_path / "killed", STORIES, "--nproc", "3", *words) as process:
-        _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
     assert digests(tmp_path / "killed" / "out") == expected
 
 

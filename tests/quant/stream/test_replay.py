@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tools.survey.stream_column import head_inputs, streamed_head_inputs
 
 from ...support.quant_support import STORIES
+from ...support.releases import skip_before
 from ...support.survey.case import Case, surveyed_types
 
 # Shared keys and values with per-layer inputs, indices handed on, hyper-connections with token ids, and
@@ -130,6 +131,7 @@ def source(model_type: str, folder: Path, **changes: Any) -> Path:
 def test_a_resumed_run_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    skip_before("5.23", "Gemma 3n reads no token beyond the vocabulary of its layers' inputs")
     model = source("gemma3n_text", tmp_path / "model", vocab_size=512, num_hidden_layers=10)
     whole = quantize(request(model, tmp_path / "whole", method="gptq")).output
     layer = pipeline._quantize_layer

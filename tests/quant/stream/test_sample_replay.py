@@ -10,12 +10,13 @@ import torch
 from llmopt.base.errors import BadInput
 from llmopt.quant.model.architecture import architecture_of
 from llmopt.quant.model.checkpoint import Checkpoint
-from llmopt.quant.plan.selection import vision_architecture
+from llmopt.quant.plan.selection import vision_layers
 from llmopt.quant.source.load_processor import load_processor, load_tokenizer
 from llmopt.quant.stream.calibration import ImageInputs, Images
 from llmopt.quant.stream.image_samples import Pair, image_calibration
 from llmopt.quant.stream.layer_stream import LayerStream
 
+from ...support.releases import skip_without_torchvision
 from ...support.vision_checkpoints import FAMILIES, save_pictures, save_wrapped
 
 LENGTH = 224
@@ -54,6 +55,7 @@ def expected(model: Any, ids: torch.Tensor, images: ImageInputs) -> torch.Tensor
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hidden_states_are_those_of_the_wrapped_model(name: str, tmp_path: Path) -> None:
+    skip_without_torchvision(name)
     model = save_wrapped(tmp_path, name)
     ids, images = samples(tmp_path)
     assert [each.num_images for each in images] == [1, 2, 0]
@@ -75,11 +77,11 @@ def test_hidden_states_are_those_of_the_wrapped_model(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_inputs_of_the_tower_are_those_of_the_wrapped_model(name: str, tmp_path: Path) -> None:
+    skip_without_torchvision(name)
     model = save_wrapped(tmp_path, name)
     ids, images = samples(tmp_path)
     checkpoint = Checkpoint(tmp_path)
-    architecture = vision_architecture(checkpoint, name)
-    assert architecture is not None
+    architecture = vision_layers(checkpoint, name)
     stream = LayerStream(checkpoint, architecture)
     stream.prepare(ids[:2], images[:2])
     states = stream.embed(ids[:2], images[:2])
