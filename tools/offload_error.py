@@ -24,10 +24,12 @@ from llmopt.engine.planner.devices import Device, find_device
 from llmopt.engine.planner.engine_rules import engine_rule
 from llmopt.engine.planner.expected import step_model
 from llmopt.engine.planner.memory import GIB, Deployment
-from llmopt.engine.planner.offload import Reached, parse_host, placed
+from llmopt.engine.planner.offload import Host, Offload, Reached, parse_host, placements
 from llmopt.engine.planner.plan_request import named_recipe
 from llmopt.engine.planner.setup import Setup
 from llmopt.engine.planner.step_model import StepModel, StepWork
+from llmopt.engine.planner.weights import WeightRecipe
+from llmopt.quant.families.shapes import ModelShape
 
 from .document_part import put_part
 
@@ -90,6 +92,14 @@ def _steps(host: dict[str, Any], row: dict[str, Any]) -> StepModel:
     rule = engine_rule(ENGINE)
     deployment = Deployment(model.shape, recipe, 2, 256, engine=rule, offload=offload)
     return step_model(deployment, gpu, Setup(engine=ENGINE), model.name)
+
+
+def placed(
+    shape: ModelShape, recipe: WeightRecipe, host: Host, batch_tokens: int, flag: str
+) -> Offload:
+    """The placement of llama.cpp with this flag, such as `--n-cpu-moe 26` or `-ngl 32`."""
+    ways = placements(shape, recipe, host, ENGINE, batch_tokens)
+    return next(offload for offload in ways if offload.flag.endswith(flag))
 
 
 def _flag(row: dict[str, Any]) -> str:

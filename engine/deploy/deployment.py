@@ -16,7 +16,7 @@ from ...base.errors import BadInput
 from ...base.option import check_limits, no_less_than, option
 from ..planner.cache_size import DEFAULT_UTILIZATION
 from ..planner.plan import DeploymentPlan, DevicePlan
-from ..server.requests.metric_names import llmopt_metric, no_metric, sglang_metric, vllm_metric
+from ..server.requests.metric_names import llmopt_metric, sglang_metric, vllm_metric
 from .engine_commands import SGLANG, TRTLLM, VLLM, ServerCommand, shown
 from .stored_quantization import StoredQuantization, quantization_words
 
@@ -28,17 +28,15 @@ class ServedEngine:
     """A server in a container. `/health` is each one's liveness.
 
     Attributes:
-        repository: image and tag up to the version whose options are written; None: the user's own image.
         ready_path: path that answers 200 while the server takes new requests.
         metric: the engine's name of a metric of llmopt, None for one that it has not.
         command: None for llmopt's own server.
         metrics_need_key: True if `/metrics` asks for the API key.
         words: arguments that a deployment adds.
         kv_dtypes: value of the engine's option for each KV-cache dtype of the planner, None where no option
-            is needed; without the table the planner's names are passed on.
+            is needed.
     """
 
-    repository: str | None
     ready_path: str
     metric: Callable[[str], str | None]
     command: ServerCommand | None = None
@@ -53,10 +51,6 @@ class ServedEngine:
     @property
     def title(self) -> str:
         return "llmopt" if self.command is None else self.command.title
-
-    @property
-    def image(self) -> str | None:
-        return None if self.command is None else f"{self.repository}{self.command.version}"
 
     @property
     def key_variable(self) -> str | None:
@@ -79,7 +73,7 @@ class ServedEngine:
                     "quantize it with --kv-cache fp8 --format modelopt"
                 )
             return []
-        names = {kv_dtype: kv_dtype, "bf16": None} if self.kv_dtypes is None else self.kv_dtypes
+        names = self.kv_dtypes or {}
         if kv_dtype not in names:
             title = "our engine" if self.command is None else self.title
             raise BadInput(f"--kv-dtype {kv_dtype}: {title} has {', '.join(names)}")
@@ -88,15 +82,17 @@ class ServedEngine:
 
 
 _OUR_CACHES = {"bf16": "bfloat16", "float32": "float32", "fp8": "fp8", "int8": "int8"}
+# CacheDType in vllm/config/cache.py of 0.32.0, less what the planner does not know.
+_VLLM_CACHES = {"bf16": None, "f16": "float16", "int8": "int8_per_token_head"}
+_VLLM_CACHES |= {name: name for name in ("fp8", "fp8_ds_mla", "fp8_per_token_head", "nvfp4")}
 _SGLANG_CACHES = {"bf16": None, "fp8": "fp8_e4m3", "nvfp4": "nvfp4"}
 
 SERVED: Mapping[str, ServedEngine] = {
     engine.name: engine
     for engine in (
-        ServedEngine(None, "/ready", llmopt_metric, metrics_need_key=True, kv_dtypes=_OUR_CACHES),
-        ServedEngine("vllm/vllm-openai:v", "/health", vllm_metric, VLLM),
+        ServedEngine("/ready", llmopt_metric, metrics_need_key=True, kv_dtypes=_OUR_CACHES),
+        ServedEngine("/health", vllm_metric, VLLM, kv_dtypes=_VLLM_CACHES),
         ServedEngine(
-            "lmsysorg/sglang:v",
             "/ready",
             sglang_metric,
             SGLANG,
@@ -104,8 +100,17 @@ SERVED: Mapping[str, ServedEngine] = {
             kv_dtypes=_SGLANG_CACHES,
         ),
         # Its Prometheus metrics have to be switched on in a YAML file, and lack the length of the queue.
-        ServedEngine("nvcr.io/nvidia/tensorrt-llm/release:", "/health", no_metric, TRTLLM),
+        ServedEngine("/health", lambda _: None, TRTLLM),
     )
+}
+
+
+_IMAGES = {  # of vLLM by docs.vllm.ai, "Using Docker", pre-built images, read 2026-11-30
+    ("vllm", "nvidia"): f"vllm/vllm-openai:v{VLLM.version}",
+    ("vllm", "amd"): f"vllm/vllm-openai-rocm:v{VLLM.version}",
+    ("vllm", "cpu"): f"vllm/vllm-openai-cpu:v{VLLM.version}-x86_64",
+    ("sglang", "nvidia"): f"lmsysorg/sglang:v{SGLANG.version}",
+    ("trtllm", "nvidia"): f"nvcr.io/nvidia/tensorrt-llm/release:{TRTLLM.version}",
 }
 
 
@@ -161,7 +166,7 @@ class DeployChoices:
             if not _NAME.fullmatch(name):
                 raise BadInput(f"{name!r} is no name for Kubernetes: small letters, digits and -")
         served = served_engine(self.engine)
-        if self.image is None and served.image is None:
+        if self.image is None and served.command is None:
             raise BadInput(
                 f"--engine {self.engine}: give the --image that {served.title} is installed in"
             )
@@ -228,13 +233,16 @@ def deployment_for(
             f"a replica needs {gpus} x {gpu}, and a node has {choices.gpus_per_node} "
             "(--gpus-per-node): serve it with --engine vllm --ray, or quantize it"
         )
-    on_cpu = device_plan.device.kind == "cpu"
-    if on_cpu and choices.engine in ("sglang", "trtllm"):
-        raise BadInput(
-            f"--engine {choices.engine} --gpu cpu: its image is for GPUs; take llmopt or vllm"
-        )
-    if choices.engine == "trtllm" and gpu.startswith("MI"):
+    on_cpu, is_amd = device_plan.device.kind == "cpu", gpu.startswith(("MI", "RX ", "Strix "))
+    others = "cpu" if on_cpu else "amd" if is_amd else ""
+    vendor = "nvidia" if device_plan.device.capability else others
+    if not vendor:
+        raise BadInput(f"--gpu {gpu}: manifests are for GPUs of NVIDIA and AMD, and for CPUs")
+    if choices.engine == "trtllm" and vendor != "nvidia":
         raise BadInput(f"--engine trtllm --gpu {gpu}: it runs on NVIDIA GPUs alone")
+    if (image := choices.image or _IMAGES.get((choices.engine, vendor))) is None:
+        title = served_engine(choices.engine).title
+        raise BadInput(f"no image of {title} is known for {gpu}: give --image")
     weights = plan.weight_bytes
     # On GPUs the weights of one rank are in host memory while they load, on a CPU everything stays there.
     memory = BASE_MEMORY_BYTES + weights + device_plan.kv_bytes
@@ -255,13 +263,13 @@ def deployment_for(
         )
     return ServerDeployment(
         choices=choices,
-        image=choices.image or str(served_engine(choices.engine).image),
+        image=image,
         command=[
             *container_command(choices, plan, device_plan, stored),
             *quantization_words(choices.engine, stored, device_plan.device),
         ],
         gpus=0 if on_cpu else gpus,
-        gpu_resource="amd.com/gpu" if gpu.startswith("MI") else "nvidia.com/gpu",
+        gpu_resource=f"{vendor}.com/gpu",
         cpus=BASE_CPUS + CPUS_PER_GPU * gpus,
         memory_bytes=memory,
         # The hub's cache: the weights, and room for what else a repository holds.

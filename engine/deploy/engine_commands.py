@@ -198,7 +198,7 @@ _VLLM_REASONING = {
     **{name: name for name in ("qwen3", "deepseek_r1", "mistral", "seed_oss")},
 }
 
-_OPTIONS: Mapping[str, tuple[Translation | None, Translation | None, Translation | None]] = {
+_OPTIONS: Mapping[str, tuple[Translation, Translation | None, Translation | None]] = {
     # option of serve-local: vLLM, SGLang, TensorRT-LLM
     "host": ("--host", "--host", "--host"),
     "port": ("--port", "--port", "--port"),
@@ -225,13 +225,6 @@ _OPTIONS: Mapping[str, tuple[Translation | None, Translation | None, Translation
         flag("--trust_remote_code"),
     ),
     "block_size": ("--block-size", "--page-size", None),
-    "num_blocks": ("--num-gpu-blocks-override", None, None),
-    "kv_cache_memory_bytes": (
-        lambda size: ["--kv-cache-memory-bytes", str(parse_size(size))],
-        None,
-        None,
-    ),
-    "gpu_memory_utilization": ("--gpu-memory-utilization", None, None),
     "kv_cache_dtype": (
         renamed("--kv-cache-dtype", _VLLM_CACHES),
         renamed("--kv-cache-dtype", _SGLANG_CACHES),
@@ -244,7 +237,6 @@ _OPTIONS: Mapping[str, tuple[Translation | None, Translation | None, Translation
     ),
     "tensor_parallel_size": ("--tensor-parallel-size", "--tensor-parallel-size", "--tp_size"),
     "pipeline_parallel_size": ("--pipeline-parallel-size", "--pipeline-parallel-size", "--pp_size"),
-    "ray": (flag("--distributed-executor-backend=ray"), None, None),
     "lora": (_vllm_loras, _sglang_loras, None),
     "served_model_name": ("--served-model-name", "--served-model-name", None),
     "chat_template": ("--chat-template", "--chat-template", "--chat_template"),
@@ -253,30 +245,29 @@ _OPTIONS: Mapping[str, tuple[Translation | None, Translation | None, Translation
         renamed("--tool-call-parser", _SGLANG_TOOLS),
         None,
     ),
-    "reasoning_parser": (renamed("--reasoning-parser", _VLLM_REASONING), None, None),
-    "api_key": (_vllm_key, None, None),
     "ssl_certfile": ("--ssl-certfile", "--ssl-certfile", None),
     "ssl_keyfile": ("--ssl-keyfile", "--ssl-keyfile", None),
     "ssl_ca_certs": ("--ssl-ca-certs", "--ssl-ca-certs", None),
-    "ssl_cert_reqs": ("--ssl-cert-reqs", None, None),
-    "cors_origin": (lambda origins: ["--allowed-origins", json.dumps(list(origins))], None, None),
-    "drain_seconds": (lambda seconds: ["--shutdown-timeout", str(round(seconds))], None, None),
-    "allowed_media_domains": (lambda names: ["--allowed-media-domains", *names], None, None),
-    "limit_mm_per_prompt": ("--limit-mm-per-prompt", None, None),
-    "max_header": (
-        lambda size: ["--h11-max-incomplete-event-size", str(parse_bytes(size))],
-        None,
-        None,
-    ),
+}
+_VLLM_ALONE: Mapping[str, Translation] = {
+    "num_blocks": "--num-gpu-blocks-override",
+    "kv_cache_memory_bytes": lambda size: ["--kv-cache-memory-bytes", str(parse_size(size))],
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "ray": flag("--distributed-executor-backend=ray"),
+    "reasoning_parser": renamed("--reasoning-parser", _VLLM_REASONING),
+    "api_key": _vllm_key,
+    "ssl_cert_reqs": "--ssl-cert-reqs",
+    "cors_origin": lambda origins: ["--allowed-origins", json.dumps(list(origins))],
+    "drain_seconds": lambda seconds: ["--shutdown-timeout", str(round(seconds))],
+    "allowed_media_domains": lambda names: ["--allowed-media-domains", *names],
+    "limit_mm_per_prompt": "--limit-mm-per-prompt",
+    "max_header": lambda size: ["--h11-max-incomplete-event-size", str(parse_bytes(size))],
 }
 
 
 def _column(index: int) -> dict[str, Translation]:
-    return {
-        name: translation
-        for name, row in _OPTIONS.items()
-        if (translation := row[index]) is not None
-    }
+    column = {name: row[index] for name, row in _OPTIONS.items()}
+    return {name: entry for name, entry in column.items() if entry is not None}
 
 
 def _vllm_speculation(options: Mapping[str, Any]) -> Words:
@@ -335,7 +326,7 @@ VLLM = ServerCommand(
     program="vllm",
     words=("serve",),
     install="pip install vllm",
-    table=_column(0),
+    table={**_column(0), **_VLLM_ALONE},
     defaults={**_ADDRESS, "cors_origin": (), "drain_seconds": 5.0},
     together=(*_DRAFTING, "prompt_lookup_min", "prompt_lookup_max"),
     combined=_vllm_speculation,

@@ -99,7 +99,7 @@ def quantization_words(
     `BadInput`: the engine cannot load them, or not on this device."""
     if stored is None or engine == "llmopt":
         return []
-    if engine == "trtllm":
+    if engine == "trtllm" and stored.method == "modelopt":
         _check_trtllm(stored)
     if stored.method != "modelopt" or engine == "trtllm":
         _check_kernels(engine, stored, device)
@@ -116,8 +116,6 @@ def quantization_words(
 
 
 def _check_trtllm(stored: StoredQuantization) -> None:
-    if stored.method != "modelopt":
-        return
     if stored.has_hf_file is False:
         raise _refused("trtllm", stored, f"it reads {HF_QUANT_CONFIG}, which is missing")
     algorithms = {stored.algorithm, *stored.layer_algorithms}

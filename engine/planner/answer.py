@@ -99,15 +99,11 @@ def _requested(plan: DeploymentPlan, first: DevicePlan) -> tuple[LoadPlan, float
     is_given = load is not None and (load.load.rate is not None or plan.workload.sequences > 1)
     if load is None or load.slo is None or first.load is None or not is_given:
         return None
-    solver, device = _solver(plan, first.device), first.device
+    device = first.device
+    (solver,) = solvers_on([device], plan.model, plan.recipe, plan.workload, plan.setup)
     planner = LoadPlanner(load, solver, device, plan.setup, plan.model.name)
     requested = planner.asked(first.load.deployment)
     return requested, load.slo.share_of(requested.result)
-
-
-def _solver(plan: DeploymentPlan, device: Device) -> Solver:
-    (solver,) = solvers_on([device], plan.model, plan.recipe, plan.workload, plan.setup)
-    return solver
 
 
 def _would_fit(plan: DeploymentPlan, first: DevicePlan) -> Iterator[Change]:

@@ -52,7 +52,6 @@ from .weights import (
     stored_recipe,
 )
 
-_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -69,7 +68,7 @@ def stored_weight_bytes(folder: Path) -> int | None:
 def _tensor_bytes(path: Path) -> int:
     try:
         with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(_LENGTH_BYTES))
+            (length,) = struct.unpack("<Q", file.read(8))
             if length > _MAX_HEADER_BYTES:
                 raise ValueError("its header has no sensible length")
             header = json.loads(file.read(length))
@@ -121,6 +120,8 @@ class PlannedModel:
                 raise
             method = (stored_quantization(self.config) or {}).get("quant_method")
             recipe = replace(BF16, name=str(method))
+        if self.stored_bytes is None and self.shape.experts is None and recipe.roles == ("expert",):
+            raise BadInput("the attention is not quantized: give --weights, or the folder")
         if recipe is BF16 and self.plain_bytes == 4:
             recipe = recipe_for("float32", self.shape)
         return replace(recipe, plain_bytes=self.plain_bytes, stored_bytes=self.stored_bytes)
@@ -160,11 +161,8 @@ def shape_of(
 def find_model(name: str, *, trust_remote_code: bool = False) -> PlannedModel:
     """Look up a model: a folder, a config.json or a GGUF file, a table name, an alias, a bundled checkpoint,
     or a hub id. Only a hub id uses the network. Code of a checkpoint is run only with `trust_remote_code`.
-
-    Raises:
-        BadInput: no model of that name (close matches are named), an unsupported config, or a failed
-            download.
-    """
+    Raises BadInput: no model of that name (close matches are named), an unsupported config, or a failed
+    download."""
     path = expanded(name)
     if path.exists() and (file := gguf_file_of(path)) is not None:
         return _from_gguf(file, trust_remote_code)

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from .step_parameters import OwnRows
+from .step_parameters import Factors, OwnRows, Table
 
 FEW, MANY = 8, 64
 """Clients up to which a batch is small, and beyond which it is large."""
@@ -27,8 +27,6 @@ _KEYS = ("engine", "generation", "known", "kind", "regime")
 """Properties that make rows alike; where rows are few, the last ones are given up."""
 
 Known = Literal["model measured", "model not measured", "GPU not measured"]
-Factors = tuple[float, float]
-Table = Mapping[str, Mapping[str, Any]]
 
 
 def batch_regime(clients: float) -> str:
@@ -84,7 +82,10 @@ class ErrorBand:
         if self.own:
             return f"{self.alike} moved TPOT and TTFT and leave {errors}, 9 times in 10"
         if not self.is_near:
-            return f"no measurement near it: {self.alike} were {errors} off, 9 times in 10"
+            return (
+                f"no measurement near it; a measured one may be {errors} off, 9 times in 10 (as {self.alike} "
+                "were)"
+            )
         return (
             f"measured was {errors} off, for 90 % of the {self.num_rows} held-out rows most like it "
             f"({self.alike})"

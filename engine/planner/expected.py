@@ -34,7 +34,6 @@ from .step_model import (
     StepWork,
     TimesSteps,
     generation,
-    operator_seconds,
     weight_dtype,
 )
 from .step_parameters import (
@@ -91,12 +90,6 @@ def loop_works(loop: Loop, chunk_tokens: int = CHUNK_TOKENS) -> LoopWorks:
     )
 
 
-def loop_times(loads: tuple[Loads, Loads, Loads], prompts: Any, roofs: Any, p: Any) -> LoopTimes:
-    """Times of a loop's steps from their loads, which are numbers or columns."""
-    decode, mixed, packed = (sum(operator_seconds(x, roofs, p).values()) for x in loads)
-    return LoopTimes(decode, mixed, packed / prompts)
-
-
 def closed_loop(loop: Loop, times: LoopTimes, p: Mapping[str, Any]) -> tuple[Any, Any]:
     """TTFT and TPOT in seconds of a loop; of numbers or columns."""
     added = times.mixed - times.decode
@@ -129,17 +122,15 @@ def steady_state(
     output: int,
     concurrency: int,
     *,
-    resident: float | None = None,
+    resident: float,
     cached: int = 0,
     speculation: Speculation | None = None,
     at_once: bool = True,
 ) -> Prediction:
     """Means of `concurrency` clients with prompts of `prompt` and answers of `output` tokens, of which the
-    cache holds `resident` at once (by default what the step model expects) and of each prompt `cached` tokens
-    of a prefix. Each stage of a pipeline computes a batch of its own, of an equal share of the clients.
-    `at_once` is False if the first requests do not arrive in one burst."""
-    if resident is None:
-        resident = model.resident_sequences(prompt, output)
+    cache holds `resident` at once, and of each prompt `cached` tokens of a prefix. Each stage of a pipeline
+    computes a batch of its own, of an equal share of the clients. `at_once` is False if the first requests
+    do not arrive in one burst."""
     share = max(1.0, concurrency / model.parallel.pp)
     resident = min(share, max(1.0, resident / model.parallel.pp))
     loop = Loop(prompt, output, share, resident, cached)
@@ -200,7 +191,6 @@ class Expectation:
 
     @classmethod
     def of(cls, deployment: Deployment, device: Device, model: str, setup: Setup) -> Expectation:
-        """The expectation for a model of that name."""
         steps = step_model(deployment, device, setup, model)
         own = own_of(device, setup)
         return cls(deployment, device, steps, setup.measured, own, setup.speculation)
@@ -240,7 +230,7 @@ class Expectation:
 
     def floor(self, prompt: int, cached: int = 0) -> float:
         """Seconds that an idle engine's first token takes beyond its prefill: the host's, mostly."""
-        whole = steady_state(self.steps, prompt, 1, 1, cached=cached).ttft_seconds
+        whole = steady_state(self.steps, prompt, 1, 1, resident=1, cached=cached).ttft_seconds
         return max(0.0, whole - self.steps.seconds(StepWork.of(0, 0, prompt - cached, cached)))
 
     def loaded(

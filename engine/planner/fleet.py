@@ -54,11 +54,8 @@ class Fleet:
 
 
 class FleetPlanner:
-    """Searches the fewest GPUs for `rate` requests per second within the load's SLO.
-
-    Raises:
-        BadInput: there is no load, or none with an SLO, or it has a rate of its own.
-    """
+    """Searches the fewest GPUs for `rate` requests per second within the load's SLO. Raises BadInput: there
+    is no load, or none with an SLO, or it has a rate of its own."""
 
     def __init__(self, load: PlannedLoad | None, rate: float, setup: Setup, model: str) -> None:
         if load is None or load.slo is None:
@@ -74,11 +71,8 @@ class FleetPlanner:
         self._setup, self._model = setup, model
 
     def fleets(self, solvers: Sequence[Solver], devices: Sequence[Device]) -> list[Fleet]:
-        """The best fleet of each kind of GPU, the fewest GPUs first.
-
-        Raises:
-            BadInput: no GPU keeps the limits, not even for one request.
-        """
+        """The best fleet of each kind of GPU, the fewest GPUs first. Raises BadInput: no GPU keeps the
+        limits, not even for one request."""
         planners: dict[str, LoadPlanner] = {}
         fleets = []
         for solver, device in zip(solvers, devices, strict=True):

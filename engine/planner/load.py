@@ -189,8 +189,7 @@ class LoadResult:
 
     def scaled(self, ttft: float, tpot: float) -> LoadResult:
         """The same requests of a closed loop with times scaled: as many are in flight."""
-        requests = tuple(request.scaled(ttft, tpot) for request in self.requests)
-        return self._with(requests)
+        return self._with(tuple(request.scaled(ttft, tpot) for request in self.requests))
 
     def delayed(self, seconds: float) -> LoadResult:
         """The same requests of a closed loop, each so much later."""

@@ -117,7 +117,6 @@ class LoadPlanner:
         return self._simulated(deployment, self._asked.load, COUNTED)
 
     def keeps(self, plan: LoadPlan) -> bool:
-        """True if a simulated load keeps the SLO."""
         assert self._asked.slo is not None
         return self._asked.slo.kept_by(plan.load, plan.result)
 
@@ -180,8 +179,7 @@ class LoadPlanner:
             least, first, most = 1.0, float(guess), float(self._most_sequences(deployment))
 
         def keeps(value: float) -> bool:
-            plan = self._at(deployment, slo, value, bundle)
-            return slo.kept_by(plan.load, plan.result)
+            return self.keeps(self._at(deployment, slo, value, bundle))
 
         result = highest_near(keeps, first, least, most, whole=slo.by == "concurrency")
         plan = self._at(deployment, slo, result.best or least, bundle)
@@ -193,7 +191,7 @@ class LoadPlanner:
         value, failed = plan.searched.best, plan.searched.failed
         while value is not None:
             plan = self._at(plan.deployment, slo, value)
-            if slo.kept_by(plan.load, plan.result):
+            if self.keeps(plan):
                 break
             lower = value / (1 + PRECISION)
             failed, value = value, floor(lower) or None if slo.by == "concurrency" else lower

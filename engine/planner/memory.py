@@ -66,10 +66,7 @@ class Deployment:
 
     Each of `attention_dp` ranks of sequences holds all but the experts; those are split over all devices of a
     stage, `ep` ways by expert and the rest by width. `offload` is the part of the weights that is in RAM.
-
-    Raises:
-        BadInput: heads or experts do not divide over the ranks, or there are fewer layers than stages.
-    """
+    Raises BadInput: heads or experts do not divide over the ranks, or there are fewer layers than stages."""
 
     shape: ModelShape
     recipe: WeightRecipe
@@ -102,10 +99,6 @@ class Deployment:
         object.__setattr__(self, "stages", tuple(stages))
 
     def _check_experts(self) -> None:
-        if self.attention_dp < 1 or self.ep < 1:
-            raise BadInput(
-                f"--attention-dp {self.attention_dp} --ep {self.ep}: at least 1 is needed"
-            )
         if self.ep == 1:
             return
         ranks, experts = self.tp * self.attention_dp, self.shape.experts
@@ -131,14 +124,13 @@ class Deployment:
     def weight_bytes(self) -> int:
         return max(stage.weight_bytes for stage in self.stages)
 
-    def kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
+    def kv_bytes(self, context: int, reserve: Reserve = Reserve()) -> int:
         """KV-cache bytes of one sequence on the fullest rank, by the engine's rule."""
-        return max(self._stage_kv(stage, context, reserve or Reserve()) for stage in self.stages)
+        return max(self._stage_kv(stage, context, reserve) for stage in self.stages)
 
-    def all_kv_bytes(self, context: int, reserve: Reserve | None = None) -> int:
+    def all_kv_bytes(self, context: int, reserve: Reserve = Reserve()) -> int:
         """KV-cache bytes of one sequence on all ranks, replicas included."""
-        chosen = reserve or Reserve()
-        return self.tp * sum(self._stage_kv(stage, context, chosen) for stage in self.stages)
+        return self.tp * sum(self._stage_kv(stage, context, reserve) for stage in self.stages)
 
     def knobs(self, reserve: Reserve) -> CacheKnobs:
         return CacheKnobs(self.block_size, reserve.chunk_tokens, frees_windows=self.pp == 1)

@@ -138,20 +138,6 @@ def placements(
         yield with_layers(base, sizes, shape, count)
 
 
-def placed(
-    shape: ModelShape, recipe: WeightRecipe, host: Host, batch_tokens: int, flag: str
-) -> Offload:
-    """The placement of llama.cpp with this flag, such as `--n-cpu-moe 26` or `-ngl 32`.
-
-    Raises:
-        BadInput: no placement of the model has it.
-    """
-    for offload in placements(shape, recipe, host, "llama.cpp", batch_tokens):
-        if offload.flag.endswith(flag):
-            return offload
-    raise BadInput(f"{flag}: the model has {shape.num_layers} layers; choose fewer")
-
-
 @dataclass(frozen=True, slots=True)
 class _Sizes:
     """Bytes of a model's parts: experts, the rest of the layers, the head, and the embedding that is looked
@@ -221,11 +207,8 @@ _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gb/s)?")
 
 
 def parse_host(ram: str | None, bandwidth: str | None, pcie: str | None) -> Host | None:
-    """The host of `--ram`, `--ram-bandwidth` and `--pcie`; None without RAM for weights.
-
-    Raises:
-        BadInput: an option that is not understood, or a speed without `--ram`.
-    """
+    """The host of `--ram`, `--ram-bandwidth` and `--pcie`; None without RAM for weights. Raises BadInput: an
+    option that is not understood, or a speed without `--ram`."""
     if ram is None:
         given = {"--ram-bandwidth": bandwidth, "--pcie": pcie}
         if alone := [option for option, value in given.items() if value is not None]:

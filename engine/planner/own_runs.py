@@ -246,11 +246,8 @@ def _check_part(file: Path, part: Mapping[str, Any], kinds: Mapping[str, Any]) -
 def read_gpu_record(file: Path, record: Mapping[str, Any], weights: str) -> MeasuredRun:
     """A record of `llmopt doctor --gpu`: its roofs, and the shares of them that these weights reached.
 
-    Where they were not measured, the shares are those of weights of as many bits, or else of bf16.
-
-    Raises:
-        BadInput: it is damaged, or of no model.
-    """
+    Where they were not measured, the shares are those of weights of as many bits, or else of bf16. Raises
+    BadInput: it is damaged, or of no model."""
     _check_part(file, record, _GPU_RECORD)
     for stage in record["stages"]:
         _check_part(file, stage, _STAGE)

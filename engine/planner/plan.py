@@ -52,8 +52,7 @@ class DevicePlan:
 
     `gpus_needed` is None if the largest arrangement tried does not fit the workload. `max_context` is for
     the workload's number of sequences, without a KV-cache budget. The binding constraint is what prevents
-    one more sequence; the relaxations are changes that would allow more.
-    """
+    one more sequence; the relaxations are changes that would allow more."""
 
     device: Device
     deployment: Deployment
@@ -157,11 +156,8 @@ def make_plan(
 ) -> DeploymentPlan:
     """Plan the workload on each device; without a parallel size in `tp` or the setup, on as few as fit it.
     `ranked` sorts by fit, then by the cost within an SLO, or without one by number of devices and speed.
-    `beside` is a second engine for every GPU.
-
-    Raises:
-        BadInput: heads or layers do not divide as requested, or the KV dtype does not suit the model.
-    """
+    `beside` is a second engine for every GPU. Raises BadInput: heads or layers do not divide as requested, or
+    the KV dtype does not suit the model."""
     chosen = setup or Setup()
     if tp is not None:
         chosen = replace(chosen, tp=tp)

@@ -379,11 +379,7 @@ class WrittenPlan:
 
 
 def read_plan(path: Path, model: PlannedModel) -> WrittenPlan:
-    """Read a plan file for this model.
-
-    Raises:
-        BadInput: not a plan file, or a plan for another model.
-    """
+    """Read a plan file for this model. Raises BadInput: not a plan file, or a plan for another model."""
     values = read_json(path)
     if missing := [key for key in _REQUIRED if key not in values]:
         raise BadInput(

@@ -36,11 +36,8 @@ from .weights import RECIPES, UNQUANTIZED_BYTES, WeightRecipe, chosen_group, rec
 
 
 def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> DeploymentPlan:
-    """Make the requested plan; `recipe` replaces the request's weights.
-
-    Raises:
-        BadInput: an invalid option value, or one that contradicts the model.
-    """
+    """Make the requested plan; `recipe` replaces the request's weights. Raises BadInput: an invalid option
+    value, or one that contradicts the model."""
     ask = _with_count(ask)
     choose_devices(ask.gpus, None)  # a wrong name is refused before a model is probed
     model = find_model(ask.model, trust_remote_code=ask.trust_remote_code)
@@ -59,8 +56,8 @@ def plan_for(ask: PlanRequest, recipe: WeightRecipe | None = None) -> Deployment
         # Without a choice vLLM and llmopt; llmopt alone for what only it has.
         if on_cpu or ask.measured is not None or ask.kv_budget is not None:
             engine = "llmopt"
-        elif any(device.kind == "mps" for device in devices):
-            engine = "llama.cpp"
+        elif any(device.kind == "mps" for device in devices) or _GGUF.match(recipe.name):
+            engine = "llama.cpp"  # vLLM loads no GGUF file without a plugin
         else:
             engine, beside = "vllm", "llmopt"
     load = _load(ask)
@@ -298,6 +295,8 @@ def _prices(ask: PlanRequest) -> Prices | None:
     return Prices(ask.gpu_hour_price, ask.api_price_in, ask.api_price_out, ask.duty_cycle)
 
 
+_GGUF = re.compile(r"(I|T)?Q\d")
+"""The beginning of the name of every GGUF type."""
 _SPELLED = re.compile(r"([a-z][a-z0-9_-]*?)(?:[:@-](\d+)(?:\.0)?(?:bits?|bpw)?)?")
 _PLAIN_NAMES = {
     "bfloat16": "bf16",

@@ -32,12 +32,6 @@ class ElementBytes(Fraction):
         return number
 
 
-def vector_bytes(bytes_per_element: float | Fraction, width: int) -> Fraction | int:
-    if isinstance(bytes_per_element, ElementBytes):
-        return bytes_per_element.by_width[width]
-    return width * Fraction(bytes_per_element)
-
-
 @dataclass(frozen=True, slots=True)
 class ProbedShape(ModelShape):
     """A shape whose parameters and cache come from `facts`.
@@ -112,9 +106,8 @@ class ProbedShape(ModelShape):
     def tensors(self, stage: range | None = None) -> Iterator[Tensor]:
         """All parameter tensors, tied ones once; of one pipeline stage with a range of layers. Parameters
         outside the layers belong to the first stage, the head and a copy of a tied embedding to the last."""
-        whole = stage is None or len(stage) == self.num_layers
-        last = whole or (stage is not None and stage.stop == self.num_layers)
-        first = whole or (stage is not None and stage.start == 0)
+        first = stage is None or stage.start == 0
+        last = stage is None or stage.stop == self.num_layers
         for p in self.measured.parameters:
             role = cast(Role, p.role)
             if p.layer >= 0:
@@ -170,7 +163,6 @@ class ProbedShape(ModelShape):
         return self._token_bytes(self.growing, bytes_per_element)
 
     def kv_bytes_per_extra_token(self, bytes_per_element: float | Fraction) -> int:
-        """KV-cache bytes per additional token, once the sequence is longer than every window."""
         unlimited = [t for t in self.growing if not (t.window and self.frees_windows)]
         return self._token_bytes(unlimited, bytes_per_element)
 
@@ -181,7 +173,6 @@ class ProbedShape(ModelShape):
     def kv_bytes(
         self, num_tokens: int, bytes_per_element: float | Fraction, block_size: int = 1
     ) -> int:
-        """Cache bytes of one sequence, its constant state included; each layer in whole blocks."""
         blocks = ((ceil(self.entries(t, num_tokens) / block_size), t) for t in self.growing)
         size = sum(count * block_size * entry_bytes(t, bytes_per_element) for count, t in blocks)
         return ceil(size) + self.state_bytes
@@ -244,7 +235,9 @@ def is_indexer(tensor: CachedTensor) -> bool:
 
 
 def entry_bytes(tensor: CachedTensor, bytes_per_element: float | Fraction) -> Fraction | int:
-    return tensor.heads * vector_bytes(bytes_per_element, tensor.width)
+    if isinstance(bytes_per_element, ElementBytes):
+        return tensor.heads * bytes_per_element.by_width[tensor.width]
+    return tensor.heads * tensor.width * Fraction(bytes_per_element)
 
 
 def _windows(facts: ProbedModel) -> tuple[int | None, ...]:

@@ -325,9 +325,8 @@ class Setup:
 
     def reserve(self, device: Device, weight_bytes: int) -> Reserve:
         """Memory limits on a device. On a CPU, the KV cache gets the engine's fraction of free memory."""
-        if (
-            device.kind != "cpu"
-        ):  # unset limits as servers commonly choose them, smaller below 70 GiB
+        if device.kind != "cpu":
+            # Unset limits as servers commonly choose them, smaller below 70 GiB.
             is_large = device.memory_bytes >= 70 * GIB
             tokens, sequences = (8192, 1024) if is_large else (2048, 256)
             return Reserve(

@@ -310,11 +310,7 @@ def simulate(
     """The steady state of a server under a load: `counted` requests of it, evenly over its batches.
 
     In a closed loop the clients have one request each before those that count, and go on until the last of
-    them has ended.
-
-    Raises:
-        BadInput: a request can never fit.
-    """
+    them has ended. Raises BadInput: a request can never fit."""
     if load.rate is not None:
         share = replace(load, rate=load.rate / server.batches)
     else:

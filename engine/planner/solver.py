@@ -129,13 +129,13 @@ class Solver:
             for arrangement in tried
             if (deployment := self.deployment(*arrangement)) is not None
         ]
-        fitting = [candidate for candidate in candidates if self.holds(candidate, device)]
-        fitting.sort(key=lambda candidate: candidate.gpus)
-        needed = fitting[0].gpus if fitting else None
+        fitting = (candidate for candidate in candidates if self.holds(candidate, device))
+        least = min(fitting, key=lambda candidate: candidate.gpus, default=None)
+        needed = None if least is None else least.gpus
         if tp is not None:
             return self._build(tp, pp or 1, self._recipe, self.workload.kv_dtype), needed
-        if fitting:
-            return fitting[0], needed
+        if least is not None:
+            return least, needed
         one_machine = [candidate for candidate in candidates if candidate.pp == (pp or 1)]
         return one_machine[-1], None
 

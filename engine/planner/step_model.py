@@ -24,9 +24,6 @@ from .step_parameters import Deployed, StepParameters, fitted_parameters
 from .weights import WeightRecipe
 
 ACTIVATION_BYTES = 2
-MEMORY_SHARE = 0.92
-RESERVED_BYTES = 3e9
-"""Memory of activations, graphs and communication that a server keeps from its cache. Assumed."""
 ATTENTION_LAUNCHES = {"heads": 6, "latent": 11, "linear attention": 9}
 """Kernels of a layer's attention with its norm, as engines fuse them: projections, rotation and cache write,
 the attention in two parts; latent attention projects down and up, and absorbs in two multiplications."""
@@ -175,7 +172,7 @@ class Roofs(NamedTuple):
     attention_peak: float
 
 
-class _Weights(NamedTuple):
+class RankWeights(NamedTuple):
     """Weight bytes and parameters on a rank: of the parts that each token passes, and of the experts."""
 
     linear_bytes: float
@@ -189,11 +186,8 @@ class _Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """Times of an engine's steps for one model on one kind of device.
-
-    Raises:
-        BadInput: the device's speed is unknown.
-    """
+    """Times of an engine's steps for one model on one kind of device. Raises BadInput: the device's speed is
+    unknown."""
 
     shape: ModelShape
     recipe: WeightRecipe
@@ -204,8 +198,8 @@ class StepModel:
     kv_bytes_per_element: float
     parameters: StepParameters
     roofs: Roofs
-    _weights: _Weights
-    _cache: tuple[tuple[float, float], ...]
+    weights: RankWeights
+    cache: tuple[tuple[float, float], ...]
     offload: Offload | None = None
 
     @classmethod
@@ -277,20 +271,9 @@ class StepModel:
         parts = operator_seconds(loads, self.roofs, self.parameters.values)
         return {**parts, "weights in RAM": in_ram}
 
-    def resident_sequences(self, prompt: int, output: int) -> float:
-        """Sequences whose KV cache fits at once, when each holds its prompt and half of its answer, with the
-        memory share and reserve that servers commonly leave."""
-        weights, ranks = self._weights, self.parallel.attention_dp
-        loaded = weights.linear_bytes + 2 * weights.head_bytes + weights.expert_bytes
-        free = self.device.memory_bytes * MEMORY_SHARE - RESERVED_BYTES - loaded
-        context = prompt + output / 2
-        cached = sum(min(context, window) * elements for window, elements in self._cache)
-        size = cached * self.kv_bytes_per_element + self.shape.state_bytes / self.parallel.tp
-        return max(1.0, free / size) * ranks if size else float("inf")
-
     def loads(self, work: StepWork) -> Loads:
         """Loads of the step on one rank, summed over the pipeline stages."""
-        shape, parallel, weights = self.shape, self.parallel, self._weights
+        shape, parallel, weights = self.shape, self.parallel, self.weights
         tokens = work.decode_sequences + work.prefill_tokens
         per_rank = tokens / parallel.attention_dp
         rows = (work.decode_sequences + work.prefill_sequences) / parallel.attention_dp
@@ -359,7 +342,7 @@ class StepModel:
             return 0.0, 0.0
         context = work.decode_context_tokens / work.decode_sequences
         sequences = work.decode_sequences / self.parallel.attention_dp
-        read = sum(min(context, window) * elements for window, elements in self._cache)
+        read = sum(min(context, window) * elements for window, elements in self.cache)
         shape, heads = self.shape, ceil(self.shape.num_heads / self.parallel.tp)
         # Multiplications of a cached element: by each query head that shares it.
         if shape.latent:
@@ -385,7 +368,6 @@ class StepModel:
 def deployed_as(
     shape: ModelShape, recipe: WeightRecipe, device: Device, engine: str, version: str = ""
 ) -> Deployed:
-    """A deployment as the parameters see it."""
     parts = generation(device), weight_dtype(recipe), attention_kind(shape), mixture_kind(shape)
     is_widened = parts[1] != "bf16" and parts[1] not in (device.peaks or {})
     return Deployed(engine, *parts, version, is_widened)
@@ -432,10 +414,10 @@ def weight_dtype(recipe: WeightRecipe) -> str:
     return "int4" if recipe.bits < 6 else "int8"
 
 
-def _weights_on_rank(shape: ModelShape, recipe: WeightRecipe, parallel: Parallelism) -> _Weights:
+def _weights_on_rank(shape: ModelShape, recipe: WeightRecipe, parallel: Parallelism) -> RankWeights:
     tp, ranks = parallel.tp, parallel.tp * parallel.attention_dp
     parts = {"ranks": tp, "kv_heads": min(tp, shape.num_kv_heads), "whole": 1}
-    total = dict.fromkeys(_Weights._fields, 0.0)
+    total = dict.fromkeys(RankWeights._fields, 0.0)
     for tensor in shape.tensors():
         role = "expert" if tensor.role in ("expert", "expert_bias") else "linear"
         if tensor.role == "head" or (tensor.role == "embedding" and shape.tied):
@@ -447,7 +429,7 @@ def _weights_on_rank(shape: ModelShape, recipe: WeightRecipe, parallel: Parallel
         total[f"{role}_elements"] += tensor.num_elements * tensor.count / split
         if role == "expert":
             total["used_expert_elements"] += tensor.num_elements * tensor.used / split
-    return _Weights(**total)
+    return RankWeights(**total)
 
 
 def _cache_classes(shape: ModelShape, tp: int) -> tuple[tuple[float, float], ...]:

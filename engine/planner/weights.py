@@ -7,6 +7,7 @@ on disk each begins with a JSON header that lists its tensors by name, nearly a 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -64,8 +65,7 @@ class WeightRecipe:
     `bytes_per_tensor`, and `bytes_per_input` for each input channel. Unquantized elements take
     `plain_bytes`, those of `WIDENED` roles `widened_bytes` where an engine widens them; output head and
     embedding may have bits of their own. `stored_bytes`, the size of a local checkpoint, overrides the sum.
-    `padding` is the engine's, of the experts in its memory.
-    """
+    `padding` is the engine's, of the experts in its memory."""
 
     name: str
     bits: int | Fraction
@@ -176,12 +176,8 @@ def recipe_for(
 
     Without a group size, int4 takes the largest of `GROUP_SIZES` that divides every quantized input
     dimension, as `llmopt quantize` does; -1 is one scale per output channel. int4 uses AWQ's layout unless
-    symmetric, int8 that of compressed-tensors.
-
-    Raises:
-        BadInput: an unknown name, a group size that does not divide a width or does not apply, or a
-            format that does not support the scheme.
-    """
+    symmetric, int8 that of compressed-tensors. Raises BadInput: an unknown name, a group size that does not
+    divide a width or does not apply, or a format that does not support the scheme."""
     if name not in RECIPES:
         raise BadInput(f"no weight format {name!r}: choose {', '.join(RECIPES)}")
     recipe = RECIPES[name]
@@ -316,13 +312,20 @@ def _compressed_tensors(stored: Mapping[str, Any]) -> WeightRecipe:
     zero_bits = 0 if scheme.get("symmetric", True) else bits
     name = f"{'fp' if kind == 'float' else 'int'}{bits}"
     record = _SHAPE_RECORD_BYTES if stored.get("format") == "pack-quantized" else 0
-    ignored = " ".join(map(str, stored.get("ignore") or ()))
-    experts_alone = "self_attn" in ignored and "mlp" in ignored  # Kimi-K2.5
-    roles: tuple[Role, ...] = ("expert",) if experts_alone else ("linear", "expert")
-    group = scheme.get("group_size") or -1
+    group, roles = scheme.get("group_size") or -1, _roles(stored)
     return WeightRecipe(
         name, bits, group, zero_bits=zero_bits, bytes_per_tensor=record, roles=roles
     )
+
+
+_LEFT_OUT = re.compile(r"(\*\.?|layers\.10\.)self_attn")  # of every layer, or of each by its number
+
+
+def _roles(fields: Mapping[str, Any]) -> tuple[Role, ...]:
+    """Quantized roles: experts alone where the attention is left out (Kimi-K2.5, NVIDIA's NVFP4)."""
+    names = map(str, fields.get("ignore") or fields.get("exclude_modules") or ())
+    is_left_out = any(_LEFT_OUT.search(name) and "vision" not in name for name in names)
+    return ("expert",) if is_left_out else ("linear", "expert")
 
 
 def _gguf(stored: Mapping[str, Any]) -> WeightRecipe:
@@ -359,7 +362,7 @@ def _modelopt(stored: Mapping[str, Any]) -> WeightRecipe:
     fields = stored.get("quantization") or stored
     algorithm = str(fields.get("quant_algo")).upper()
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
-        return _fp4("nvfp4", algorithm == "NVFP4")
+        return replace(_fp4("nvfp4", algorithm == "NVFP4"), roles=_roles(fields))
     if algorithm == "FP8":
         return WeightRecipe("fp8", 8, scale_bits=0, bytes_per_tensor=8)
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":

@@ -12,7 +12,6 @@ from llmopt.engine.planner.expected import (
     LoopTimes,
     LoopWorks,
     closed_loop,
-    loop_times,
     loop_works,
     throughput,
 )
@@ -22,6 +21,7 @@ from llmopt.engine.planner.step_model import (
     StepModel,
     deployed_as,
     generation,
+    operator_seconds,
 )
 from llmopt.engine.planner.step_parameters import Deployed, StepParameters
 
@@ -29,6 +29,9 @@ from .rows import Row
 
 Column = np.ndarray
 MOST_DRAFTS = 3
+MEMORY_SHARE = 0.92
+RESERVED_BYTES = 3e9
+"""Memory of activations, graphs and communication that a server keeps from its cache. Assumed."""
 
 
 class Predicted(NamedTuple):
@@ -114,7 +117,9 @@ class Columns:
 
     def step_seconds(self, p: dict[str, Any]) -> LoopTimes:
         """Times of each row's steps with these parameters."""
-        return loop_times(self.loads, self.prompts, self.roofs, p)
+        seconds = (sum(operator_seconds(x, self.roofs, p).values()) for x in self.loads)
+        decode, mixed, packed = seconds
+        return LoopTimes(decode, mixed, packed / self.prompts)
 
 
 def row_works(row: Row, loop: Loop) -> LoopWorks:
@@ -154,8 +159,20 @@ def _step_model(row: Row) -> StepModel:
     )
 
 
+def _resident_sequences(model: StepModel, prompt: int, output: int) -> float:
+    """Sequences whose KV cache fits at once, when each holds its prompt and half of its answer, with the
+    memory share and reserve that servers commonly leave."""
+    weights, ranks = model.weights, model.parallel.attention_dp
+    loaded = weights.linear_bytes + 2 * weights.head_bytes + weights.expert_bytes
+    free = model.device.memory_bytes * MEMORY_SHARE - RESERVED_BYTES - loaded
+    context = prompt + output / 2
+    cached = sum(min(context, window) * elements for window, elements in model.cache)
+    size = cached * model.kv_bytes_per_element + model.shape.state_bytes / model.parallel.tp
+    return max(1.0, free / size) * ranks if size else float("inf")
+
+
 def _loop(row: Row, model: StepModel) -> Loop:
-    resident = model.resident_sequences(row.prompt, row.output)
+    resident = _resident_sequences(model, row.prompt, row.output)
     most = model.parallel.attention_dp * (1024 if row.device.memory_bytes >= 70 << 30 else 256)
     resident = min(row.concurrency, resident, most)
     return Loop(row.prompt, row.output, row.concurrency, resident, row.cached)

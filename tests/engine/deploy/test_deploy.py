@@ -12,8 +12,10 @@ import pytest
 from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
 from llmopt.engine.deploy.deploy_files import QUEUE_METRIC, dashboard
+from llmopt.engine.deploy.deployment import ServerDeployment, served_engine
 from llmopt.engine.deploy.engine_commands import VLLM
 from llmopt.engine.planner import plan_request
+from llmopt.engine.planner.cache_size import KV_DTYPES
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 
 from ...support.deployments import OTHERS, OURS, deployment, documents, small
@@ -106,8 +108,56 @@ def test_the_numbers_are_the_plan_s() -> None:
     )
     small = deployment({"weights": "int4", "sequences": 4})
     assert small.gpus < found.gpus and small.startup_seconds < found.startup_seconds
-    amd = deployment({"gpus": ("MI300X",)})
-    assert amd.gpu_resource == "amd.com/gpu"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "image", "resource"),
+    [
+        ("L40S", "vllm/vllm-openai:v", "nvidia.com/gpu"),
+        ("MI300X", "vllm/vllm-openai-rocm:v", "amd.com/gpu"),
+        ("RX 7900 XTX", "vllm/vllm-openai-rocm:v", "amd.com/gpu"),
+        ("Strix Halo", "vllm/vllm-openai-rocm:v", "amd.com/gpu"),
+    ],
+)
+def test_the_image_is_for_the_vendor_of_the_gpu(gpu: str, image: str, resource: str) -> None:
+    of_gpu = small_on(gpu)
+    assert (of_gpu.image, of_gpu.gpu_resource) == (f"{image}{VLLM.version}", resource)
+    of_cpu = deployment({"model": "stories3M", "sequences": 1, "context": "64", "gpus": ("cpu",)})
+    assert of_cpu.image == f"vllm/vllm-openai-cpu:v{VLLM.version}-x86_64" and not of_cpu.gpus
+
+
+@pytest.mark.parametrize(
+    ("gpu", "choices", "words"),
+    [
+        ("MI300X", {"engine": "sglang", **OTHERS}, "no image of SGLang .* MI300X: give --image"),
+        ("MI300X", {"engine": "trtllm", **OTHERS}, "NVIDIA GPUs alone"),
+        ("B60", {}, "manifests are for GPUs of NVIDIA and AMD"),
+        ("M4 Max", OURS, "manifests are for GPUs of NVIDIA and AMD"),
+    ],
+)
+def test_a_gpu_without_image_or_manifest_is_refused(
+    gpu: str, choices: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        small_on(gpu, **choices)
+    if choices.get("engine") == "sglang":
+        assert small_on(gpu, **choices, image="mine:1").image == "mine:1"
+
+
+def test_vllm_gets_its_own_names_of_kv_dtypes_or_the_dtype_is_refused() -> None:
+    # CacheDType in vllm/config/cache.py of 0.32.0; `auto` is the model's dtype.
+    of_vllm = {"float16", "fp8", "fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head", "nvfp4"}
+    vllm, given = served_engine("vllm"), set()
+    for dtype in KV_DTYPES:
+        try:
+            given |= {*vllm.cache_words(dtype, None)[1:]}
+        except BadInput:
+            assert dtype in ("float32", "q8_0", "q5_1", "q4_0")
+    assert given == of_vllm
+
+
+def small_on(gpu: str, **choices: Any) -> ServerDeployment:
+    return deployment({"model": "llama-3.2-1b", "sequences": 4, "gpus": (gpu,)}, **choices)
 
 
 def test_our_own_command_is_one_that_the_command_line_takes() -> None:

@@ -154,7 +154,7 @@ def test_it_becomes_vllm_with_the_key_in_the_environment(tmp_path: Path) -> None
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LLMOPT_API_KEY": "sesame"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.stdout.startswith("sesame serve org/model --host 127.0.0.1"), done.stderr
     assert "handing over: VLLM_API_KEY=... vllm serve org/model" in done.stderr

@@ -5,8 +5,11 @@ A change of what a plan says shows there: `LLMOPT_WRITE_GOLDEN=1 pytest` with th
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llmopt.cli.main import main
@@ -40,4 +43,17 @@ def test_a_plan_says_what_it_said(
     if os.environ.get("LLMOPT_WRITE_GOLDEN"):
         FOLDER.mkdir(exist_ok=True)
         file.write_text(said, encoding="utf-8")
-    assert said == file.read_text(encoding="utf-8")
+    golden = file.read_text(encoding="utf-8")
+    if form == "json" and sys.version_info >= (3, 12):  # whose `sum` rounds once
+        assert _same(json.loads(said), json.loads(golden))
+    else:
+        assert said == golden
+
+
+def _same(said: Any, golden: Any) -> bool:
+    """True if two values of JSON are equal but for the last digits of numbers."""
+    if isinstance(golden, dict):
+        return [*said] == [*golden] and all(_same(said[key], golden[key]) for key in golden)
+    if isinstance(golden, list):
+        return len(said) == len(golden) and all(map(_same, said, golden))
+    return said == (pytest.approx(golden, rel=1e-9) if isinstance(golden, float) else golden)

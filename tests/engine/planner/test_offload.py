@@ -12,9 +12,11 @@ from llmopt.engine.planner.devices import find_device
 from llmopt.engine.planner.engine_rules import engine_rule
 from llmopt.engine.planner.expected import step_model
 from llmopt.engine.planner.memory import Deployment
-from llmopt.engine.planner.offload import Host, Reached, parse_host, placed, placements
+from llmopt.engine.planner.offload import Host, Reached, parse_host, placements
 from llmopt.engine.planner.setup import Setup
 from llmopt.engine.planner.step_model import StepModel, StepWork
+
+from tools.offload_error import placed
 
 from ...support.plan_command import answer, call
 

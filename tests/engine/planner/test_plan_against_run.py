@@ -124,8 +124,8 @@ def test_where_it_does_not_fit_the_message_has_the_numbers() -> None:
     with pytest.raises(BadInput) as refused:
         size_cache(shape, CacheRequest(2, 16, 32768, 4), budget)
     assert str(refused.value) == (
-        "a sequence of 32768 tokens needs 4.00 GiB of KV cache, but 0.50 GiB is left of 9.50 GiB "
-        "(weights 8.00 GiB, peak activations 0.50 GiB, runtime and other processes 0.50 GiB): lower "
+        "a sequence of 32768 tokens needs 4.00 GiB of KV cache, but 512.00 MiB is left of 9.50 GiB "
+        "(weights 8.00 GiB, peak activations 512.00 MiB, runtime and other processes 512.00 MiB): lower "
         "max_model_len to 4096 or less, lower max_num_batched_tokens, raise gpu_memory_utilization "
         "(0.95 of 10.00 GiB) or store the cache in 8 bits"
     )

@@ -167,7 +167,7 @@ def test_the_page_holds_four_figures_and_every_formula(
     ("engine", "words"),
     [
         ("vllm", "held-out rows most like it"),
-        ("llmopt", "no measurement near it: rows of an engine or a GPU generation"),
+        ("llmopt", "no measurement near it; a measured one may be "),
     ],
 )
 def test_a_plan_prints_the_error_of_such_plans(

@@ -85,6 +85,8 @@ def test_q8_0_is_that_of_gguf_in_any_case(capsys: pytest.CaptureFixture[str]) ->
     # bartowski/Meta-Llama-3.1-8B-Instruct-GGUF: 8.54 GB.
     plan = answer(capsys, "llama-3.1-8b", "--weights", "Q8_0", "--ctx", "4k", "--gpu", "h100")
     assert plan["weight_bytes"] / 1e9 == pytest.approx(8.54, rel=0.005)
+    # vLLM loads no GGUF file without a plugin.
+    assert (plan["engine"], plan["beside"]) == ("llama.cpp", None)
 
 
 @pytest.mark.parametrize(

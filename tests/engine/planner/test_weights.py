@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
@@ -193,3 +195,22 @@ def test_ranks_split_linears_and_repeat_the_rest() -> None:
     assert weight_bytes_per_rank(model, BF16, 16) == (
         (weight_bytes(model, BF16) - norms - keys) / 16 + norms + keys / 8
     )
+
+
+def test_an_attention_that_is_left_out_is_not_counted_as_quantized() -> None:
+    """Lists as in ai-dynamo/aiconfigurator@095f58a, model_configs of nvidia/MiniMax-M2.5-NVFP4 (of which the
+    table has the shape), Qwen3-235B-A22B-NVFP4 and Gemma-4-31B-IT-NVFP4."""
+    attention = [f"model.layers.{n}.self_attn*" for n in range(62)]
+    nvfp4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", *attention]}
+    mixture = replace(find_model("minimax-m2.5"), config={"quantization_config": nvfp4})
+    assert mixture.as_stored().roles == ("expert",)
+    linears = sum(t.num_elements * t.count for t in mixture.shape.tensors() if t.role == "linear")
+    whole = weight_bytes(mixture.shape, RECIPES["nvfp4"])
+    added = weight_bytes(mixture.shape, mixture.as_stored()) - whole
+    assert added > 1.4 * linears
+    routers = {**nvfp4, "ignore": ["model.layers.10.mlp.gate", "vision.layers.10.self_attn"]}
+    assert stored_recipe({"quantization_config": routers}).roles == ("linear", "expert")
+    dense = replace(find_model("gemma-4-31b"), config={"quantization_config": nvfp4})
+    with pytest.raises(BadInput, match="the attention is not quantized: give --weights"):
+        dense.as_stored()
+    assert replace(dense, stored_bytes=1 << 30).as_stored().stored_bytes == 1 << 30

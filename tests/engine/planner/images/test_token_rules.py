@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,10 +20,15 @@ from transformers import (
     LlavaOnevisionProcessor,
     Qwen2VLImageProcessorPil,
 )
-from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+if TYPE_CHECKING:
+    from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
+else:  # before transformers 5.23 it imports torchvision
+    name = "transformers.models.gemma4.processing_gemma4"
+    Gemma4Processor = pytest.importorskip(name, exc_type=ImportError).Gemma4Processor
 
 DRAWN = random.Random(0)
 SIZES = [
