@@ -106,10 +106,8 @@ class PinnedStaging:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on the GPU, in its own dtype; kernels that are launched next read what it holds."""
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        source, target = (
-            tensor_bytes.reshape(-1).view(torch.uint8) for tensor_bytes in (tensor, out)
-        )
-        parts = (tensor_bytes.split(self.BUFFER_BYTES) for tensor_bytes in (source, target))
+        octets = (whole.reshape(-1).view(torch.uint8) for whole in (tensor, out))
+        parts = (flat.split(self.BUFFER_BYTES) for flat in octets)
         for part, offset in zip(*parts, strict=True):
             buffer, sent = self._buffers[self._turn][: len(part)], self._sent[self._turn]
             if sent is not None:

@@ -26,9 +26,7 @@ class TokenMask(Protocol):
 
         A boolean mask [vocab], or a packed one, int32 [ceil(vocab / 32)] (the layout of xgrammar and
         llguidance). Tokens beyond a shorter mask are not allowed. If it allows none, the sequence can only
-        end.
-        """
-        ...
+        end."""
 
 
 def dense_mask(mask: torch.Tensor, vocab_size: int, device: torch.device) -> torch.Tensor:

@@ -28,8 +28,8 @@ class SamplingParams:
     output tokens only, but `repetition_penalty` to the prompt too. `logprobs` = k returns those of the
     sampled token and the k likeliest; they come from the model's own distribution, before penalties and
     temperature. `best_of` = b samples b completions and returns the n of them with the highest
-    cumulative logprob, all at the end. `max_tokens` None runs to the model's context length. `token_mask`
-    is the mask of allowed tokens, `logits_processors` change logits in their order: see
+    cumulative logprob, all at the end. `max_tokens` None runs to the model's context length; a `seed` of -1
+    is none. `token_mask` is the mask of allowed tokens, `logits_processors` change logits in their order: see
     `engine/base/logits.py`.
 
     Raises:

@@ -55,7 +55,7 @@ def parse_size(text: str) -> int:
 
 def format_gib(num_bytes: float) -> str:
     gib = num_bytes / 2**30
-    if gib >= 0.1 or num_bytes == 0:
+    if gib >= 1 or num_bytes == 0:
         return f"{gib:,.2f} GiB"
     return (
         f"{num_bytes / 2**20:,.2f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:,.4g} KiB"

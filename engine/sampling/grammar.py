@@ -20,7 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from ...base.errors import BadInput
-from .schema_limits import enforceable, num_states
+from .schema_limits import enforceable, num_states, pointer_token
 from .structural_tag import as_lark, structural_tag
 
 _log = logging.getLogger(__name__)
@@ -42,11 +42,7 @@ MAX_SUBSCHEMAS, SEARCH_SECONDS = 200, 1.0
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    """Grammar of the JSON texts that a schema allows.
-
-    Raises:
-        BadInput: the schema is nested too deep.
-    """
+    """Grammar of the JSON texts that a schema allows. BadInput: the schema is nested too deep."""
     defaults: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults)
@@ -61,11 +57,8 @@ def regex(pattern: str) -> str:
 
 def choice(texts: Sequence[str], added: Mapping[str, int] | None = None) -> str:
     """Grammar of exactly one of `texts`. Where one contains the text of an `added` token, the output may have
-    the token or spell it out: llguidance would offer the token, and then refuse it.
-
-    Raises:
-        BadInput: no text, or an empty one.
-    """
+    the token or spell it out: llguidance would offer the token, and then refuse it. BadInput: no text, or an
+    empty one."""
     if not texts or not all(texts):
         raise BadInput("choice: need at least one text, and no empty one")
     return LLMatcher.grammar_from_lark(
@@ -87,11 +80,8 @@ def context_free(text: str) -> str:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer into token masks; compiled grammars are cached (LRU).
-
-    Raises:
-        BadInput: the tokenizer is not one of the `tokenizers` library, or there is no EOS token.
-    """
+    """Compiles grammars for a tokenizer into token masks; compiled grammars are cached (LRU). BadInput: the
+    tokenizer is not one of the `tokenizers` library, or there is no EOS token."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, end_token_ids: Collection[int]) -> None:
         if not end_token_ids:
@@ -120,11 +110,8 @@ class GrammarCompiler:
 
     def mask(self, grammar: str, num_sequences: int = 1, num_states: int = 0) -> GrammarMask:
         """The mask of one request with `num_sequences` completions. `num_states` of the grammar's automata
-        take as much memory as twice as many characters.
-
-        Raises:
-            BadInput: the grammar is invalid, or uses what llguidance does not support.
-        """
+        take as much memory as twice as many characters. BadInput: the grammar is invalid, or uses what
+        llguidance does not support."""
         with self._lock:
             matcher, _ = self._compiled.get(grammar, (None, 0))
         if matcher is None:
@@ -190,21 +177,17 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Objects directly below the keywords of a schema, with their JSON pointers."""
     # Definitions first: an error in one appears wherever it is referenced.
     for key, value in sorted(schema.items(), key=lambda item: item[0] not in _SHARED):
-        name = f"/{_escaped(key)}"
+        name = f"/{pointer_token(key)}"
         if isinstance(value, dict):
             yield name, value
             # Keywords that hold schemas by name, such as `properties`.
             for inner, part in value.items():
                 if isinstance(part, dict):
-                    yield f"{name}/{_escaped(inner)}", part
+                    yield f"{name}/{pointer_token(inner)}", part
         elif isinstance(value, list):
             for index, part in enumerate(value):
                 if isinstance(part, dict):
                     yield f"{name}/{index}", part
-
-
-def _escaped(key: str) -> str:
-    return key.replace("~", "~0").replace("/", "~1")
 
 
 def _cause(message: str) -> str:

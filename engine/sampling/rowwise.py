@@ -142,13 +142,8 @@ def _all_adjusted(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Te
 
 
 def adjust(scores: torch.Tensor, logits: torch.Tensor, row: SamplingRow) -> None:
-    """Apply all processing before the temperature to the scores [vocab] of one row, in place.
-
-    `logits` are the model's unprocessed ones.
-
-    Raises:
-        BadInput: a logits processor returned another type or shape.
-    """
+    """Apply all processing before the temperature to the scores [vocab] of one row, in place. `logits` are
+    the model's unprocessed ones. BadInput: a logits processor returned another type or shape."""
     params = row.params
     if params.logit_bias:
         values = np.array(list(params.logit_bias.values()), np.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
@@ -24,7 +25,13 @@ _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 _ONES = ("items", "additionalProperties", "additionalItems")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_BROKEN = {
+    "minimum": operator.lt,
+    "exclusiveMinimum": operator.le,
+    "maximum": operator.gt,
+    "exclusiveMaximum": operator.ge,
+}
+"""The comparison of a number with each bound that holds where it breaks the bound."""
 _EXACT = 2**53
 """llguidance reads numbers as float64: integers above this one are rounded."""
 MAX_REMAINDERS, MAX_STATES = 4096, 2**17
@@ -84,9 +91,13 @@ def _subschemas(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
         for key in _MAPS:
             if isinstance(part.get(key), Mapping):
                 waiting += [
-                    (f"{pointer}/{key}/{name.replace('~', '~0').replace('/', '~1')}", inner)
+                    (f"{pointer}/{key}/{pointer_token(name)}", inner)
                     for name, inner in part[key].items()
                 ]
+
+
+def pointer_token(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")  # RFC 6901
 
 
 def _problems(part: Schema, is_draft4: bool) -> Iterator[str]:
@@ -100,7 +111,7 @@ def _problems(part: Schema, is_draft4: bool) -> Iterator[str]:
             yield f"{key}: integers beyond 2^53 are not supported"
     bounds = {
         key: part[key]
-        for key in _BOUNDS
+        for key in _BROKEN
         if isinstance(part.get(key), int | float) and not isinstance(part[key], bool)
     }
     is_risky = any(key.startswith("e") or abs(bound) > _EXACT for key, bound in bounds.items())
@@ -165,6 +176,11 @@ def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
+def _matcher(schema: Schema) -> LLMatcher:
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return LLMatcher(_bytes(), grammar, log_level=0)
+
+
 @lru_cache(1024)
 def _unenforced(kind: str, bounds_text: str) -> str | None:
     """Bound that llguidance's grammar does not enforce, found by numbers near it; None if all hold.
@@ -172,26 +188,16 @@ def _unenforced(kind: str, bounds_text: str) -> str | None:
     llguidance 1.9 lets 0 pass `exclusiveMinimum: 0` below a maximum under 1, and rounds large integers.
     """
     bounds = json.loads(bounds_text, parse_float=Decimal)
-    grammar = json.dumps({"type": json.loads(kind) or "number", **json.loads(bounds_text)})
-    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(grammar), log_level=0)
+    matcher = _matcher({"type": json.loads(kind) or "number", **json.loads(bounds_text)})
     if matcher.is_error():
         return None  # llguidance says why
     numbers = [bound + shift for bound in bounds.values() for shift in _SHIFTS]
     for text in ("0", "-0", *(f"{number:f}" for number in map(Decimal, numbers))):
-        passed = _passed(Decimal(text), bounds)
+        number = Decimal(text)
+        passed = next((key for key, bound in bounds.items() if _BROKEN[key](number, bound)), None)
         if passed and _accepts(matcher, text):
             return passed
     return None
-
-
-def _passed(number: Decimal, bounds: Mapping[str, Any]) -> str | None:
-    broken = {
-        "minimum": lambda bound: number < bound,
-        "exclusiveMinimum": lambda bound: number <= bound,
-        "maximum": lambda bound: number > bound,
-        "exclusiveMaximum": lambda bound: number >= bound,
-    }
-    return next((key for key, bound in bounds.items() if broken[key](bound)), None)
 
 
 def _multiples(schema: Any) -> list[int]:
@@ -270,8 +276,7 @@ def _is_finite(pattern: str) -> bool:
 
 def _matches_any(pattern: str, names: Iterable[str]) -> bool:
     """True if a pattern matches a name, in linear time, or is of another dialect, so that it is refused."""
-    schema = json.dumps({"type": "string", "pattern": pattern})
-    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    matcher = _matcher({"type": "string", "pattern": pattern})
     return matcher.is_error() or any(_accepts(matcher, json.dumps(name)) for name in names)
 
 

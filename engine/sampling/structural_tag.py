@@ -22,6 +22,7 @@ Format = Mapping[str, Any]
 Ends = tuple[str, ...]
 
 _ANY = "/(?s:.*)/"
+_QUANTIFIERS = {"optional": "?", "plus": "+", "star": "*"}
 
 
 def structural_tag(
@@ -61,11 +62,8 @@ _LARK_LINE = re.compile(r"\s*(?:%llguidance\b|start\s*:)")
 
 
 def as_lark(text: str, path: str) -> str:
-    """A grammar in llguidance's Lark dialect, which may be given in GBNF or EBNF (`root ::= ...`).
-
-    Raises:
-        BadInput: it does not parse, or has a JSON schema in it that would have to be checked.
-    """
+    """A grammar in llguidance's Lark dialect, which may be given in GBNF or EBNF (`root ::= ...`). BadInput:
+    it does not parse, or has a JSON schema in it that would have to be checked."""
     if "%json" in text and ("multipleOf" in text or "\\u" in text):
         raise BadInput(f"{path}: multipleOf in %json is not supported: ask for a JSON schema")
     # By lines: llguidance's own `any_to_lark` takes quadratic time for blank lines.
@@ -128,19 +126,19 @@ class _Lark:
                 schema = {**schema, "x-guidance": self._json_options}
                 return self._rule(f"%json {json.dumps(schema)}")
             case "grammar":
-                return self._grammar(form["grammar"], path)
+                name, lark = (
+                    f"grammar_{len(self._others)}",
+                    as_lark(form["grammar"], f"{path}.grammar"),
+                )
+                self._others.append({"name": name, "lark_grammar": lark})
+                return f"@{name}"
             case "rule":
                 return self.of_name(form["name"])
             case "tags_with_separator":
                 return self._separated(form, path, depth)
         content = self._rule(_either([self._bounded(form["content"], f"{path}.content", depth)]))
-        match form["type"]:
-            case "optional":
-                return self._rule(f"{content}?")
-            case "plus":
-                return self._rule(f"{content}+")
-            case "star":
-                return self._rule(f"{content}*")
+        if (quantifier := _QUANTIFIERS.get(form["type"])) is not None:
+            return self._rule(content + quantifier)
         low, high = form["min"], form.get("max")
         if high is not None and high < low:
             raise BadInput(f"{path}: max {high} is less than min {low}")
@@ -176,11 +174,6 @@ class _Lark:
             return self._rule(f"{text} {_alternatives(map(_quoted, ends))}", lazy=True)
         return self._joined(self._rule(text), self._literals(ends))
 
-    def _grammar(self, text: str, path: str) -> str:
-        name = f"grammar_{len(self._others)}"
-        self._others.append({"name": name, "lark_grammar": as_lark(text, f"{path}.grammar")})
-        return f"@{name}"
-
     def _sequence(self, form: Format, ends: Ends, path: str, depth: int) -> str:
         elements, last = form["elements"], len(form["elements"]) - 1
         parts = [
@@ -191,10 +184,8 @@ class _Lark:
         return self._joined(*parts)
 
     def _or(self, form: Format, ends: Ends, path: str, depth: int) -> str:
-        parts = [
-            self.node(element, ends, f"{path}.elements.{index}", depth + 1)
-            for index, element in enumerate(form["elements"])
-        ]
+        elements = enumerate(form["elements"])
+        parts = [self.node(e, ends, f"{path}.elements.{i}", depth + 1) for i, e in elements]
         return self._rule(_either(parts))
 
     def _tag(self, form: Format, ends: Ends, path: str, depth: int, skip: int = 0) -> str:
@@ -238,11 +229,8 @@ class _Lark:
         return self._joined(first, f"{part}*", tail)
 
     def _separated(self, form: Format, path: str, depth: int) -> str:
-        tags = [
-            self._bounded(tag, f"{path}.tags.{index}", depth)
-            for index, tag in enumerate(form["tags"])
-        ]
-        tag = self._rule(" | ".join(tags))
+        tags = enumerate(form["tags"])
+        tag = self._rule(" | ".join(self._bounded(t, f"{path}.tags.{i}", depth) for i, t in tags))
         once, at_least_one = form.get("stop_after_first"), form.get("at_least_one")
         more = "" if once else f"({self._joined(self._literal(form['separator']), tag)})*"
         tags_rule = self._rule(self._joined(tag, more))

@@ -170,7 +170,8 @@ def hash_block(
 ) -> bytes:
     """Hash of a full block (BLAKE2b, 128 bits): predecessor, tokens, `image_key` and the tenant's salt.
     Adapters and tenants have other salts; `image_key` tells placeholder tokens apart, which have one id."""
-    digest = blake2b(parent_hash, digest_size=16, key=salt[:64])
+    key = salt if len(salt) <= 64 else blake2b(salt).digest()  # the longest key
+    digest = blake2b(parent_hash, digest_size=16, key=key)
     digest.update(b"".join(token.to_bytes(4, "little") for token in token_ids))
     digest.update(image_key)
     return digest.digest()
@@ -196,11 +197,9 @@ class PrefixCache:
 
     def match(self, request: Request) -> list[int]:
         """Cached blocks of the longest matching prefix of `request`; has no side effects. At least one token
-        is left to compute, because a step needs logits to sample from. Prompt logprobs need the logits of
-        every token, and most ways of pooling its states, so such a request never hits."""
+        is left to compute, because a step needs logits to sample from."""
         hits: list[int] = []
-        pools_all = request.pooling is not None and request.pooling.reads_all
-        if not self._enabled or request.params.prompt_logprobs is not None or pools_all:
+        if not self._looks_up(request):
             return hits
         self._extend_chain(request, request.num_known_tokens)
         parent = b""
@@ -214,7 +213,7 @@ class PrefixCache:
         return hits
 
     def count(self, request: Request, num_hit_blocks: int) -> None:
-        if self._enabled:
+        if self._looks_up(request):
             self.num_queried_tokens += request.num_tokens
             self.num_hit_tokens += num_hit_blocks * self._block_size
 
@@ -248,6 +247,11 @@ class PrefixCache:
         for name, cached in self._by_hash.items():
             assert self._hash_of[cached.block_id] == name
             assert len(cached.token_ids) == self._block_size
+
+    def _looks_up(self, request: Request) -> bool:
+        """False if every token's state is needed, for prompt logprobs or in most ways of pooling."""
+        pools_all = request.pooling is not None and request.pooling.reads_all
+        return self._enabled and request.params.prompt_logprobs is None and not pools_all
 
     def _evict(self, block_id: int) -> None:
         del self._by_hash[self._hash_of.pop(block_id)]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from .request import Request
-from .step_plan import Copies, ScheduledRow, StepPlan
+from .step_plan import ScheduledRow, StepPlan
 
 
 class SchedulerExtension:
@@ -132,16 +132,11 @@ class SwapSpace(SchedulerExtension):
                 self.forget(request)
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        to_host, from_host = self.take_copies()
-        return replace(plan, copies=replace(plan.copies, to_host=to_host, from_host=from_host))
-
-    def take_copies(self) -> tuple[Copies, Copies]:
-        """Take the pending copies of a step: (device, host) blocks out, then (host, device) blocks in."""
         out = tuple((device, host) for host, device in self._out.items())
         back = tuple((host, device) for device, host in self._in.items())
         self._out.clear()
         self._in.clear()
-        return out, back
+        return replace(plan, copies=replace(plan.copies, to_host=out, from_host=back))
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
         used = [host for swapped in self._swapped.values() for host in swapped.blocks.values()]

@@ -72,20 +72,7 @@ class KvEviction:
         last = request.num_prompt_tokens + request.max_tokens - 1
         return None if point is None or point >= last else point
 
-    def num_scored(self, request: Request, start: int, end: int) -> int:
-        """Last tokens of those from `start` to `end` whose attention weights are summed."""
-        point = self.compaction_point(request)
-        if point is None:
-            return 0
-        return max(0, end - max(start, self._first_scored(point)))
-
-    def num_reusable(self, request: Request, num_blocks: int) -> int:
-        """Blocks, of `num_blocks` cached, that may be shared: queries that vote need computing."""
-        if (point := self.compaction_point(request)) is None:
-            return num_blocks
-        return min(num_blocks, self._first_scored(point) // self.block_size)
-
-    def _first_scored(self, point: int) -> int:
+    def first_scored(self, point: int) -> int:
         """Position of the first query whose weights count when `point` tokens are computed."""
         return max(0, point - self.observation_window) if self.method == "snapkv" else 0
 
@@ -117,7 +104,10 @@ class Compactor(SchedulerExtension):
         return num_new if point is None else min(num_new, point - request.num_computed_tokens)
 
     def num_reusable(self, request: Request, num_blocks: int) -> int:
-        return self._rule.num_reusable(request, num_blocks)
+        """Blocks, of `num_blocks` cached, that may be shared: queries that vote need computing."""
+        if (point := self._rule.compaction_point(request)) is None:
+            return num_blocks
+        return min(num_blocks, self._rule.first_scored(point) // self._rule.block_size)
 
     def num_admitted(self, request: Request, num_tokens: int) -> int:
         point = self._rule.compaction_point(request)
@@ -125,11 +115,11 @@ class Compactor(SchedulerExtension):
 
     def mark(self, request: Request, row: ScheduledRow) -> ScheduledRow:
         """The row with the tokens that are scored in it, and whether its end is compacted."""
-        scored = self._rule.num_scored(request, row.start, row.end)
-        ends = row.end == self._rule.compaction_point(request)
-        return row._replace(
-            num_evicted=request.num_evicted_tokens, num_scored=scored, compacts=ends
-        )
+        evicted, point = request.num_evicted_tokens, self._rule.compaction_point(request)
+        if point is None:
+            return row._replace(num_evicted=evicted)
+        scored = max(0, row.end - max(row.start, self._rule.first_scored(point)))
+        return row._replace(num_evicted=evicted, num_scored=scored, compacts=row.end == point)
 
     def compact(self, request: Request) -> bool:
         """Have the next step compact a sequence; False: no blocks are free. Shared blocks stay."""

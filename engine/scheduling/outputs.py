@@ -96,11 +96,8 @@ class StopStrings:
             shown = self._held[: begin + len(match) if self._include else begin]
             self._held = ""
             return shown, match
-        keep = max(overlap(self._held, s) for s in self._stop)
-        shown, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
+        end = len(self._held) - max(overlap(self._held, s) for s in self._stop)
+        shown, self._held = self._held[:end], self._held[end:]
         return shown, None
 
     def flush(self) -> str:
@@ -118,6 +115,9 @@ def overlap(text: str, marker: str) -> int:
 
 class CompletionText:
     """Detokenizes a completion, up to a stop string; without one, on the thread that reads its text."""
+
+    hides_last = False
+    """True if the last token ended the sequence and is no text, as in vLLM."""
 
     def __init__(
         self, decoder: TokenDecoder, prompt: Sequence[int], params: SamplingParams
@@ -153,7 +153,7 @@ class CompletionText:
     def feed(self, token_id: int, *, is_last: bool) -> tuple[str, str | None]:
         """The text to emit after a token, and the stop string that it completes, if any."""
         self._num_tokens += 1
-        delta = self._detokenizer.feed([token_id])
+        delta = "" if is_last and self.hides_last else self._detokenizer.feed([token_id])
         if self._num_tokens < self._min_tokens:
             return delta, None
         if is_last:

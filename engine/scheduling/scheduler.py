@@ -77,14 +77,6 @@ class Scheduler:
     def longest_sequence(self) -> int:
         return self.config.longest(self.pool.num_usable)
 
-    def longest_after(self, num_prompt_tokens: int) -> int:
-        """`longest_sequence` of those with that many tokens of prompt: evicted tokens need no slots."""
-        return self.config.longest(self.pool.num_usable, num_prompt_tokens)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
@@ -225,7 +217,9 @@ class Scheduler:
             if row.num_samples == 1:
                 tokens += self._append_accepted(request, index, token_ids, eos, now)
                 continue
-            family = (request, *self._fork(request, len(token_ids) - 1))
+            request.num_completions = 1
+            others = range(request.index + 1, request.index + len(token_ids))
+            family = (request, *[self._fork(request, index) for index in others])
             for sample, (member, token_id) in enumerate(zip(family, token_ids, strict=True)):
                 tokens.append(Token(member, token_id, index, sample))
                 self._append(member, token_id, eos, now)
@@ -356,8 +350,8 @@ class Scheduler:
         for extension in self._extensions:
             extension.admit(request, num_hits, new)
         request.num_computed_tokens = num_computed
-        self.cache.count(request, num_hits)
         if request.times.first_scheduled is None:
+            self.cache.count(request, num_hits)
             request.times.first_scheduled = now
             request.num_cached_tokens = request.num_computed_tokens
         self._run(request)
@@ -405,15 +399,10 @@ class Scheduler:
         elif request.num_output_tokens >= request.max_tokens:
             self.finish(request, "length")
 
-    def _fork(self, parent: Request, count: int) -> list[Request]:
-        """Split `count` sequences off one whose prompt has just been computed. They share its full blocks and
-        copy the partial one, to which parent and child append. Where no block is free for a copy, the child
+    def _fork(self, parent: Request, index: int) -> Request:
+        """Split completion `index` off one whose prompt has just been computed. It shares its full blocks and
+        copies the partial one, to which parent and child append. Where no block is free for a copy, the child
         waits and recomputes its prompt, most of it a prefix hit."""
-        parent.num_completions = 1
-        first = parent.index + 1
-        return [self._child(parent, index) for index in range(first, first + count)]
-
-    def _child(self, parent: Request, index: int) -> Request:
         child = parent.fork(index)
         child.rank = rank_of(child, self.config.policy)
         self._requests[child.sequence_id] = child

@@ -84,7 +84,8 @@ class SchedulerConfig:
         return min(whole, self.window.max_blocks(self.chunk, self.block_size))
 
     def longest(self, num_usable: int, num_prompt_tokens: int | None = None) -> int:
-        """Tokens of the longest sequence for the context and `num_usable` blocks, with eviction."""
+        """Tokens of the longest sequence for the context and `num_usable` blocks, with a prompt of so many
+        tokens of which some are evicted and need no slots."""
         # The last token of a sequence is never computed, so it needs no slot.
         longest, capacity = self.max_model_len, num_usable * self.block_size
         if self.max_blocks(longest - 1) > num_usable:
@@ -131,27 +132,18 @@ TOKENS_PER_PLACE = 16
 """Prompt tokens that weigh as much as one place in the order of arrival, under shortest-prefill."""
 
 
-def first_come(request: Request) -> Rank:
-    """In the order of arrival, without starvation; between the clients of a server in turns."""
-    return (request.turn, request.order)
-
-
-def by_priority(request: Request) -> Rank:
-    """A smaller `priority` first, among equals in order of arrival; a large one starves, as asked for."""
-    return (request.priority, request.order)
-
-
-def shortest_prefill(request: Request) -> Rank:
-    """Short prompts first, which lowers the mean time to the first token. Every place in the order of arrival
-    counts as `TOKENS_PER_PLACE` prompt tokens. So a prompt of P tokens is overtaken by at most P /
-    TOKENS_PER_PLACE of the sequences that come after it, however many they are."""
-    return (request.num_prompt_tokens + TOKENS_PER_PLACE * request.order, request.order)
-
-
 POLICIES: Mapping[str, Callable[[Request], Rank]] = {
-    "fcfs": first_come,
-    "priority": by_priority,
-    "shortest-prefill": shortest_prefill,
+    # In the order of arrival, without starvation; between the clients of a server in turns.
+    "fcfs": lambda request: (request.turn, request.order),
+    # A smaller `priority` first, among equals in order of arrival; a large one starves, as asked for.
+    "priority": lambda request: (request.priority, request.order),
+    # Short prompts first, which lowers the mean time to the first token. Every place in the order of arrival
+    # counts as `TOKENS_PER_PLACE` prompt tokens. So a prompt of P tokens is overtaken by at most P /
+    # TOKENS_PER_PLACE of the sequences that come after it, however many they are.
+    "shortest-prefill": lambda request: (
+        request.num_prompt_tokens + TOKENS_PER_PLACE * request.order,
+        request.order,
+    ),
 }
 
 

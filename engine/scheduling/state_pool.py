@@ -95,24 +95,20 @@ class StatePool(SchedulerExtension):
 
     def mark(self, request: Request, row: ScheduledRow) -> ScheduledRow:
         """The row with the slot into which the step saves the state at its end."""
-        slot = self._begin_save(request, row.end)
-        return row if slot == NULL_SLOT else row._replace(checkpoint=slot)
-
-    def _begin_save(self, request: Request, end: int) -> int:
-        if not self.num_checkpoints or end % self._block_size:
-            return NULL_SLOT
-        num_blocks = end // self._block_size
+        num_blocks, rest = divmod(row.end, self._block_size)
+        if not self.num_checkpoints or rest:
+            return row
         if len(request.block_hashes) >= num_blocks and self._checkpoint(request, num_blocks):
             self._saved.move_to_end(request.block_hashes[num_blocks - 1])
-            return NULL_SLOT
+            return row
         self._drop_superseded(request, num_blocks - 1)
         if not self._unused:
             if not self._saved:
-                return NULL_SLOT
+                return row
             self._unused.append(self._saved.popitem(last=False)[1].slot)
         slot = self._unused.pop()
         self._saving.add(slot)
-        return slot
+        return row._replace(checkpoint=slot)
 
     def end_row(self, request: Request | None, row: ScheduledRow) -> None:
         """Keep the state that a step saved; without `request`, or if its blocks are not hashed, drop it."""

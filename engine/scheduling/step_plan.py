@@ -317,10 +317,6 @@ class StepPlan:
         return [row.sequence_id for row in self.rows]
 
     @property
-    def num_tokens_of(self) -> dict[str, int]:
-        return {row.sequence_id: row.num_tokens for row in self.rows}
-
-    @property
     def checkpoints(self) -> Copies:
         """Copies of states after the forward pass, (slot of a sequence, slot of its checkpoint)."""
         return tuple((row.state_slot, row.checkpoint) for row in self.rows if row.checkpoint)

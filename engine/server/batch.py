@@ -185,15 +185,11 @@ class BatchAnswer:
     status: int
     body: dict[str, Any]
 
-    @property
-    def failed(self) -> bool:
-        return self.status != 200
-
     def line(self, request: BatchRequest) -> bytes:
         """OpenAI's output line. `error` repeats that of a failed request's body, which OpenAI writes only for
         requests that were never sent, so that one look at `error` tells."""
         error = None
-        if self.failed:
+        if self.status != 200:
             given = self.body.get("error") or {}
             code = given.get("code") or given.get("type") or str(self.status)
             error = {"code": code, "message": given.get("message", "")}

@@ -97,6 +97,24 @@ def test_stop_strings_and_stop_tokens(llm):
     assert stopped.completions[0].stop_reason == token
 
 
+def test_a_token_that_ends_a_sequence_is_text_only_if_asked_for(llm):
+    """vLLM's detokenizer: `stop_terminated and not include_stop_str_in_output`."""
+    plain = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=40))[0]
+    token = plain.token_ids[6]
+    bias = {next(iter(llm.engine.eos_token_ids)): 100.0}
+    for ending in ({"stop_token_ids": (token,)}, {"logit_bias": bias, "min_tokens": 4}):
+        for stop in ((), ("zebra",)):  # with stop strings text is made on the engine's thread
+            common = {"temperature": 0, "max_tokens": 40, "skip_special_tokens": False, **ending}
+            texts = []
+            for include in (False, True):
+                params = SamplingParams(**common, stop=stop, include_stop_str_in_output=include)
+                answer = llm.generate("Once upon a time", params)[0]
+                assert answer.finish_reason == "stop"
+                texts.append(answer.text)
+            end = llm.engine.tokenizer.decode(answer.token_ids[-1:], skip_special_tokens=False)
+            assert end.strip() and texts[1].removeprefix(texts[0]).strip() == end.strip()
+
+
 def test_logprobs_agree_with_the_logits(llm):
     prompt = llm.engine.encode("Lily went to the park")
     result = llm.generate(
@@ -145,6 +163,7 @@ def test_seeds_decide(llm):
     again = LLM("stories260K", seed=3).generate(["Once"] * 2, SamplingParams(max_tokens=12))
     assert [r.token_ids for r in first] == [r.token_ids for r in again]
     assert first[0].token_ids != first[1].token_ids, "requests without a seed must differ"
+    assert say(-1) != say(-1), "as in vLLM, Ollama and llama.cpp, -1 is no seed"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from llmopt.recipes import MODELS as BUNDLED
 from transformers import AutoTokenizer
 
 from ..support.model_families import FAMILIES, LATENT, SHAPE, save_model
+from ..support.releases import skip_before, skip_wrong_modules
 from ..support.survey.case import Case, spread_weights, surveyed_types
 
 MAX_TOKENS = 10
@@ -104,7 +105,10 @@ def served(request, tmp_path_factory) -> tuple[Path, list[list[int]], list[list[
         ids = torch.randint(10, 100, (60,)).tolist()
     else:
         model = save_model(folder, *MODELS[request.param])
+        skip_wrong_modules(model)
         ids = torch.randint(3, SHAPE["vocab_size"], (60,)).tolist()
+    if model.config.model_type == "deepseek_v4":
+        skip_before("5.23", "the cache of DeepSeek V4 does not tell its lengths")
     prompts = [ids[:9], ids[:5], [*ids[:8], *ids[20:29]], ids[30:31], ids[31:44]]
     expected = []
     for prompt in prompts:

@@ -132,8 +132,8 @@ class PromptImages:
 
         def prepare() -> PreparedPrompt:
             images = load_images([data for data, _ in encoded], self._limits)
-            limit = self._max_model_len
-            return self._support.prepare(text, images, add_special_tokens=False, max_tokens=limit)
+            how: dict[str, Any] = {"add_special_tokens": False, "max_tokens": self._max_model_len}
+            return self._support.required().prepare(text, images, **how)
 
         return await self._decoding.run(sum(num_pixels for _, num_pixels in encoded), prepare)
 

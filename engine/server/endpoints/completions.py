@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -17,9 +17,17 @@ from ..protocol.chat_protocol import ChatRequest, NamedTool, chat_call
 from ..protocol.errors import ApiError, bad_field
 from ..protocol.generation_protocol import CompletionRequest, StreamOptions
 from ..requests.request_record import record_of
-from .capabilities import FairPool
 from .conversation import converse
-from .service import Asked, ResponseContext, Service, Usage, compact_json, note_ignored, server_sent
+from .service import (
+    Asked,
+    Generation,
+    ResponseContext,
+    Service,
+    Usage,
+    compact_json,
+    note_ignored,
+    server_sent,
+)
 from .tokenization import Tokenization
 
 MAX_LOGPROBS = 1 << 20
@@ -61,15 +69,16 @@ def json_pieces(value: Any, levels: int = 5) -> Iterator[bytes]:
         yield compact_json(value)
 
 
-class ChoicesResponse(ABC):
+class ChoicesResponse(Generation):
     """The outputs of one HTTP request as `choices`, which an endpoint's subclass formats."""
 
     object_name: str
     chunk_name: str
 
-    def __init__(self, context: ResponseContext, text: Tokenization, workers: FairPool) -> None:
-        self._context, self._text, self._workers = context, text, workers
+    def __init__(self, context: ResponseContext, service: Service) -> None:
+        self._context, self._text, self._workers = context, service.text, service.workers
         jobs = context.stream.jobs
+        self._key = jobs[0].key
         self._job_of = {job.request_id: index for index, job in enumerate(jobs)}
         self._usage = Usage(jobs)
         self._prompt_scores: dict[int, Sequence[TokenLogprobs | None]] = {}
@@ -119,10 +128,6 @@ class ChoicesResponse(ABC):
         if num_scores <= LOGPROBS_ON_LOOP:
             return work()
         return await self._workers.run(self._key, work)
-
-    @property
-    def _key(self) -> int:
-        return self._context.stream.jobs[0].key
 
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
         """One event per output, none before the first token; `[DONE]` only after success."""
@@ -243,17 +248,16 @@ class CompletionResponse(ChoicesResponse):
     def __init__(
         self,
         context: ResponseContext,
-        text: Tokenization,
-        workers: FairPool,
+        service: Service,
         body: CompletionRequest,
         echoed: Sequence[str] | None,
     ) -> None:
         """`echoed`: texts of the prompts, if the choices begin with them."""
-        super().__init__(context, text, workers)
+        super().__init__(context, service)
         self._body, self._echoed = body, echoed
         self._written: dict[int, bytes] = {}
         self.holds_json = body.prompt_logprobs is not None
-        self._name: Callable[[int], str] = lambda token_id: text.token(token_id).name
+        self._name: Callable[[int], str] = lambda token_id: self._text.token(token_id).name
         if body.return_tokens_as_token_ids:
             self._name = lambda token_id: f"token_id:{token_id}"
         self._offsets: dict[int, int] = {}
@@ -315,21 +319,14 @@ class ChatResponse(ChoicesResponse):
     chunk_name = "chat.completion.chunk"
 
     def __init__(
-        self,
-        context: ResponseContext,
-        text: Tokenization,
-        workers: FairPool,
-        form: OutputFormat,
-        *,
-        tool_is_named: bool,
-        as_function: bool,
+        self, context: ResponseContext, service: Service, form: OutputFormat, body: ChatRequest
     ) -> None:
-        """`as_function`: the first call comes as a `function_call` too, which `functions` asks for."""
-        super().__init__(context, text, workers)
+        super().__init__(context, service)
         self._form = form
         self._parsers: dict[int, OutputParser] = {}
-        self._tool_is_named = tool_is_named
-        self._as_function = as_function
+        self._tool_is_named = isinstance(body.tool_choice, NamedTool)
+        # The first call comes as a `function_call` too, which `functions` asks for.
+        self._as_function = body.has_functions
 
     def whole(self, choice: int, job: int, completion: Completion) -> dict[str, Any]:
         parsed = Parsed()
@@ -422,19 +419,14 @@ def add_completions(app: FastAPI, service: Service) -> None:
                 raise bad_field("echo", problem)
         return await service.respond(
             Asked(request, body, params, token_ids, "cmpl-", arrival_seconds),
-            lambda context: CompletionResponse(
-                context, service.text, service.workers, body, echoed
-            ),
+            lambda context: CompletionResponse(context, service, body, echoed),
         )
 
     @app.post("/v1/chat/completions", response_model=None)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         """Generate the next message of a conversation."""
         note_ignored(request, body.model_extra or ())
-        is_named = isinstance(body.tool_choice, NamedTool)
-        how = {"tool_is_named": is_named, "as_function": body.has_functions}
-
-        def generation(context: ResponseContext, form: OutputFormat) -> ChatResponse:
-            return ChatResponse(context, service.text, service.workers, form, **how)
-
-        return await converse(service, request, body, "chatcmpl-", generation)
+        return await converse(
+            *(service, request, body, "chatcmpl-"),
+            lambda context, form: ChatResponse(context, service, form, body),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +47,7 @@ async def render(
     """The prompt of a conversation, with the placeholder tokens of its images. Raises `ApiError` or
     `BadInput`: what the model's template refuses, or images that cannot be taken."""
     text, urls = service.text, [url for message in messages for url in message.image_urls]
-    options = {**(template_options or {}), "add_generation_prompt": add_generation_prompt}
+    options = {"add_generation_prompt": add_generation_prompt, **(template_options or {})}
     if not urls:
         return PreparedPrompt(await text.encode_chat(messages, tools, options), NO_IMAGES)
     service.images.check(len(urls))
@@ -108,7 +108,7 @@ async def converse(
     return await service.respond(prepared, lambda context: generation(context, form))
 
 
-class ConversationResponse(ABC):
+class ConversationResponse(Generation):
     """The only output of a request as events of text, reasoning and calls, which an API writes in its shapes.
 
     Args:
@@ -122,12 +122,7 @@ class ConversationResponse(ABC):
         self.usage, self.completion = Usage(context.stream.jobs), Completion(0)
         self._has_reasoning = has_reasoning
 
-    @abstractmethod
-    async def document(self) -> dict[str, Any] | bytes:
-        """The whole response."""
-
     async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
-        """The response as it comes. An error during generation is the last event."""
         for sent in self.opening():
             yield sent
         try:

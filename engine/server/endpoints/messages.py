@@ -115,10 +115,14 @@ class MessagesPrompt(BaseModel):
         turns = [part for turn in self.messages for part in _turn(turn, takes_images)]
         system = [] if self.system is None else [{"role": "system", "content": _text(self.system)}]
         effort = {"max": "xhigh"}.get(config.effort or "", config.effort)
+        options = {"enable_thinking": self.thinks, "thinking": self.thinks}
+        last = turns[-1]
+        if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
         chosen: dict[str, Any] = {
             "model": self.model,
             "messages": [*system, *turns],
-            "chat_template_kwargs": {"enable_thinking": self.thinks, "thinking": self.thinks},
+            "chat_template_kwargs": options,
             "reasoning_effort": effort if self.thinks else None,
         }
         if self.tools:

@@ -103,8 +103,8 @@ def snapshot(engine: Engine, metrics: ServerMetrics) -> dict[str, Any]:
         "ttft": {"bounds": ttft.bounds, "counts": list(ttft.counts)},
         "itl": {"bounds": itl.bounds, "counts": list(itl.counts)},
         "preemptions": [
-            {"id": p.sequence_id, "seconds_ago": now - p.at, "tokens": p.num_tokens}
-            for p in reversed(metrics.preemptions)
+            {"id": name, "seconds_ago": now - at, "tokens": num_tokens}
+            for name, at, num_tokens in reversed(metrics.preemptions)
         ],
     }
 

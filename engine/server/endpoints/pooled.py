@@ -8,14 +8,14 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from fastapi import FastAPI, Request
 
 from ...base.sampling_params import PoolingParams, SamplingParams
-from ...execution.pooling import Vector, normalized
+from ...execution.pooling import normalized
 from ...scheduling.outputs import RequestOutput
 from ..protocol.errors import ApiError
 from ..protocol.generation_protocol import (
@@ -36,10 +36,6 @@ class PooledResponse:
     context: ResponseContext
     vectors: list[tuple[float, ...]]
     num_cached_tokens: int
-
-    @property
-    def arrays(self) -> list[Vector]:
-        return [np.asarray(vector, dtype=np.float32) for vector in self.vectors]
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -95,9 +91,10 @@ def add_pooling(app: FastAPI, service: Service) -> None:
     @app.post("/v1/embeddings")
     async def create_embeddings(body: EmbeddingRequest, request: Request) -> dict[str, Any]:
         """Embed texts."""
-        service.check_model(body.model)
-        body.refuse_unsupported()
+        service.check(body, request)
         pooling = service.pooling.embedder()
+        if body.normalize is not None:
+            pooling = replace(pooling, normalize=body.normalize)
         how: dict[str, Any] = {
             "add_special_tokens": body.add_special_tokens,
             "max_tokens": body.truncate_prompt_tokens,
@@ -151,8 +148,7 @@ async def _scores(
     pairs: Sequence[tuple[str, str]],
     id_prefix: str,
 ) -> tuple[PooledResponse, list[float]]:
-    service.check_model(body.model)
-    body.refuse_unsupported()
+    service.check(body, request)
     scorer, limit = service.pooling.scorer(), body.truncate_prompt_tokens
     if scorer is not None:
         prompts = await service.text.encode_pairs(pairs, scorer.template, max_tokens=limit)
@@ -163,6 +159,6 @@ async def _scores(
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     prompts = await service.text.encode(texts, max_tokens=limit)
     response = await pool(service, request, body, prompts, params, id_prefix)
-    units = [normalized(vector) for vector in response.arrays]
+    units = [normalized(np.asarray(vector, dtype=np.float32)) for vector in response.vectors]
     vector_of = dict(zip(texts, units, strict=True))
     return response, [float(vector_of[a] @ vector_of[b]) for a, b in pairs]

@@ -161,7 +161,7 @@ class ItemResponse(ConversationResponse):
         self._items: list[Item] = []
         self._is_open = False
         self._logprobs: list[dict[str, Any]] = []
-        self._sequence_number = 0
+        self._sequence_number = self._num_reasoning_tokens = 0
 
     def opening(self) -> Iterator[bytes]:
         begun = self._response("in_progress", [])
@@ -179,6 +179,8 @@ class ItemResponse(ConversationResponse):
             entries = chat_logprobs(self._text, output.logprobs)["content"]
             for entry in (*entries, *(top for token in entries for top in token["top_logprobs"])):
                 entry["bytes"] = entry["bytes"] or []
+            if self._items and not isinstance(self._last, MessageItem):
+                self._logprobs.clear()  # of tokens of reasoning, or of a call
             self._logprobs += entries
         for event in events:
             yield from self._grown(event)
@@ -199,6 +201,7 @@ class ItemResponse(ConversationResponse):
                 if not isinstance(item := self._last, ReasoningItem):
                     item = ReasoningItem(self._item_id("rs"))
                     yield from self._opened(item)
+                self._num_reasoning_tokens = self.usage.num_output_tokens
                 yield item.delta(self._event, self._where, text)
             case CallStart(_, call_id, name):
                 kind = CustomItem if name in self._body.customs else CallItem
@@ -271,7 +274,7 @@ class ItemResponse(ConversationResponse):
             "input_tokens": counted["prompt_tokens"],
             "input_tokens_details": cached,
             "output_tokens": counted["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
             "total_tokens": counted["total_tokens"],
             "seconds": counted["seconds"],
         }

@@ -7,6 +7,7 @@ import json
 import re
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -19,7 +20,7 @@ from collections.abc import (
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -94,16 +95,16 @@ def note_ignored(request: Request, names: Iterable[str]) -> None:
     record_of(request).ignored = tuple(sorted(shown)[:MAX_IGNORED])
 
 
-class Generation(Protocol):
+class Generation(ABC):
     """Converts the outputs of one HTTP request into an endpoint's response format."""
 
+    @abstractmethod
     async def document(self) -> dict[str, Any] | bytes:
         """The whole response, once every completion is finished; a large one as JSON already."""
-        ...
 
+    @abstractmethod
     def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
         """Server-sent events, or lines. An error during generation is the last of them."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +170,16 @@ class Service:
             return work()
         return await self.workers.run(record.tenant, work)
 
-    def check(self, body: GenerationRequest, request: Request | None = None) -> None:
+    def check(
+        self, body: GenerationRequest | PoolingRequest, request: Request | None = None
+    ) -> None:
         """Reject a request for an unknown model or with unsupported fields, with `ApiError`; fields that are
         not known are named in the response to `request`."""
         if request is not None:
             note_ignored(request, body.model_extra or ())
         self.check_model(body.model)
-        self.pooling.check_generates()
+        if isinstance(body, GenerationRequest):
+            self.pooling.check_generates()
         body.refuse_unsupported()
 
     def check_model(self, name: str | None) -> None:
@@ -231,7 +235,7 @@ class Service:
         num_sequences = len(jobs) * params.num_sequences
         record.hold("sequences", num_sequences, self.loop.max_sequences_of_key)
         stream = await self.loop.submit(jobs)
-        record.begin(response_id, name, params if prepared.pooling is None else None, stream)
+        record.response_id, record.model, record.stream = response_id, name, stream
         return ResponseContext(response_id, name, int(time.time()), stream)
 
     async def respond(

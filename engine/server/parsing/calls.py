@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...scheduling.outputs import overlap
@@ -195,25 +196,19 @@ MAX_HEADER = 512
 Reading = Generator[None, None, bool]
 
 
+@dataclass(slots=True)
 class CallReader:
     """Reads calls and appends their events. `read` returns whether there was one; if not, what it has read is
     recorded by the source, and no event is appended."""
 
-    def __init__(
-        self,
-        source: TextSource,
-        events: list[Event],
-        schemas: Mapping[str, Any],
-        max_calls: int | None,
-        seed: str,
-    ) -> None:
-        self._source = source
-        self._events = events
-        self._schemas = schemas
-        self._max_calls = max_calls
-        self._seed = seed
-        self.num_calls = 0
-        self._is_dropped = self._is_bare = False
+    _source: TextSource
+    _events: list[Event]
+    _schemas: Mapping[str, Any]
+    _max_calls: int | None
+    _seed: str
+    num_calls: int = 0
+    _is_dropped: bool = False
+    _is_bare: bool = False
 
     def read(self, form: ToolFormat, *, is_bare: bool = False) -> Reading:
         """Read the call that begins here; a bare one, without a marker, is one only of a declared tool."""

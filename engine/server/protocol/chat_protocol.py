@@ -126,10 +126,13 @@ class ChatMessage(BaseModel):
         if isinstance(call := value.get("function_call"), dict) and not value.get("tool_calls"):
             calls = [chat_call(None, call.get("name"), call.get("arguments"))]
             value = {**value, "tool_calls": calls}
+        # vLLM's newer name: https://docs.vllm.ai/en/v0.11.2/features/reasoning_outputs/
+        if isinstance(reasoning := value.get("reasoning"), str):
+            value = {**value, "reasoning_content": value.get("reasoning_content") or reasoning}
         content, parts = value.get("content"), ()
         if isinstance(content, list):
             parts = tuple(map(_part, bounded_parts(content)))
-            content = "".join(part.text or "" for part in parts)
+            content = "\n".join(part.text for part in parts if part.text is not None)
         if content is None and not value.get("tool_calls") and not value.get("reasoning_content"):
             raise ValueError("content is missing")
         has_image = any(part.image_url for part in parts)

@@ -274,12 +274,12 @@ def _log_skipped(kind: str) -> None:
 _UNPOOLED: dict[str, tuple[Any, ...]] = {
     # Fields that would change the result, with the neutral values that are accepted besides the empty ones.
     **dict.fromkeys(("chat_template", "dimensions", "instruction", "max_chunks_per_doc"), ()),
+    **dict.fromkeys(("max_tokens_per_doc", "max_tokens_per_query"), ()),
     **dict.fromkeys(("messages", "mm_processor_kwargs"), ()),
     "embed_dtype": ("float32",),
     "embedding_types": (["float"],),
     "encoding_format": ("float",),
     "endianness": ("native", "little"),
-    "normalize": (True,),
     "rank_fields": (["text"],),
     "task": ("embed",),
 }
@@ -308,6 +308,7 @@ class EmbeddingRequest(PoolingRequest):
     input: Prompts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    normalize: bool | None = None
     add_special_tokens: bool = True
     user: str | None = None
 

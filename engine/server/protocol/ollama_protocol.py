@@ -56,12 +56,11 @@ class Options(BaseModel):
         if self.num_ctx is not None and self.num_ctx != max_model_len:
             text = "num_ctx %d has no effect: the context is %d tokens (--max-model-len)"
             _log.info(text, self.num_ctx, max_model_len)
-        same = ("temperature", "top_p", "min_p", "seed", "stop", "presence_penalty")
+        same = ("temperature", "top_k", "top_p", "min_p", "seed", "stop", "presence_penalty")
         return {
             # Ollama's -1 and -2 are: as many as the context holds.
             "max_tokens": self.num_predict if self.num_predict and self.num_predict > 0 else None,
-            "top_k": self.top_k or None,
-            "repetition_penalty": None if self.repeat_last_n == 0 else self.repeat_penalty,
+            "repetition_penalty": 1.0 if self.repeat_last_n == 0 else self.repeat_penalty,
             **{name: getattr(self, name) for name in (*same, "frequency_penalty")},
         }
 

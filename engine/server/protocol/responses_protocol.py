@@ -299,4 +299,4 @@ def _text(content: Any) -> str:
         if kind not in (*_TEXT_PARTS, "reasoning_text", "summary_text"):
             raise bad_field("input", f"content parts of type {kind!r} are not supported")
         texts.append(str(part.get("text", "")))
-    return "".join(texts)
+    return "\n".join(texts)

@@ -83,12 +83,12 @@ LogFormat = Literal["text", "json"]
 _FORMATS = get_args(LogFormat)
 
 
-def is_sendable(key: str) -> bool:
-    return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
-
-
 def _seconds(default: float, help: str, flag: str, least: int = 1) -> Any:
     return option(default, help, flag=flag, limit=no_less_than(least))
+
+
+def _several(help: str, flag: str, word: Any = list[str], **details: Any) -> Any:
+    return option((), help, flag=flag, word=word, parse=tuple, **details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,21 +218,14 @@ class ServerOptions:
 
     PANEL: ClassVar = "Protection"
 
-    api_keys: tuple[str, ...] = option(
-        (),
+    api_keys: tuple[str, ...] = _several(
         "Required API key; repeatable. Default: none.",
-        flag="--api-key",
-        word=list[str],
-        parse=tuple,
+        "--api-key",
         envvar="LLMOPT_API_KEY",
         common=True,
     )
-    cors_origins: tuple[str, ...] = option(
-        (),
-        "Allowed CORS origin, * for all; repeatable. Default: none.",
-        flag="--cors-origin",
-        word=list[str],
-        parse=tuple,
+    cors_origins: tuple[str, ...] = _several(
+        "Allowed CORS origin, * for all; repeatable. Default: none.", "--cors-origin"
     )
     host_names: frozenset[str] | None = option(
         None,
@@ -277,11 +270,10 @@ class ServerOptions:
         "--shutdown-delay",
         least=0,
     )
-    drain_seconds: float = _seconds(
+    drain_seconds: float = option(
         5.0,
         "Seconds to drain requests in flight after Ctrl-C or SIGTERM.",
-        "--drain-seconds",
-        least=0,
+        limit=no_less_than(0),
     )
     admin_api_key: str | None = option(
         None,
@@ -294,12 +286,10 @@ class ServerOptions:
         flag="--allow-runtime-lora-updating",
         envvar="LLMOPT_ALLOW_RUNTIME_LORA_UPDATING",
     )
-    lora_folders: tuple[Path, ...] = option(
-        (),
+    lora_folders: tuple[Path, ...] = _several(
         "Folder below which adapters may be loaded by request; repeatable.",
-        flag="--allowed-lora-path",
-        word=list[Path],
-        parse=tuple,
+        "--allowed-lora-path",
+        list[Path],
     )
     log_prompts: bool = option(
         False, "Write requests with their prompts into the log.", flag="--log-prompts"
@@ -328,7 +318,7 @@ class ServerOptions:
         admin = self.admin_api_key and self.admin_api_key.rstrip("\r\n")
         object.__setattr__(self, "admin_api_key", admin)
         for key in self.api_keys if admin is None else (*self.api_keys, admin):
-            if not is_sendable(key):
+            if not (key and key.isascii() and key.isprintable() and key == key.strip()):
                 raise BadInput("an API key is empty or has characters that no header can carry")
         if admin is not None and not self.api_keys:
             raise BadInput("--admin-api-key: give --api-key too, for everybody else")

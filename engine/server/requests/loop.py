@@ -217,7 +217,7 @@ class EngineLoop:
             for name in open_ids:
                 self._keys.pop(name, None)
                 if engine.abort(name):
-                    self.metrics.note_aborted(name)
+                    self.metrics.note_unfinished(name, "abort")
 
         if open_ids and self.unavailable is None:
             self._inbox.put(_EngineCall(abort, self._event_loop.create_future()))
@@ -338,7 +338,7 @@ class EngineLoop:
         scheduler, max_waiting = engine.scheduler, self._options.max_waiting
         num_free = max(0, scheduler.config.max_num_seqs - len(scheduler.running))
         num_added = sum(job.params.num_sequences for job in jobs)
-        num_waiting = scheduler.num_waiting + num_added - num_free
+        num_waiting = len(scheduler.waiting) + num_added - num_free
         if num_waiting > max_waiting:
             problem = f"{num_waiting} sequences would wait, at most {max_waiting} may"
             headers = self._retry_after.retry_after(num_waiting - max_waiting)

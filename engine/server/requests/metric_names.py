@@ -29,16 +29,11 @@ _SGLANG_NAMES: Mapping[str, str] = {
     "kv_cache_usage_ratio": "token_usage",
     "num_preemptions_total": "num_retracted_requests_total",
     "request_queue_time_seconds": "queue_time_seconds",
-    **{
-        name: name
-        for name in (
-            "prompt_tokens_total",
-            "generation_tokens_total",
-            "time_to_first_token_seconds",
-            "inter_token_latency_seconds",
-            "e2e_request_latency_seconds",
-        )
-    },
+    "prompt_tokens_total": "prompt_tokens_total",
+    "generation_tokens_total": "generation_tokens_total",
+    "time_to_first_token_seconds": "time_to_first_token_seconds",
+    "inter_token_latency_seconds": "inter_token_latency_seconds",
+    "e2e_request_latency_seconds": "e2e_request_latency_seconds",
 }
 
 
@@ -61,7 +56,3 @@ def sglang_metric(name: str) -> str | None:
     base = _SUFFIX.sub("", name)
     known = _SGLANG_NAMES.get(base)
     return known and f"sglang:{known}{name.removeprefix(base)}"
-
-
-def no_metric(_: str) -> str | None:
-    return None

@@ -11,7 +11,6 @@ import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -48,15 +47,6 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
-
-
-@dataclass(frozen=True, slots=True)
-class Preemption:
-    """A preempted sequence; `at` is a time of `time.perf_counter`."""
-
-    sequence_id: str
-    at: float
-    num_tokens: int
 
 
 class Distributions:
@@ -97,7 +87,8 @@ class ServerMetrics:
         stats: the engine's counters after the last step.
         finished: sequences by finish reason.
         responses: HTTP responses by status; written by the event loop.
-        preemptions: the most recent ones, the newest last.
+        preemptions: sequence id, time of `time.perf_counter` and tokens of the most recent ones, the newest
+            last.
         running_adapters, waiting_adapters: LoRA adapters of running and waiting sequences.
     """
 
@@ -111,7 +102,7 @@ class ServerMetrics:
         self.responses: Counter[int] = Counter()
         self.step_seconds = dict.fromkeys(("schedule", "model", "output"), 0.0)
         self.num_steps = self.num_failed_steps = 0
-        self.preemptions: deque[Preemption] = deque(maxlen=MAX_RECENT_PREEMPTIONS)
+        self.preemptions: deque[tuple[str, float, int]] = deque(maxlen=MAX_RECENT_PREEMPTIONS)
         self.running_adapters: frozenset[str] = frozenset()
         self.waiting_adapters: frozenset[str] = frozenset()
         self._last_token: dict[str, dict[int, float]] = {}
@@ -131,17 +122,15 @@ class ServerMetrics:
             if request.max_tokens is not None:
                 self.distributions.request_params_max_tokens.observe(request.max_tokens)
 
-    def note_aborted(self, request_id: str) -> None:
+    def note_unfinished(self, request_id: str, reason: str) -> None:
         self._last_token.pop(request_id, None)
         self._longest.pop(request_id, None)
-        self.finished["abort"] += 1
+        self.finished[reason] += 1
 
     def note_failed_step(self, request_ids: Sequence[str]) -> None:
         self.num_failed_steps += 1
         for request_id in request_ids:
-            self._last_token.pop(request_id, None)
-            self._longest.pop(request_id, None)
-            self.finished["error"] += 1
+            self.note_unfinished(request_id, "error")
 
     def note_step(self, outputs: Sequence[RequestOutput]) -> None:
         """Record the outputs of a step; empty if only calls ran since the last step."""
@@ -213,7 +202,7 @@ class ServerMetrics:
         known, self._times_preempted = self._times_preempted, Counter()
         for request in scheduler.requests():
             if request.num_preemptions > known[request.sequence_id]:
-                self.preemptions.append(Preemption(request.sequence_id, now, request.num_tokens))
+                self.preemptions.append((request.sequence_id, now, request.num_tokens))
             if request.num_preemptions:
                 self._times_preempted[request.sequence_id] = request.num_preemptions
 
@@ -221,8 +210,6 @@ class ServerMetrics:
 Labels = Mapping[str, str]
 Values = Sequence[tuple[Labels, float]]
 """Values of a metric, each with its labels in addition to the model's."""
-Scalars = Mapping[str, tuple[str, float]]
-"""Text and value by name."""
 
 
 def exposition(
@@ -273,24 +260,9 @@ class _ServerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         metrics, stats = self._metrics, self._metrics.stats
-        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        gauges: Scalars = {
-            "num_requests_running": ("Sequences that are running.", stats.num_running),
-            "num_requests_waiting": (
-                "Sequences that are waiting to be scheduled.",
-                stats.num_waiting,
-            ),
-            "kv_cache_usage_ratio": (
-                "KV-cache usage: the fraction of blocks in use, 0 to 1.",
-                used,
-            ),
-            "ready": ("1 while the server is ready.", float(self._is_ready())),
-        }
-        for name, (text, value) in gauges.items():
-            yield from self._family(GaugeMetricFamily, name, text, [({}, value)])
-        for name, text, labels, value in self._infos(metrics):
+        for name, text, labels, value in self._gauges(metrics, stats):
             yield from self._family(GaugeMetricFamily, name, text, [(labels, value)])
-        for name, (text, value) in _counters(metrics).items():
+        for name, text, value in _counters(metrics, stats):
             yield from self._family(CounterMetricFamily, name, text, [({}, value)])
         parts = "Time of the steps by part: scheduling, model with sampler, output processing."
         finished, responses = metrics.finished, metrics.responses.copy()
@@ -305,9 +277,13 @@ class _ServerCollector(Collector):
         for name, histogram in vars(metrics.distributions).items():
             yield self._histogram(name, histogram)
 
-    def _infos(self, metrics: ServerMetrics) -> Iterable[tuple[str, str, Labels, float]]:
-        """Gauges whose labels are the information."""
-        stats = metrics.stats
+    def _gauges(
+        self, metrics: ServerMetrics, stats: EngineStats
+    ) -> Iterable[tuple[str, str, Labels, float]]:
+        """Name, text, labels and value; of those with labels these are the information."""
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        waiting = "Sequences that are waiting to be scheduled."
+        usage = "KV-cache usage: the fraction of blocks in use, 0 to 1."
         adapters = {
             "running_lora_adapters": ",".join(sorted(metrics.running_adapters)),
             "waiting_lora_adapters": ",".join(sorted(metrics.waiting_adapters)),
@@ -321,6 +297,10 @@ class _ServerCollector(Collector):
         }
         in_use = "LoRA adapters in use, in the labels; the value is the current Unix time."
         return (
+            ("num_requests_running", "Sequences that are running.", {}, stats.num_running),
+            ("num_requests_waiting", waiting, {}, stats.num_waiting),
+            ("kv_cache_usage_ratio", usage, {}, used),
+            ("ready", "1 while the server is ready.", {}, float(self._is_ready())),
             ("lora_requests_info", in_use, adapters, time.time()),
             ("cache_config_info", "KV-cache configuration, in the labels; always 1.", cache, 1),
             ("feature_info", "Performance options, in the labels; always 1.", self._features, 1),
@@ -354,28 +334,23 @@ class _ServerCollector(Collector):
         return family
 
 
-def _counters(metrics: ServerMetrics) -> Scalars:
-    stats = metrics.stats
+def _counters(metrics: ServerMetrics, stats: EngineStats) -> Iterable[tuple[str, str, float]]:
     evicted = "Tokens evicted to the KV-cache budget, cumulative."
     kept = "Tokens kept whenever a sequence was compacted to the KV-cache budget, cumulative."
-    return {
-        "num_preemptions": ("Preempted sequences, cumulative.", stats.num_preemptions),
-        "prefix_cache_queries": (
-            "Tokens looked up in the prefix cache.",
-            stats.prefix_cache_queries,
-        ),
-        "prefix_cache_hits": ("Prefix-cache hits, in tokens.", stats.prefix_cache_hits),
-        "kv_evicted_tokens": (evicted, stats.num_evicted_tokens),
-        "kv_kept_tokens": (kept, stats.num_kept_tokens),
-        "spec_decode_num_drafts": ("Drafts verified by the target model.", stats.num_drafts),
-        "spec_decode_num_draft_tokens": ("Draft tokens proposed.", stats.num_draft_tokens),
-        "spec_decode_num_accepted_tokens": ("Draft tokens accepted.", stats.num_accepted_tokens),
-        "prompt_tokens": ("Prompt tokens processed.", metrics.num_prompt_tokens),
-        "prompt_tokens_cached": (
-            "Prompt tokens taken from the prefix cache.",
-            metrics.num_cached_tokens,
-        ),
-        "generation_tokens": ("Generated tokens.", metrics.num_generation_tokens),
-        "steps": ("Steps of the engine.", metrics.num_steps),
-        "failed_steps": ("Steps that failed; their requests ended.", metrics.num_failed_steps),
-    }
+    queries = "Tokens looked up in the prefix cache."
+    cached = "Prompt tokens taken from the prefix cache."
+    return (
+        ("num_preemptions", "Preempted sequences, cumulative.", stats.num_preemptions),
+        ("prefix_cache_queries", queries, stats.prefix_cache_queries),
+        ("prefix_cache_hits", "Prefix-cache hits, in tokens.", stats.prefix_cache_hits),
+        ("kv_evicted_tokens", evicted, stats.num_evicted_tokens),
+        ("kv_kept_tokens", kept, stats.num_kept_tokens),
+        ("spec_decode_num_drafts", "Drafts verified by the target model.", stats.num_drafts),
+        ("spec_decode_num_draft_tokens", "Draft tokens proposed.", stats.num_draft_tokens),
+        ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens),
+        ("prompt_tokens", "Prompt tokens processed.", metrics.num_prompt_tokens),
+        ("prompt_tokens_cached", cached, metrics.num_cached_tokens),
+        ("generation_tokens", "Generated tokens.", metrics.num_generation_tokens),
+        ("steps", "Steps of the engine.", metrics.num_steps),
+        ("failed_steps", "Steps that failed; their requests ended.", metrics.num_failed_steps),
+    )

@@ -25,15 +25,10 @@ from uvicorn.logging import DefaultFormatter
 
 from ..protocol.generation_protocol import REQUEST_ID
 from ..protocol.server_options import LogFormat
-from .request_record import CURRENT, RequestRecord, Totals, new_request_id, set_record
+from .request_record import CURRENT, RECORD_KEY, RequestRecord, new_request_id
 
-LEVELS = {
-    "llmopt": logging.INFO,
-    "uvicorn": logging.WARNING,
-    "uvicorn.error": logging.WARNING,
-    "asyncio": logging.WARNING,
-    "py.warnings": logging.WARNING,
-}
+_OTHERS = ("uvicorn", "uvicorn.error", "asyncio", "py.warnings")
+LEVELS = {"llmopt": logging.INFO, **dict.fromkeys(_OTHERS, logging.WARNING)}
 _BASE64 = re.compile(rb"(?<![A-Za-z0-9+/=\\])[A-Za-z0-9+/=\\]{1024,}")
 """Long runs of base64, also with the backslash that some clients write before a slash. Each is read
 once, from its begin."""
@@ -185,7 +180,8 @@ class ObservingMiddleware:
             quote(scope["path"]),
             f"{client[0]}:{client[1]}" if client else "",
         )
-        set_record(scope, record)
+        scope[RECORD_KEY] = record
+        CURRENT.set(record)
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -200,15 +196,13 @@ class ObservingMiddleware:
         try:
             await self._app(scope, receive, with_headers)
         finally:
-            totals = record.totals()
+            if _access.isEnabledFor(logging.INFO):
+                _access.info(AccessLine("request", _fields(record)))
             # A timer, cancelled, keeps the request's context until it is due, and that the record.
             record.stream = None
-            seconds = time.perf_counter() - record.began
-            if _access.isEnabledFor(logging.INFO):
-                _access.info(AccessLine("request", _fields(record, totals, seconds)))
 
 
-def _fields(record: RequestRecord, totals: Totals, seconds: float) -> dict[str, Any]:
+def _fields(record: RequestRecord) -> dict[str, Any]:
     """The access line's fields; those that a request does not have are left out."""
     fields: dict[str, Any] = {
         "request_id": record.request_id,
@@ -218,19 +212,9 @@ def _fields(record: RequestRecord, totals: Totals, seconds: float) -> dict[str, 
         "method": record.method,
         "path": record.path,
         "status": record.status,
-        "seconds": seconds,
+        "seconds": time.perf_counter() - record.began,
+        **record.totals(),
     }
-    if totals.prompt_tokens:
-        fields |= {
-            "model": record.model,
-            "prompt_tokens": totals.prompt_tokens,
-            "cached_tokens": totals.cached_tokens,
-            "completion_tokens": totals.completion_tokens,
-            "finish_reason": ",".join(totals.finish_reasons) or None,
-            "queue_seconds": totals.queue_seconds,
-            "ttft_seconds": totals.ttft_seconds,
-            "decode_seconds": totals.decode_seconds,
-        }
     return {
         name: round(value, 6) if isinstance(value, float) else value
         for name, value in fields.items()

@@ -207,20 +207,6 @@ class KeyRing:
         return match
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Tokens of a request so far, and the latencies that are known: queue and TTFT from its arrival, decode
-    from its first token."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    finish_reasons: tuple[str, ...] = ()
-    queue_seconds: float | None = None
-    ttft_seconds: float | None = None
-    decode_seconds: float | None = None
-
-
 @dataclass(slots=True)
 class RequestRecord:
     """One HTTP request. Written by the event loop alone.
@@ -244,7 +230,6 @@ class RequestRecord:
     status: int | None = None
     response_id: str | None = None
     model: str | None = None
-    params: SamplingParams | None = None
     stream: OutputStream | None = None
     held: Counter[str] = field(default_factory=Counter)
     ignored: tuple[str, ...] = ()
@@ -274,41 +259,33 @@ class RequestRecord:
         if self.principal is not None:
             self.principal.held.subtract(self.held)
 
-    def begin(
-        self, response_id: str, model: str, params: SamplingParams | None, stream: OutputStream
-    ) -> None:
-        """The engine has the request; one that is pooled has no sampling parameters."""
-        self.response_id, self.model, self.params = response_id, model, params
-        self.stream = stream
-
-    def totals(self) -> Totals:
-        """Tokens and latencies so far, from the last output of each sequence."""
+    def totals(self) -> dict[str, Any]:
+        """Fields of the access line, from the last output of each sequence: tokens so far, and the latencies
+        that are known, queue and TTFT from the request's arrival, decode from its first token."""
         if self.stream is None:
-            return Totals()
+            return {}
         outputs = [*self.stream.last_outputs.values()]
-        prompt_tokens = sum(len(job.token_ids) for job in self.stream.jobs)
-        if not outputs:
-            return Totals(prompt_tokens)
-        arrival, begun, first, last = Phases.of(outputs)
         cached = {output.request_id: output.num_cached_tokens for output in outputs}
-        return Totals(
-            prompt_tokens,
-            sum(cached.values()),
-            sum(output.num_output_tokens for output in outputs),
-            tuple(sorted({output.finish_reason or "abort" for output in outputs})),
-            queue_seconds=begun - arrival,
-            ttft_seconds=first - arrival,
-            decode_seconds=last - first,
-        )
+        totals = {
+            "model": self.model,
+            "prompt_tokens": sum(len(job.token_ids) for job in self.stream.jobs),
+            "cached_tokens": sum(cached.values()),
+            "completion_tokens": sum(output.num_output_tokens for output in outputs),
+        }
+        if outputs:
+            arrival, begun, first, last = Phases.of(outputs)
+            reasons = sorted({output.finish_reason or "abort" for output in outputs})
+            totals |= {
+                "finish_reason": ",".join(reasons),
+                "queue_seconds": begun - arrival,
+                "ttft_seconds": first - arrival,
+                "decode_seconds": last - first,
+            }
+        return totals
 
 
 def new_request_id() -> str:
     return uuid.uuid4().hex
-
-
-def set_record(scope: Scope, record: RequestRecord) -> None:
-    scope[RECORD_KEY] = record
-    CURRENT.set(record)
 
 
 def record_of(request: Request | Scope) -> RequestRecord:

@@ -5,7 +5,7 @@ from llmopt.base.errors import BadInput
 from llmopt.engine.scheduling.block_pool import CachedBlock, hash_block
 from llmopt.engine.scheduling.scheduler_config import POLICIES, TOKENS_PER_PLACE, StepPace
 
-from ...support.policy_world import World, foretell
+from ...support.policy_world import World, foretell, num_tokens_of
 
 
 def outputs(world: World) -> dict[str, list[int]]:
@@ -19,12 +19,12 @@ def test_a_step_mixes_decodes_with_chunks_of_prompts():
     world = World(num_blocks=20, max_num_batched_tokens=6)
     world.add("a", [1] * 4, 5)
     plan, _ = world.step()
-    assert plan.num_tokens_of == {"a/0": 4}
+    assert num_tokens_of(plan) == {"a/0": 4}
     world.add("b", [2] * 9, 5)
     plan, _ = world.step()
-    assert plan.num_tokens_of == {"a/0": 1, "b/0": 5}
+    assert num_tokens_of(plan) == {"a/0": 1, "b/0": 5}
     plan, _ = world.step()
-    assert plan.num_tokens_of == {"a/0": 1, "b/0": 4}
+    assert num_tokens_of(plan) == {"a/0": 1, "b/0": 4}
 
 
 def test_every_running_sequence_moves_in_every_step():
@@ -36,7 +36,7 @@ def test_every_running_sequence_moves_in_every_step():
     world.step()
     world.scheduler.running.sort(key=lambda request: request.rank)
     plan, _ = world.step()
-    assert plan.num_tokens_of == {"long/0": 3, "short/0": 1}
+    assert num_tokens_of(plan) == {"long/0": 3, "short/0": 1}
     world.drain()
 
 
@@ -64,7 +64,7 @@ def test_a_full_prefix_hit_still_computes_a_token():
     world.add("b", [1, 2, 3, 4, 5, 6, 1, 2], 2)
     plan, _ = world.step()
     assert plan.rows[0].start == 4, "the second block would leave nothing to compute"
-    assert plan.num_tokens_of == {"b/0": 4}
+    assert num_tokens_of(plan) == {"b/0": 4}
     world.drain()
 
 
@@ -80,6 +80,8 @@ def test_prompts_in_the_same_step_do_not_share_what_is_not_computed_yet():
 def test_the_salt_keeps_prefixes_apart():
     assert hash_block(b"", [1, 2], b"a") != hash_block(b"", [1, 2], b"b")
     assert hash_block(b"p", [1, 2], b"") != hash_block(b"q", [1, 2], b"")
+    long = b"0/" + b"x" * 254
+    assert hash_block(b"", [1, 2], long + b"a") != hash_block(b"", [1, 2], long + b"b")
 
 
 def test_a_hash_collision_is_a_miss():
@@ -113,6 +115,20 @@ def test_the_newest_is_preempted_and_keeps_its_rank():
     world.add("c", [3, 3, 3], 12)
     assert world.scheduler.waiting.head is second
     world.drain()
+
+
+def test_the_prefix_cache_counts_each_prompt_that_it_looks_up_once():
+    """vLLM's prefix_cache_queries leaves out preempted requests, and those that look nothing up."""
+    world = World(num_blocks=7, max_num_seqs=3, max_num_batched_tokens=12)
+    world.add("a", [1] * 5, 12, ignore_eos=True)
+    world.add("b", [2] * 5, 12, ignore_eos=True)
+    world.drain()
+    assert world.scheduler.num_preemptions
+    cache = world.scheduler.cache
+    assert (cache.num_queried_tokens, cache.num_hit_tokens) == (10, 0)
+    world.add("c", [1] * 5, 2, prompt_logprobs=0)
+    world.drain()
+    assert (cache.num_queried_tokens, cache.num_hit_tokens) == (10, 0)
 
 
 def test_priority_goes_first_and_is_preempted_last():
@@ -338,7 +354,7 @@ def test_seconds_of_a_step_and_a_block_at_least() -> None:
     sizes = []
     for seconds in (0.01, 0.04, 9.0, 9.0):
         plan, _ = world.step()
-        sizes.append(plan.num_tokens_of["long/0"])
+        sizes.append(num_tokens_of(plan)["long/0"])
         pace.note(plan.rows, seconds)
     assert sizes == [4, 8, 8, 4] and pace.num_tokens == 4
     world.drain()

@@ -91,7 +91,7 @@ def test_a_sequence_without_a_free_slot_waits():
     made.add("b", [2, 3, 4], 3)
     plan, _ = made.step()
     assert [row.sequence_id for row in plan.rows] == ["a/0"]
-    assert made.scheduler.num_waiting == 1
+    assert len(made.scheduler.waiting) == 1
     made.drain()
 
 

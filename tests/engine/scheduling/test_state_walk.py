@@ -55,7 +55,7 @@ class StateWalk(SchedulerWalk):
     def slots_bound_the_running_sequences(self):
         if hasattr(self, "world"):
             scheduler = self.world.scheduler
-            StateWalk.num_starved += bool(scheduler.num_waiting and not scheduler.states.has_free)
+            StateWalk.num_starved += bool(scheduler.waiting and not scheduler.states.has_free)
 
     def teardown(self):
         super().teardown()

@@ -43,7 +43,7 @@ def key(name: str = "sesame") -> dict[str, str]:
 def connect(server: RunningServer) -> socket.socket:
     parts = urlsplit(server.url)
     assert parts.hostname is not None and parts.port is not None
-    return socket.create_connection((parts.hostname, parts.port), timeout=20)
+    return socket.create_connection((parts.hostname, parts.port), timeout=120)
 
 
 def test_half_a_head_is_closed_in_time(strict: RunningServer) -> None:

@@ -93,8 +93,9 @@ def test_several_completions_stream_side_by_side(server: RunningServer) -> None:
     assert sorted(roles) == [0, 1]
 
 
-def test_content_in_parts_is_joined(server: RunningServer) -> None:
-    parts = [{"type": "text", "text": "Who was "}, {"type": "text", "text": "Lily?"}]
+def test_content_in_parts_is_joined_by_lines(server: RunningServer) -> None:
+    """vLLM and llama.cpp join it so for a template that takes text."""
+    parts = [{"type": "text", "text": "Who was"}, {"type": "text", "text": "Lily?"}]
     with server.http() as http:
         texts = [
             http.post(
@@ -105,7 +106,7 @@ def test_content_in_parts_is_joined(server: RunningServer) -> None:
                     "max_tokens": 8,
                 },
             ).json()["choices"][0]["message"]["content"]
-            for content in (parts, "Who was Lily?")
+            for content in (parts, "Who was\nLily?")
         ]
     assert texts[0] == texts[1]
 

@@ -60,7 +60,7 @@ def head(*lines: str, request: str = "POST /v1/completions HTTP/1.1") -> bytes:
 def talk(server: RunningServer, sent: bytes, *, num_answers: int | None = None) -> bytes:
     """What the server sends until it hangs up, or until so many responses have come."""
     parts, received = urlsplit(server.url), b""
-    with socket.create_connection((parts.hostname, parts.port), timeout=20) as client:
+    with socket.create_connection((parts.hostname, parts.port), timeout=120) as client:
         client.sendall(sent)
         while num_answers is None or received.count(b"HTTP/1.1 ") < num_answers:
             if not (data := client.recv(1 << 16)):
@@ -119,7 +119,7 @@ def test_requests_follow_each_other_on_a_connection(strict: RunningServer) -> No
 
 def test_a_client_is_told_to_continue(strict: RunningServer) -> None:
     parts = urlsplit(strict.url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=20) as client:
+    with socket.create_connection((parts.hostname, parts.port), timeout=120) as client:
         client.sendall(head(KEY, JSON, f"Content-Length: {len(BODY)}", "Expect: 100-continue"))
         assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
         for byte in BODY:
@@ -178,7 +178,9 @@ def test_a_key_waits_for_its_own_requests_alone(
         eventually(lambda: len(strict.loop._streams) == 31)
     for answer in asked:
         answer.result()
-    assert re.findall(r"200 in .* key (\S+)", caplog.text) == ["api-key-2", "api-key-1"]
+    # The line of an earlier test's request can come after that test has its answer.
+    own = re.findall(r"\+ (?:8|240) tokens, key (\S+)", caplog.text)
+    assert own == ["api-key-2", "api-key-1"]
 
 
 def test_a_key_that_runs_in_all_places_gives_one_to_another_key() -> None:

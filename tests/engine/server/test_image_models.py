@@ -15,6 +15,7 @@ from llmopt.engine.core.llm import LLM
 from ...support.image_models import IMAGE_FAMILIES, picture, save_image_model
 from ...support.live_server import RunningServer, running
 from ...support.pictures import data_url, encoded
+from ...support.releases import skip_without_torchvision
 
 FAMILY = IMAGE_FAMILIES["smolvlm"]
 TEMPLATE = (
@@ -28,6 +29,7 @@ URL = data_url(encoded(picture(1)))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    skip_without_torchvision("smolvlm")
     path = tmp_path_factory.mktemp("served-images")
     save_image_model(path, FAMILY)
     return path

@@ -47,6 +47,9 @@ class RowsOfPictures:
         self.prompts: list[tuple[str, list[Image]]] = []
         self._tokenizer = tokenizer
 
+    def required(self) -> RowsOfPictures:
+        return self
+
     def prepare(
         self,
         prompt: str,
@@ -111,7 +114,7 @@ def test_the_openai_client_sends_pictures(
     assert made.max_tokens == seeing.engine.max_model_len
     assert text == "system: Look.\nuser: <image>What<image>\nassistant: A fox.\nuser: Why?\n"
     assert [image.tobytes() for image in images] == [picture(12, ROWS).tobytes()] * 2
-    num_tokens = len(seeing.engine.images.prepare(text, images).token_ids)
+    num_tokens = len(seeing.engine.images.processor.prepare(text, images).token_ids)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == num_tokens - 1 > 2 * ROWS  # templates write <s> themselves
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import pytest
+from llmopt.engine.server.endpoints.conversation import render
 from llmopt.engine.server.endpoints.messages import MessagesRequest
+from llmopt.engine.server.endpoints.tokenization import Tokenization
 from llmopt.engine.server.protocol.server_options import ServerOptions
+from llmopt.quant.source.load_processor import load_tokenizer
+from llmopt.recipes import MODELS
 
 from ...support.live_server import RunningServer, make_engine, running
 from .test_tool_calls import JSON_ONE, saying
@@ -178,6 +184,27 @@ def test_the_template_gets_the_whole_conversation(served: RunningServer) -> None
     assert counted.input_tokens == num_tokens(served, text)
     usage = client(served).messages.create(**asked, max_tokens=1).usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "continues"),
+    [
+        ("It is", True),
+        ([{"type": "text", "text": "It is"}], True),
+        ([{"type": "tool_use", "id": "a", "name": "f", "input": {}}], False),
+    ],
+)
+def test_a_last_turn_of_the_assistant_is_continued(content: Any, continues: bool) -> None:
+    """Anthropic's prefill, which a client relies on: https://github.com/BerriAI/litellm/issues/28580."""
+    turns = [*USER, {"role": "assistant", "content": content}]
+    body = {"messages": turns, "max_tokens": 9}
+    chat = MessagesRequest.model_validate(body).chat_request(takes_images=False)
+    text = Tokenization(load_tokenizer(MODELS / "stories260K"), chat_template=TEMPLATE)
+    service: Any = SimpleNamespace(text=text)
+    prompt = asyncio.run(render(service, chat.messages, (), chat.template_options))
+    shown = text.decode(prompt.token_ids)
+    assert shown.startswith("user: Is it raining?\nassistant: ")
+    assert shown.endswith("assistant: It is" if continues else "\nassistant:")
 
 
 def test_what_a_text_model_cannot_read_is_said_in_its_place(served: RunningServer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from llmopt.engine import LLM, SamplingParams
 from llmopt.engine.server.protocol.errors import ApiError
-from llmopt.engine.server.protocol.ollama_protocol import filled
+from llmopt.engine.server.protocol.ollama_protocol import Options, filled
 from llmopt.engine.server.protocol.server_options import ServerOptions
 
 from ...support.live_server import RunningServer, make_engine, running
@@ -169,6 +169,14 @@ def test_options_are_those_of_sampling(served: RunningServer) -> None:
     stop = {"temperature": 0, "stop": ["a"], "num_predict": -1}
     stopped = whole(served, "/api/generate", prompt="Once upon", raw=True, options=stop)
     assert stopped["done_reason"] == "stop" and "a" not in stopped["response"]
+
+
+def test_options_that_are_off_are_not_those_of_the_checkpoint() -> None:
+    """A field of None takes the value of generation_config.json; Ollama's 0 is no limit, and no penalty."""
+    fields = Options(top_k=0, repeat_penalty=1.3, repeat_last_n=0).fields(512)
+    assert (fields["top_k"], fields["repetition_penalty"]) == (0, 1.0)
+    fields = Options(repeat_penalty=1.3).fields(512)
+    assert (fields["top_k"], fields["repetition_penalty"]) == (None, 1.3)
 
 
 def test_models_are_listed_and_shown(served: RunningServer) -> None:

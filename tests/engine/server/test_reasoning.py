@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from llmopt.engine.server.protocol.chat_protocol import ChatMessage
 
 from ...support.live_server import RunningServer, events, make_engine, running
 from .test_tool_calls import USER, saying
@@ -64,3 +65,11 @@ def test_the_template_gets_the_effort_and_earlier_reasoning(
     with thinking.http() as http:
         usage = http.post("/v1/chat/completions", json=body).json()["usage"]
     assert usage["prompt_tokens"] == len(expected)
+
+
+@pytest.mark.parametrize("other", [{}, {"reasoning_content": None}, {"reasoning_content": "Hm."}])
+def test_earlier_reasoning_has_vllm_s_name_too(other: dict[str, Any]) -> None:
+    reasoning = "other" if any(other.values()) else "Hm."
+    turn = {"role": "assistant", "content": "No.", "reasoning": reasoning, **other}
+    message = ChatMessage.model_validate(turn)
+    assert message.for_template()["reasoning_content"] == "Hm."

@@ -90,6 +90,24 @@ def test_calls_and_reasoning_are_items_of_their_own(
         assert "".join(event.delta for event in events if event.type == kind) == text
     assert events[-1].type == "response.completed"
     assert [item.type for item in events[-1].response.output] == [i.type for i in whole.output]
+    assert whole.usage is not None
+    details = whole.usage.output_tokens_details
+    assert 0 < details.reasoning_tokens < whole.usage.output_tokens
+    assert events[-1].response.usage.output_tokens_details == details
+
+
+def test_logprobs_of_a_message_are_those_of_its_text(
+    served: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saying(served, monkeypatch, f"<think>Hm.</think>I look.<tool_call>{JSON_ONE}</tool_call>")
+    body: Any = {"input": "Is it raining?", "tools": [WEATHER]}
+    body["include"] = ["message.output_text.logprobs"]
+    whole = client(served).responses.create(**body, **FIELDS)
+    message: Any = whole.output[1]
+    assert "".join(token.token for token in message.content[0].logprobs).strip() == "I look."
+    deltas = [e for e in streamed(served, **body) if e.type == "response.output_text.delta"]
+    tokens = [token.token for delta in deltas for token in delta.logprobs]
+    assert tokens == [token.token for token in message.content[0].logprobs]
 
 
 def test_a_conversation_goes_on_with_its_items(

@@ -54,7 +54,8 @@ def client(url: str) -> httpx.Client:
 
 def test_with_json_it_serves_and_drains_on_sigterm() -> None:
     secret = "Lily kept a secret garden"
-    with serving("--json", "--port", "0", "--dtype", "float32") as (process, line):
+    drain = ("--drain-seconds", str(HANG_SECONDS))
+    with serving("--json", "--port", "0", "--dtype", "float32", *drain) as (process, line):
         ready: dict[str, Any] = json.loads(line)
         assert ready == {"url": ready["url"], "model": "stories3M", "pid": process.pid}
         body = {"prompt": secret, "max_tokens": 300, "ignore_eos": True, "stream": True}

@@ -96,7 +96,7 @@ def test_after_sigterm_it_is_not_ready_but_serves_until_the_delay_is_over(
     engine.step = slow  # type: ignore[method-assign]
 
     def client(url: str) -> None:
-        with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
+        with httpx.Client(base_url=url, trust_env=False, timeout=120) as http:
             assert "connection" not in http.get("/ready").headers
             with http.stream("POST", "/v1/completions", json=STREAM) as response:
                 lines = response.iter_lines()
@@ -159,7 +159,7 @@ def test_a_request_that_no_step_computes_is_told_and_the_exit_stays_bounded(
 
     def ask(url: str) -> None:
         body = {"prompt": "Once", "guided_regex": "a"}
-        answers.append(httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60))
+        answers.append(httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=120))
 
     def client(url: str) -> None:
         asking = threading.Thread(target=ask, args=(url,))
@@ -189,7 +189,7 @@ def test_a_step_without_end_does_not_keep_the_process(monkeypatch: pytest.Monkey
         return step()
 
     def client(url: str) -> None:
-        with httpx.Client(base_url=url, trust_env=False, timeout=30) as http:
+        with httpx.Client(base_url=url, trust_env=False, timeout=120) as http:
             engine.step = held  # type: ignore[method-assign]
             assert http.post("/v1/completions", json=STREAM).status_code in (200, 503)
 

@@ -43,13 +43,13 @@ def trusting(*certificates: Path) -> ssl.SSLContext:
 def test_requests_go_over_tls_alone(secure: RunningServer, folder: Path) -> None:
     assert secure.url.startswith("https://")
     context = trusting(folder / "first.pem")
-    with httpx.Client(base_url=secure.url, verify=context, trust_env=False, timeout=30) as http:
+    with httpx.Client(base_url=secure.url, verify=context, trust_env=False, timeout=120) as http:
         answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
         assert answer.status_code == 200 and answer.headers["x-request-id"]
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{secure.url}/health", trust_env=False, timeout=30)  # nobody vouches for it
+        httpx.get(f"{secure.url}/health", trust_env=False, timeout=120)  # nobody vouches for it
     with pytest.raises(httpx.RemoteProtocolError):
-        httpx.get(secure.url.replace("https", "http") + "/health", trust_env=False, timeout=30)
+        httpx.get(secure.url.replace("https", "http") + "/health", trust_env=False, timeout=120)
 
 
 def test_a_client_s_certificate_can_be_required(folder: Path) -> None:
@@ -57,10 +57,10 @@ def test_a_client_s_certificate_can_be_required(folder: Path) -> None:
     with running(make_engine("stories260K"), ServerOptions(tls=tls)) as server:
         stranger, known = trusting(folder / "first.pem"), trusting(folder / "first.pem")
         known.load_cert_chain(folder / "client.pem", folder / "client.key")
-        answer = httpx.get(f"{server.url}/health", verify=known, trust_env=False, timeout=30)
+        answer = httpx.get(f"{server.url}/health", verify=known, trust_env=False, timeout=120)
         assert answer.status_code == 200
         with pytest.raises(httpx.TransportError):
-            httpx.get(f"{server.url}/health", verify=stranger, trust_env=False, timeout=30)
+            httpx.get(f"{server.url}/health", verify=stranger, trust_env=False, timeout=120)
 
 
 def test_bad_files_are_one_line(folder: Path, tmp_path: Path) -> None:
