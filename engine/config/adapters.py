@@ -45,22 +45,14 @@ def adapter_name(key: str) -> str:
 
 
 class LoadedAdapters:
-    """Adapters by name and unloaded ones in use; weights, requests and prefixes of one share its key."""
+    """Adapters by name; weights, requests and prefixes of one share its key. `retired` are the keys of those
+    that are unloaded, and whose weights are held for their last requests."""
 
     def __init__(self, folders: Mapping[str, Path], max_loras: int | None = None) -> None:
         self.max_loras = len(folders) if max_loras is None else max_loras
         self._keys = {name: name for name in folders}
-        self._retired: set[str] = set()
+        self.retired: set[str] = set()
         self._num_loaded = 0
-
-    @property
-    def names(self) -> list[str]:
-        return [*self._keys]
-
-    @property
-    def retired(self) -> frozenset[str]:
-        """Keys of adapters that are unloaded, and whose weights are held for their last requests."""
-        return frozenset(self._retired)
 
     def key(self, name: str) -> str:
         if name not in self._keys:
@@ -75,7 +67,7 @@ class LoadedAdapters:
         if name in self._keys and not load_inplace:
             raise BadInput(f"adapter {name!r} is loaded already: unload it, or say load_inplace")
         others = len(self._keys.keys() - {name})
-        in_use = len(self._retired)
+        in_use = len(self.retired)
         if others + in_use >= self.max_loras:
             note = f", {in_use} of them unloaded and still in use" if in_use else ""
             raise BadInput(
@@ -88,11 +80,8 @@ class LoadedAdapters:
         return key
 
     def remove(self, name: str) -> None:
-        self._retired.add(self.key(name))
+        self.retired.add(self.key(name))
         del self._keys[name]
-
-    def forget(self, key: str) -> None:
-        self._retired.discard(key)
 
 
 def adapter_salt(adapter: str, salt: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,9 +12,12 @@ from ...base.option import option, option_like
 from ..base.units import SLO_SHARE
 from .config import EngineConfig
 
-# Headings on the help screen.
-_MODEL, _SERVED, _HARDWARE, _MONEY = "Model", "What is served", "Hardware", "Speed and money"
-_LOAD = "Load, which is simulated"
+# Options below the headings of the help screen.
+_model = partial(option, panel="Model")
+_served = partial(option, panel="What is served")
+_hardware = partial(option, panel="Hardware")
+_load = partial(option, panel="Load, which is simulated")
+_money = partial(option, panel="Speed and money")
 
 
 def _names(texts: list[str]) -> tuple[str, ...]:
@@ -32,157 +36,134 @@ class PlanRequest:
 
     PANEL: ClassVar = "Engine"
 
-    model: str = option(
+    model: str = _model(
         MISSING,
         "A name of the bundled table, a folder, a config.json, a .gguf file, or a hub id.",
-        panel=_MODEL,
         common=True,
     )
-    weights: str | None = option(
+    weights: str | None = _model(
         None,
         "A type or a method of quantize: bf16, fp8, int4, awq, Q4_K_M, exl3:3 ... Without it: as stored.",
-        panel=_MODEL,
         common=True,
     )
-    group_size: int | None = option(
-        None, "Input channels per scale, -1 for one scale per output channel.", panel=_MODEL
+    group_size: int | None = _model(
+        None, "Input channels per scale, -1 for one scale per output channel."
     )
-    symmetric: bool | None = option(
-        None, "int4, int8: without zero points.", flag="--symmetric/--asymmetric", panel=_MODEL
+    symmetric: bool | None = _model(
+        None, "int4, int8: without zero points.", flag="--symmetric/--asymmetric"
     )
-    file_format: str | None = option(
-        None, "int4, int8: awq or compressed-tensors.", flag="--format", panel=_MODEL
+    file_format: str | None = _model(
+        None, "int4, int8: awq or compressed-tensors.", flag="--format"
     )
-    trust_remote_code: bool = option(
-        False, "Run code that the checkpoint brings.", flag="--trust-remote-code", panel=_MODEL
+    trust_remote_code: bool = _model(
+        False, "Run code that the checkpoint brings.", flag="--trust-remote-code"
     )
-    context: str | None = option(
+    context: str | None = _served(
         None,
         "Tokens per sequence, a quarter of them the answer without --output-len: 4096, 128k, 1M. Default: "
         "the model's context.",
         flag="--ctx",
-        panel=_SERVED,
         common=True,
     )
-    sequences: int = option(
-        1, "Concurrent sequences.", flag="--concurrency --batch", panel=_SERVED, common=True
-    )
-    output_tokens: int | None = option(
+    sequences: int = _served(1, "Concurrent sequences.", flag="--concurrency --batch", common=True)
+    output_tokens: int | None = _served(
         None,
         "Output tokens, as part of the context. Default: a quarter.",
         flag="--output-tokens --output-len",
-        panel=_SERVED,
         common=True,
     )
-    images: str | None = option(
-        None, "Images in each prompt, COUNTxWIDTHxHEIGHT: 2x1024x768. Default: none.", panel=_SERVED
+    images: str | None = _served(
+        None, "Images in each prompt, COUNTxWIDTHxHEIGHT: 2x1024x768. Default: none."
     )
-    kv_dtype: str | None = option(
+    kv_dtype: str | None = _served(
         None,
         "bf16, float32, fp8, fp8_per_token_head, int8, nvfp4, q8_0, q5_1 or q4_0. Default: the engine's.",
-        panel=_SERVED,
         common=True,
     )
-    gpus: tuple[str, ...] = option(
+    gpus: tuple[str, ...] = _hardware(
         (),
         "A GPU of the table, or a number of them: l40s, 2xl40s; repeatable, or several with commas; `all` "
         "ranks all of them; `cpu` is this machine.",
         flag="--gpu",
         word=list[str],
         parse=_names,
-        panel=_HARDWARE,
         common=True,
     )
-    gpu_memory: str | None = option(None, "A GPU by its memory alone: 80GiB.", panel=_HARDWARE)
-    ram: str | None = option(
+    gpu_memory: str | None = _hardware(None, "A GPU by its memory alone: 80GiB.")
+    ram: str | None = _hardware(
         None,
         "One GPU, with the weights that do not fit it in the host's memory: 64GB. In llama.cpp, or with "
         "--engine vllm.",
-        panel=_HARDWARE,
         common=True,
     )
-    ram_bandwidth: str | None = option(
+    ram_bandwidth: str | None = _hardware(
         None,
         "Rated speed of --ram: GB/s, or modules such as ddr5-6000 (two channels) or 8xddr4-3200. Default: "
         "ddr5-5600.",
-        panel=_HARDWARE,
     )
-    pcie: str | None = option(
+    pcie: str | None = _hardware(
         None,
         "Generation and lanes between --ram and GPU: 5x16, or GB/s. Default: 4x16.",
-        panel=_HARDWARE,
     )
-    tp: int | None = option(
+    tp: int | None = _hardware(
         None,
         "Tensor-parallel size. Default: the fewest GPUs that hold the model.",
         hidden_flags=("--tensor-parallel-size",),
-        panel=_HARDWARE,
         common=True,
     )
-    pp: int | None = option(
-        None, "Pipeline-parallel size.", hidden_flags=("--pipeline-parallel-size",), panel=_HARDWARE
+    pp: int | None = _hardware(
+        None, "Pipeline-parallel size.", hidden_flags=("--pipeline-parallel-size",)
     )
-    ep: int = option(
+    ep: int = _hardware(
         1,
         "Expert-parallel size: whole experts on so many of the --tp x --attention-dp devices.",
         hidden_flags=("--expert-parallel-size",),
-        panel=_HARDWARE,
     )
-    attention_dp: int = option(
+    attention_dp: int = _hardware(
         1,
         "Attention data parallelism: so many groups of --tp devices, each with sequences of its own, share "
         "the experts.",
         hidden_flags=("--data-parallel-size",),
-        panel=_HARDWARE,
     )
-    input_len: int | None = option(
+    input_len: int | None = _load(
         None,
         "Prompt tokens, beside --output-len: simulate --concurrency clients, or --request-rate.",
-        panel=_LOAD,
         common=True,
     )
-    dataset: str | None = option(
+    dataset: str | None = _load(
         None,
         "Simulate the lengths of bundled requests: sharegpt (a stand-in), azure or mooncake (recorded).",
-        panel=_LOAD,
     )
-    request_rate: float | None = option(
+    request_rate: float | None = _load(
         None,
         "Simulate Poisson arrivals, in requests per second, not --concurrency clients.",
-        panel=_LOAD,
         common=True,
     )
-    prefix_hit_rate: float = option(
-        0.0, "Fraction of the prompt tokens that the prefix cache holds.", panel=_SERVED
+    prefix_hit_rate: float = _served(
+        0.0, "Fraction of the prompt tokens that the prefix cache holds."
     )
-    slo: str | None = option(
+    slo: str | None = _load(
         None,
         "Find the highest load within these limits, and the cheapest GPUs with --gpu all, in ms without a "
         'unit: "ttft:1s tpot:20ms e2e:30s".',
-        panel=_LOAD,
         common=True,
     )
-    target_request_rate: float | None = option(
+    target_request_rate: float | None = _load(
         None,
         "Find the fewest GPUs, and their division, that keep --slo under so many requests per second.",
-        panel=_LOAD,
         common=True,
     )
-    slo_by: str = option("concurrency", "concurrency or rate: what --slo varies.", panel=_LOAD)
-    slo_share: float = option(
-        SLO_SHARE, "Fraction of requests that must meet the limits.", panel=_LOAD
-    )
+    slo_by: str = _load("concurrency", "concurrency or rate: what --slo varies.")
+    slo_share: float = _load(SLO_SHARE, "Fraction of requests that must meet the limits.")
     engine: str | None = option(
         None,
         "vllm, sglang, trtllm, llmopt, llama.cpp, transformers, or all side by side. Default: vllm with "
-        "llmopt beside it on GPUs, llmopt on a CPU.",
-        panel="Engine",
+        "llmopt beside it on GPUs, llama.cpp for GGUF files and on Apple's, llmopt on a CPU.",
         common=True,
     )
     engine_version: str = option(
         "",
         "Version of the engine, such as 0.19.0: speeds follow rows of it. Default: of no version.",
-        panel="Engine",
     )
     block_size: int | None = option_like(EngineConfig, "block_size")
     kv_cache_memory: str | None = option_like(
@@ -203,32 +184,22 @@ class PlanRequest:
         "A run of `llmopt bench`: use its measured ceilings, not a data sheet's. Runs of `bench --plan`, one "
         "or a folder of them, are rows of this machine that correct the plan and narrow its error. Or a "
         "record of `llmopt doctor --gpu`.",
-        panel=_MONEY,
+        panel="Speed and money",
     )
-    draft_tokens: int | None = option(
-        None, "Speculative decoding: draft tokens per step.", panel=_MONEY
-    )
-    acceptance: float = option(
-        0.7, "Speculative decoding: acceptance rate of draft tokens.", panel=_MONEY
-    )
-    acceptance_length: float | None = option(
+    draft_tokens: int | None = _money(None, "Speculative decoding: draft tokens per step.")
+    acceptance: float = _money(0.7, "Speculative decoding: acceptance rate of draft tokens.")
+    acceptance_length: float | None = _money(
         None,
         "Speculative decoding: tokens of a step, as bench measures them, in place of --acceptance.",
-        panel=_MONEY,
     )
-    draft_cost: float = option(
-        0.1, "Speculative decoding: cost of a draft-model step, in target steps.", panel=_MONEY
+    draft_cost: float = _money(
+        0.1, "Speculative decoding: cost of a draft-model step, in target steps."
     )
-    gpu_hour_price: float | None = option(
+    gpu_hour_price: float | None = _money(
         None,
         "Dollars per GPU hour. Default: a published price, with its date.",
-        panel=_MONEY,
         common=True,
     )
-    api_price_in: float | None = option(
-        None, "An API's dollars per million input tokens.", panel=_MONEY
-    )
-    api_price_out: float | None = option(
-        None, "An API's dollars per million output tokens.", panel=_MONEY
-    )
-    duty_cycle: float = option(1.0, "Fraction of the day under load.", panel=_MONEY)
+    api_price_in: float | None = _money(None, "An API's dollars per million input tokens.")
+    api_price_out: float | None = _money(None, "An API's dollars per million output tokens.")
+    duty_cycle: float = _money(1.0, "Fraction of the day under load.")

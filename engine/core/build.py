@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +100,6 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheLayout:
-    """KV layouts of the target's layers and the draft's, which share block ids; `num_host_blocks` to swap."""
-
-    layouts: Sequence[KvLayout]
-    block_size: int
-    dtype: CacheDtype
-    num_host_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
 class EngineParts:
     """The parts of an engine, ready to serve."""
 
@@ -139,28 +129,30 @@ def build_engine(config: EngineConfig) -> EngineParts:
 def _build_on(config: EngineConfig) -> EngineParts:
     loaded = load_model(config)
     limits = scheduler_limits(config, loaded)
-    layout = cache_layout(config, loaded, limits.block_size)
-    slots, num_blocks = _sizes(config, loaded, limits, layout)
+    layouts = [*loaded.model.kv_layouts, *(loaded.draft.kv_layouts if loaded.draft else ())]
+    dtype = stored_dtype(config, loaded.device, loaded.dtype)
+    num_host_blocks = choose_num_host_blocks(config, layouts, limits.block_size, dtype)
+    builder = _Builder(config, loaded, limits, layouts, dtype)
+    slots, num_blocks = builder.sizes()
     with explaining_out_of_memory(f"a KV cache of {num_blocks} blocks", loaded.device):
-        cache = open_cache(loaded, layout, num_blocks, layout.num_host_blocks, slots.num_slots)
+        cache = builder.open_cache(num_blocks, num_host_blocks, slots.num_slots)
         proposer = open_proposer(
             config.speculation,
             loaded.draft,
             num_blocks,
-            layout.block_size,
+            limits.block_size,
             loaded.device,
             loaded.dtype,
-            layout.dtype,
-            layout.num_host_blocks,
+            dtype,
+            num_host_blocks,
         )
-    sizes = _captured_sizes(config, loaded, limits)
-    runner = open_runner(config, loaded, limits, cache, proposer, sizes)
+    runner = builder.open_runner(cache, proposer)
     with explaining_out_of_memory("the graphs of its steps", loaded.device):
         runner.capture_graphs()
         if loaded.device.type == "cuda":
             warm_up(runner, limits)
     pool = BlockPool(num_blocks)
-    prefixes = PrefixCache(pool, layout.block_size, enabled=config.enable_prefix_caching)
+    prefixes = PrefixCache(pool, limits.block_size, enabled=config.enable_prefix_caching)
     return EngineParts(
         loaded,
         runner,
@@ -168,8 +160,8 @@ def _build_on(config: EngineConfig) -> EngineParts:
             limits,
             pool,
             prefixes,
-            SwapSpace(layout.num_host_blocks, layout.block_size),
-            StatePool(slots.num_sequences, slots.num_checkpoints, layout.block_size),
+            SwapSpace(num_host_blocks, limits.block_size),
+            StatePool(slots.num_sequences, slots.num_checkpoints, limits.block_size),
         ),
         open_loop(runner, loaded.device, overlapped=config.overlaps(loaded.device.type)),
         engine_memory(loaded, cache, proposer),
@@ -276,89 +268,7 @@ def scheduler_limits(config: EngineConfig, loaded: LoadedModel) -> SchedulerConf
     )
 
 
-def cache_layout(config: EngineConfig, loaded: LoadedModel, block_size: int) -> CacheLayout:
-    """How keys and values are stored, and the number of blocks of the swap space."""
-    dtype = stored_dtype(config, loaded.device, loaded.dtype)
-    layouts = [*loaded.model.kv_layouts, *(loaded.draft.kv_layouts if loaded.draft else ())]
-    num_host_blocks = choose_num_host_blocks(config, layouts, block_size, dtype)
-    return CacheLayout(layouts, block_size, dtype, num_host_blocks)
-
-
-def open_cache(
-    loaded: LoadedModel,
-    layout: CacheLayout,
-    num_blocks: int,
-    num_host_blocks: int = 0,
-    num_slots: int = 0,
-) -> KvCache:
-    """Allocate the target's KV cache, in the workers as well, and its state slots."""
-    states = loaded.model.state_layouts
-    cache = KvCache(
-        loaded.model.kv_layouts,
-        num_blocks,
-        layout.block_size,
-        loaded.device,
-        layout.dtype,
-        num_host_blocks,
-        StateCache(states, num_slots, loaded.device) if states else None,
-    )
-    if loaded.workers is not None:
-        loaded.workers.attach(loaded.model, cache, num_blocks)
-    return cache
-
-
-def open_runner(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    limits: SchedulerConfig,
-    cache: KvCache,
-    proposer: Proposer | None = None,
-    sizes: Sequence[int] = (),
-) -> ModelRunner:
-    """The model runner on a KV cache; `sizes` are the batch sizes of decode steps to capture."""
-    most = limits.max_num_batched_tokens if sizes else 0
-    token_sizes = token_graph_sizes(loaded.device, most)
-    setting = _graph_setting(loaded, limits, cache, sizes, token_sizes)
-    of_draft = sizes if loaded.device.type == "cuda" else ()
-    if isinstance(proposer, CachedProposer):
-        replay_drafts(proposer, setting, of_draft, token_sizes)
-    return ModelRunner(
-        loaded.model,
-        cache,
-        loaded.device,
-        loaded.dtype,
-        loaded.eos_token_ids,
-        proposer,
-        graphs=StepGraphs(setting, sizes),
-        token_graphs=TokenGraphs(setting, token_sizes) if token_sizes else None,
-        by_rejection=config.speculation is not None
-        and config.speculation.acceptance == "rejection",
-        evictor=None if limits.eviction is None else Evictor(limits.eviction, cache),
-        encoders=loaded.images.encoders,
-    )
-
-
-def _graph_setting(
-    loaded: LoadedModel,
-    limits: SchedulerConfig,
-    cache: KvCache,
-    sizes: Sequence[int],
-    token_sizes: Sequence[int],
-) -> GraphSetting:
-    device, dtype, workers = loaded.device, loaded.dtype, loaded.workers
-    max_blocks = limits.max_blocks(loaded.max_model_len)
-    cached = loaded.model, cache.layers, limits.block_size, max_blocks
-    if workers is None or not sizes or not loaded.model.is_capturable:
-        states = () if cache.states is None else cache.states.tensors
-        return GraphSetting(*cached, device, dtype, capture_on(device), states=states)
-    workers.open_graphs(GraphSizes(tuple(sizes), tuple(token_sizes), max_blocks), dtype)
-    capture = capture_on(device, workers.group.silent)
-    return GraphSetting(*cached, device, dtype, capture, workers)
-
-
-def engine_memory(
-    loaded: LoadedModel, cache: KvCache, proposer: Proposer | None = None
-) -> EngineMemory:
+def engine_memory(loaded: LoadedModel, cache: KvCache, proposer: Proposer | None) -> EngineMemory:
     """Memory of all shards; each has a cache of the same size."""
     shards = [loaded.model, *(() if loaded.workers is None else loaded.workers.loaded)]
     per_block = kv_block_bytes(loaded.model.kv_layouts, cache.dtype, cache.block_size)
@@ -372,65 +282,122 @@ def engine_memory(
     )
 
 
-def _sizes(
-    config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
-) -> tuple[StateSlots, int]:
-    """State slots, and KV blocks with the null block, by the config or a profile run."""
-    longest = limits.max_blocks(loaded.max_model_len) * layout.block_size
-    budget = cache(partial(_kv_cache_budget, config, loaded, limits, layout))
-    is_fixed = config.num_blocks is not None or config.kv_cache_memory_bytes is not None
-    slot_bytes = state_bytes_per_sequence(loaded.model.state_layouts)
-    with explaining_out_of_memory("the largest step", loaded.device):
-        slots = size_states(
-            slot_bytes,
-            limits.max_num_seqs,
-            caching=config.enable_prefix_caching,
-            memory_bytes=None if is_fixed or not slot_bytes else budget().num_bytes,
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Sizes and opens the parts of an engine around loaded weights.
+
+    Attributes:
+        layouts: KV layouts of the target's layers and the draft's, which share block ids.
+        dtype: dtype of stored keys and values.
+    """
+
+    config: EngineConfig
+    loaded: LoadedModel
+    limits: SchedulerConfig
+    layouts: Sequence[KvLayout]
+    dtype: CacheDtype
+
+    def open_cache(self, num_blocks: int, num_host_blocks: int = 0, num_slots: int = 0) -> KvCache:
+        """Allocate the target's KV cache, in the workers as well, and its state slots."""
+        loaded, states = self.loaded, self.loaded.model.state_layouts
+        cache = KvCache(
+            loaded.model.kv_layouts,
+            num_blocks,
+            self.limits.block_size,
+            loaded.device,
+            self.dtype,
+            num_host_blocks,
+            StateCache(states, num_slots, loaded.device) if states else None,
         )
-        num_blocks = choose_num_blocks(
-            config,
-            layout.layouts,
-            layout.block_size,
-            min(loaded.max_model_len, longest),
-            limits.max_num_seqs,
-            layout.dtype,
-            lambda: budget().less("states", slots.num_bytes),
+        if loaded.workers is not None:
+            loaded.workers.attach(loaded.model, cache, num_blocks)
+        return cache
+
+    def open_runner(self, cache: KvCache, proposer: Proposer | None = None) -> ModelRunner:
+        """The model runner on a KV cache, whose decode steps are captured at some batch sizes."""
+        loaded, limits, speculation = self.loaded, self.limits, self.config.speculation
+        sizes: Sequence[int] = ()
+        if not self.config.enforce_eager:
+            sizes = graph_sizes(loaded.device, limits.max_num_seqs)
+        token_sizes = token_graph_sizes(
+            loaded.device, limits.max_num_batched_tokens if sizes else 0
         )
-    block_bytes = kv_block_bytes(layout.layouts, layout.dtype, layout.block_size)
-    check_fits_memory(num_blocks * block_bytes * config.tensor_parallel_size, loaded.device)
-    return slots, num_blocks
+        setting = self._graph_setting(cache, sizes, token_sizes)
+        if isinstance(proposer, CachedProposer):
+            of_draft = sizes if loaded.device.type == "cuda" else ()
+            replay_drafts(proposer, setting, of_draft, token_sizes)
+        return ModelRunner(
+            loaded.model,
+            cache,
+            loaded.device,
+            loaded.dtype,
+            loaded.eos_token_ids,
+            proposer,
+            graphs=StepGraphs(setting, sizes),
+            token_graphs=TokenGraphs(setting, token_sizes) if token_sizes else None,
+            by_rejection=speculation is not None and speculation.acceptance == "rejection",
+            evictor=None if limits.eviction is None else Evictor(limits.eviction, cache),
+            encoders=loaded.images.encoders,
+        )
 
+    def _graph_setting(
+        self, cache: KvCache, sizes: Sequence[int], token_sizes: Sequence[int]
+    ) -> GraphSetting:
+        model, device, dtype = self.loaded.model, self.loaded.device, self.loaded.dtype
+        workers, max_blocks = self.loaded.workers, self.limits.max_blocks(self.loaded.max_model_len)
+        cached = model, cache.layers, self.limits.block_size, max_blocks
+        if workers is None or not sizes or not model.is_capturable:
+            states = () if cache.states is None else cache.states.tensors
+            return GraphSetting(*cached, device, dtype, capture_on(device), states=states)
+        workers.open_graphs(GraphSizes(tuple(sizes), tuple(token_sizes), max_blocks), dtype)
+        capture = capture_on(device, workers.group.silent)
+        return GraphSetting(*cached, device, dtype, capture, workers)
 
-def _kv_cache_budget(
-    config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
-) -> KvCacheBudget:
-    memory = memory_of(loaded.device)
-    budget = profile_kv_cache_budget(
-        memory,
-        config.gpu_memory_utilization,
-        loaded.model.bytes_held
-        + (loaded.draft.bytes_held if loaded.draft else 0)
-        + loaded.images.bytes_held,
-        partial(_profile, config, loaded, limits, layout),
-        config.tensor_parallel_size,
-    )
-    # Not with the weights: what is not allocated yet would be taken off the other processes' share.
-    return budget if memory is None else budget.less("encoder cache", loaded.images.cache_bytes)
+    def sizes(self) -> tuple[StateSlots, int]:
+        """State slots, and KV blocks with the null block, by the config or a profile run."""
+        config, loaded, limits = self.config, self.loaded, self.limits
+        longest = limits.max_blocks(loaded.max_model_len) * limits.block_size
+        budget = cache(self._kv_cache_budget)
+        is_fixed = config.num_blocks is not None or config.kv_cache_memory_bytes is not None
+        slot_bytes = state_bytes_per_sequence(loaded.model.state_layouts)
+        with explaining_out_of_memory("the largest step", loaded.device):
+            slots = size_states(
+                slot_bytes,
+                limits.max_num_seqs,
+                caching=config.enable_prefix_caching,
+                memory_bytes=None if is_fixed or not slot_bytes else budget().num_bytes,
+            )
+            num_blocks = choose_num_blocks(
+                config,
+                self.layouts,
+                limits.block_size,
+                min(loaded.max_model_len, longest),
+                limits.max_num_seqs,
+                self.dtype,
+                lambda: budget().less("states", slots.num_bytes),
+            )
+        block_bytes = kv_block_bytes(self.layouts, self.dtype, limits.block_size)
+        check_fits_memory(num_blocks * block_bytes * config.tensor_parallel_size, loaded.device)
+        return slots, num_blocks
 
+    def _kv_cache_budget(self) -> KvCacheBudget:
+        loaded, memory = self.loaded, memory_of(self.loaded.device)
+        budget = profile_kv_cache_budget(
+            memory,
+            self.config.gpu_memory_utilization,
+            loaded.model.bytes_held
+            + (loaded.draft.bytes_held if loaded.draft else 0)
+            + loaded.images.bytes_held,
+            self._profile,
+            self.config.tensor_parallel_size,
+        )
+        # Not with the weights: what is not allocated yet would be taken off the other processes' share.
+        cache_bytes = loaded.images.cache_bytes
+        return budget if memory is None else budget.less("encoder cache", cache_bytes)
 
-def _captured_sizes(
-    config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig
-) -> tuple[int, ...]:
-    return () if config.enforce_eager else graph_sizes(loaded.device, limits.max_num_seqs)
-
-
-def _profile(
-    config: EngineConfig, loaded: LoadedModel, limits: SchedulerConfig, layout: CacheLayout
-) -> None:
-    cache = open_cache(loaded, layout, PROFILE_BLOCKS)
-    sizes = _captured_sizes(config, loaded, limits)
-    runner = open_runner(config, loaded, limits, cache, sizes=sizes)
-    profile_run(runner, limits)
-    # The graphs' pool, with its split-KV buffers, beside what the eager steps have taken.
-    runner.capture_graphs()
-    loaded.images.profile_run(limits.max_num_batched_tokens)
+    def _profile(self) -> None:
+        runner = self.open_runner(self.open_cache(PROFILE_BLOCKS))
+        profile_run(runner, self.limits)
+        # The graphs' pool, with its split-KV buffers, beside what the eager steps have taken.
+        runner.capture_graphs()
+        self.loaded.images.profile_run(self.limits.max_num_batched_tokens)

@@ -29,7 +29,7 @@ from ..execution.lora_manager import LoraManager
 from ..execution.output_processor import BestOf, OutputProcessor
 from ..execution.prompt_pass import PromptPass, plan_steps
 from ..execution.start_up import explaining_out_of_memory
-from ..execution.step import UNTIMED, PhaseTimer, StepHook, StepResult, StepTimer
+from ..execution.step import UNTIMED, PhaseTimer, StepHook, StepTimer
 from ..execution.step_loop import InFlightStep, SerialLoop, StepLoop, StepRecorder
 from ..model.layers.lora import AdapterParts
 from ..multimodal.encoder import EncodingError
@@ -72,8 +72,7 @@ class Engine:
         self.hook: StepHook | None = None
         self._random = random.Random(config.seed)
         self._next_order = 0
-        self._num_steps = self._num_computed = self._num_generated = 0
-        self._num_drafts = self._num_draft_tokens = self._num_accepted = 0
+        self._counted = EngineStats()
 
     def add_request(
         self,
@@ -114,8 +113,8 @@ class Engine:
         best_of = BestOf(params) if params.num_sequences > params.n else None
         max_tokens = params.max_tokens
         if max_tokens is None:
-            longest = self.scheduler.longest_after(len(token_ids))
-            max_tokens = max(1, longest - len(token_ids))
+            limits, num_blocks = self.scheduler.config, self.scheduler.pool.num_usable
+            max_tokens = max(1, limits.longest(num_blocks, len(token_ids)) - len(token_ids))
         request = Request(
             sequence_id=f"{request_id}/0",
             request_id=request_id,
@@ -124,7 +123,7 @@ class Engine:
             num_prompt_tokens=len(token_ids),
             max_tokens=max_tokens,
             params=params if best_of is None else BestOf.scored(params),
-            seed=self._random.getrandbits(62) if params.seed is None else params.seed,
+            seed=self._random.getrandbits(62) if params.seed in (None, -1) else params.seed,
             order=self._next_order,
             times=RequestTimes(time.perf_counter() if arrival_seconds is None else arrival_seconds),
             priority=priority,
@@ -268,16 +267,20 @@ class Engine:
             tokens = self.scheduler.update(
                 plan, result.tokens, self.eos_token_ids, known, result.draft_depths
             )
-        self._num_steps += 1
-        self._num_computed += plan.num_tokens
+        counted = self._counted
+        counted.num_steps += 1
+        counted.num_computed_tokens += plan.num_tokens
+        if drafts := result.num_draft_tokens:
+            counted.num_drafts += sum(count > 0 for count in drafts.values())
+            counted.num_draft_tokens += sum(drafts.values())
+            counted.num_computed_tokens += sum(drafts.values())
+            counted.num_accepted_tokens += sum(len(result.tokens[name]) - 1 for name in drafts)
         if self.scheduler.pace is not None:
             self.scheduler.pace.note(plan.rows, computed.ended - computed.started)
-        if result.num_draft_tokens:
-            self._count_drafts(result)
         with timer("detokenize"):
             outputs = self.output_processor.outputs(plan, result, tokens)
             outputs = self.output_processor.shown(outputs)
-        self._num_generated += sum(len(output.new_token_ids) for output in outputs)
+        counted.num_generated_tokens += sum(len(output.new_token_ids) for output in outputs)
         ended = time.perf_counter()
         if self.hook is not None:
             self.hook("step", ended - begun)
@@ -286,13 +289,6 @@ class Engine:
         self._finishing = None
         self._release_loras()
         return outputs
-
-    def _count_drafts(self, result: StepResult) -> None:
-        counts, tokens = result.num_draft_tokens, result.tokens
-        self._num_drafts += sum(count > 0 for count in counts.values())
-        self._num_draft_tokens += sum(counts.values())
-        self._num_computed += sum(counts.values())
-        self._num_accepted += sum(len(tokens[name]) - 1 for name in counts)
 
     def _drop_in_flight(self, error: BaseException) -> None:
         """Drop the steps in flight after an exception, and note whose they were, finished ones too: they may
@@ -397,20 +393,15 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler, pool, compactor = self.scheduler, self.scheduler.pool, self.scheduler.compactor
         size, used = scheduler.config.block_size, pool.num_usable - pool.num_free
-        return EngineStats(
-            num_steps=self._num_steps,
-            num_computed_tokens=self._num_computed,
-            num_generated_tokens=self._num_generated,
+        return replace(
+            self._counted,
             num_preemptions=scheduler.num_preemptions,
             num_swaps=scheduler.swap.num_swaps,
             prefix_cache_queries=scheduler.cache.num_queried_tokens,
             prefix_cache_hits=scheduler.cache.num_hit_tokens,
             num_running=len(scheduler.running),
-            num_waiting=scheduler.num_waiting,
+            num_waiting=len(scheduler.waiting),
             kv_blocks_total=pool.num_usable,
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=self._num_accepted,
             kv_blocks_used=used,
             num_kept_tokens=0 if compactor is None else compactor.num_kept_tokens,
             num_evicted_tokens=0 if compactor is None else compactor.num_evicted_tokens,
@@ -433,8 +424,8 @@ class Engine:
                 raise BadInput(f"token id {token} is outside the vocabulary of {self.vocab_size}")
 
     def _check_images(self, images: Images, num_tokens: int) -> None:
-        if self.images.encoders is None:
-            self.images.refuse()
+        if self.images.encoders is None:  # without a processor a program may prepare images itself
+            raise BadInput(f"images are not taken: {self.images.reason}")
         refuse({*self.config.features, "images"})
         begin = 0
         for image in images:

@@ -157,13 +157,9 @@ class LLM:
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        single: Any = prompts
-        return [single]
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    return items
+    items: list[Any] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+    is_token_ids = bool(items) and all(isinstance(item, int) for item in items)
+    return [items] if is_token_ids else items
 
 
 def _one_each(given: Any, single: type | tuple[type, ...], count: int, what: str) -> list[Any]:

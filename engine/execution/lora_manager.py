@@ -25,7 +25,7 @@ class LoraManager:
         self.loaded = LoadedAdapters(config.loras, config.max_loras)
 
     @property
-    def releasable(self) -> frozenset[str]:
+    def releasable(self) -> set[str]:
         if not (retired := self.loaded.retired):
             return retired
         return retired - {request.lora for request in self._scheduler.requests()}
@@ -58,7 +58,7 @@ class LoraManager:
             self._bank.detach(key)
             if self._model.broadcast is not None:
                 self._model.broadcast("unload_lora", key)
-            self.loaded.forget(key)
+            self.loaded.retired.discard(key)
 
     @property
     def _bank(self) -> AdapterBank:

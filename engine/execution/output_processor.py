@@ -120,6 +120,8 @@ class OutputProcessor:
             self._texts[request.sequence_id] = text
         num_tokens = len(request.token_ids) - request.num_prompt_tokens
         is_finished = request.finish_reason is not None
+        includes_end = request.params.include_stop_str_in_output
+        text.hides_last = request.finish_reason == "stop" and not includes_end
         if text.is_deferred:
             text.add(token_ids, num_tokens, is_last=is_finished)
             return text, token_ids

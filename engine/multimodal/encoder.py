@@ -49,16 +49,9 @@ class VisionEncoder:
     ) -> None:
         self._features = model.get_image_features
         self._project = getattr(model, "multi_modal_projector", None)
-        self._hidden_size, self._device, self._dtype = hidden_size, device, dtype
+        self._hidden_size, self.device, self._dtype = hidden_size, device, dtype
         self._takes = frozenset(inspect.signature(self._features).parameters)
         self.bytes_held = sum(weight.nbytes for weight in model.parameters())
-
-    def timed_encode(self, images: Sequence[ImageInput]) -> tuple[list[EncodedImage], float]:
-        began = time.perf_counter()
-        encoded = self.encode(images)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return encoded, time.perf_counter() - began
 
     @torch.inference_mode()
     def encode(self, images: Sequence[ImageInput]) -> list[EncodedImage]:
@@ -89,7 +82,7 @@ class VisionEncoder:
         for name in self._takes & images[0].tensors.keys():
             tensor = torch.cat([image.tensors[name] for image in images])
             dtype = self._dtype if tensor.is_floating_point() else None
-            arguments[name] = tensor.to(self._device, dtype)
+            arguments[name] = tensor.to(self.device, dtype)
         output = self._features(**arguments, return_dict=True)
         counts = [image.num_embeddings for image in images]
         features = getattr(output, "pooler_output", output)
@@ -154,8 +147,11 @@ class EncoderCache:
             self._kept.move_to_end(name)
         missing = [image for name, image in wanted.items() if name not in results]
         if missing:
-            encoded, seconds = self.encoder.timed_encode(missing)
-            self.stats.encode_seconds += seconds
+            began = time.perf_counter()
+            encoded = self.encoder.encode(missing)
+            if self.encoder.device.type == "cuda":
+                torch.cuda.synchronize(self.encoder.device)
+            self.stats.encode_seconds += time.perf_counter() - began
             for image, embeddings in zip(missing, encoded, strict=True):
                 results[image.content_hash] = embeddings
                 if embeddings.num_bytes <= self.max_bytes:

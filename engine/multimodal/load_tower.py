@@ -48,18 +48,16 @@ def asks_for_token_types(checkpoint: Checkpoint) -> bool:
     return not has_positions and not takes.keys().isdisjoint(_TOKEN_TYPES)
 
 
-def load_encoder(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, input_bits: int = 16
-) -> VisionEncoder:
+def load_encoder(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> VisionEncoder:
     """Vision encoder; quantized linears stay so. BadInput: weights are broken or do not match the config."""
     config = checked_config(checkpoint)
     kind = _tower_class(model_class(config, checkpoint.trust_remote_code))
     if checkpoint.quantization_config is None:
-        model = from_pretrained(kind, checkpoint, config, dtype, checkpoint.folder)
+        model = from_pretrained(kind, checkpoint, config, dtype)
     else:
         weights = QuantizedWeights(checkpoint, dtype, device)
-        model = from_pretrained(kind, checkpoint, config, dtype, None, weights.state_dict())
-        weights.place(model, device, input_bits, CurrentAdapters())
+        model = from_pretrained(kind, checkpoint, config, dtype, weights.state_dict())
+        weights.place(model, device, 16, CurrentAdapters())
     if config.get_text_config(decoder=True) is config:
         raise BadInput(f"{described(checkpoint)} has no language model of its own to leave out")
     hidden_size = config.get_text_config(decoder=True).hidden_size

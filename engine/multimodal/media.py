@@ -36,7 +36,7 @@ def load_image(source: ImageSource, limits: MediaLimits | None = None) -> Image.
     if isinstance(source, bytes):
         return decode_image(source, limits)
     if isinstance(source, str) and source.partition(":")[0].lower() in ("data", "http", "https"):
-        return load_sent_image(source, limits)
+        return decode_image(sent_bytes(source, limits), limits)
     return decode_image(_read(Path(source), limits), limits, str(source))
 
 
@@ -52,17 +52,12 @@ def load_images(sources: Sequence[ImageSource], limits: MediaLimits) -> list[Ima
     return images
 
 
-def load_sent_image(url: str, limits: MediaLimits) -> Image.Image:
-    """A client's image: by data URL or allowed http(s) URL, never a path; BadInput: what is wrong."""
-    return decode_image(sent_bytes(url, limits), limits)
-
-
 def is_data_url(url: str) -> bool:
     return url[:5].lower() == "data:"
 
 
 def sent_bytes(url: str, limits: MediaLimits) -> bytes:
-    """The encoded image of a URL; raises as `load_sent_image`."""
+    """A client's encoded image: by data URL or allowed http(s) URL, never a path; BadInput: what is wrong."""
     if is_data_url(url):
         head, comma, content = url.partition(",")
         if not comma or not head.lower().endswith(";base64"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isqrt
-from typing import TYPE_CHECKING, Any, NoReturn, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import torch
 
@@ -25,8 +25,6 @@ from .encoder import EncoderCache
 from .processor import ImageProcessor, PreparedPrompt
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from .media import ImageSource
 
 
@@ -119,12 +117,10 @@ def prepare_prompt(prompt: Mapping[str, Any], support: ImageSupport) -> Prepared
     sources = prompt.get("images") or ()
     if isinstance(sources, str | bytes) or not isinstance(sources, Sequence):
         raise BadInput("the key 'images' of a prompt is a list")
-    if support.processor is None:
-        support.refuse()
+    processor = support.required()
     from .media import load_images
 
-    images = load_images(sources, MediaLimits())
-    return support.prepare(texts[0], images)
+    return processor.prepare(texts[0], load_images(sources, MediaLimits()))
 
 
 _log = logging.getLogger(__name__)
@@ -154,28 +150,16 @@ class ImageSupport:
 
         side = isqrt(MediaLimits().max_image_pixels)
         largest = Image.new("RGB", (side, side))
-        (image,) = self.prepare(self.processor.image_token, [largest]).images
+        (image,) = self.processor.prepare(self.processor.image_token, [largest]).images
         encoder = self.encoders.encoder
         count = min(encoder.max_images_per_pass, max(1, max_tokens // image.num_tokens))
         encoder.encode([image] * count)
 
-    def prepare(
-        self,
-        prompt: str | Sequence[int],
-        images: Sequence[Image],
-        *,
-        add_special_tokens: bool = True,
-        max_tokens: int | None = None,
-    ) -> PreparedPrompt:
-        """`ImageProcessor.prepare`. Raises BadInput: as there, or the model takes no images."""
+    def required(self) -> ImageProcessor:
+        """The processor. Raises BadInput: the model takes no images."""
         if self.processor is None:
-            self.refuse()
-        return self.processor.prepare(
-            prompt, images, add_special_tokens=add_special_tokens, max_tokens=max_tokens
-        )
-
-    def refuse(self) -> NoReturn:
-        raise BadInput(f"images are not taken: {self.reason}")
+            raise BadInput(f"images are not taken: {self.reason}")
+        return self.processor
 
 
 def open_images(
@@ -187,7 +171,6 @@ def open_images(
     max_cache_bytes: int,
     language_model_only: bool = False,
     through_transformers: bool = False,
-    input_bits: int = 16,
 ) -> ImageSupport:
     """Processor and vision tower of a checkpoint that takes images; BadInput: the tower's weights are broken.
     `through_transformers`: not by the engine's own decoder, so masks are causal."""
@@ -213,10 +196,9 @@ def open_images(
         )
     try:
         trusted = checkpoint.trust_remote_code
-        config = checkpoint.config
-        processor = ImageProcessor(folder, config, tokenizer, trust_remote_code=trusted)
+        processor = ImageProcessor(folder, checkpoint.config, tokenizer, trust_remote_code=trusted)
     except BadInput as error:
         _log.warning("%s; the model runs on text alone", error)
         return ImageSupport(reason=str(error))
-    encoder = load_encoder(checkpoint, device, dtype, input_bits)
+    encoder = load_encoder(checkpoint, device, dtype)
     return ImageSupport(processor, EncoderCache(encoder, max_cache_bytes))

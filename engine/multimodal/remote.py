@@ -14,7 +14,7 @@ from urllib.parse import urljoin
 import httpcore
 import httpx
 
-from ...base.errors import BadInput
+from ...base.errors import BadInput, first_line
 
 MAX_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -51,8 +51,8 @@ class RemoteMedia:
                     f"{target.host} did not send the image within {self.timeout_seconds:g} s"
                 ) from error
             except (OSError, ssl.SSLError, httpcore.NetworkError, httpcore.ProtocolError) as error:
-                reason = str(error).splitlines() or [type(error).__name__]
-                raise BadInput(f"cannot fetch an image from {target.host}: {reason[0]}") from error
+                reason = first_line(error)
+                raise BadInput(f"cannot fetch an image from {target.host}: {reason}") from error
             if isinstance(answer, bytes):
                 return answer
             url = urljoin(str(target), answer)

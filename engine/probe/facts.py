@@ -120,11 +120,10 @@ def _as_ranges(layers: Sequence[int]) -> list[list[int]]:
     for layer in layers:
         if ranges:
             start, stop, step = ranges[-1]
-            if stop - step == start:  # of one index so far: the step is free
-                ranges[-1] = [start, layer + 1, layer - start] if layer > start else ranges[-1]
-                if layer > start:
-                    continue
-            elif layer == stop - 1 + step:
+            if stop - step == start and layer > start:  # of one index so far: the step is free
+                ranges[-1] = [start, layer + 1, layer - start]
+                continue
+            if layer == stop - 1 + step:
                 ranges[-1][1] = layer + 1
                 continue
         ranges.append([layer, layer + 1, 1])

@@ -11,6 +11,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -74,9 +75,8 @@ def _role(name: str, parameter: torch.Tensor, num_experts: int) -> tuple[str, st
     in_experts = re.search(r"(?:^|\.)experts(?:\.|$)", name) is not None
     if parameter.dim() < 2:
         return ("bias" if name.endswith("bias") else "norm"), "whole", 1
-    if in_experts and num_experts and parameter.dim() >= 2 and parameter.shape[0] == num_experts:
-        stacked_bias = parameter.dim() == 2
-        return ("expert_bias" if stacked_bias else "expert"), "ranks", num_experts
+    if in_experts and num_experts and parameter.shape[0] == num_experts:
+        return ("expert_bias" if parameter.dim() == 2 else "expert"), "ranks", num_experts
     if in_experts and num_experts:
         return "expert", "ranks", 1
     if _ROUTER.search(name) and num_experts and num_experts in parameter.shape:
@@ -202,10 +202,8 @@ def measure_cache(model: Any) -> tuple[CachedTensor, ...]:
 
 
 def _measure(model: Any, length: int, shapes: dict[int, Shapes]) -> None:
-    try:
+    with suppress(ProbeTooLong):
         shapes[length] = cache_shapes(cache_after(model, length))
-    except ProbeTooLong:
-        return
 
 
 def _by_path(shapes: Mapping[int, Shapes]) -> Iterator[tuple[str, dict[int, Size | None]]]:
@@ -271,9 +269,8 @@ def _declared_windows(cache: Any) -> dict[int, int]:
         limit, keys = getattr(layer, "sliding_window", None), getattr(layer, "keys", None)
         if isinstance(limit, int) and isinstance(keys, torch.Tensor) and keys.dim() == 4:
             grown = copy.deepcopy(layer)
-            values = layer.values
             try:
-                grown.update(_longer(keys, 2 * limit), _longer(values, 2 * limit))
+                grown.update(_longer(keys, 2 * limit), _longer(layer.values, 2 * limit))
             except Exception:  # a layer with another update keeps its declared window
                 windows[index] = limit - 1
                 continue

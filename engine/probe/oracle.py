@@ -40,9 +40,9 @@ def build_on_meta(config: Any, *, trust_remote_code: bool = False) -> torch.nn.M
 
 def text_dtype(config: Any) -> torch.dtype:
     """The dtype of a config, or of its text model; bfloat16 without one."""
-    dtype = getattr(config, "dtype", None) or getattr(
-        config.get_text_config(decoder=True), "dtype", None
-    )
+    dtype = getattr(config, "dtype", None)
+    if not dtype:
+        dtype = getattr(config.get_text_config(decoder=True), "dtype", None)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     return dtype if isinstance(dtype, torch.dtype) and dtype.is_floating_point else torch.bfloat16
@@ -51,7 +51,6 @@ def text_dtype(config: Any) -> torch.dtype:
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "embedding_dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", *_HEADS)
 _CONTEXT = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
 )

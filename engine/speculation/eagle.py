@@ -120,10 +120,14 @@ class EagleHead:
         self.kv_layouts: tuple[KvLayout, ...] = spec.kv_layouts
         self.hidden_size = spec.shape.hidden_size
         self.aux_hidden_state_layers = weights.aux_hidden_state_layers
-        self._weights = weights
-        self._target = target
+        self._weights, self._target = weights, target
+        self.bytes_held = self.bytes_per_position = weights.weight_bytes
+        if weights.embedding is not target.weights.embedding:
+            self.bytes_held += weights.embedding.nbytes
+        if weights.scores is None:
+            self.bytes_per_position += target.weights.head.weight_bytes
         device, layout = weights.embedding.device, spec.kv_layouts[0]
-        dtype, longest = loading.dtype, loading.max_model_len or spec.max_model_len
+        dtype, longest = loading.dtype, loading.max_model_len or spec.shape.max_context
         self._rotary_embedding = RotaryEmbedding(
             [rope], spec.rotary_width, longest, device, dtype, None
         )
@@ -139,28 +143,13 @@ class EagleHead:
     def captures_any_step(self) -> bool:
         return self.is_capturable and takes_static_metadata(self._attend.causal)
 
-    @property
-    def bytes_held(self) -> int:
-        shared = self._weights.embedding is self._target.weights.embedding
-        return self._weights.weight_bytes + (0 if shared else self._weights.embedding.nbytes)
-
-    @property
-    def bytes_per_position(self) -> int:
-        has_head = self._weights.scores is not None
-        return self._weights.weight_bytes + (
-            0 if has_head else self._target.weights.head.weight_bytes
-        )
-
     @torch.inference_mode()
     def known(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's first hidden states [tokens, hidden]: of fused auxiliary states (EAGLE-3), or final
         ones."""
-        aux_fusion = self._weights.aux_fusion
-        return (
-            hidden
-            if aux_fusion is None
-            else aux_fusion(hidden[:, self._target.spec.shape.hidden_size :])
-        )
+        if self._weights.aux_fusion is None:
+            return hidden
+        return self._weights.aux_fusion(hidden[:, self._target.spec.shape.hidden_size :])
 
     @torch.inference_mode()
     def forward(

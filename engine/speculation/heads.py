@@ -15,23 +15,22 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ...base.errors import BadInput
+from ...base.errors import BadInput, first_line
 from ...quant.model.checkpoint import SINGLE_NAME, Checkpoint, read_json
 from ..base.device import packed
-from ..cache.kv_cache import KvCache
 from ..model.decoder.decoder import Decoder
 from ..model.decoder.loader import LayerLoader
 from ..model.decoder.reader import CheckpointReader, model_spec
 from ..model.layers.attention import HeadAttention, Rotation
-from ..model.layers.embedding import EmbeddingTable, TokenEmbedding
-from ..model.layers.norm import Norm
+from ..model.layers.embedding import TokenEmbedding
 from ..model.layers.projection import Projection, Weights
-from ..model.layers.spec import KvLayout, LoadingOptions, ModelSpec
+from ..model.layers.spec import KvLayout, LoadingOptions
 from ..sampling.sampler import Sampler
 from ..scheduling.step_plan import ScheduledRow
 from .eagle import ConcatenatedInput, DraftVocabularyHead, EagleHead, EagleWeights, FusedInput
 from .proposer import (
     DraftTokens,
+    Proposer,
     SamplingRowOf,
     TargetStates,
     TreeExpansion,
@@ -73,8 +72,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
             return load_file(path)
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{path} is cut off or damaged: {reason}") from error
+        raise BadInput(f"{path} is cut off or damaged: {first_line(error)}") from error
     if not isinstance(tensors, dict) or not all(
         isinstance(x, torch.Tensor) for x in tensors.values()
     ):
@@ -114,74 +112,59 @@ def load_eagle(
     }
     spec = replace(spec, shape=replace(shape, **biases))
     reader = CheckpointReader(checkpoint, loading)
-    loader = LayerLoader(reader, spec, "", loading.dtype, None)
     load = _eagle3_weights if is_eagle3 else _eagle_weights
-    weights = load(_HeadSource(checkpoint, reader, loader, layer, spec, target))
+    weights = load(_HeadLoader(reader, spec, "", loading.dtype, None, checkpoint, layer, target))
     reader.finish(lambda name: name.endswith(spec.names.buffers) or name == "t2d")
     return EagleHead(spec, rope, weights, target, loading)
 
 
 @dataclass(frozen=True, slots=True)
-class _HeadSource:
-    """The checkpoint, reader and specs that a head's weights are read with."""
+class _HeadLoader(LayerLoader):
+    """Loads the parts of a head for `target`, whose layer has the prefix `layer`."""
 
     checkpoint: HeadsCheckpoint
-    reader: CheckpointReader
-    loader: LayerLoader
     layer: str
-    spec: ModelSpec
     target: Decoder
 
-    def embedding(self) -> TokenEmbedding:
+    def own_embedding(self) -> TokenEmbedding:
         """The head's embedding; the target's where the head has none and the widths agree."""
         shape, shared = self.spec.shape, self.target.weights.embedding
         if "embed_tokens.weight" not in self.checkpoint and shared.width == shape.hidden_size:
             return shared
-        table = self.reader.weight("embed_tokens.weight", shape.vocab_size, shape.hidden_size)
-        return EmbeddingTable(table, self.loader.dtype)
+        return self.embedding("embed_tokens.weight", tied=False)
 
     def fc(self, in_features: int) -> Projection:
         bias, out = "fc.bias" in self.checkpoint, self.spec.shape.hidden_size
         return self.reader.projection(["fc"], in_features, [out], bias=bias)
 
-    def norm(self, name: str) -> Norm:
-        return self.loader.norm(name, self.spec.shape.hidden_size)
-
     def attention(self, in_features: int) -> HeadAttention:
         rotation = Rotation(0, self.spec.rotary_interleaved)
-        return self.loader.head_attention(self.layer, 0, rotation, in_features)
+        return self.head_attention(self.layer, 0, rotation, in_features)
 
 
-def _eagle_weights(source: _HeadSource) -> EagleWeights:
+def _eagle_weights(source: _HeadLoader) -> EagleWeights:
     hidden = source.spec.shape.hidden_size
     return EagleWeights(
-        embedding=source.embedding(),
+        embedding=source.own_embedding(),
         aux_hidden_state_layers=(),
         aux_fusion=None,
         input_fusion=FusedInput(source.fc(2 * hidden)),
         attention=source.attention(hidden),
-        mlp_norm=source.norm(f"{source.layer}post_attention_layernorm"),
-        mlp=source.loader.block(source.layer, 0),
+        mlp_norm=source.norm(f"{source.layer}post_attention_layernorm", hidden),
+        mlp=source.block(source.layer, 0),
         scores=None,
     )
 
 
-def _eagle3_weights(source: _HeadSource) -> EagleWeights:
+def _eagle3_weights(source: _HeadLoader) -> EagleWeights:
     config, layer, shape = source.checkpoint.config, source.layer, source.spec.shape
     hidden, read = shape.hidden_size, source.target.spec.shape.hidden_size
-    count = source.target.spec.shape.num_layers
-    aux_hidden_state_layers = config.get("eagle_aux_hidden_state_layer_ids") or (
-        2,
-        count // 2,
-        count - 3,
-    )
-    if not all(
-        isinstance(aux_layer, int) and 0 <= aux_layer < count
-        for aux_layer in aux_hidden_state_layers
-    ):
+    folder, count = source.checkpoint.folder, source.target.spec.shape.num_layers
+    usual = (2, count // 2, count - 3)
+    aux_layers = tuple(config.get("eagle_aux_hidden_state_layer_ids") or usual)
+    if not all(isinstance(index, int) and 0 <= index < count for index in aux_layers):
         raise BadInput(
-            f"{source.checkpoint.folder}: auxiliary hidden states of the layers "
-            f"{list(aux_hidden_state_layers)}; the model has {count}"
+            f"{folder}: auxiliary hidden states of the layers {[*aux_layers]}; the model has {count}"
         )
     draft_vocab_size = config.get("draft_vocab_size") or shape.vocab_size
     token_ids = None
@@ -189,28 +172,25 @@ def _eagle3_weights(source: _HeadSource) -> EagleWeights:
         offsets = source.reader.numbers("d2t", draft_vocab_size)
         token_ids = torch.arange(draft_vocab_size, device=source.reader.device) + offsets
         if not bool(((token_ids >= 0) & (token_ids < shape.vocab_size)).all()):
-            raise BadInput(
-                f"{source.checkpoint.folder}: d2t maps to token ids outside the vocabulary"
-            )
+            raise BadInput(f"{folder}: d2t maps to token ids outside the vocabulary")
     elif draft_vocab_size != shape.vocab_size:
         raise BadInput(
-            f"{source.checkpoint.folder}: a draft vocabulary of {draft_vocab_size} tokens, "
-            "and no d2t that maps it"
+            f"{folder}: a draft vocabulary of {draft_vocab_size} tokens, and no d2t that maps it"
         )
     return EagleWeights(
-        embedding=source.embedding(),
-        aux_hidden_state_layers=tuple(aux_hidden_state_layers),
-        aux_fusion=source.fc(len(aux_hidden_state_layers) * read),
+        embedding=source.own_embedding(),
+        aux_hidden_state_layers=aux_layers,
+        aux_fusion=source.fc(len(aux_layers) * read),
         input_fusion=ConcatenatedInput(
-            source.norm(f"{layer}input_layernorm"),
-            source.norm(f"{layer}hidden_norm"),
+            source.norm(f"{layer}input_layernorm", hidden),
+            source.norm(f"{layer}hidden_norm", hidden),
             bool(config.get("norm_before_residual", False)),
         ),
         attention=source.attention(2 * hidden),
-        mlp_norm=source.norm(f"{layer}post_attention_layernorm"),
-        mlp=source.loader.block(layer, 0),
+        mlp_norm=source.norm(f"{layer}post_attention_layernorm", hidden),
+        mlp=source.block(layer, 0),
         scores=DraftVocabularyHead(
-            source.norm("norm"),
+            source.norm("norm", hidden),
             source.reader.projection(["lm_head"], hidden, [draft_vocab_size], bias=False),
             token_ids,
             shape.vocab_size,
@@ -223,18 +203,11 @@ def _agree(folder: Path, what: str, actual: int, expected: int) -> None:
         raise BadInput(f"{folder}: a head for a {what} of {actual}; the model's is {expected}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Module names of a head: `block` by head and block index, `output` by head and number of blocks."""
-
-    block: str
-    output: str
-
-
 _LAYOUTS = (
-    _Names("{head}.{block}.linear", "{head}.{blocks}"),  # as Medusa's authors publish heads
-    _Names("blocks.{head}.layers.{block}", "lm_heads.{head}"),  # as vLLM's converter writes them
+    ("{head}.{block}.linear", "{head}.{blocks}"),  # as Medusa's authors publish heads
+    ("blocks.{head}.layers.{block}", "lm_heads.{head}"),  # as vLLM's converter writes them
 )
+"""Module names: of a block by head and its index, of the output by head and number of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,20 +245,21 @@ def load_medusa(
     checkpoint: HeadsCheckpoint, hidden_size: int, vocab_size: int, loading: LoadingOptions
 ) -> MedusaHeads:
     """Medusa heads, as many as the file's tensors say: configs may lack it. BadInput: none, or misfits."""
-    names = next((n for n in _LAYOUTS if _module(n.block, 0, 0) in checkpoint), None)
+    names = next((n for n in _LAYOUTS if _module(n[0], 0, 0) in checkpoint), None)
     if names is None:
         raise BadInput(
             f"{checkpoint.folder}: no Medusa heads: the file has neither "
-            + " nor ".join(_module(n.block, 0, 0) for n in _LAYOUTS)
+            + " nor ".join(_module(block, 0, 0) for block, _ in _LAYOUTS)
         )
-    num_blocks = next(i for i in count() if _module(names.block, 0, i) not in checkpoint)
-    num_heads = next(i for i in count() if _module(names.block, i, 0) not in checkpoint)
-    head_size = checkpoint.shape(_module(names.block, 0, 0))[-1]
+    block_name, output_name = names
+    num_blocks = next(i for i in count() if _module(block_name, 0, i) not in checkpoint)
+    num_heads = next(i for i in count() if _module(block_name, i, 0) not in checkpoint)
+    head_size = checkpoint.shape(_module(block_name, 0, 0))[-1]
     if head_size != hidden_size:
         raise BadInput(
             f"{checkpoint.folder}: heads for a hidden size of {head_size}; the model's is {hidden_size}"
         )
-    output = f"{names.output.format(head=0, blocks=num_blocks)}.weight"
+    output = f"{output_name.format(head=0, blocks=num_blocks)}.weight"
     if output in checkpoint and checkpoint.shape(output)[0] != vocab_size:
         raise BadInput(
             f"{checkpoint.folder}: heads for {checkpoint.shape(output)[0]} tokens; the model has "
@@ -294,12 +268,12 @@ def load_medusa(
     reader = CheckpointReader(checkpoint, loading)
     heads = []
     for head in range(num_heads):
-        modules = [names.block.format(head=head, block=i) for i in range(num_blocks)]
+        modules = [block_name.format(head=head, block=i) for i in range(num_blocks)]
         blocks = [
             reader.projection([m], hidden_size, [hidden_size], bias=f"{m}.bias" in checkpoint)
             for m in modules
         ]
-        top = names.output.format(head=head, blocks=num_blocks)
+        top = output_name.format(head=head, blocks=num_blocks)
         heads.append(
             MedusaHead(blocks, reader.projection([top], hidden_size, [vocab_size], bias=False))
         )
@@ -311,11 +285,8 @@ def _module(pattern: str, head: int, block: int) -> str:
     return f"{pattern.format(head=head, block=block)}.weight"
 
 
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """Medusa proposer: the heads read the final hidden state that the last known token was sampled from."""
-
-    aux_hidden_state_layers: tuple[int, ...] = ()
-    caches: tuple[KvCache, ...] = ()
 
     def __init__(self, heads: MedusaHeads, width: int) -> None:
         self._heads = heads.heads
@@ -336,7 +307,7 @@ class MedusaProposer:
             if row.num_draft_tokens and (row.sequence_id, row.end - 1) in self._hidden
         ]
         if self._width == 1:
-            return self._chains(known, draw)
+            return self._chains(known, draw) if known else {}
         expansions = [TreeExpansion(row, self._width) for row in known]
 
         def logits(active: Sequence[TreeExpansion]) -> torch.Tensor:
@@ -350,9 +321,6 @@ class MedusaProposer:
     def _chains(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
-        if not rows:
-            return {}
-
         def follow(
             rows: Sequence[ScheduledRow], chains: Sequence[list[int]], *_: Any
         ) -> torch.Tensor:

@@ -35,7 +35,6 @@ from .proposer import (
     NgramProposer,
     Proposer,
     SamplingRowOf,
-    TargetStates,
     draft_chains,
 )
 
@@ -63,24 +62,22 @@ class DraftModel(CachedProposer):
         super().__init__(model, cache, device, dtype)
         self._independent = independent
 
-    def observe(self, steps: Sequence[TargetStates]) -> None:
-        """Nothing to keep: the draft model reads token ids only."""
-
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
     ) -> Mapping[str, DraftTokens]:
-        runs = [_uncomputed_run(row) for row in rows]
+        runs = []
+        for row in rows:
+            # Before drafts one token more, whose slot is empty if all drafts were accepted.
+            start = max(0, row.start - 1) if row.num_draft_tokens else row.start
+            runs.append(Run(start, row.tokens[start : row.end], row.block_ids))
         ends = [end - 1 for end in accumulate(len(run.token_ids) for run in runs)]
         going = [row for row in rows if row.num_draft_tokens]
         at = [end for end, row in zip(ends, rows, strict=True) if row.num_draft_tokens]
         states = self.forward(runs, None, None)
         if not going:
             return {}
-        last = (
-            states
-            if len(at) == len(states)
-            else states.index_select(0, packed([at], self._device)[0])
-        )
+        if len(at) < len(states):
+            states = states.index_select(0, packed([at], self._device)[0])
         probabilities: dict[str, list[torch.Tensor]] = {row.sequence_id: [] for row in going}
 
         def choose(
@@ -104,7 +101,7 @@ class DraftModel(CachedProposer):
             ]
             return self.model.logits(self.forward(runs, tokens, None))
 
-        drafts = draft_chains(going, self.model.logits(last), choose, follow)
+        drafts = draft_chains(going, self.model.logits(states), choose, follow)
         return {
             name: DraftTokens(
                 tuple(tokens),
@@ -113,12 +110,6 @@ class DraftModel(CachedProposer):
             )
             for name, tokens in drafts.items()
         }
-
-
-def _uncomputed_run(row: ScheduledRow) -> Run:
-    """Tokens of the target's step; before drafts one more, unseen if all drafts were accepted."""
-    start = max(0, row.start - 1) if row.num_draft_tokens else row.start
-    return Run(start, row.tokens[start : row.end], row.block_ids)
 
 
 _VERIFICATION_COST = 0.05  # of one more token in a memory-bound step, relative to the step

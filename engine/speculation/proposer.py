@@ -56,16 +56,10 @@ SamplingRowOf = Callable[[ScheduledRow, Sequence[int]], SamplingRow]
 class Proposer(Protocol):
     """Proposes draft tokens for the rows of a step that have slots for some."""
 
-    @property
-    def bytes_held(self) -> int: ...
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """Target layers whose input it reads beside the final hidden states (EAGLE-3)."""
-        ...
-
-    @property
-    def caches(self) -> tuple[KvCache, ...]: ...
+    bytes_held: int = 0
+    aux_hidden_state_layers: tuple[int, ...] = ()
+    """Target layers whose input it reads beside the final hidden states (EAGLE-3)."""
+    caches: tuple[KvCache, ...] = ()
 
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf
@@ -74,8 +68,7 @@ class Proposer(Protocol):
         ...
 
     def observe(self, steps: Sequence[TargetStates]) -> None:
-        """Take the target states of a step's rows, before the next `propose`."""
-        ...
+        """Take the target states of a step's rows, before the next `propose`; by default nothing is kept."""
 
 
 DraftForward = Callable[[Sequence[Run], torch.Tensor | None, torch.Tensor | None], torch.Tensor]
@@ -83,23 +76,18 @@ DraftForward = Callable[[Sequence[Run], torch.Tensor | None, torch.Tensor | None
 int64 [tokens] or None; the third, for a head, the hidden states before the tokens."""
 
 
-class CachedProposer:
+class CachedProposer(Proposer):
     """A draft model or head with its own KV cache, by the target's block ids; `forward` may replay graphs."""
-
-    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(
         self, model: Any, cache: KvCache, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.model, self.caches = model, (cache,)
+        self.bytes_held = model.bytes_held + cache.num_bytes
         self._cache, self._device, self._dtype = cache, device, dtype
         self._sampler = Sampler()
         self.forward: DraftForward = self._eager
         self.capture_all: Callable[[], None] = lambda: None
-
-    @property
-    def bytes_held(self) -> int:
-        return self.model.bytes_held + self._cache.num_bytes
 
     def _eager(
         self, runs: Sequence[Run], token_ids: torch.Tensor | None, before: torch.Tensor | None
@@ -111,19 +99,12 @@ class CachedProposer:
         return self.model.forward(inputs, self._cache.layers, *given)
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Proposes what followed the longest earlier match of the last tokens, the latest match among several."""
-
-    bytes_held = 0
-    aux_hidden_state_layers: tuple[int, ...] = ()
-    caches: tuple[KvCache, ...] = ()
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest
         self._longest = longest
-
-    def observe(self, steps: Sequence[TargetStates]) -> None:
-        """Nothing to keep: `propose` reads the rows' token ids."""
 
     def propose(
         self, rows: Sequence[ScheduledRow], draw: SamplingRowOf

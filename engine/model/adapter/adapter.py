@@ -26,11 +26,11 @@ from ..layers.spec import ImageSpec, KvLayout, LoadingOptions
 from ..layers.state import StateBatch, StateLayout
 from .linears import (
     CurrentAdapters,
+    ProjectedLinear,
     adapter_sites,
     checked_config,
     described,
     load_model,
-    projections,
 )
 from .packed import LatentForward, PackedForward, has_attention_alone, latent_layers
 from .sequential import SequentialForward, TokenByTokenForward
@@ -71,7 +71,8 @@ class TransformersModel:
         self._forward, self.kv_layouts, self.state_layouts = self._choose()
         self._shard = None if shard is None else self._divide(shard, options)
         self.bytes_held = sum(weight.nbytes for weight in self._model.parameters())
-        self.bytes_held += sum(projection.weight_bytes for projection in projections(self._model))
+        linears = (m for m in self._model.modules() if isinstance(m, ProjectedLinear))
+        self.bytes_held += sum(linear.site.projection.weight_bytes for linear in linears)
         table, head = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         untied = getattr(head, "weight", None) is not table.weight
         self.bytes_per_step = self.bytes_held - (table.weight.nbytes if untied else 0)
@@ -120,8 +121,7 @@ class TransformersModel:
         """Compute over all connected ranks from now on. BadInput: the logits are not the whole model's."""
         assert self._shard is not None
         self._shard.connect()
-        tokens, expected = self._checked
-        if not self._runs_in_chunks(self._forward, self.kv_layouts, (), tokens, expected):
+        if not self._runs_in_chunks(self._forward, self.kv_layouts, ()):
             raise BadInput(f"{self._name}: divided by transformers' plan, its results differ")
 
     @torch.inference_mode()
@@ -169,7 +169,7 @@ class TransformersModel:
             try:
                 forward = kind(self._model, own_attention)
                 layouts, states = forward.layouts(tokens)
-                if self._runs_in_chunks(forward, layouts, states, tokens, expected):
+                if self._runs_in_chunks(forward, layouts, states):
                     if isinstance(forward, SequentialForward):
                         self._batch_decode(forward, layouts, states)
                     return forward, layouts, states
@@ -218,12 +218,10 @@ class TransformersModel:
         forward: PackedForward | SequentialForward,
         layouts: Sequence[KvLayout],
         states: Sequence[StateLayout],
-        tokens: torch.Tensor,
-        expected: torch.Tensor,
     ) -> bool:
-        """True if two paged steps, the second with another sequence batched, give the `expected` logits."""
+        """True if two paged steps, the second with another sequence batched, give the model's own logits."""
+        (tokens, expected), split = self._checked, 4
         caches, state_batch = self._empty(layouts, states)
-        split = 4
         first = self._step(tokens, [(0, split, [2])], state_batch)
         second = self._step(tokens, [(split, len(tokens), [2, 1]), (0, 2, [3])], state_batch)
         actual = torch.cat([forward(first, caches), forward(second, caches)]).float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,15 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from ....base.errors import BadInput, first_line
+from ....quant.convert.plain import refuse_unplaced
 from ....quant.families.registry import type_of
 from ....quant.formats.registry import quantized_modules, read_quantized, tensor_names
+from ....quant.kinds.base.format import CACHE_SCALES
 from ....quant.kinds.base.tensor import QuantizedTensor
 from ....quant.model.auto import auto_class, read_config
 from ....quant.model.checkpoint import Checkpoint
 from ....quant.model.experts import LEAVES, experts_of, fused
-from ....quant.model.parameters import ModelParameters
+from ....quant.model.parameters import ModelParameters, model_parameters
 from ...base.device import placed_on
 from ..layers.projection import NO_ADAPTERS, AdapterRows, LinearSite, Projection, SlotMask
 from ..layers.spec import LoadingOptions
@@ -54,10 +56,6 @@ class ProjectedLinear(nn.Module):
         self.in_features, self.out_features = site.in_features, site.out_features
         self._adapters, self._inputs, self._read = adapters, inputs, read
 
-    @property
-    def projection(self) -> Projection:
-        return self.site.projection
-
     def read(self) -> QuantizedTensor:
         assert self._read is not None
         return self._read()
@@ -65,7 +63,7 @@ class ProjectedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._inputs is not None:
             x = x[..., self._inputs]
-        y = self.projection(x.reshape(-1, x.shape[-1]), self._adapters.rows)
+        y = self.site.projection(x.reshape(-1, x.shape[-1]), self._adapters.rows)
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -92,12 +90,16 @@ class QuantizedWeights:
         packed = {
             name for module in self._placeholders for name in tensor_names(checkpoint, module)
         }
-        self._plain = [name for name in checkpoint.names if name not in packed]
-        self._apart = self._experts_apart()
+        left = (name for name in checkpoint.names if name not in packed)
+        plain = [name for name in left if not name.endswith((*CACHE_SCALES, ".g_idx"))]
+        self._apart = self._experts_apart(plain)
+        self._of_experts = tuple(f"{disk}." for _, disk in self._apart.values())
+        self.plain = [name for name in plain if not name.startswith(self._of_experts)]
+        """The tensors of no quantized linear and no fused expert: parameters of the model."""
 
     def state_dict(self, dense: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
         """The checkpoint's tensors with placeholders for the quantized ones; `dense` are dequantized."""
-        tensors = {name: self._checkpoint.tensor(name) for name in self._plain}
+        tensors = {name: self._checkpoint.tensor(name) for name in self.plain}
         for module, placeholder in self._placeholders.items():
             tensors[f"{module}.weight"] = self._dense(module) if module in dense else placeholder
         for path, (fused_module, disk) in self._apart.items():
@@ -117,9 +119,9 @@ class QuantizedWeights:
             return read_quantized(self._placed, module).dequantize(self._dtype).cpu()
         return self._checkpoint.tensor(f"{module}.weight").to(self._dtype)
 
-    def _experts_apart(self) -> dict[str, tuple[Any, str]]:
+    def _experts_apart(self, plain: Sequence[str]) -> dict[str, tuple[Any, str]]:
         """Fused modules whose experts the checkpoint has apart: module and name on disk, by path."""
-        names = [*self._plain, *(f"{module}.weight" for module in self._placeholders)]
+        names = [*plain, *(f"{module}.weight" for module in self._placeholders)]
         if not experts_of(names):
             return {}
         checkpoint = self._checkpoint
@@ -144,9 +146,8 @@ class QuantizedWeights:
         """Quantized linears that cannot stay so: merged experts, and projections that are absorbed."""
         absorbed, sites = latent_projections(model), self.sites(model)
         placed = {m for m, name in sites.items() if model.get_submodule(name) not in absorbed}
-        apart = tuple(f"{disk}." for _, disk in self._apart.values())
         left = self._placeholders.keys() - placed
-        return frozenset(module for module in left if not module.startswith(apart))
+        return frozenset(module for module in left if not module.startswith(self._of_experts))
 
     def place(
         self, model: nn.Module, device: torch.device, input_bits: int, adapters: CurrentAdapters
@@ -160,12 +161,6 @@ class QuantizedWeights:
             site = _whole(linear, projection)
             model.set_submodule(name, ProjectedLinear(site, adapters, read=read, bias=bias))
             self._checkpoint.release()
-
-
-def projections(model: nn.Module) -> Iterator[Projection]:
-    for module in model.modules():
-        if isinstance(module, ProjectedLinear):
-            yield module.projection
 
 
 def adapter_sites(
@@ -222,14 +217,14 @@ def load_model(
     """The model; quantized linears stay so, merged ones do not. BadInput: broken or mismatched weights."""
     kind = model_class(config, checkpoint.trust_remote_code)
     device, dtype = options.device, options.dtype
+    load = partial(from_pretrained, kind, checkpoint, config, dtype)
     if checkpoint.quantization_config is None:
-        model = from_pretrained(kind, checkpoint, config, dtype, checkpoint.folder)
-        return model.to(device).eval()
+        return load().to(device).eval()
     weights = QuantizedWeights(checkpoint, dtype, device)
-    model = from_pretrained(kind, checkpoint, config, dtype, None, weights.state_dict())
+    refuse_unplaced(checkpoint, weights.plain, model_parameters(checkpoint))
+    model = load(weights.state_dict())
     if merged := weights.not_placed(model):
-        state_dict = weights.state_dict(merged)
-        model = from_pretrained(kind, checkpoint, config, dtype, None, state_dict)
+        model = load(weights.state_dict(merged))
     weights.place(model, device, options.input_bits, adapters)
     return model.to(device).eval()
 
@@ -251,16 +246,15 @@ def from_pretrained(
     checkpoint: Checkpoint,
     config: Any,
     dtype: torch.dtype,
-    folder: Any,
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> Any:
-    """A model of a class with weights from `folder` or `state_dict`. BadInput: broken or mismatched."""
+    """A model with weights from `state_dict`, or the checkpoint's. BadInput: broken or mismatched."""
     name = described(checkpoint)
     had_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         model, report = kind.from_pretrained(
-            folder,
+            checkpoint.folder if state_dict is None else None,
             config=config,
             dtype=dtype,
             state_dict=state_dict,

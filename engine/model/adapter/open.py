@@ -42,7 +42,7 @@ def open_model(
         model = TransformersModel(checkpoint, options, shard)
         return model, _longest(options.max_model_len, model.max_context)
     if options.stream is None:
-        longest = _longest(options.max_model_len, spec.max_model_len)
+        longest = _longest(options.max_model_len, spec.shape.max_context)
     else:
         spec, longest = streaming_spec(spec, options.stream), options.max_model_len or ENDLESS
     if shard is None or shard.rank == 0:

@@ -113,29 +113,22 @@ class _DryRun:
     def __init__(self) -> None:
         self.caches: dict[int, CacheOfLayer] = {}
         self.layouts: list[KvLayout] = []
-        self._keys: list[torch.Tensor] = []
+        # Held, so that no other tensor takes their place.
+        self._keys: dict[object, torch.Tensor] = {}
 
     def __call__(self, call: LayerCall) -> torch.Tensor:
         layer, queries, keys, values, _ = call
         if layer in self.caches:
             raise ValueError("a layer attends more than once")
         identity = keys.data_ptr(), keys.shape, keys.stride()
-        shared = next(
-            (
-                i
-                for i, k in enumerate(self._keys)
-                if (k.data_ptr(), k.shape, k.stride()) == identity
-            ),
-            None,
-        )
-        if shared is None:
-            self._keys.append(keys)
+        is_filled = identity not in self._keys
+        if is_filled:
+            self._keys[identity] = keys
             begins_keys = keys.data_ptr() == values.data_ptr() and keys.stride() == values.stride()
             self.layouts.append(
                 KvLayout(keys.shape[1], keys.shape[2], values.shape[2], begins_keys)
             )
-        index = len(self._keys) - 1 if shared is None else shared
-        self.caches[layer] = CacheOfLayer(index, shared is None)
+        self.caches[layer] = CacheOfLayer([*self._keys].index(identity), is_filled)
         return queries.new_zeros(*queries.shape[:2], values.shape[2])
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ....base.errors import BadInput
-from ..layers.parallel import Group, Shard, take, take_rows
+from ..layers.parallel import Shard, take, take_rows
 from ..layers.projection import LinearSite, Projection
 from ..layers.spec import LoadingOptions
 from .linears import CurrentAdapters, ProjectedLinear
@@ -26,6 +26,7 @@ _WHOLE = (
     *("replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"),
 )
 _EXPERTS = "moe_tp_experts"
+_SPLIT = "llmopt_is_split"
 
 
 class ModelShard:
@@ -42,7 +43,7 @@ class ModelShard:
     ) -> None:
         self._shard, self._device, self._dtype = shard, options.device, options.dtype
         self._input_bits, self._adapters = options.input_bits, adapters
-        self._ranks = _Ranks(shard.group)
+        self._is_connected = False
         self._what = f"tensor_parallel_size = {shard.size}"
         for name, what in (("num_attention_heads", "heads"), ("num_key_value_heads", "KV heads")):
             count = getattr(decoder.config, name, None)
@@ -70,7 +71,15 @@ class ModelShard:
         self._split_parameters(decoder, whole, styles)
 
     def connect(self) -> None:
-        self._ranks.are_connected = True
+        self._is_connected = True
+
+    def _sum(self, part: torch.Tensor) -> torch.Tensor:
+        return self._shard.group.all_reduce(part) if self._is_connected else part
+
+    def _gather(self, width: int, part: torch.Tensor) -> torch.Tensor:
+        if self._is_connected:
+            return self._shard.group.all_gather_columns(part, width)
+        return functional.pad(part, (0, width - part.shape[1]))
 
     def _split_parameters(
         self, decoder: Any, whole: Any, styles: dict[re.Pattern[str], str]
@@ -115,9 +124,9 @@ class ModelShard:
             bias = bias.to(self._device, self._dtype)
         projection = Projection([part], bias, self._dtype, self._input_bits)
         if columns is not None:
-            projection.then(self._ranks.sum)
+            projection.then(self._sum)
         elif style == "colwise_gather_output":
-            projection.then(partial(self._ranks.gather, out_features))
+            projection.then(partial(self._gather, out_features))
         outputs = slice(0, sum(run.stop - run.start for run in rows) or out_features)
         site = LinearSite(projection, outputs, out_features, in_features, rows, columns)
         read = columns if style == "rowwise_split_input" else None
@@ -134,7 +143,7 @@ class ModelShard:
         halves = gate_up.detach().unflatten(1, (2, -1))[:, :, run]
         gate_up.data = halves.flatten(1, 2).contiguous()
         down.data = down.detach()[:, :, run].contiguous()
-        experts.register_forward_hook(lambda _, __, output: self._ranks.sum(output))
+        experts.register_forward_hook(lambda _, __, output: self._sum(output))
         setattr(experts, _SPLIT, True)
 
     def _part(self, name: str, width: int, what: str) -> slice:
@@ -145,22 +154,3 @@ class ModelShard:
 
     def _refusal(self, name: str, reason: str) -> BadInput:
         return BadInput(f"{self._what}: {name}: {reason}")
-
-
-_SPLIT = "llmopt_is_split"
-
-
-class _Ranks:
-    """Collectives over the ranks; alone before they are connected."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self.are_connected = False
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        return self._group.all_reduce(part) if self.are_connected else part
-
-    def gather(self, width: int, part: torch.Tensor) -> torch.Tensor:
-        if self.are_connected:
-            return self._group.all_gather_columns(part, width)
-        return functional.pad(part, (0, width - part.shape[1]))

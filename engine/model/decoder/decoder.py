@@ -218,9 +218,10 @@ class Decoder:
         cache_dtype: CacheDtype | None = None,
     ) -> None:
         self.spec, self.weights = spec, weights
+        self.bytes_per_step = weights.bytes_per_step
         self.hidden_size: int | None = spec.shape.hidden_size
         """Width of the final hidden states, with which the rows of `forward` begin."""
-        self.vocab_size, self.kv_layouts = spec.vocab_size, spec.kv_layouts
+        self.vocab_size, self.kv_layouts = spec.shape.vocab_size, spec.kv_layouts
         self.image_spec: ImageSpec = spec.image_spec
         self.broadcast: Callable[[str, Any], None] | None = None
         self.lora_bank = adapters
@@ -265,10 +266,6 @@ class Decoder:
     def bytes_held(self) -> int:
         adapters = 0 if self.lora_bank is None else self.lora_bank.num_bytes
         return self.weights.bytes_held + adapters
-
-    @property
-    def bytes_per_step(self) -> int:
-        return self.weights.bytes_per_step
 
     @property
     def is_capturable(self) -> bool:

@@ -34,15 +34,7 @@ from .decoder import (
     StateMixer,
 )
 from .expert_loader import load_mixture
-from .part_loaders import (
-    load_altup,
-    load_embedding,
-    load_latent_attention,
-    load_per_layer_embedding,
-    load_per_layer_input,
-    load_state_mixer,
-    load_streams,
-)
+from .part_loaders import PartLoader
 from .reader import CheckpointReader, decoder_base, load_layers
 
 
@@ -55,14 +47,8 @@ def load_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLoader:
-    """Loads the modules of a decoder under its family's tensor names."""
-
-    reader: CheckpointReader
-    spec: ModelSpec
-    base: str
-    dtype: torch.dtype
-    shard: Shard | None
+class LayerLoader(PartLoader):
+    """Loads a decoder, layer by layer."""
 
     def load(self) -> DecoderWeights:
         reader, spec, names, shape = self.reader, self.spec, self.spec.names, self.spec.shape
@@ -75,7 +61,7 @@ class LayerLoader:
         # A sequence classifier has no language head; its own is read next to the decoder.
         is_classifier = spec.is_classifier and not reader.has_weight(head_name)
         tied = (shape.tied or is_classifier) and not self._has_other_head(head_name)
-        embedding = load_embedding(reader, table, vocab, hidden, self.dtype, self.shard, tied=tied)
+        embedding = self.embedding(table, tied=tied)
         positions = None
         if names.positions:
             table = f"{self.base}{names.positions}.weight"
@@ -94,9 +80,9 @@ class LayerLoader:
         layers = load_layers(load_layer, shape.num_layers, reader.device)
         per_layer = streams = None
         if spec.per_layer_width:
-            per_layer = load_per_layer_embedding(reader, spec, self.base, self.dtype)
+            per_layer = self.per_layer_embedding()
         if spec.altup is not None:
-            streams = load_streams(reader, spec, spec.altup, self.base)
+            streams = self.streams(spec.altup)
         final_norm = self.norm(f"{self.base}{names.final_norm}", hidden)
         part = slice(0, vocab) if self.shard is None else self.shard.vocabulary(vocab)
         if tied:
@@ -182,7 +168,7 @@ class LayerLoader:
         mixer: Attention | StateMixer
         if parts.state is not None:
             first = self.spec.first_state(index)
-            mixer = load_state_mixer(self.reader, self.spec, parts.state, layer, first)
+            mixer = self.state_mixer(parts.state, layer, first)
         else:
             mixer = self._attention(layer, index, ropes)
         if self.spec.altup is not None:
@@ -199,7 +185,7 @@ class LayerLoader:
             post_mlp_norm=self._norm_if(layer, names.post_mlp_norm),
             parallel=self.spec.parallel,
             residual_scale=self.spec.residual_scale,
-            per_layer_input=load_per_layer_input(self.reader, self.spec, layer, index)
+            per_layer_input=self.per_layer_input(layer, index)
             if self.spec.per_layer_width
             else None,
             output_scale=self.reader.tensor(layer + names.layer_scale, 1)
@@ -213,14 +199,14 @@ class LayerLoader:
         names, hidden = self.spec.names, self.spec.shape.hidden_size
         assert isinstance(attention, HeadAttention | SharedAttention)
         return AltUpLayer(
-            *load_altup(self.reader, self.spec, altup, layer),
+            *self.altup(altup, layer),
             self.norm(layer + names.input_norm, hidden),
             attention,
             self.norm(layer + names.post_attention_norm, hidden),
             self.norm(layer + names.mlp_norm, hidden),
             self.block(layer, index),
             self.norm(layer + names.post_mlp_norm, hidden),
-            load_per_layer_input(self.reader, self.spec, layer, index),
+            self.per_layer_input(layer, index),
         )
 
     def _attention(self, layer: str, index: int, ropes: list[RopeSpec]) -> Attention:
@@ -229,8 +215,7 @@ class LayerLoader:
         if rope is not None:
             rotation = Rotation(ropes.index(rope), self.spec.rotary_interleaved)
         if latent is not None and rotation is not None:
-            parts = self.reader, self.spec, layer, latent, rotation, self.shard
-            return load_latent_attention(*parts)
+            return self.latent_attention(layer, latent, rotation)
         if rotation is not None and self._shares(index):
             return self._shared_attention(layer, index, rotation)
         return self.head_attention(layer, index, rotation)

@@ -45,7 +45,7 @@ class CheckpointReader:
     ) -> None:
         self._shard = shard
         self._checkpoint = placed_on(options.device, checkpoint)
-        self._device, self._dtype = options.device, options.dtype
+        self.device, self._dtype = options.device, options.dtype
         self._input_bits = options.input_bits
         # MXFP4 checkpoints quantize fused expert tensors, not modules.
         config = checkpoint.quantization_config or {}
@@ -80,16 +80,16 @@ class CheckpointReader:
             raise BadInput(f"{self._checkpoint.path}: {name} holds {tensor.dtype}, not floats")
         self._unread.discard(name)
         if dtype is None:
-            stays = tensor.dtype in HALVES and keeps_halves(self._device, self._dtype)
+            stays = tensor.dtype in HALVES and keeps_halves(self.device, self._dtype)
             dtype = tensor.dtype if stays else self._dtype
-        moved = tensor.to(self._device, dtype)
+        moved = tensor.to(self.device, dtype)
         # A tensor that still aliases the mapped file would keep all of the file in memory.
         is_mapped = moved.device.type == "cpu" and moved.data_ptr() == tensor.data_ptr()
         return moved.clone() if is_mapped else moved
 
     def packed_table(self, name: str, rows: int, width: int) -> Projection | None:
         """An embedding [rows, width] in ggml's blocks, packed for row lookup; None: floats, or no kernel."""
-        if self._device.type != "cpu" or not isinstance(self._checkpoint, GgufCheckpoint):
+        if self.device.type != "cpu" or not isinstance(self._checkpoint, GgufCheckpoint):
             return None
         weight = self._checkpoint.blocks(name)
         if weight is None or weight.shape != (rows, width) or native_lookup().library is None:
@@ -111,15 +111,11 @@ class CheckpointReader:
     def same(self, first: str, second: str) -> bool:
         return torch.equal(self._checkpoint.tensor(first), self._checkpoint.tensor(second))
 
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
     def release(self) -> None:
         self._checkpoint.release()
 
     def rows(self, size: int) -> RowKernelQuery:
-        return RowKernelQuery(self._device.type, self._dtype, size)
+        return RowKernelQuery(self.device.type, self._dtype, size)
 
     def drop_linears(self, prefix: str) -> None:
         for name in list(self.linears):  # other threads add theirs meanwhile
@@ -134,7 +130,7 @@ class CheckpointReader:
                 f"config.json makes it {size} whole numbers"
             )
         self._unread.discard(name)
-        return tensor.to(self._device, torch.int64)
+        return tensor.to(self.device, torch.int64)
 
     def has_weight(self, module: str) -> bool:
         return f"{module}.weight" in self or self.is_quantized(module)
@@ -199,7 +195,7 @@ class CheckpointReader:
             return whole.transpose(1, 2).unbind()
         self._unread.difference_update(mxfp4_names(projection))
         codes = read_mxfp4(self._checkpoint, projection, num_experts, out_features, in_features)
-        return [weight.to(self._device) for weight in codes]
+        return [weight.to(self.device) for weight in codes]
 
     def dense(self, module: str, out_features: int, in_features: int) -> torch.Tensor:
         weight = self._weight(module, out_features, in_features)
@@ -223,7 +219,7 @@ class CheckpointReader:
                     f"scales, 1 or {num_heads} (one for each KV head)"
                 )
             self._unread.discard(path)
-            scales.append(scale.to(self._device))
+            scales.append(scale.to(self.device))
         return scales[0], scales[1]
 
     def finish(self, may_remain: Callable[[str], bool]) -> None:
@@ -258,7 +254,7 @@ class CheckpointReader:
                 f"but config.json makes it {(out_features, in_features)}"
             )
         self._unread -= tensor_names(self._checkpoint, module)
-        return weight.to(self._device)
+        return weight.to(self.device)
 
 
 def decoder_base(checkpoint: Checkpoint, spec: ModelSpec) -> str:
@@ -336,6 +332,8 @@ def model_spec(raw: Config) -> ModelSpec:
         elif not multimodal:
             config = text_config(config)
         config = family.prepare(config)
+        if not config.get("is_causal", True):  # as transformers' `create_causal_mask` reads it
+            raise NotCovered("config.json: is_causal false is not supported")
         shape = family.shape(config)
         dtype = config.get("dtype") or config.get("torch_dtype")
         defaults: dict[str, Any] = {

@@ -195,7 +195,7 @@ class AdapterBank:
         delta = self._deltas.get(id(site.projection))
         if delta is None:
             delta = self._deltas[id(site.projection)] = _Delta()
-            site.projection.add_delta(delta)
+            site.projection.delta = delta
         return delta
 
 

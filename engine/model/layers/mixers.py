@@ -35,27 +35,33 @@ from .projection import Projection, Weights
 from .state import StateLayout
 
 
-def _kernel_of(conv: torch.Tensor) -> RecurrentKernel:
-    return RECURRENT_STEP.select(RowKernelQuery(conv.device.type, conv.dtype, len(conv))).run()
-
-
 class _Mixer(Weights):
-    """A mixer behind an input projection."""
+    """A mixer behind an input projection, whose first state is the window of a convolution `conv` [channels,
+    kernel]."""
 
     __slots__ = ()
 
     input: Projection
+    conv: torch.Tensor
     state: int
+
+    def __post_init__(self) -> None:
+        query = RowKernelQuery(self.conv.device.type, self.conv.dtype, len(self.conv))
+        object.__setattr__(self, "_kernel", RECURRENT_STEP.select(query).run())
+
+    @property
+    def window(self) -> StateLayout:
+        return StateLayout(tuple(self.conv.shape), self.conv.dtype)
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
         return self.input.activation_quant
 
     def _convolved(
-        self, x: torch.Tensor, step: Step, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self, x: torch.Tensor, step: Step, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x` [tokens, channels] through the causal convolution, whose window is the first state."""
-        conv = {"weight": weight, "bias": bias}
+        """`x` [tokens, channels] through the causal convolution."""
+        conv = {"weight": self.conv, "bias": bias}
         runs = partial(causal_conv, **conv), partial(causal_conv_step, **conv)
         return step.states.advance(self.state, (x,), *runs)
 
@@ -67,8 +73,8 @@ class Mamba2(_Mixer):
     Attributes:
         input: hidden → gate, inputs with B and C, step lengths of a token.
         conv: [channels, kernel], of inputs, B and C; `conv_bias` is [channels] or None.
-        rate, step_bias, skip: float32 [heads]; the decay is `exp(rate * softplus(x + step_bias))`.
-        norm: [groups, width / groups].
+        weights: rate, step_bias and skip are float32 [heads], the decay is `exp(rate * softplus(x +
+            step_bias))`; norm is [groups, width / groups].
         state: index of its first state: the window of the convolution, then the scan's state.
 
     Source: Dao and Gu, "Transformers are SSMs" (arXiv:2405.21060), section 7.
@@ -79,30 +85,20 @@ class Mamba2(_Mixer):
     output: Projection
     conv: torch.Tensor
     conv_bias: torch.Tensor | None
-    rate: torch.Tensor
-    step_bias: torch.Tensor
-    skip: torch.Tensor
-    norm: torch.Tensor
-    eps: float
+    weights: MambaWeights
     state: int
     _kernel: RecurrentKernel = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_kernel", _kernel_of(self.conv))
 
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
         spec = self.spec
-        return (
-            StateLayout(tuple(self.conv.shape), self.conv.dtype),
-            StateLayout((spec.num_heads, spec.head_dim, spec.state_size), torch.float32),
-        )
+        shape = spec.num_heads, spec.head_dim, spec.state_size
+        return self.window, StateLayout(shape, torch.float32)
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
-        spec, adapters = self.spec, step.inputs.adapters
+        spec, weights, adapters = self.spec, self.weights, step.inputs.adapters
         sizes = [spec.width, spec.conv_width, spec.num_heads]
         gate, mixed, length = self.input(x, adapters).split(sizes, dim=-1)
-        weights = MambaWeights(self.rate, self.step_bias, self.skip, self.norm, self.eps)
         rows = step.states.decoded
         if rows is not None:
             window, state = step.states.tensors[self.state : self.state + 2]
@@ -110,12 +106,12 @@ class Mamba2(_Mixer):
             mixed = self._kernel.conv(ConvCall(*conv, activated=True))
             call = StateSpaceCall(mixed, (gate, length), state, rows, weights, spec)
             return self.output(self._kernel.state_space(call), adapters)
-        mixed = functional.silu(self._convolved(mixed, step, self.conv, self.conv_bias))
+        mixed = functional.silu(self._convolved(mixed, step, self.conv_bias))
         inputs, *others = state_space_inputs(mixed, length, weights, spec)
-        runs = partial(ssd_scan, rate=self.rate), partial(ssd_step, rate=self.rate)
+        runs = partial(ssd_scan, rate=weights.rate), partial(ssd_step, rate=weights.rate)
         scanned = step.states.advance(self.state + 1, (inputs, *others), *runs)
-        scanned = (scanned + inputs * self.skip[:, None]).flatten(1)
-        return self.output(gate_then_norm(scanned, gate, self.norm, self.eps), adapters)
+        scanned = (scanned + inputs * weights.skip[:, None]).flatten(1)
+        return self.output(gate_then_norm(scanned, gate, weights.norm, weights.eps), adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +121,8 @@ class GatedDeltaNet(_Mixer):
     Attributes:
         input: hidden → queries, keys, values, gate, rate and decay of a token.
         conv: [channels, kernel], of queries, keys and values.
-        log_rate, step_bias: float32 [value heads]; the decay is `-exp(log_rate) * softplus(x + step_bias)`.
+        weights: log_rate and step_bias are float32 [value heads], the decay is `-exp(log_rate) * softplus(x +
+            step_bias)`.
         state: index of its first state: the window of the convolution, then the rule's state.
     """
 
@@ -133,17 +130,14 @@ class GatedDeltaNet(_Mixer):
     input: Projection
     output: Projection
     conv: torch.Tensor
-    log_rate: torch.Tensor
-    step_bias: torch.Tensor
-    norm: torch.Tensor
-    eps: float
+    weights: DeltaWeights
     state: int
     _kernel: RecurrentKernel = field(init=False, repr=False, compare=False)
     _rule: Recurrence = field(init=False, repr=False, compare=False)
     _places: DeltaPlaces = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_kernel", _kernel_of(self.conv))
+        _Mixer.__post_init__(self)
         spec, device = self.spec, self.conv.device
         query = RowKernelQuery(device.type, self.conv.dtype, spec.key_dim)
         object.__setattr__(self, "_rule", DELTA_RULE.select(query).run)
@@ -155,15 +149,12 @@ class GatedDeltaNet(_Mixer):
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
         spec = self.spec
-        return (
-            StateLayout(tuple(self.conv.shape), self.conv.dtype),
-            StateLayout((spec.num_value_heads, spec.key_dim, spec.value_dim), torch.float32),
-        )
+        shape = spec.num_value_heads, spec.key_dim, spec.value_dim
+        return self.window, StateLayout(shape, torch.float32)
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
-        spec, adapters = self.spec, step.inputs.adapters
+        spec, weights, adapters = self.spec, self.weights, step.inputs.adapters
         projected = self.input(x, adapters)
-        weights = DeltaWeights(self.log_rate, self.step_bias, self.norm, self.eps)
         rows = step.states.decoded
         if rows is not None:
             window, state = step.states.tensors[self.state : self.state + 2]
@@ -172,11 +163,12 @@ class GatedDeltaNet(_Mixer):
             call = DeltaCall(qkv, projected, places, state, rows, weights, spec)
             return self.output(self._kernel.delta(call), adapters)
         qkv, gate, rate, decay = self._split(projected)
-        qkv = functional.silu(self._convolved(qkv, step, self.conv))
+        qkv = functional.silu(self._convolved(qkv, step))
         inputs = delta_inputs(qkv, rate, decay, weights, spec)
         mixed = step.states.advance(self.state + 1, inputs, self._rule, delta_rule_step)
         gate = gate.unflatten(-1, (spec.num_value_heads, spec.value_dim))
-        return self.output(norm_then_gate(mixed, gate, self.norm, self.eps).flatten(1), adapters)
+        mixed = norm_then_gate(mixed, gate, weights.norm, weights.eps)
+        return self.output(mixed.flatten(1), adapters)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Queries with keys and values, the gate, rates and decays, [tokens, width] each."""
@@ -202,7 +194,7 @@ class ShortConvolution(_Mixer):
     """`output(c * conv(b * x))`, with b, c and x the thirds of one projection.
 
     Attributes:
-        weight: [hidden, kernel]; `bias` is [hidden] or None.
+        conv: [hidden, kernel]; `conv_bias` is [hidden] or None.
         state: index of its state, the window of the convolution.
 
     Source: Liquid AI, "LFM2 Technical Report" (arXiv:2511.23404).
@@ -210,24 +202,21 @@ class ShortConvolution(_Mixer):
 
     input: Projection
     output: Projection
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
     state: int
     _kernel: RecurrentKernel = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_kernel", _kernel_of(self.weight))
-
     @property
     def state_layouts(self) -> tuple[StateLayout, ...]:
-        return (StateLayout(tuple(self.weight.shape), self.weight.dtype),)
+        return (self.window,)
 
     def __call__(self, x: Rows, step: Step, cache: LayerCache) -> torch.Tensor:
         adapters = step.inputs.adapters
         projected, rows = self.input(x, adapters), step.states.decoded
         if rows is not None:
-            conv = projected, step.states.tensors[self.state], rows, self.weight, self.bias
+            conv = projected, step.states.tensors[self.state], rows, self.conv, self.conv_bias
             return self.output(self._kernel.conv(ConvCall(*conv, gated=True)), adapters)
         before, after, x = projected.chunk(3, dim=-1)
-        mixed = self._convolved(before * x, step, self.weight, self.bias)
+        mixed = self._convolved(before * x, step, self.conv_bias)
         return self.output(after * mixed, adapters)

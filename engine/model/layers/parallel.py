@@ -179,63 +179,55 @@ def _take_rows(module: str, weight: Weight, rows: Sequence[slice]) -> Weight:
 def _take_columns(module: str, weight: Weight, columns: slice) -> Weight:
     if isinstance(weight, torch.Tensor):
         return weight[:, columns].clone()
-    step = _columns_together(weight)
-    if step is None:
+    cut = _columns(weight, columns)
+    if cut is None:
         raise _refusal(module, weight, "along its inputs")
+    step, parts = cut
     if columns.start % step or columns.stop % step:
         where = f"between inputs {columns.start} and {columns.stop}"
         raise _refusal(module, weight, where, step)
-    runs = slice(columns.start // step, columns.stop // step)
-    return _changed(weight, {n: p.clone() for n, p in _columns(weight, columns, runs).items()})
+    return _changed(weight, {name: part.clone() for name, part in parts.items()})
 
 
-def _columns_together(weight: QuantizedTensor) -> int | None:
-    """Group size along the inputs: how many share a scale or a block; None: no split is possible."""
-    if isinstance(weight, IntTensor):
-        if weight.group_index is not None:
-            return None
-        return 1 if weight.num_groups == 1 else weight.in_features // weight.num_groups
+def _columns(weight: QuantizedTensor, columns: slice) -> tuple[int, dict[str, torch.Tensor]] | None:
+    """How many inputs share a scale or a block, and the parts of whole groups of them, `columns`, as views;
+    None: no split is possible."""
+
+    def groups(size: int) -> slice:
+        return slice(columns.start // size, columns.stop // size)
+
+    if isinstance(weight, IntTensor) and weight.group_index is None:
+        is_whole = weight.num_groups == 1
+        step = 1 if is_whole else weight.in_features // weight.num_groups
+        run = slice(None) if is_whole else groups(step)
+        scales = {"scales": weight.scales[:, run], "zeros": weight.zeros[:, run]}
+        return step, {"codes": weight.codes[:, columns], **scales}
     if isinstance(weight, Fp8Tensor):
-        return BLOCK if weight.scheme.granularity == "block" else 1
-    if isinstance(weight, CodebookTensor):
+        is_whole = weight.scheme.granularity != "block"
+        run = slice(None) if is_whole else groups(BLOCK)
+        parts = {"values": weight.values[:, columns], "scales": weight.scales[:, run]}
+        return 1 if is_whole else BLOCK, parts
+    if isinstance(weight, CodebookTensor) and not weight.scheme.double_quant:
         size = weight.scheme.block_size
-        return None if weight.scheme.double_quant or weight.in_features % size else size
+        if weight.in_features % size:
+            return None
+        magnitudes = weight.absmax.view(weight.out_features, -1)[:, groups(size)]
+        return size, {"codes": weight.codes[:, columns], "absmax": magnitudes.flatten()}
     if isinstance(weight, Fp4Tensor):
-        return weight.scheme.block_size
+        size = weight.scheme.block_size
+        return size, {"codes": weight.codes[:, columns], "scales": weight.scales[:, groups(size)]}
     if isinstance(weight, GgufTensor):
-        return weight.scheme.block[0]
+        size, num_bytes = weight.scheme.block
+        run = groups(size)
+        return size, {"data": weight.data[:, run.start * num_bytes : run.stop * num_bytes]}
     if isinstance(weight, TrellisTensor):
-        return TRANSFORMED
-    if isinstance(weight, LookupTensor):
-        return 1 if weight.sparse_rows is None else None
-    return 1 if isinstance(weight, VectorwiseTensor) else None
-
-
-def _columns(weight: QuantizedTensor, columns: slice, runs: slice) -> dict[str, torch.Tensor]:
-    """The weight's parts sliced along the inputs; `runs` is the range of groups or blocks."""
-    if isinstance(weight, IntTensor):
-        groups = slice(None) if weight.num_groups == 1 else runs
-        return {
-            "codes": weight.codes[:, columns],
-            "scales": weight.scales[:, groups],
-            "zeros": weight.zeros[:, groups],
-        }
-    if isinstance(weight, Fp8Tensor):
-        blocks = runs if weight.scheme.granularity == "block" else slice(None)
-        return {"values": weight.values[:, columns], "scales": weight.scales[:, blocks]}
-    if isinstance(weight, CodebookTensor):
-        magnitudes = weight.absmax.view(weight.out_features, -1)[:, runs]
-        return {"codes": weight.codes[:, columns], "absmax": magnitudes.flatten()}
-    if isinstance(weight, Fp4Tensor):
-        return {"codes": weight.codes[:, columns], "scales": weight.scales[:, runs]}
-    if isinstance(weight, GgufTensor):
-        size = weight.scheme.block[1]
-        return {"data": weight.data[:, runs.start * size : runs.stop * size]}
-    if isinstance(weight, TrellisTensor):
-        tiles = slice(columns.start // TILE, columns.stop // TILE)
-        return {"trellis": weight.trellis[tiles], "suh": weight.suh[columns]}
-    assert isinstance(weight, LookupTensor | VectorwiseTensor)
-    return {"codes": weight.codes[:, columns]}
+        parts = {"trellis": weight.trellis[groups(TILE)], "suh": weight.suh[columns]}
+        return TRANSFORMED, parts
+    if isinstance(weight, LookupTensor) and weight.sparse_rows is not None:
+        return None
+    if isinstance(weight, LookupTensor | VectorwiseTensor):
+        return 1, {"codes": weight.codes[:, columns]}
+    return None
 
 
 def _changed(weight: Any, parts: Mapping[str, torch.Tensor]) -> QuantizedTensor:

@@ -126,8 +126,8 @@ class Projection:
         if bias is not None and len(self._kernels) == 1 and isinstance(only, FusesBias):
             only.fuse_bias(bias)
             bias = None
-        self._bias = bias
-        self._delta: Delta | None = None
+        self.bias = bias
+        self.delta: Delta | None = None
         self._then: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.weight_bytes = sum(kernel.weight_bytes for kernel in self._kernels)
         if bias is not None:
@@ -140,22 +140,15 @@ class Projection:
     @property
     def kernel(self) -> LinearKernel | None:
         """The GEMM kernel; None: there are several, or a LoRA delta or an epilogue follows."""
-        alone = len(self._kernels) == 1 and self._delta is None and self._then is None
+        alone = len(self._kernels) == 1 and self.delta is None and self._then is None
         return self._kernels[0] if alone else None
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self._bias
 
     @property
     def activation_quant(self) -> ActivationQuant | None:
         """Activation quantization of the kernel, if it takes quantized input; None with a LoRA delta."""
-        if len(self._kernels) > 1 or self._delta is not None or self._takes_quantized_input is None:
+        if len(self._kernels) > 1 or self.delta is not None or self._takes_quantized_input is None:
             return None
         return self._takes_quantized_input.activation_quant
-
-    def add_delta(self, delta: Delta) -> None:
-        self._delta = delta
 
     def then(self, step: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Set an epilogue (all-reduce, all-gather): `step` maps every output, possibly in place."""
@@ -164,22 +157,22 @@ class Projection:
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
         """The output in float32, unrounded where the kernel gives it; without adapters."""
         kernel = self.kernel
-        if isinstance(kernel, GivesFloat32) and self._bias is None:
+        if isinstance(kernel, GivesFloat32) and self.bias is None:
             return kernel.in_float32(x)
         return self(x).float()
 
     def __call__(self, x: Rows, adapters: AdapterRows = NO_ADAPTERS) -> torch.Tensor:
         if isinstance(x, QuantizedActivations):
-            assert self._takes_quantized_input is not None and self._delta is None
+            assert self._takes_quantized_input is not None and self.delta is None
             y = self._takes_quantized_input(x)
         elif len(self._kernels) == 1:
             y = self._kernels[0](x)
         else:
             y = torch.cat([kernel(x) for kernel in self._kernels], dim=-1)
-        if self._bias is not None:
-            y = y + self._bias
-        if adapters and self._delta is not None and isinstance(x, torch.Tensor):
-            self._delta(x, y, adapters)
+        if self.bias is not None:
+            y = y + self.bias
+        if adapters and self.delta is not None and isinstance(x, torch.Tensor):
+            self.delta(x, y, adapters)
         return y if self._then is None else self._then(y)
 
 

@@ -160,14 +160,6 @@ class ModelSpec:
         return 0 if self.stream is None else self.stream.sinks
 
     @property
-    def vocab_size(self) -> int:
-        return self.shape.vocab_size
-
-    @property
-    def max_model_len(self) -> int:
-        return self.shape.max_context
-
-    @property
     def kv_layouts(self) -> tuple[KvLayout, ...]:
         if self.layers:
             return tuple(
@@ -229,14 +221,14 @@ def streaming_spec(spec: ModelSpec, stream: Window) -> ModelSpec:
     options = f"window = {stream.length} with attention_sinks = {stream.sinks}"
     if spec.names.positions:
         raise BadInput(
-            f"{options}: this model has a learned vector for each of its {spec.max_model_len} positions, "
+            f"{options}: this model has a learned vector for each of its {spec.shape.max_context} positions, "
             "so its sequences end there: leave both out"
         )
     if any(window is not None for window in spec.shape.windows):
         refuse({"streams", "windows"}, options)
-    if stream.num_visible > spec.max_model_len:
+    if stream.num_visible > spec.shape.max_context:
         raise BadInput(
-            f"{options}: together they exceed the model's context of {spec.max_model_len} tokens"
+            f"{options}: together they exceed the model's context of {spec.shape.max_context} tokens"
         )
     shape = replace(spec.shape, windows=(stream.length,) * spec.shape.num_layers)
     return replace(spec, shape=shape, stream=stream)

@@ -210,7 +210,7 @@ def test_a_delta_gets_the_input_as_it_is() -> None:
     scheme = IntScheme(8, -1, True, Activations("int8"))
     projection = Projection([weight_of(scheme, 32, 64)], None, torch.float32)
     assert projection.activation_quant is not None
-    projection.add_delta(lambda x, y, adapters: None)
+    projection.delta = lambda x, y, adapters: None
     assert projection.activation_quant is None
 
 

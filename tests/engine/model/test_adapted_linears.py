@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
 from llmopt.engine.core.engine import Engine
@@ -15,9 +17,10 @@ from llmopt.engine.model.adapter.adapter import TransformersModel
 from llmopt.engine.model.adapter.linears import ProjectedLinear
 from llmopt.quant.formats.registry import quantized_modules, read_quantized
 from llmopt.quant.kinds.integer.scheme import IntScheme
-from llmopt.quant.model.checkpoint import Checkpoint
+from llmopt.quant.model.checkpoint import INDEX_NAME, Checkpoint
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.plan.request import QuantizeRequest
+from safetensors.torch import save_file
 
 from ...support.lora_world import merge, write_adapter
 from ...support.model_families import VOCAB, save_model
@@ -60,10 +63,29 @@ def test_quantized_weights_have_the_logits_of_the_dequantized_ones(
     assert adapted.bytes_held < sum(p.nbytes for p in model.parameters()) - packed_bytes(adapted)
 
 
+def test_scales_of_activations_in_an_awq_file_are_refused(tmp_path: Path) -> None:
+    """AutoAWQ divides by them before `c_proj` (`ScaledActivation`); transformers drops unknown tensors."""
+    source, folder = tmp_path / "source", tmp_path / "quantized"
+    save_model(source, *MODELS["starcoder-2"])
+    request = QuantizeRequest(
+        source, folder, method="rtn", group_size=8, format="awq", num_samples=2, seq_len=32
+    )
+    quantize(request)
+    save_file(
+        {"model.layers.0.mlp.act.scales": torch.full((96,), 2.0)}, folder / "more.safetensors"
+    )
+    index = folder / INDEX_NAME
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.layers.0.mlp.act.scales"] = "more.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=r"no place in the model.*mlp\.act\.scales"):
+        engine(folder)
+
+
 def packed_bytes(adapted: Any) -> int:
     """Bytes of the quantized linears: they take less than half of their float weights'."""
     linears = [m for m in adapted._model.modules() if isinstance(m, ProjectedLinear)]
-    return sum(linear.projection.weight_bytes for linear in linears)
+    return sum(linear.site.projection.weight_bytes for linear in linears)
 
 
 def dequantize_into(adapted: Any, model: Any, checkpoint: Checkpoint) -> None:

@@ -25,7 +25,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_threads")
 def test_layers_come_in_order_from_two_threads_at_once() -> None:
-    meet = threading.Barrier(2, timeout=60)
+    meet = threading.Barrier(2, timeout=120)
 
     def load(index: int) -> tuple[int, int]:
         if index < 2:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 import torch
+import transformers
 from llmopt.base.errors import BadInput
 from llmopt.engine.base.sampling_params import SamplingParams
 from llmopt.engine.config.config import EngineConfig
@@ -135,11 +137,11 @@ def test_longrope_says_that_short_sequences_have_the_long_factors(tmp_path, capl
         expected = model(tokens).logits[0]
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1}
     short = Engine(EngineConfig(tmp_path, **options, max_model_len=32))
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("llmopt")]
     got = short.prompt_logits(tokens[0].tolist())
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     long = Engine(EngineConfig(tmp_path, **options))
-    (record,) = caplog.records
+    (record,) = (record for record in caplog.records if record.name.startswith("llmopt"))
     assert "up to 32 tokens: set max_model_len = 32" in record.getMessage()
     assert (long.prompt_logits(tokens[0].tolist()) - expected).abs().max() > 0.01
 
@@ -155,6 +157,7 @@ def spec(**changes) -> ModelSpec:
         ({"model_type": "mamba"}, "model_type 'mamba' is not one of"),
         ({"model_type": None}, "model_type None"),
         ({"hidden_act": "glu"}, "hidden_act 'glu'"),
+        ({"is_causal": False}, "is_causal false"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope_type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor"),
         ({"num_key_value_heads": 3}, "do not divide"),
@@ -164,6 +167,15 @@ def spec(**changes) -> ModelSpec:
 def test_what_the_decoder_does_not_cover_is_refused(changes, complaint):
     with pytest.raises(BadInput, match=complaint):
         spec(**changes)
+
+
+def test_embedding_models_that_attend_to_later_tokens_are_refused(tmp_path):
+    """gte-Qwen2 and others say `is_causal: false` under a decoder's type, and transformers follows it."""
+    save_model(tmp_path, *FAMILIES["qwen2"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"is_causal": False}))
+    with pytest.raises(BadInput, match="a token attends to the tokens after it"):
+        engine(tmp_path, num_blocks=8)
 
 
 def test_a_missing_key_is_named():
@@ -178,6 +190,49 @@ def test_both_spellings_of_rope_are_read():
     scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
     old = RopeSpec.from_config({"rope_theta": 500000.0, "rope_scaling": scaling})
     assert torch.equal(rope_frequencies(new, 64)[0], rope_frequencies(old, 64)[0])
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+BY_KIND = {
+    kind: {"rope_type": "default", "rope_theta": 3e4}
+    for kind in ("full_attention", "sliding_attention")
+}
+RIVALS = {
+    "both names": {"model_type": "qwen3", "rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {**LINEAR, "rope_theta": 5e5}},
+    "both lengths": {"model_type": "qwen2", "rope_parameters": YARN, "original_max_position_embeddings": 32},
+    "both lengths of llama 3": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "original_max_position_embeddings": 16},
+    "both widths": {
+        "model_type": "phi3", "partial_rotary_factor": 0.5,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25},
+    },
+    "null": {"model_type": "gpt_oss", "rope_parameters": None, "rope_scaling": None},
+    "by kind": {"model_type": "gemma3_text", "num_hidden_layers": 6, "rope_parameters": BY_KIND, "rope_scaling": LINEAR},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RIVALS)
+def test_of_two_spellings_of_rope_the_one_counts_that_transformers_takes(case):
+    """YaRN may be added to a config of transformers 5 by its older name."""
+    read = spec(**copy.deepcopy(RIVALS[case]))
+    raw = json.loads((MODELS / "stories3M" / "config.json").read_text()) | RIVALS[case]
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(raw))
+    config.standardize_rope_params()  # as its modules do
+    theirs = config.rope_parameters
+    for rope, kind in zip((read.ropes[0], read.ropes[-1]), reversed(BY_KIND), strict=True):
+        expected = theirs.get(kind, theirs)
+        assert (rope.kind, rope.theta) == (expected["rope_type"], expected["rope_theta"])
+        for name in ("factor", "original_max_position_embeddings"):
+            assert rope.parameters.get(name) == expected.get(name)
+    part = theirs.get("partial_rotary_factor", 1.0)
+    assert read.rotary_width == int(read.shape.head_dim * part)
+
+
+def test_a_base_frequency_that_rope_scaling_would_drop_is_asked_for():
+    """transformers goes on with its class's default then, whatever `rope_parameters` say."""
+    both = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": YARN}
+    with pytest.raises(BadInput, match="rope_scaling counts before rope_parameters, and lacks its"):
+        spec(model_type="qwen3", **both)
 
 
 def test_earlier_spellings_of_phi3_and_gemma3_mean_the_same():

@@ -43,7 +43,7 @@ class ThreadGroup:
 
     def __init__(self, size: int) -> None:
         self._parts: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=120)
 
     def of(self, rank: int) -> Any:
         view = _Member()

@@ -108,7 +108,7 @@ def test_a_prefix_hits_with_the_same_image_and_misses_with_another(world):
     assert tokens_of(model.generate(world.prompts[1], GREEDY)) == world.tokens[1:2]
     same = tokens_of(model.generate(world.prompts[1], GREEDY))
     hits = cache.num_hit_tokens
-    image = model.engine.images.prepare("a" + world.placeholder, [IMAGES[0]]).images[0]
+    image = model.engine.images.processor.prepare("a" + world.placeholder, [IMAGES[0]]).images[0]
     assert hits >= image.num_tokens
     assert same == world.tokens[1:2]
     other = IMAGES[0].copy()

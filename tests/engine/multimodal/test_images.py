@@ -89,10 +89,10 @@ def test_images_beyond_the_context_are_not_processed(folder, monkeypatch):
 
     monkeypatch.setattr(support.processor, "_process", counting)
     prompt, images = "<image>" * 5, [picture(seed) for seed in range(5)]
-    most = len(support.prepare("<image>", images[:1], add_special_tokens=False).token_ids)
+    most = len(support.processor.prepare("<image>", images[:1], add_special_tokens=False).token_ids)
     processed.clear()
     with pytest.raises(BadInput, match=f"2 images take {2 * most} tokens .* at most {most}"):
-        support.prepare(prompt, images, max_tokens=most)
+        support.processor.prepare(prompt, images, max_tokens=most)
     assert processed == [0, 1]
 
 
@@ -149,7 +149,7 @@ def test_images_of_one_shape_are_encoded_together_and_in_order(folder):
     model = llm(folder)
     encoder = model.engine.images.encoders.encoder
     images = [
-        model.engine.images.prepare(PROMPT, [picture(seed, 40 + seed, 40)]).images[0]
+        model.engine.images.processor.prepare(PROMPT, [picture(seed, 40 + seed, 40)]).images[0]
         for seed in range(3)
     ]
     together = encoder.encode(images)
@@ -206,7 +206,7 @@ def test_a_tower_that_fails_on_an_image_ends_its_request_alone(
     engine = llm(folder, async_scheduling=async_scheduling).engine
     steps, encoder = RecoveringSteps(engine), engine.images.encoders.encoder
     prompts = {
-        f"{kind} {seed}": engine.images.prepare(PROMPT, [picture(seed)])
+        f"{kind} {seed}": engine.images.processor.prepare(PROMPT, [picture(seed)])
         for kind, seeds in (("broken", range(2, 6)), ("good", [1, 6]))
         for seed in seeds
     }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.engine.base.image_input import MediaLimits
-from llmopt.engine.multimodal.media import load_image, load_images, load_sent_image
+from llmopt.engine.multimodal.media import load_image, load_images, sent_bytes
 from PIL import Image
 
 from ...support.pictures import SVG, data_url, encoded, picture, png_claiming, webp_claiming
@@ -61,7 +61,7 @@ HOSTILE = [
 def test_hostile_pictures_are_refused_in_one_line(data: bytes, reason: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(BadInput, match=reason) as refusal:
-        load_sent_image(data_url(data), LIMITS)
+        load_image(data_url(data), LIMITS)
     assert "\n" not in str(refusal.value)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 32 << 10  # KiB: 50,000 x 50,000 pixels would be 7 GiB
@@ -81,7 +81,7 @@ def test_hostile_pictures_are_refused_in_one_line(data: bytes, reason: str) -> N
 )
 def test_a_client_names_no_file_and_no_other_scheme(url: str) -> None:
     with pytest.raises(BadInput):
-        load_sent_image(url, LIMITS)
+        sent_bytes(url, LIMITS)
 
 
 def test_a_missing_file_is_named() -> None:

@@ -155,7 +155,7 @@ def test_quantized_linears_stay_quantized(tmp_path: Path) -> None:
     ranks = shards(quantized)
     part = projected(ranks[1])
     for name, linear in projected(whole).items():
-        assert part[name].projection.weight_bytes <= 0.6 * linear.projection.weight_bytes
+        assert part[name].site.projection.weight_bytes <= 0.6 * linear.site.projection.weight_bytes
     connect(ranks, tmp_path)
     assert on_all_ranks(ranks, TransformersModel.check_shards) == []
 
