@@ -105,7 +105,8 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
         say(f"{why}: the same command goes on from here.", console)
     say(decision["sentence"], console)
     if decision["so_far"] is not None:
-        say(f"  its files: {decision['so_far']}, rounded to nearest", console)
+        name, files = Path(decision["so_far"]).name, decision["so_far"]
+        say(f"  files of {name}: {files}, rounded to nearest", console)
     named = {finalist["id"]: finalist for finalist in decision["finalists"]}
     answer = named.get(decision["recommended"] or decision["closest"])
     if answer is not None:
@@ -131,12 +132,12 @@ def show_decision(decision: Record, folder: Path, console: Console) -> None:
             change = f"{size:+.1%} bytes for {kl:+.3g} nats of KL{broken}"
             say(f"{label}: {other['id']}, {change}", console)
     if decision["by_load"]:
-        say(f"by load: {load_words(decision['by_load'])}", console)
+        say(f"by load, planned: {load_words(decision['by_load'])}", console)
     reasons: dict[str, list[str]] = {}
     for usual in decision["usual"]:
         reasons.setdefault(usual["why"], []).append(usual["name"])
     for reason, names in reasons.items():
-        if reason:  # the recommended one has none
+        if reason:  # the answer has none
             say(f"why not {', '.join(names)}: {reason}", console)
     page = folder / "best.html"
     files = [page] if page.is_file() else []

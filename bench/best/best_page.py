@@ -88,7 +88,9 @@ def asked_words(request: Mapping[str, Any]) -> list[str]:
     hardware = request["hardware"]
     count = f"{hardware['count']} × " if hardware["count"] > 1 else ""
     clauses = [f"{count}{hardware['name']}", f"{request['context']:,} tokens of context"]
-    clauses += [f"{request['concurrency']} at once", f"loads in {request['loads_in']}"]
+    rate = request.get("request_rate")  # not in decisions of earlier versions
+    load = f"{rate:g} requests per second" if rate else f"{request['concurrency']} at once"
+    clauses += [load, f"loads in {request['loads_in']}"]
     if request["size_bytes"]:
         clauses.append(f"at most {size(request['size_bytes'])}")
     if bits := request.get("target_bpw"):

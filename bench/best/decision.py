@@ -84,7 +84,7 @@ def check_point(request: Record, point: Record, band: tuple[float, float] | None
     expected KL."""
     broken = []
     if point["unfit"] is not None:
-        broken.append((False, f"memory: {point['unfit']}", float("inf")))
+        broken.append((False, point["unfit"], float("inf")))
     size = request["size_bytes"]
     if size is not None and point["bytes"] > size:
         text = f"{format_gib(point['bytes'])} > {format_gib(size)}"
@@ -93,13 +93,16 @@ def check_point(request: Record, point: Record, band: tuple[float, float] | None
     expected = point["expected_kl"]
     kl_band = None if band is None or expected is None else [factor * expected for factor in band]
     for promise in request["promises"]:
-        if promise["metric"] != "kl" or kl_band is None:
+        if promise["metric"] != "kl" or expected is None:
             broken.append((None, "", 0.0))
             continue
-        low, high = kl_band
-        kept = _kept(low, high, promise["limit"])
+        kept = None
+        if kl_band is not None:
+            low, high = kl_band
+            kept = _kept(low, high, promise["limit"])
         text = f"expected KL {expected:.3g} > {promise['limit']:g}"
-        broken.append((kept, text, (expected - promise["limit"]) / (promise["limit"] or 1.0)))
+        excess = (expected - promise["limit"]) / (promise["limit"] or 1.0)
+        broken.append((kept, text, excess if kl_band else max(0.0, excess)))
     shown = {name: value for name, value in point.items() if name not in ("quantize", "unfit")}
     breaks = [text for kept, text, _ in broken if kept is False]
     return {
@@ -107,7 +110,7 @@ def check_point(request: Record, point: Record, band: tuple[float, float] | None
         "kl_band": kl_band,
         "keeps": keeps([kept for kept, _, _ in broken]),
         "breaks": breaks,
-        "excess": max((excess for kept, _, excess in broken if kept is False), default=0.0),
+        "excess": max((excess for kept, _, excess in broken if kept is not True), default=0.0),
     }
 
 
@@ -209,10 +212,12 @@ def next_finalist(
 
 
 def _cost(request: Record, point: Record) -> float:
-    """Seconds of the hardware for a token under a load; without one, or a known speed, the bytes."""
-    if request["is_loaded"] and point["speed"] is not None:
-        return 1 / point["speed"]["tokens_per_s"]
-    return point["bytes"]
+    """Seconds of the hardware for a token with many clients, milliseconds of a request at an arrival rate;
+    without such a load, or a known speed, the bytes."""
+    if not request["is_loaded"] or point["speed"] is None:
+        return point["bytes"]
+    speed = point["speed"]
+    return speed["e2el_ms"] if request["request_rate"] else 1 / speed["tokens_per_s"]
 
 
 def rank(request: Record, point: Record) -> tuple[float, int, str]:
@@ -314,7 +319,7 @@ def decide(request: Record, searched: Record, measured: Sequence[Record]) -> dic
         "front": _without_excess(rest),
         "finalists": _without_excess(by_bytes),
         "usual": [_why_not(point, by_bytes, best, request) for point in searched["usual"]],
-        "by_load": _by_load(request, points, finalists),
+        "by_load": _by_load(request, searched, finalists),
         "recommended": best and best["id"],
         "next_smaller": smaller,
         "next_better": better,
@@ -333,21 +338,23 @@ def _best(request: Record, finalists: Sequence[Record]) -> Record | None:
 
 
 def _by_load(
-    request: Record, points: Mapping[str, Record], finalists: Sequence[Record]
+    request: Record, searched: Record, finalists: Sequence[Record]
 ) -> list[dict[str, Any]]:
     """The fastest points by number of clients, from the fewest on, where it changes: finalists that keep the
-    promises, and usual quantizations that were not made and are expected to."""
+    promises, usual quantizations that were not made and are expected to, and the original."""
     made = {finalist["id"]: finalist["keeps"] for finalist in finalists}
-    speeds = {
-        name: point["throughput"]
-        for name, point in points.items()
-        if point.get("throughput")
-        and (
-            made[name]
-            if name in made
-            else point.get("first_kl") and check_first(request, point)["keeps"]
-        )
-    }
+    speeds = {}
+    for point in (*searched["front"], *searched["usual"]):
+        keeps_them = made.get(point["id"], False)
+        if point["id"] not in made and point.get("first_kl"):
+            keeps_them = check_first(request, point)["keeps"]
+        if keeps_them and point.get("throughput"):
+            speeds[point["id"]] = point["throughput"]
+    original = searched.get("original") or {}  # not in folders of earlier versions
+    # It keeps those of quality, but may take too many bytes or too long.
+    no_promises = {**request, "promises": []}
+    if original.get("throughput") and check_point(no_promises, original, None)["keeps"]:
+        speeds[original["id"]] = original["throughput"]
     return fastest_by_load(speeds)
 
 
@@ -461,6 +468,8 @@ def _sentence(
         least = "the fewest bytes that keep them"
         if request["is_loaded"]:
             least = f"the most tokens per second with {request['concurrency']} clients"
+            if rate := request["request_rate"]:
+                least = f"the shortest mean time of a request at {rate:g} requests per second"
         of = bounded if request["is_bounded"] else least
         return f"{what} keeps the promises: {interval}, {of} among the finalists."
     if code == UNSURE and near["keeps"] is False and unmade is not None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...base.atomic_io import write_atomically
 from ...base.option import words_of
 from ...base.progress import Progress, ProgressUpdate, SubRun, as_progress, in_words
@@ -40,13 +42,14 @@ from .first_answer import (
     SO_FAR,
     BudgetedProgress,
     first_answer,
+    first_best,
     first_sentence,
     make_first,
     plan_usual,
     read_first,
 )
-from .search import PlanContext, Target, search
-from .target import DEFAULT_BUDGET, BestRequest, open_folder, whole_scores
+from .search import Target, search
+from .target import DEFAULT_BUDGET, BestRequest, PlanContext, open_folder, whole_scores
 
 FINALISTS, ANSWER, DECISION_NAME, PAGE_NAME = "finalists", "answer", "decision.json", "best.html"
 SCHEMA = "llmopt-decision-1"
@@ -66,15 +69,19 @@ def recipe_of(target: Target, points: Sequence[Mapping[str, Any]], kv_dtype: str
         "seed": request.seed,
     }
     bench |= promised_options(request.limits)
+    if request.quality_text is not None:
+        bench["quality_text"] = str(request.quality_text.resolve())
     if target.device.kind == "cpu":
         bench["device"] = "cpu"
     if not target.is_here:  # its speed is not that of the target or of its loader
         bench |= {"num_prompts": 1, "max_concurrency": 1, "num_runs": 1, "output_len": 2}
     else:
-        num_prompts = max(request.num_prompts, request.sequences)
-        num_runs = 3 if request.slo_limits else 1  # speed without a limit decides nothing
-        sizes = {"max_concurrency": request.sequences, "num_runs": num_runs}
-        bench |= {"num_prompts": num_prompts, **sizes}
+        bench["num_prompts"] = max(request.num_prompts, request.sequences)
+        bench["num_runs"] = 3 if request.slo_limits else 1  # speed without a limit decides nothing
+        if request.request_rate is None:
+            bench["max_concurrency"] = request.sequences
+        else:
+            bench["request_rate"] = request.request_rate
         if request.context is not None:
             lengths = {"random_input_len": work.prompt, "random_output_len": work.output}
             bench |= {"dataset": "random", **lengths}
@@ -130,10 +137,13 @@ def find_best(
     if budget is None and target.device.kind == "cpu":
         budget = DEFAULT_BUDGET
     run = _Run(target, folder, BudgetedProgress(progress, budget or math.inf))
+    threads = torch.get_num_threads()
     try:
-        run.go()
+        run.go(threads)
     except KeyboardInterrupt:
         run.stopped = "budget" if run.progress.is_spent else "interrupted"
+    finally:
+        torch.set_num_threads(threads)
     decision = run.decision()
     write_atomically(folder / DECISION_NAME, json.dumps(decision, indent=1) + "\n")
     if decision["front"]:
@@ -148,9 +158,11 @@ def question_of(target: Target) -> dict[str, Any]:
         "model": target.model,
         "hardware": {"name": device.name, "kind": device.kind, "count": 1},
         "context": PlanContext.of(request).context,
-        "concurrency": request.sequences,
+        "concurrency": None if request.request_rate else request.sequences,
+        "request_rate": request.request_rate,
         # Measured speeds of a CPU differ by its noise, which is to decide nothing.
-        "is_loaded": request.sequences > 1 and device.kind != "cpu",
+        "is_loaded": (request.sequences > 1 or request.request_rate is not None)
+        and device.kind != "cpu",
         "slo": request.slo_limits or None,
         "size_bytes": request.size,
         "target_bpw": request.target_bpw,
@@ -183,14 +195,14 @@ class _Run:
         self.saving = 1.0
         self.stopped: str | None = None
 
-    def go(self) -> None:
-        """Answer first, search, then make and measure finalists until nothing left is worth it."""
-        self.searched = search(self.target, self.folder, self.progress, self._first)
+    def go(self, threads: int) -> None:
+        """Answer first, search, then make and measure finalists until nothing left is worth it. Finalists are
+        solved by so many threads, which benchmarks change: sums depend on it in the last bit."""
+        shown = self._step("2 of 4, search", ("",))
+        self.searched = search(self.target, self.folder, shown, self._first)
         stages = begin(self.target, self.question, self.searched, self.folder / FINALISTS)
         if stages is None:
             return
-        # The notes of `quantize` are left to the manifests.
-        shown = SubRun(self.progress, self._step, ("quantize", "verify", "warning"))
         variants = {variant.name: variant for variant in stages.recipe.variants}
         points = _points(self.searched)
         while True:
@@ -200,6 +212,10 @@ class _Run:
             is_found = decide(self.question, self.searched, self.measured)["recommended"]
             if name is None or (is_found and self.saving < self.target.asked.worth):
                 break
+            nth = f"3 of 4, finalist {len(self.measured) + 1} of at most {len(variants)}"
+            # The notes of `quantize` are left to the manifests.
+            shown = self._step(nth, ("quantize", "verify", "warning"))
+            torch.set_num_threads(threads)
             base, ran = run_variant(stages, variants[name], shown)
             kv_dtype = self.searched["kv_dtype"]
             self.measured.append(
@@ -207,7 +223,7 @@ class _Run:
             )
             self._say(f"So far: {self.decision()['sentence']}")
         if self.target.asked.quality_full and not stages.recipe.bench.quality_full:
-            self._score_answer(stages, SubRun(self.progress, lambda: "answer", ("warning",)))
+            self._score_answer(stages, self._step("4 of 4, scores of the answer", ("warning",)))
         shutil.rmtree(self.folder / SO_FAR, ignore_errors=True)  # finalists are in its place
 
     def _score_answer(self, stages: Stages, progress: Progress) -> None:
@@ -237,13 +253,18 @@ class _Run:
             usual = read_first(self.folder)
             if not self.measured and (usual or not decision["front"]):
                 decision["sentence"] = first_sentence(self.question, usual, FIRST_TOKENS)
+                best = first_best(self.question, usual) or {"name": None}
+                for point in decision["usual"]:
+                    if point["name"] == best["name"]:
+                        point["why"] = ""
         files = [] if self.measured else (self.folder / SO_FAR).glob(f"*/{MANIFEST_NAME}")
         so_far = next((str(path.parent) for path in files), None)
         rest = {"saving": self.saving, "stopped": self.stopped, "so_far": so_far}
         return {**_head(self.target), **decision, **rest}
 
     def _first(self, kv_dtype: str) -> Sequence[Mapping[str, Any]]:
-        usual = first_answer(self.target, self.folder, kv_dtype, self.progress)
+        shown = self._step("1 of 4, first answer", ("",))
+        usual = first_answer(self.target, self.folder, kv_dtype, shown)
         self._say(first_sentence(self.question, usual, FIRST_TOKENS))
         make_first(self.target, self.question, usual, self.folder)
         return usual
@@ -251,8 +272,8 @@ class _Run:
     def _say(self, answer: str) -> None:
         self.progress.note(f"{answer} ({in_words(self.progress.elapsed)} after the start)")
 
-    def _step(self) -> str:
-        return f"finalist {len(self.measured) + 1}"
+    def _step(self, name: str, notes: tuple[str, ...]) -> Progress:
+        return SubRun(self.progress, lambda: f"step {name}", notes)
 
 
 def begin(

@@ -18,20 +18,15 @@ import numpy as np
 from ...base.atomic_io import write_atomically
 from ...base.progress import Progress
 from ...engine.base.units import format_gib
-from ...engine.planner.catalog import find_model
-from ...engine.planner.plan_request import named_recipe
-from ...engine.planner.weights import weight_bytes
 from ...quant.model.checkpoint import read_json
 from ...quant.pipeline.pipeline import quantize
 from ...quant.pipeline.prepare import rounding_losses
 from ...quant.plan.request import QuantizeRequest
 from ..quality.summary import PositionBlocks
 from .decision import check_first, check_point, fastest_by_load, rank
-from .search import USUAL, Target, kv_dtype_of, usual_point
+from .search import ORIGINAL, USUAL, Target, config_point, kv_dtype_of, usual_point
 
 FIRST_NAME, SO_FAR = "first.json", "so-far"
-ORIGINAL = "original"
-_RECIPES = {ORIGINAL: "bf16", "awq int4": "awq"}
 FIRST_TOKENS = 1024
 """Held-out tokens of the first answer: a minute of processor time for SmolLM2-135M and five formats."""
 
@@ -153,19 +148,14 @@ def read_first(folder: Path) -> list[dict[str, Any]]:
 def plan_usual(target: Target, question: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes, fit and speed of the original and the usual quantizations, and the fastest by load, by headers,
     or by `config.json` alone: `is_checked` is True if headers told what the loader takes."""
-    kv_dtype, shape = kv_dtype_of(target), find_model(str(target.path)).shape
+    kv_dtype = kv_dtype_of(target)
     has_weights = target.path.is_file() or any(target.path.glob("*.safetensors"))
     planned = []
     for name in (ORIGINAL, *USUAL):
-        if has_weights and name in USUAL:
-            point = usual_point(target, name, kv_dtype)
-        else:
-            recipe = named_recipe(_RECIPES.get(name, name), shape)
-            sizes = {"bytes": weight_bytes(shape, recipe), "bits_per_weight": float(recipe.bits)}
-            point = {"name": name, "id": name.replace(" ", "-"), "refused": None, **sizes}
-            point |= target.planned(recipe, kv_dtype)
+        is_checked = has_weights and name in USUAL
+        point = (usual_point if is_checked else config_point)(target, name, kv_dtype)
         if point["refused"] is None:
-            planned.append(check_point(question, point | {"expected_kl": None}, None))
+            planned.append(check_point(question, point, None))
         else:
             planned.append(point | {"keeps": False, "breaks": [point["refused"]]})
     speeds = {p["id"]: p["throughput"] for p in planned if p.get("throughput")}

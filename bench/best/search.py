@@ -10,6 +10,7 @@ The result is written as JSON once, so that a resumed run decides from the same 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -29,9 +30,8 @@ from ...engine.config.plan_options import PlanRequest
 from ...engine.planner.catalog import find_model
 from ...engine.planner.devices import Device, choose_devices
 from ...engine.planner.engine_rules import engine_rule
-from ...engine.planner.load import dataset_lengths
-from ...engine.planner.plan_request import plan_for
-from ...engine.planner.weights import WeightRecipe
+from ...engine.planner.plan_request import named_recipe, plan_for
+from ...engine.planner.weights import WeightRecipe, weight_bytes
 from ...quant.base.scheme import Scheme
 from ...quant.check.contents import codes_of
 from ...quant.check.engines import loaders
@@ -49,12 +49,12 @@ from ...quant.source.models import resolve_model
 from ..options.options import BenchOptions
 from ..session.run_sessions import run_bench, write_run
 from .decision import FULL, mean_speed
-from .target import STATISTICS, BestRequest, device_of, local_gpu
+from .target import DATASET, STATISTICS, BestRequest, PlanContext, device_of, local_gpu
 
 SEARCH_NAME, MACHINE = "search.json", "machine"
 POINTS = 16  # bounds of the front of each lane
 _ROWS = {name: name for name in ("llmopt", "transformers", "llama.cpp")} | {"vllm": "vLLM"}
-_DATASET, _MOST_CLIENTS = "sharegpt", 1024
+_MOST_CLIENTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,8 @@ USUAL: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"method": "fp8"},
 }
 """The usual choices of a user, by the options of `quantize`."""
+ORIGINAL = "original"
+_RECIPES = {ORIGINAL: "bf16", "awq int4": "awq"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +128,17 @@ class Target:
 
     def planned(self, recipe: WeightRecipe, kv_dtype: str | None) -> dict[str, Any]:
         """Fit and expected speed of weights at the load: times in milliseconds, with their bands."""
-        request = self.asked
+        request, work = self.asked, PlanContext.of(self.asked)
+        rate = request.request_rate
+        of_rate = request.context is not None and rate is not None  # which needs both lengths
         ask = PlanRequest(
             model=str(self.path),
             context=request.context,
             sequences=request.sequences,
-            output_tokens=request.output_tokens,
-            dataset=None if request.context else _DATASET,
+            input_len=work.prompt if of_rate else None,
+            output_tokens=work.output if of_rate else request.output_tokens,
+            request_rate=rate,
+            dataset=None if request.context else DATASET,
             gpus=("cpu" if self.device.kind == "cpu" else self.device.name,),
             tp=1,
             engine=request.loads_in,
@@ -140,8 +146,16 @@ class Target:
             measured=self.measured,
         )
         plan = plan_for(ask, recipe).devices[0]
-        speed, work = None, PlanContext.of(request)
-        if (predicted := plan.predicted) is not None and plan.fits:
+        speed, why = None, None
+        if not plan.fits:
+            why = (
+                f"memory: {plan.max_concurrent_sequences} of {request.sequences} sequences fit in that of "
+                f"{self.device.name}"
+            )
+        elif plan.predicted is not None and math.isinf(plan.predicted.ttft_seconds):
+            most = plan.predicted.throughput / work.output
+            why = f"load: {most:.3g} of {rate:g} requests per second on {self.device.name}"
+        elif (predicted := plan.predicted) is not None:
             ttft, tpot = 1e3 * predicted.ttft_seconds, 1e3 * predicted.tpot_seconds
             band = predicted.band
             speed = {
@@ -160,37 +174,7 @@ class Target:
             for name, clients in {**loads, FULL: places}.items():
                 state = expected.loaded(work.prompt, work.output, clients, places)
                 throughput[name] = state.throughput
-        why = None
-        if not plan.fits:
-            why = (
-                f"{plan.max_concurrent_sequences} of {request.sequences} sequences fit in the memory of "
-                f"{self.device.name}"
-            )
         return {"speed": speed, "throughput": throughput, "unfit": why}
-
-
-@dataclass(frozen=True, slots=True)
-class PlanContext:
-    """Tokens of a request: all tokens of the longest one, and of the mean prompt and answer."""
-
-    context: int
-    prompt: int
-    output: int
-
-    @classmethod
-    def of(cls, request: BestRequest) -> PlanContext:
-        from ...engine.base.units import parse_tokens
-        from ...engine.planner.setup import PlannedWorkload
-
-        if request.context is not None:
-            work = PlannedWorkload(
-                parse_tokens(request.context), output_tokens=request.output_tokens
-            )
-            return cls(work.context, work.prompt_tokens, work.answer_tokens)
-        lengths = dataset_lengths(_DATASET)
-        prompts, outputs = zip(*lengths, strict=True)
-        count = len(lengths)
-        return cls(max(map(sum, lengths)), sum(prompts) // count, sum(outputs) // count)
 
 
 def measure_machine(target: Target, folder: Path, progress: Progress) -> Target:
@@ -261,6 +245,7 @@ def search(
         "kv_dtype": kv_dtype,
         "lanes": lanes,
         "front": sorted(points, key=lambda point: point["bytes"]),
+        "original": config_point(target, ORIGINAL, kv_dtype),
         "usual": [
             usual_point(target, name, kv_dtype) | {"first_kl": first_kl.get(name)} for name in USUAL
         ],
@@ -426,7 +411,8 @@ def _planned(
     target: Target, schemes: Mapping[str, Scheme], plan: QuantizePlan, size: int, kv_dtype: str
 ) -> dict[str, Any]:
     """Fit of weights of their exact bytes, and expected speed, also by number of clients: linears run one
-    after the other, so times are the mean over the kinds by their share of the weights."""
+    after the other, so times are the mean over the kinds by their share of the weights. At an arrival rate
+    each of the kinds has to keep up."""
     weights: Counter[str] = Counter()
     bits: dict[str, Fraction] = {}
     for module, (rows, columns) in plan.modules.items():
@@ -440,15 +426,31 @@ def _planned(
         width = (bits[kind] / count).limit_denominator(1 << 20)
         recipe = WeightRecipe(kind, width, scale_bits=0, stored_bytes=size)
         parts.append((count / weights.total(), target.planned(recipe, kv_dtype)))
+    for _, planned in parts:
+        if planned["speed"] is None:
+            return planned
     _, plan_of_first = parts[0]
-    if plan_of_first["speed"] is None:
-        return plan_of_first
     throughput = {
         clients: 1 / sum(share / p["throughput"][clients] for share, p in parts)
         for clients in plan_of_first["throughput"]
     }
     speed = mean_speed([(share, p["speed"]) for share, p in parts])
     return plan_of_first | {"speed": speed, "throughput": throughput}
+
+
+def config_point(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:
+    """The original or a usual quantization for JSON, from `config.json` alone."""
+    shape = find_model(str(target.path)).shape
+    recipe = named_recipe(_RECIPES.get(name, name), shape)
+    return {
+        "name": name,
+        "id": name.replace(" ", "-"),
+        "refused": None,
+        "bytes": weight_bytes(shape, recipe),
+        "bits_per_weight": float(recipe.bits),
+        "expected_kl": None,
+        **target.planned(recipe, kv_dtype),
+    }
 
 
 def usual_point(target: Target, name: str, kv_dtype: str) -> dict[str, Any]:

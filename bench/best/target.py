@@ -1,8 +1,8 @@
 """The question of `llmopt best`: a model, hardware with its load, promises, and what must load the answer.
 
-The load is a closed loop of `--concurrency` clients. With `--ctx` every request takes that many tokens, with
-`--output-len` of them generated; else the lengths are those of the bundled conversations, which finalists are
-also measured with.
+The load is a closed loop of `--concurrency` clients, or requests that arrive at random at `--request-rate`.
+With `--ctx` every request takes that many tokens, with `--output-len` of them generated; else the lengths are
+those of the bundled conversations, which finalists are also measured with.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from ...base.atomic_io import make_folder, write_atomically
 from ...base.errors import BadInput
 from ...base.option import check_limits, offer, option, option_like, options_of, within
-from ...engine.base.units import parse_size, required_slo
+from ...engine.base.units import parse_size, parse_tokens, required_slo
 from ...engine.config.plan_options import PlanRequest
 from ...engine.planner.devices import Device, choose_devices
 from ...quant.model.checkpoint import read_json
@@ -30,7 +30,7 @@ DEFAULT_BUDGET = 30 * 60
 """Seconds of a search on a CPU; on a GPU the search ends by itself."""
 DEFAULT_MAX_KL = 0.05
 """Nats per token that are promised without a size and any promise."""
-QUESTION_NAME, STATISTICS = "question.json", "statistics"
+QUESTION_NAME, STATISTICS, DATASET = "question.json", "statistics", "sharegpt"
 LOADERS = ("llmopt", "vllm", "transformers", "llama.cpp")
 SHARED = ("calibration", "num_samples", "seq_len", "held_out", "evaluation", "seed", "device")
 """Options that every finalist is quantized with, as `quantize` has them."""
@@ -90,6 +90,13 @@ class BestRequest:
     )
     sequences: int = option_like(
         PlanRequest, "sequences", flag="--concurrency", panel=_LOAD, limit=within(ge=1)
+    )
+    request_rate: float | None = option_like(
+        PlanRequest,
+        "request_rate",
+        help="Requests per second that arrive at random, in place of --concurrency.",
+        panel=_LOAD,
+        limit=within(gt=0, finite=True),
     )
     output_tokens: int | None = option_like(
         PlanRequest, "output_tokens", flag="--output-len", panel=_LOAD, common=False
@@ -194,6 +201,12 @@ class BestRequest:
         panel=_SEARCH,
     )
     quality_tokens: int = option_like(QualityOptions, "quality_tokens", panel=_SEARCH)
+    quality_text: Path | None = option_like(
+        QualityOptions,
+        "quality_text",
+        help="Text that finalists are scored on. Default: bundled stories.",
+        panel=_SEARCH,
+    )
     quality_full: bool = option(
         True, "Score finalists by domain of text and by answers that change too.", panel=_SEARCH
     )
@@ -211,8 +224,12 @@ class BestRequest:
             raise BadInput("--size and --target-bpw bound the same bytes: give one")
         if self.loads_in not in LOADERS:
             raise BadInput(f"--loads-in {self.loads_in}: {offer(self.loads_in, LOADERS)}")
+        if self.request_rate is not None and self.sequences != 1:
+            raise BadInput("--concurrency and --request-rate are both the load: give one")
         if self.output_tokens is not None and self.context is None:
             raise BadInput("--output-len is a part of the context: give --ctx too")
+        if self.quality_text is not None and not self.quality_text.is_file():
+            raise BadInput(f"--quality-text {self.quality_text}: there is no such file")
         _ = self.limits, self.slo_limits
 
     @property
@@ -255,7 +272,32 @@ class BestRequest:
         names = [name for name in options_of(BestRequest) if name not in _FREE]
         values = {name: getattr(self, name) for name in names}
         lists = {name: list(value) for name, value in values.items() if isinstance(value, tuple)}
-        return {"model": model, **values, **lists, "gpu": hardware}
+        text = None if self.quality_text is None else str(self.quality_text.resolve())
+        return {"model": model, **values, **lists, "quality_text": text, "gpu": hardware}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanContext:
+    """Tokens of a request: all tokens of the longest one, and of the mean prompt and answer."""
+
+    context: int
+    prompt: int
+    output: int
+
+    @classmethod
+    def of(cls, request: BestRequest) -> PlanContext:
+        from ...engine.planner.load import dataset_lengths
+        from ...engine.planner.setup import PlannedWorkload
+
+        if request.context is not None:
+            work = PlannedWorkload(
+                parse_tokens(request.context), output_tokens=request.output_tokens
+            )
+            return cls(work.context, work.prompt_tokens, work.answer_tokens)
+        lengths = dataset_lengths(DATASET)
+        prompts, outputs = zip(*lengths, strict=True)
+        count = len(lengths)
+        return cls(max(map(sum, lengths)), sum(prompts) // count, sum(outputs) // count)
 
 
 def whole_scores(limits: Sequence[Limit]) -> str | None:

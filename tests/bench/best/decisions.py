@@ -115,6 +115,7 @@ def a_decision(num_layers: int = 16, **changed: Any) -> dict[str, Any]:
             "hardware": {"name": "h100", "kind": "gpu", "count": 1},
             "context": 32768,
             "concurrency": 32,
+            "request_rate": None,
             "slo": {"tpot": 20.0, "ttft": 1000.0},
             "size_bytes": None,
             "loads_in": "vllm",

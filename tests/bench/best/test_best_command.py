@@ -198,7 +198,7 @@ def test_the_answer_is_one_short_screen(capsys: pytest.CaptureFixture[str]) -> N
         assert "serve:    vllm serve out/int-3.75" in text and "why not fp8: It decodes" in text
         assert "why not Q5_K_M" not in text
         assert (
-            "by load: int-3.75 is the fastest with one client (120 tokens/s); with all places"
+            "by load, planned: int-3.75 is the fastest with one client (120 tokens/s); with all places"
             in text
         )
 
@@ -218,7 +218,9 @@ def test_a_spent_budget_gives_the_best_so_far_and_changes_no_byte(
     assert whole["exit_code"] == 0 and whole["stopped"] is None and whole["saving"] < 0.02
     ticking = partial(itertools.count, step=1)
     notes: list[str] = []
+    steps: list[str] = []
     monkeypatch.setattr(Silent, "note", lambda _, text: notes.append(text))
+    monkeypatch.setattr(Silent, "start", lambda _, name, *rest: steps.append(name))
     stops: list[dict[str, Any]] = []
     seconds = 2.0
     while True:
@@ -238,8 +240,14 @@ def test_a_spent_budget_gives_the_best_so_far_and_changes_no_byte(
     assert any(sentence.startswith("So far: ") for sentence in sentences)
     assert any(notes[0].startswith(sentence) for sentence in sentences) and len(stops) > 3
     assert {stop["stopped"] for stop in stops} == {"budget"}
+    begun = [name.split(", ")[:2] for name in steps]
+    assert begun[0] == ["step 1 of 4", "first answer"] and ["step 2 of 4", "search"] in begun
+    assert ["step 3 of 4", "finalist 1 of at most 2"] in begun
     # Once there is a first answer it has files, until a finalist is made.
-    made = [stop["so_far"] for stop in stops if stop["sentence"].startswith("So far: fp8")]
+    first = [stop for stop in stops if stop["sentence"].startswith("So far: fp8")]
+    made = [stop["so_far"] for stop in first]
+    listed = [usual for stop in first for usual in stop["usual"] if usual["name"] == "fp8"]
+    assert {usual["why"] for usual in listed} == {""}
     assert made and made[-1] == str(tmp_path / "stopped" / "so-far" / "fp8")
     assert answer["so_far"] is None and not (tmp_path / "stopped" / "so-far").exists()
     final = [(tmp_path / name / "decision.json").read_text() for name in ("whole", "stopped")]
@@ -309,6 +317,13 @@ def test_promised_domains_are_scored_for_all_finalists() -> None:
     for promise in ("kl.code<=0.1", "flips<=2%"):
         target = Target.of(BestRequest(promise=(promise,)), "stories3M")
         assert recipe_of(target, [point], "bf16").bench.quality_full
+
+
+def test_finalists_are_scored_on_the_given_text(tmp_path: Path) -> None:
+    (text := tmp_path / "text.txt").write_text("Once upon a time.")
+    target = Target.of(BestRequest(quality_text=text), "stories3M")
+    point = {"id": "a", "quantize": {"method": "rtn", "bits": 4}}
+    assert recipe_of(target, [point], "bf16").bench.quality_text == text
 
 
 def test_promised_tasks_are_scored() -> None:

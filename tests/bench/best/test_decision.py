@@ -30,6 +30,7 @@ def asked(**changes: Any) -> dict[str, Any]:
         "promises": [kl],
         "is_bounded": False,
         "is_loaded": False,
+        "request_rate": None,
     }
     return plain | changes
 
@@ -148,6 +149,13 @@ def test_without_a_finalist_the_closest_is_expected() -> None:
     found = decide(question, fronts, [])
     assert (found["exit_code"], found["closest"]) == (1, "p200")
     assert found["front"][1]["breaks"] == ["TPOT 22 ms (19.8 to 24.2) > 15 ms"]
+    # Of points that may all keep them it is the smallest that is expected to.
+    assert decide(asked(), searched(), [])["closest"] == "p300"
+
+
+def test_an_original_whose_speed_is_not_known_is_not_compared_by_load() -> None:
+    original = point("original", 600, None, throughput={})
+    assert decide(asked(), searched() | {"original": original}, MEASURED)["by_load"] == []
 
 
 def test_a_failed_verification_is_never_recommended() -> None:
@@ -190,10 +198,10 @@ def test_a_promise_of_no_divergence_at_all_is_judged() -> None:
 
 
 def test_what_does_not_fit_leaves_the_front() -> None:
-    big = point("p500", 500, 0.001, unfit="1 of 8 sequences fit in the memory of H100")
+    big = point("p500", 500, 0.001, unfit="memory: 1 of 8 sequences fit in that of H100")
     found = check_point(asked(), big, None)
     assert found["keeps"] is False and "unfit" not in found
-    assert found["breaks"] == ["memory: 1 of 8 sequences fit in the memory of H100"]
+    assert found["breaks"] == ["memory: 1 of 8 sequences fit in that of H100"]
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llmopt.bench.best.decision import decide, load_words
 from llmopt.bench.best.finalists import find_best, question_of
-from llmopt.bench.best.search import Target
+from llmopt.bench.best.search import ORIGINAL, Target, config_point
 from llmopt.bench.best.target import BestRequest
 from llmopt.cli.best import show_plan
 from llmopt.engine.planner import plan_request
@@ -39,22 +40,40 @@ KL = {"value": 0.02, "low": 0.018, "high": 0.022}
 
 
 def decided(
-    card: Device, clients: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    card: Device,
+    clients: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    speedup: float = 0.5,
+    size: int | None = None,
+    rate: float | None = None,
 ) -> dict[str, Any]:
-    """The decision among checkpoints that all keep the promises."""
+    """The decision among checkpoints that all keep the promises, next to an original of `speedup` times the
+    planned speed."""
     monkeypatch.setattr(plan_request, "choose_devices", lambda *_: [card])
-    request = BestRequest(context="2k", sequences=clients, loads_in="vllm")
+    request = BestRequest(
+        context="2k", sequences=clients, request_rate=rate, loads_in="vllm", size=size
+    )
     target, model = Target(request, str(folder), folder, card, False), find_model(str(folder))
     points, made = [], []
     for name in ("int4", "int8", "fp8"):
         recipe = recipe_for(name, model.shape, plain_bytes=model.plain_bytes)
-        size = int(recipe.bits * 10**9)
-        plain = {"id": name, "lane": name, "label": name, "bytes": size, "bits_per_weight": 4.0}
+        num_bytes = int(recipe.bits * 10**9)
+        plain = {
+            "id": name,
+            "lane": name,
+            "label": name,
+            "bytes": num_bytes,
+            "bits_per_weight": 4.0,
+        }
         points.append(plain | {"expected_kl": 0.02, **target.planned(recipe, "bf16")})
         verdicts = [{"outcome": "pass", "reason": "", "excess": 0.0}]
         scores = {"kl": KL, "sound": True, "verdicts": verdicts, "speed": points[-1]["speed"]}
-        made.append({"id": name, "bytes": size, **scores})
-    return decide(question_of(target), {"lanes": [], "front": points, "usual": []}, made)
+        made.append({"id": name, "bytes": num_bytes, **scores})
+    original = config_point(target, ORIGINAL, "bf16")
+    original["throughput"] = {n: speedup * value for n, value in original["throughput"].items()}
+    searched = {"lanes": [], "front": points, "usual": [], "original": original}
+    return decide(question_of(target), searched, made)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +99,30 @@ def test_the_load_decides(
     assert said.startswith("int4 is the fastest ") and "with one client" in said
     assert ("at every load" in said) == (fastest[0] == fastest[-1])
     assert "200 clients" in decisions[2]["sentence"]
+
+
+def test_an_arrival_rate_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that cannot keep up are left out; among the others the shortest requests win."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    slow = decided(WITH_FP8, 1, tmp_path, monkeypatch, rate=0.3)
+    assert slow["recommended"] == "int4"
+    assert "the shortest mean time of a request at 0.3 requests per second" in slow["sentence"]
+    fast = decided(WITH_FP8, 1, tmp_path, monkeypatch, rate=10.0)
+    assert fast["recommended"] == "fp8"
+    (int4,) = (point for point in fast["front"] if point["id"] == "int4")
+    assert int4["keeps"] is False and int4["speed"] is None
+    assert re.fullmatch(r"load: [\d.]+ of 10 requests per second on with fp8", int4["breaks"][0])
+
+
+def test_an_original_that_is_faster_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless it is too large."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    decision = decided(WITH_FP8, 32, tmp_path, monkeypatch, speedup=20.0)
+    assert [change["id"] for change in decision["by_load"]] == [ORIGINAL]
+    bounded = decided(WITH_FP8, 32, tmp_path, monkeypatch, speedup=20.0, size=10 * GIB)
+    assert ORIGINAL not in [change["id"] for change in bounded["by_load"]]
 
 
 def test_a_dry_run_needs_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

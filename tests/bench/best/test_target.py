@@ -29,6 +29,11 @@ from llmopt.engine.planner.weights import WeightRecipe
         ({"target_bpw": float("nan")}, "--target-bpw"),
         ({"loads_in": "vlm"}, "--loads-in vlm: the nearest is vllm"),
         ({"output_tokens": 8}, "--output-len is a part of the context"),
+        ({"request_rate": 0.0}, "--request-rate 0"),
+        (
+            {"request_rate": 2.0, "sequences": 8},
+            "--concurrency and --request-rate are both the load",
+        ),
         ({"slo": "tpot"}, "--slo 'tpot'"),
         ({"slo": ""}, "--slo names no limit"),
         ({"max_kl": -0.1}, "--max-kl -0.1"),
@@ -48,6 +53,7 @@ from llmopt.engine.planner.weights import WeightRecipe
         ({"finalists": 0}, "--finalists 0"),
         ({"finalists": 11}, "--finalists 11"),
         ({"worth": 1.0}, "--worth 1"),
+        ({"quality_text": Path("none.txt")}, "--quality-text none.txt: there is no such file"),
     ],
 )
 def test_bad_input_is_one_line(given: dict[str, Any], said: str) -> None:
@@ -84,6 +90,9 @@ def test_a_folder_holds_the_answer_to_one_question(tmp_path: Path) -> None:
         open_folder(folder, BestRequest(size=2 * 10**6).question("stories3M", "cpu"))
     shared = BestRequest(size=10**6, stats=tmp_path / "other")  # its statistics are by content
     open_folder(folder, shared.question("stories3M", "cpu"))
+    (text := tmp_path / "text.txt").write_text("Once upon a time.")
+    with pytest.raises(BadInput, match=f"with quality-text None, not {text}"):
+        open_folder(folder, BestRequest(size=10**6, quality_text=text).question("stories3M", "cpu"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
     with pytest.raises(BadInput, match="holds other files"):
