@@ -7,7 +7,7 @@ whether the new side is better, worse, equal or undecided, which decides nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Self
@@ -15,7 +15,7 @@ from typing import Any, Self
 from ..metrics.metrics import higher_is_better
 from ..page.page import number, signed_percent, size, sizes
 from .limits import DEPTH_KEY, MEASURED, PREFIX, SCORED, GateOutcome
-from .verdict import Interval, LimitVerdict, MeasuredVerdict
+from .verdict import Interval, LimitVerdict, MeasuredVerdict, between
 
 ASPECTS = SPEED, QUALITY, MEMORY = "speed", "quality", "memory"
 
@@ -94,20 +94,12 @@ class AspectVerdict:
         unit = "" if self.unit in ("", "bytes", "share") else f" {self.unit}"
         text = f"{self.label} {new}{unit}"
         if self.is_of_value:
-            text += self._between(value)
+            text += between(self.interval, value)
         elif self.change is not None:
             signed = partial(signed_percent, digits=2 if self.aspect == QUALITY else 1)
-            text = f"{self.label} {signed(self.change)}{self._between(signed)}"
+            text = f"{self.label} {signed(self.change)}{between(self.interval, signed)}"
             text += f", {base} to {new}{unit}"
         return text if self.limit is None else f"{text}; limit {self.limit}"
-
-    def _between(self, format_value: Callable[[float], str]) -> str:
-        """The interval in parentheses; an exact value has none."""
-        if self.interval is None or self.interval[0] == self.interval[1]:
-            return ""
-        known = (None if side is None or math.isinf(side) else side for side in self.interval)
-        sides = ("unbounded" if side is None else format_value(side) for side in known)
-        return f" ({' to '.join(sides)})"
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "words": self.words}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from ...base.errors import BadInput
 from ..metrics.run_statistics import HEADLINES
@@ -30,7 +30,7 @@ from ..record.comparable import (
 )
 from ..record.result import RunData, plain
 from .aspects import ASPECTS, AspectVerdict, aspects_of
-from .counts import check_count, failure_words, length_change, mean_value, relative_change
+from .counts import check_count, failure_words, length_change, mean_value, relative_change, unfit
 from .limits import (
     COUNTED,
     MEASURED,
@@ -96,6 +96,7 @@ class Comparison:
         decided_by: limits or conditions that the outcome follows from; empty for a pass.
         conditions: conditions that forbade a verdict.
         differs_by: clauses on what was varied, which does not forbid a verdict.
+        is_alone: the run has no base, and its limits are on values.
     """
 
     outcome: GateOutcome
@@ -117,6 +118,18 @@ class Comparison:
     decided_by: tuple[str, ...] = ()
     conditions: tuple[str, ...] = ()
     differs_by: tuple[str, ...] = ()
+    is_alone: bool = False
+
+    def without_base(self) -> Self:
+        """The verdict on a run that was its own base, without what is equal by that."""
+        checks = tuple(replace(check, base=None, change=None) for check in self.checks)
+        aspects = tuple(aspect for aspect in self.aspects if aspect.limit is not None)
+        nothing = {"quality": {}, "memory": {}, "tasks": ()}
+        return replace(self, checks=checks, aspects=aspects, is_alone=True, **nothing)
+
+    @property
+    def title(self) -> str:
+        return self.new if self.is_alone else f"{self.new} against {self.base}"
 
     @property
     def verdicts(self) -> tuple[LimitVerdict, ...]:
@@ -225,7 +238,7 @@ def judge_starts(
             faults.append(failed[1])
         else:
             gaps.append(Difference(FAILURE, failed[1]))
-    if measured and (reason := other_lengths(base, new)):
+    if measured and (reason := unfit(base, new) or other_lengths(base, new)):
         gaps.append(reason)
     results = [judge_in_starts(limit, base, new, plan) for limit in measured]
     judged = [result for result in results if not isinstance(result, str)]
@@ -422,9 +435,6 @@ def memory_changes(base: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str,
 
 
 LENGTH_TOLERANCE = 0.10
-MIN_REQUESTS = 8
-# Above this share of failed requests the speeds are those of the surviving requests.
-MOST_FAILED = 0.01
 
 
 def unusable(
@@ -432,20 +442,8 @@ def unusable(
 ) -> Difference | None:
     """The condition that forbids a verdict on speed although the work is the same: a failed, truncated or
     disturbed run, or other lengths. `sides` are the names of the runs."""
-    for side, data in zip(sides, (base, new), strict=True):
-        result = data.result
-        if result["llmopt"]["interrupted"]:
-            return Difference(FAILURE, f"the {side} run was interrupted")
-        failed, completed = result["failed"] or 0, result["completed"]
-        if failed > MOST_FAILED * (failed + (completed or 0)):
-            return Difference(FAILURE, f"{failed} requests failed in the {side} run")
-        if completed is not None and completed < MIN_REQUESTS:
-            few = f"the {side} run has {completed} requests: too few to judge"
-            return Difference(FAILURE, few)
-        client = result["llmopt"].get("client")
-        if client and not client["certified"]:
-            reason = client["reasons"][0]
-            return Difference(DISTURBANCE, f"the client disturbed the {side} run: {reason}")
+    if reason := unfit([base], [new], sides):
+        return reason
     # Disturbance of one side alone: interleaved passes share theirs.
     alone = [is_disturbed(side) for side in (base, new)]
     if alone[0] != alone[1] and not is_paired(base, new):

@@ -14,12 +14,16 @@ import numpy as np
 
 from ..metrics.statistics import Effect, binomial_tails, fisher_tails, p_values, rate_tails
 from ..page.page import signed_percent, size, sizes
+from ..record.comparable import DISTURBANCE, FAILURE, Difference
 from ..record.result import RunData
-from .limits import Counted, GateOutcome, Limit
+from .limits import COUNTED, Counted, GateOutcome, Limit
 from .verdict import FALSE_REGRESSION, Excess, LimitVerdict, Tails
 
 # The peak memory of identical starts varies by 0.2 % (docs/measured/cpu/identical-starts.parquet).
 PEAK_MEMORY_CV = 0.005
+MIN_REQUESTS = 8
+# Above this share of failed requests the speeds are those of the surviving requests.
+MOST_FAILED = 0.01
 
 
 def check_count(limit: Limit, base: Sequence[RunData], new: Sequence[RunData]) -> LimitVerdict:
@@ -102,6 +106,26 @@ def failure_words(
     if fisher_tails(before, after)[0] <= FALSE_REGRESSION:
         return GateOutcome.REGRESSION, text
     return GateOutcome.NO_VERDICT, f"{text}: too few to tell whether more fail"
+
+
+def unfit(
+    base: Sequence[RunData], new: Sequence[RunData], sides: tuple[str, str] = ("base", "new")
+) -> Difference | None:
+    """The condition in the starts themselves that forbids a verdict on speed: failures, or a late client."""
+    for side, starts in zip(sides, (base, new), strict=True):
+        if any(start.result["llmopt"]["interrupted"] for start in starts):
+            return Difference(FAILURE, f"the {side} run was interrupted")
+        failed, total = failures(starts)
+        if failed > MOST_FAILED * total:
+            return Difference(FAILURE, f"{failed} requests failed in the {side} run")
+        completed = mean_value(COUNTED["completed"], starts)
+        if completed is not None and completed < MIN_REQUESTS:
+            return Difference(FAILURE, f"the {side} run has {completed} requests: too few to judge")
+        clients = [start.result["llmopt"].get("client") or {} for start in starts]
+        reasons = [client["reasons"][0] for client in clients if not client.get("certified", True)]
+        if 2 * len(reasons) > len(starts):
+            return Difference(DISTURBANCE, f"the client disturbed the {side} run: {reasons[0]}")
+    return None
 
 
 def _failure_tails(
@@ -192,7 +216,6 @@ def mean_lengths(starts: Sequence[RunData]) -> dict[Any, float]:
     """The mean output length of each request over the passes of all starts."""
     lengths: dict[Any, list[float]] = {}
     for start in starts:
-        if start.requests and "output_len" in start.requests:
-            for request, values in start.by_request("output_len").items():
-                lengths.setdefault(request, []).extend(value for value in values if value)
+        for request, values in start.by_request("output_len").items():
+            lengths.setdefault(request, []).extend(value for value in values if value)
     return {request: float(np.mean(values)) for request, values in lengths.items() if values}

@@ -309,12 +309,10 @@ def quantity(name: str, *, of_scores: bool = False) -> Quantity:
     hint = f"there are {', '.join(SCORED if of_scores else [*COUNTED, *SCORED])}"
     if near:
         hint = f"did you mean {' or '.join(near)}?"
-    if of_scores:
-        raise BadInput(f"gate: nothing is called {name!r}: {hint}")
-    raise BadInput(
-        f"gate: nothing is called {name!r}: {hint}{'' if near else '.'} Latencies are "
-        f"{{{','.join(STATISTICS)}}}_{{{', '.join(SHORT)}}}_ms, such as p99_ttft_ms"
-    )
+    if not of_scores:
+        hint += f"{'' if near else '.'} Latencies are {{{','.join(STATISTICS)}}}_"
+        hint += f"{{{', '.join(SHORT)}}}_ms, such as p99_ttft_ms"
+    raise BadInput(f"gate: nothing is called {name!r}: {hint}")
 
 
 def parse_promises(text: str) -> tuple[Limit, ...]:
@@ -398,9 +396,10 @@ def _limit(name: str, sign: str, value: str, percent: bool, of_scores: bool = Fa
                 f"gate: {name}{sign}{value} is a bound on the value itself: write {value}% for a change"
             )
         if what.unit == "share" and (bound > 1 or (bound == 1 and sign == "<=")):
+            change = f" (with a percent sign a limit is on the change, such as {name}{sign}+5%)"
             raise BadInput(
                 f"gate: {name}{sign}{value} is a bound on a share from 0 to 1: write {bound / 100:g} for "
-                f"{bound:g}% of it (with a percent sign a limit is on the change, such as {name}{sign}+5%)"
+                f"{bound:g}%{'' if is_share else change}"
             )
         return Limit(what, sign == "<=", bound, relative=False)
     if bound <= -100:

@@ -184,13 +184,10 @@ def value_of_start(start: RunData, key: str) -> float | None:
 
 def tail_of_start(start: RunData, measured: Measured) -> float | None:
     """A percentile over all requests of a start's undisturbed passes."""
-    table = start.requests or {}
-    if measured.column not in table or "run" not in table:
-        return value_of_start(start, measured.key)
     kept = set(undisturbed(start.result["llmopt"]["runs"]))
-    rows = zip(table["run"], table[measured.column], strict=True)
-    values = [value for number, value in rows if number in kept and value is not None]
-    return float(np.percentile(values, TAILS[measured.statistic or ""])) if values else None
+    values = [value for _, run, value in start.column(measured.column or "") if run in kept]
+    tail = TAILS[measured.statistic or ""]
+    return float(np.percentile(values, tail)) if values else value_of_start(start, measured.key)
 
 
 def paired_changes(
@@ -433,7 +430,6 @@ def paired_error(
     new: Mapping[str, Sequence[float]],
     *,
     percentile: float = 50.0,
-    seed: int = 0,
 ) -> float:
     """Bootstrap standard error of the mean log ratio of a percentile, resampling requests in pairs. The same
     requests are resampled on both sides, so that differences between prompts cancel."""
@@ -450,7 +446,7 @@ def paired_error(
     least = min(table[table > 0].min(initial=np.inf) for table in tables)
     if np.isinf(least):
         return 0.0
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     draws = rng.integers(0, len(shared), size=(RESAMPLES, len(shared)))
     percentiles = [np.percentile(table[:, draws], percentile, axis=-1) for table in tables]
     logs = [np.log(np.maximum(values, least)).mean(axis=0) for values in percentiles]

@@ -42,10 +42,12 @@ class VerdictWanted:
         limits = parse_gate(gate) if gate is not None else ()
         if baseline is None and against is None:
             if changes := [limit for limit in limits if limit.relative]:
-                shown = f"{changes[0].quantity.label} {changes[0].text}"
+                limit, value = changes[0], "kl<=0.02"
+                if limit.quantity.unit == "share" and 0 < limit.bound <= 1:
+                    value = f"{limit.quantity.key}{'<=' if limit.at_most else '>='}{limit.bound:g}"
                 raise BadInput(
-                    f"--gate {shown}: a change needs a base: give --baseline or --against, or a limit "
-                    "on the value, without a percent sign, such as kl<=0.02"
+                    f"--gate {limit.quantity.label} {limit.text}: a change needs a base: give --baseline or "
+                    f"--against, or a limit on the value, without a percent sign, such as {value}"
                 )
             if junit is not None and not limits:
                 raise BadInput(
@@ -75,7 +77,7 @@ def junit(comparison: Comparison) -> str:
     cases.append(("verdict", comparison.outcome, comparison.sentence))
     suite = ElementTree.Element(
         "testsuite",
-        name=clean(f"llmopt compare: {comparison.new} against {comparison.base}"),
+        name=clean(f"llmopt compare: {comparison.title}"),
         tests=str(len(cases)),
         failures=str(sum(kinds.get(outcome) == "failure" for _, outcome, _ in cases)),
         errors=str(sum(kinds.get(outcome) == "error" for _, outcome, _ in cases)),

@@ -21,7 +21,7 @@ import numpy as np
 from ...base.errors import BadInput
 from ..metrics.statistics import CONFIDENCE, POWER, central_interval
 from ..quality.domains import exact_interval, items_for_limit, items_for_loss
-from ..quality.summary import Interval, blocks_of, quantile, score_of
+from ..quality.summary import blocks_of, quantile, score_of
 from ..quality.task_items import (
     Aggregation,
     ItemScores,
@@ -34,7 +34,7 @@ from ..quality.task_items import (
 from ..record.result import RunData
 from .counts import change_between, relative_change, shown
 from .limits import PREFIX, SCORED, Limit, Scored, TaskScored, parse_share, scores_in
-from .verdict import Excess, LimitVerdict
+from .verdict import Excess, LimitVerdict, between
 
 WITHIN = "is within the interval, score more"
 
@@ -110,7 +110,7 @@ def _check_value(
         value -= 1
         low, high = (None if side is None else side - 1 for side in (low, high))
         format_value = "{:+.2%}".format
-    text = f"{scored.label} is {format_value(value)}{_between((low, high), format_value)}"
+    text = f"{scored.label} is {format_value(value)}{between((low, high), format_value)}"
     undecided = f": the limit {limit.text} {WITHIN} "
     more = {"": "tokens (--quality-tokens)", "--quality-full": "text or items"}
     undecided += more.get(scored.option, "documents (--quality-documents)")
@@ -147,7 +147,7 @@ def check_quality(limit: Limit, base: RunData, new: RunData) -> LimitVerdict:
         return LimitVerdict.of(limit, text, base=before, new=after)
     moved, interval = change
     text = f"{scored.label} went from {shown(before, scored.unit)} to {shown(after, scored.unit)}: "
-    text += f"{moved * 100:+.2f} %" + _between(interval, lambda side: f"{side * 100:+.2f} %")
+    text += f"{moved * 100:+.2f} %" + between(interval, lambda side: f"{side * 100:+.2f} %")
     undecided = f": the limit {limit.text} {WITHIN} tokens (--quality-tokens)"
     evidence = Excess.of(limit, interval)
     sides = {"base": before, "new": after, "interval": interval, "change": moved}
@@ -226,14 +226,6 @@ def quality_changes(base: RunData, new: RunData) -> dict[str, Any]:
 
 def _quality(run: RunData) -> Mapping[str, Any]:
     return run.result["llmopt"]["quality"] or {}
-
-
-def _between(interval: Interval, format_value: Callable[[float], str]) -> str:
-    low, high = interval
-    if low == high:
-        return ""
-    sides = ("unbounded" if side is None else format_value(side) for side in (low, high))
-    return f" ({' to '.join(sides)})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ chance of each verdict by the true change, at the noise of the pairs at hand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -179,6 +179,16 @@ def operating_points(
 
 Interval = tuple[float | None, float | None]
 """Bounds of a value; None is unbounded."""
+
+
+def between(interval: Interval | None, format_value: Callable[[float], str]) -> str:
+    """The interval in parentheses; an exact value has none."""
+    if interval is None or interval[0] == interval[1]:
+        return ""
+    known = (None if side is None or math.isinf(side) else side for side in interval)
+    sides = ("unbounded" if side is None else format_value(side) for side in known)
+    return f" ({' to '.join(sides)})"
+
 
 # Beyond this many times the pairs at hand, the change is as good as at the limit.
 MOST_TIMES_AS_MANY = 30

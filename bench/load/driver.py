@@ -121,9 +121,7 @@ class Body:
         )
 
     def _streamed(self, prompt: dict[str, Any], output_len: int) -> dict[str, Any]:
-        fields = {"model": self.model, **prompt, "temperature": self.temperature}
-        if self.temperature > 0:
-            fields["seed"] = self.seed
+        fields = self._sampled(prompt)
         if self.ignore_eos:
             # Some servers suppress only one of several EOS tokens under ignore_eos, hence the second field.
             fields |= {"ignore_eos": True, "min_tokens": output_len}
@@ -132,15 +130,7 @@ class Body:
 
     def _plain(self, prompt: str, output_len: int) -> dict[str, Any]:
         """The fields for `transformers serve`, which rejects unknown ones."""
-        fields: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": output_len,
-            "temperature": self.temperature,
-            "stream": True,
-        }
-        if self.temperature > 0:
-            fields["seed"] = self.seed
+        fields = self._sampled({"prompt": prompt, "max_tokens": output_len}) | {"stream": True}
         if self.ignore_eos:
             fixed = {
                 "max_new_tokens": output_len,
@@ -149,6 +139,10 @@ class Body:
             }
             fields["generation_config"] = json.dumps(fixed)
         return fields
+
+    def _sampled(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        fields = {"model": self.model, **prompt, "temperature": self.temperature}
+        return fields | ({"seed": self.seed} if self.temperature > 0 else {})
 
     def _json(self, fields: Mapping[str, Any]) -> bytes:
         kept = {k: v for k, v in {**fields, **dict(self.extra)}.items() if v is not None}
@@ -386,7 +380,7 @@ class HttpDriver:
             chunk_times=[time - origin for time in answer.times],
             chunk_tokens=tokens,
             text=answer.text,
-            cached_tokens=answer.cached_tokens or 0,
+            cached_tokens=answer.cached_tokens,
             conversation=item.request_id,
             turn=exchange.turn,
             cycle=exchange.cycle,
@@ -405,10 +399,11 @@ class HttpDriver:
 
 
 def prefix_cache_hit_rate(exchanges: Sequence[Exchange]) -> float | None:
-    answers = [e.answer for e in exchanges if e.answer.cached_tokens is not None]
+    """The share of all prompt tokens; vLLM counts cached ones only in answers with some (its issue 44377)."""
+    answers = [exchange.answer for exchange in exchanges]
     tokens = sum(answer.prompt_tokens or 0 for answer in answers)
-    hits = sum(answer.cached_tokens or 0 for answer in answers)
-    return hits / tokens if tokens else None
+    hits = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
+    return sum(hits) / tokens if hits and tokens else None
 
 
 def first_tokens(tokenizer: Any, num_passes: int, num_cycles: int) -> list[list[int]]:

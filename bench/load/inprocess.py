@@ -24,24 +24,12 @@ from .load import Chunk, Target, drive
 
 if TYPE_CHECKING:
     from ...engine.core.engine import Engine
-    from ...engine.execution.prompt_pass import PromptPass
     from ...engine.multimodal.encoder import EncoderCache
     from ...engine.scheduling.outputs import RequestOutput
 
 
 # Polling interval of the idle wait: negligible cost, and an interrupt takes effect at once.
 LONGEST_NAP_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class WithAdapter:
-    """Prompt scorer over an engine with a fixed LoRA adapter, or none."""
-
-    engine: Engine
-    lora: str | None
-
-    def prompt_pass(self) -> PromptPass:
-        return self.engine.prompt_pass(self.lora)
 
 
 @dataclass(slots=True)
@@ -170,15 +158,13 @@ class ImagePreparation:
             return item.prompt_token_ids, NO_IMAGES
         from ...engine.base.image_input import MediaLimits
 
-        began, support = time.perf_counter(), engine.images
-        if support.processor is None:
-            support.refuse()
+        began, processor = time.perf_counter(), engine.images.required()
         from ...engine.multimodal.media import load_images
 
         images = load_images(item.images, MediaLimits())
-        placeholder = engine.tokenizer.convert_tokens_to_ids(support.processor.image_token)
+        placeholder = engine.tokenizer.convert_tokens_to_ids(processor.image_token)
         text = item.prompt_token_ids
-        prepared = support.prepare([*text, *[placeholder] * len(images)], images)
+        prepared = processor.prepare([*text, *[placeholder] * len(images)], images)
         self.num_requests += 1
         self.num_images += len(images)
         self.num_tokens += len(prepared.token_ids) - len(text)

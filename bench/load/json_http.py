@@ -52,13 +52,17 @@ class JsonClient:
     verify_tls: bool = True
     timeout: float = 600.0
 
-    def get(self, url: str) -> Any:
-        return self._send(url)
+    def get(self, url: str, data: bytes | None = None) -> Any:
+        """The JSON at a URL; with `data` the answer to a POST. Raises RequestFailed: there is none."""
+        try:
+            return json.loads(self.read(url, data))
+        except ValueError as error:
+            raise RequestFailed(f"{url} answers no JSON") from error
 
     def post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The JSON object that answers `body`. Raises RequestFailed: no usable answer, or no object."""
         data = json.dumps(body, separators=(",", ":")).encode()
-        answer = self._send(url, data)
+        answer = self.get(url, data)
         if not isinstance(answer, dict):
             raise RequestFailed(f"{url} answers no JSON object")
         return answer
@@ -89,12 +93,6 @@ class JsonClient:
                 yield sent.popleft().result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-    def _send(self, url: str, data: bytes | None = None) -> Any:
-        try:
-            return json.loads(self.read(url, data))
-        except ValueError as error:
-            raise RequestFailed(f"{url} answers no JSON") from error
 
     def read(self, url: str, data: bytes | None = None) -> bytes:
         """The bytes at a URL. Raises RequestFailed: there are none."""

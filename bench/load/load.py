@@ -155,7 +155,7 @@ def record(trace: RequestTrace, chunk: Chunk, origin: float) -> bool:
     trace.text += chunk.text
     if trace.prompt_token_ids:
         trace.token_ids.extend(chunk.token_ids)
-    trace.cached_tokens = max(trace.cached_tokens, chunk.cached_tokens)
+    trace.cached_tokens = max(trace.cached_tokens or 0, chunk.cached_tokens)
     if chunk.finished:
         trace.error = chunk.error or ("" if trace.chunk_times else "the response has no token")
         trace.success = not trace.error
@@ -298,15 +298,11 @@ def request_id(item_id: str, cycle: int, turn: int) -> str:
     return item_id + (f"@{cycle}" if cycle else "") + (f"/{turn + 1}" if turn else "")
 
 
-def position(name: str) -> int:
-    return int(name.partition("@")[0].partition("/")[0].rpartition("-")[2])
-
-
 def adapter_of(request_id: str, names: Sequence[str], assignment: str, seed: int) -> str | None:
     """A request's adapter in every pass and turn, or None: round-robin by position, or drawn by seed."""
     if not names:
         return None
-    number = position(request_id)
+    number = int(request_id.partition("@")[0].partition("/")[0].rpartition("-")[2])
     if assignment == ROUND_ROBIN:
         return names[number % len(names)]
     return random.Random(f"{seed}/{number}").choice(list(names))

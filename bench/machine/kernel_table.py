@@ -180,9 +180,8 @@ def examine() -> dict[str, Any]:
     has_mps = torch.backends.mps.is_available()
     devices += [torch.device("mps")] if has_mps else []
     threads, build = facts["cpu"]["threads"], native_linear()
-    if (
-        thread_limit() is None
-    ):  # the engine's default number of threads, of the most that it may take
+    if thread_limit() is None:
+        # The engine's default number of threads, of the most that it may take.
         choice = choose_threads(threads["chosen"])
         threads |= {"chosen": choice.num_threads, "step_seconds": dict(choice.seconds)}
         threads["reason"] = choice.reason

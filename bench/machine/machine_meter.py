@@ -177,13 +177,13 @@ class MachineMeter:
     ) -> None:
         self._device = device
         self._passes = passes
-        self._energy = EnergyMeter(device, not_because=no_energy_because)
+        self.energy = EnergyMeter(device, not_because=no_energy_because)
         self._state_before = machine_state(device)
         self._clock = CpuTimes.now()
 
     def start(self) -> None:
         self._clock = CpuTimes.now()
-        self._energy.start()
+        self.energy.start()
         if self._passes is not None:
             self._passes.start()
 
@@ -192,12 +192,9 @@ class MachineMeter:
         machine's) and the fields of `PassUsage`. `helper_seconds` is the CPU time of our own child processes
         since `start`."""
         usage = self._passes.stop() if self._passes is not None else no_usage()
-        joules = self._energy.stop()
+        joules = self.energy.stop()
         others = other_load(self._clock, CpuTimes.now(), helper_seconds)
         return {"other_load": others, "joules": joules, **asdict(usage)}
-
-    def energy(self, input_tokens: int, output_tokens: int) -> dict[str, Any]:
-        return self._energy.part(input_tokens, output_tokens)
 
     def environment(self) -> dict[str, Any]:
         """`llmopt.environment` of a result: the machine, and its state before and after."""

@@ -240,24 +240,25 @@ def turn_figures(passes: Sequence[LoadPass], block_size: int | None) -> dict[str
     done = [trace for trace in traces if trace.success]
     prompt_tokens = sum(trace.prompt_len for trace in done)
     old_tokens = sum(old_lens[id(trace)] for trace in done)
+    is_told = any(trace.cached_tokens is not None for trace in done)
     return {
         "history_share": old_tokens / prompt_tokens if prompt_tokens else None,
         "expected_prefix_cache_hit_rate": expected_hit_rate(passes, block_size),
         "turns": [
-            figures_of_turn(number, list(of_turn), old_lens)
+            figures_of_turn(number, list(of_turn), old_lens, is_told)
             for number, of_turn in groupby(sorted(traces, key=_turn), key=_turn)
         ],
     }
 
 
 def figures_of_turn(
-    number: int, traces: Sequence[RequestTrace], old_lens: Mapping[int, int]
+    number: int, traces: Sequence[RequestTrace], old_lens: Mapping[int, int], is_told: bool
 ) -> dict[str, Any]:
     """The figures of all requests that were turn `number` (from 0) of their conversation; the row counts
-    from 1."""
+    from 1. `is_told`: the target says how many tokens were cached, of some requests at least."""
     done = [trace for trace in traces if trace.success]
     prompt_tokens = sum(trace.prompt_len for trace in done)
-    cached = sum(trace.cached_tokens for trace in done)
+    cached = sum(trace.cached_tokens or 0 for trace in done)
     sampled = samples(done)
 
     def mean(total: float) -> float | None:
@@ -270,8 +271,8 @@ def figures_of_turn(
         "mean_prompt_len": mean(prompt_tokens),
         "mean_new_tokens": mean(sum(trace.prompt_len - old_lens[id(trace)] for trace in done)),
         "mean_output_len": mean(sum(trace.output_len for trace in done)),
-        "mean_cached_tokens": mean(cached),
-        "prefix_cache_hit_rate": cached / prompt_tokens if prompt_tokens else None,
+        "mean_cached_tokens": mean(cached) if is_told else None,
+        "prefix_cache_hit_rate": cached / prompt_tokens if is_told and prompt_tokens else None,
         **{f"{metric}_ms": summary(sampled[metric], (99,)) for metric in TURN_METRICS},
     }
 

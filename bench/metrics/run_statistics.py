@@ -105,7 +105,6 @@ def phases(passes: Sequence[LoadPass]) -> dict[str, float]:
 THRESHOLD = 0.95
 SHORTEST_SECONDS = 10.0
 SHORTEST_SHARE = 0.1
-STEADY_METRICS = ("ttft", "tpot", "itl", "e2el")
 STEADY_PERCENTILES = (50, 90, 99)
 ROOFLINE_FORMULAS = {
     "bytes_per_step": "weights streamed once + KV cache of every running sequence (model bytes, not "
@@ -192,7 +191,7 @@ def steady_state(passes: Sequence[LoadPass], max_concurrency: int | None) -> dic
         "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
     }
     sampled = samples(started)
-    for metric in STEADY_METRICS:
+    for metric in RUN_METRICS:
         result |= vllm_keys(summary(sampled[metric], STEADY_PERCENTILES), metric)
     return result
 

@@ -23,7 +23,8 @@ class RequestTrace:
     (`scheduled`) at its arrival, or at the end of the turn before plus the think time. A chunk is one
     streamed delivery; it may hold several tokens, all with the time of the delivery. A conversation's turns
     count from 0; `cycle` is the number of earlier repetitions of the workload. `hidden_tokens` are reasoning
-    tokens that the server counted and did not stream, which `output_len` lacks."""
+    tokens that the server counted and did not stream, which `output_len` lacks; `cached_tokens` is None where
+    it says nothing of them."""
 
     request_id: str
     prompt_len: int
@@ -35,7 +36,7 @@ class RequestTrace:
     success: bool = False
     error: str = ""
     text: str = ""
-    cached_tokens: int = 0
+    cached_tokens: int | None = 0
     conversation: str = ""
     turn: int = 0
     cycle: int = 0

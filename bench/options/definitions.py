@@ -381,7 +381,8 @@ class QualityOptions:
     )
     quality_full: bool = option(
         False,
-        "Beside a reference: KL by domain of text, and flips: multiple-choice answers that change.",
+        "Beside a reference: KL by domain of text, and flips: multiple-choice answers that change. Its texts "
+        "are read whole, whatever --quality-tokens is.",
         flag="--quality-full",
     )
     quality_depth: tuple[int, ...] = option(

@@ -50,9 +50,8 @@ from .values import BACKENDS, POOLING, ThinkTime, check_dataset
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def model_of(*configs: type, only: Collection[str] = (), but: Collection[str] = ()) -> Any:
-    """A pydantic model with a field for each option of the configs, `only` some or all `but` some; values may
-    be text.
+def model_of(*configs: type, but: Collection[str] = ()) -> Any:
+    """A pydantic model with a field for each option of the configs, all `but` some; values may be text.
 
     A key may be any spelling of the option. The options of a nested config are fields too, as on a command
     line, and make it where they are given. The class is made when a module is loaded, so it is opaque to type
@@ -64,7 +63,7 @@ def model_of(*configs: type, only: Collection[str] = (), but: Collection[str] = 
         hints, options = get_type_hints(config), options_of(config)
         for field in fields(config):
             known = options.get(field.name)
-            if known is None or (only and field.name not in only) or field.name in but:
+            if known is None or field.name in but:
                 continue
             kind, info = _field_of(field, hints[field.name], known)
             if known.config is not None:
@@ -150,7 +149,6 @@ def words_of_error(model: type[BaseModel], error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        model = model
         for step in first["loc"][:-1]:
             former = next(
                 (f for name, f in model.model_fields.items() if step in _names(name, f)), None

@@ -217,24 +217,16 @@ class Page:
 
 
 @cache
-def _environment() -> jinja2.Environment:
-    import jinja2
-
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("llmopt.bench.page", "."),
-        autoescape=True,  # of everything but figures
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+def _html_template() -> jinja2.Template:
+    # Its values are plain text, in which no mark is to be hidden from the parser.
+    return _template_environment().overlay(finalize=None).get_template("page/report.html.jinja")
 
 
 def to_html(page: Page) -> str:
     """One self-contained HTML file: inline style and figures, nothing fetched."""
     from .plot_style import COLOURS, themed
 
-    template = _environment().get_template("report.html.jinja")
-    return template.render(page=page, colours=COLOURS, themed=themed)
+    return _html_template().render(page=page, colours=COLOURS, themed=themed)
 
 
 def to_markdown(page: Page) -> str:

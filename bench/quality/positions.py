@@ -6,16 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from ...base.errors import BadInput
-
-if TYPE_CHECKING:
-    pass
 
 QUALITY_NAME = "quality.parquet"
 ROW_GROUP = 1 << 16  # rows kept in memory until they are written
@@ -47,7 +44,6 @@ class PositionScores:
         return len(self.nll)
 
 
-COLUMNS = tuple(field.name for field in fields(PositionScores))
 TYPES = {
     "document": np.int32,
     "window": np.int32,
@@ -67,7 +63,7 @@ SCORES = ("nll", "rank", "reference_nll", "reference_rank", "kl", "top1", "refer
 
 def typed(scores: PositionScores) -> dict[str, np.ndarray]:
     """The columns with values, in the types of the file."""
-    columns = {name: getattr(scores, name) for name in COLUMNS}
+    columns = {name: getattr(scores, name) for name in TYPES}
     return {
         name: np.asarray(column, dtype=TYPES[name])
         for name, column in columns.items()

@@ -12,11 +12,11 @@ KL(p ‖ q) = Σ p·(ln p − ln q), from the logits r and a with one exp each:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,10 +37,8 @@ TOKENS_BETWEEN_PREFILLS = 16384
 BLOCK_BYTES = 2 << 20
 
 
-class PromptScorer(Protocol):
-    """The engine interface needed for scoring."""
-
-    def prompt_pass(self) -> PromptPass: ...
+Scorer = Callable[[], PromptPass]
+"""Opens a pass over prompts of a model."""
 
 
 @dataclass(slots=True)
@@ -70,8 +68,8 @@ class ScoringSpeed:
 
 def score_passage(
     passage: Passage,
-    model: PromptScorer,
-    reference: PromptScorer | None = None,
+    model: Scorer,
+    reference: Scorer | None = None,
     *,
     progress: Progress | None = None,
     what: str = "model",
@@ -86,8 +84,8 @@ def score_passage(
 
 def score_models(
     passage: Passage,
-    models: Sequence[PromptScorer],
-    reference: PromptScorer | None = None,
+    models: Sequence[Scorer],
+    reference: Scorer | None = None,
     *,
     progress: Progress | None = None,
     what: str = "model",
@@ -100,7 +98,7 @@ def score_models(
     try:
         with ExitStack() as stack:
             scorers = [*models] if reference is None else [*models, reference]
-            passes = [stack.enter_context(scorer.prompt_pass()) for scorer in scorers]
+            passes = [stack.enter_context(scorer()) for scorer in scorers]
             for prompts in passes:
                 prompts.check_fits(passage.longest - 1)
             writers = [stack.enter_context(SeriesWriter()) for _ in models]

@@ -298,18 +298,16 @@ def hurt_passages(series: QualitySeries, tokenizer: Any) -> list[dict[str, Any]]
         return None
     windows, positions = series.needed("window"), series.needed("position")
     token_ids = series.needed("token_id")
-    passages = []
-    for begin, end in worst_runs(kl, windows):
-        passages.append(
-            {
-                "window": int(windows[begin]),
-                "position": int(positions[begin]),
-                "mean_kl_nats": float(kl[begin:end].mean()),
-                "tokens": [str(tokenizer.decode([int(token)])) for token in token_ids[begin:end]],
-                "kl_nats": [round(float(value), 5) for value in kl[begin:end]],
-            }
-        )
-    return passages
+    return [
+        {
+            "window": int(windows[begin]),
+            "position": int(positions[begin]),
+            "mean_kl_nats": float(kl[begin:end].mean()),
+            "tokens": [str(tokenizer.decode([int(token)])) for token in token_ids[begin:end]],
+            "kl_nats": [round(float(value), 5) for value in kl[begin:end]],
+        }
+        for begin, end in worst_runs(kl, windows)
+    ]
 
 
 def worst_runs(

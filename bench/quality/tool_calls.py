@@ -95,10 +95,9 @@ def _plain(name: str) -> str:
 
 
 def _function(function: Mapping[str, Any]) -> dict[str, Any]:
-    described = {"description": function.get("description", "")}
     return {
         "name": _plain(function["name"]),
-        **described,
+        "description": function.get("description", ""),
         "parameters": _schema(function["parameters"]),
     }
 

@@ -102,15 +102,22 @@ def _rows(file: Path) -> list[Row]:
 def _chosen(format: Format, points: Sequence[Row], file: Path, number: str) -> ImportedRun:
     """The run of the settings that `number` names, from 1; the only one without."""
     groups: dict[str, list[Row]] = {}
+    seen: list[float] = []
     for row in points:
-        # A pass with failures does not say the tokens of all its prompts, and is a pass all the same.
+        # A pass with failures does not say the tokens of all its prompts; mean lengths within 10 % are equal.
         settings = {key: value for key, value in _said(format, row).items() if key != TOTAL_TOKENS}
+        completed = _number(at(row, format.values.get("completed", ""))) or 1
+        for key in ("total_input_tokens", "total_output_tokens"):
+            mean = round((_number(at(row, format.values.get(key, ""))) or 0) / completed, 1)
+            near = (length for length in seen if math.isclose(length, mean, rel_tol=0.1))
+            seen.append(next(near, mean))
+            settings[f"{key} per request"] = seen[-1]
         groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(row)
     runs = [*groups.values()]
     if not runs:
         raise BadInput(f"{file} is of {format.tool} and holds no measurement")
     if not number and len(runs) > 1:
-        settings = [_said(format, rows[0]) for rows in runs]
+        settings = [json.loads(key) for key in groups]
         differing = [key for key in settings[0] if len({str(own.get(key)) for own in settings}) > 1]
         shown = "; ".join(
             f"{file.name}#{position} ({', '.join(f'{key} {own.get(key)}'[:60] for key in differing[:3])})"

@@ -286,13 +286,18 @@ class RunData:
         values = [value_of_pass(run, key) for run in self.result["llmopt"]["runs"]]
         return [value for value in values if value]
 
+    def column(self, name: str) -> list[tuple[str, int, Any]]:
+        """(request id, number of the pass, value) of every request that succeeded and has the value."""
+        table = self.requests or {}
+        runs, good = (table.get(key) or itertools.repeat(1) for key in ("run", "success"))
+        rows = zip(table.get("request_id", ()), runs, table.get(name, ()), good, strict=False)
+        return [(request, run, cell) for request, run, cell, ok in rows if ok and cell is not None]
+
     def by_request(self, column: str) -> dict[str, list[float]]:
         """A column's values by request id, in the order of the passes."""
         values: dict[str, list[float]] = {}
-        table = self.requests or {"request_id": [], column: []}
-        for request, value in zip(table["request_id"], table[column], strict=True):
-            if value is not None:
-                values.setdefault(request, []).append(value)
+        for request, _, value in self.column(column):
+            values.setdefault(request, []).append(value)
         return values
 
 

@@ -117,15 +117,8 @@ def build_run(
     measured: Measurement, target: TargetFacts, series: QualitySeries | None = None
 ) -> BenchRun:
     """The run with its record: vLLM's keys at the top level, llmopt's under `llmopt`, plain values only."""
-    record = vllm_part(
-        measured.options,
-        measured.loads,
-        model_id=target.model_id,
-        tokenizer_id=target.tokenizer_id,
-        backend=target.backend,
-        date=datetime.now().strftime("%Y%m%d-%H%M%S"),
-    )
     options, loads = measured.options, measured.loads
+    record = vllm_part(options, loads, target, f"{datetime.now():%Y%m%d-%H%M%S}")
     errors = Counter(t.error for load in loads for t in load.traces if not t.success)
     rows = [{"error": error, "count": count} for error, count in errors.most_common(MOST_ERRORS)]
     parts = {
@@ -142,7 +135,7 @@ def build_run(
         "num_warmups": options.warmups,
         "num_runs": len(measured.passes),
         **_pass_parts(measured),
-        "energy": measured.machine.energy(*measured.all_tokens),
+        "energy": measured.machine.energy.part(*measured.all_tokens),
         "environment": measured.machine.environment(),
         **dict.fromkeys(("phases", "preemptions", "quality", "roofline")),
         **target.parts,
@@ -204,23 +197,17 @@ def joules_per_token(joules: float | None, prompt_tokens: int, output_tokens: in
 
 
 def vllm_part(
-    options: BenchOptions,
-    passes: Sequence[LoadPass],
-    *,
-    model_id: str,
-    date: str,
-    tokenizer_id: str | None = None,
-    backend: str = "llmopt",
+    options: BenchOptions, passes: Sequence[LoadPass], target: TargetFacts, date: str
 ) -> dict[str, Any]:
     """The top level: the keys, types and order of `vllm bench serve`. Per-request arrays (seconds) only with
     `save_detailed`. A rate without limit is the text "inf"."""
     record: dict[str, Any] = {
         "date": date,
-        "endpoint_type": backend,
-        "backend": backend,
+        "endpoint_type": target.backend,
+        "backend": target.backend,
         "label": options.label,
-        "model_id": model_id,
-        "tokenizer_id": tokenizer_id or model_id,
+        "model_id": target.model_id,
+        "tokenizer_id": target.tokenizer_id or target.model_id,
         "num_prompts": options.num_prompts * options.num_runs,
         **options.metadata,
         "request_rate": options.rate if math.isfinite(options.rate) else "inf",

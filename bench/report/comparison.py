@@ -29,7 +29,7 @@ from ..page.page import (
     signed_percent,
     sizes,
 )
-from .figures import SHARED_ROOFLINE, captioned, comparison_figures, label_of, slowdown_bounds
+from .figures import SHARED_ROOFLINE, captioned, comparison_figures, named_runs, slowdown_bounds
 from .parts import named_caveats, report_page
 
 TONES: dict[GateOutcome, Tone] = {
@@ -195,7 +195,7 @@ HEADLINES = {
 
 
 def verdict_of(comparison: Comparison) -> ReportVerdict:
-    headline = f"{HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
+    headline = f"{HEADLINES[comparison.outcome]}: {comparison.title}"
     return ReportVerdict(TONES[comparison.outcome], headline, f"{comparison.sentence}.")
 
 
@@ -206,7 +206,7 @@ def comparison_page(
     starts: Mapping[str, Any] | None = None,
 ) -> Page:
     """The page of two runs; of paired `starts` with a table of them."""
-    results = {base.name: base.result, label_of(base, new): new.result}
+    results = {name: run.result for name, run in named_runs(base, new, comparison).items()}
     caveats = named_caveats(results)
     figures = captioned(
         comparison_figures(base, new, comparison),
@@ -244,7 +244,7 @@ PLOT_WIDTH = 41
 def summary(comparison: Comparison) -> str:
     """The verdict in Markdown for the page of a job: sentence, table, plot, and error rates."""
     table = deltas_table(comparison.deltas, checks=comparison.checks)
-    head = f"### {HEADLINES[comparison.outcome]}: {comparison.new} against {comparison.base}"
+    head = f"### {HEADLINES[comparison.outcome]}: {comparison.title}"
     lines = [head, "", f"{comparison.sentence}.", ""]
     if table.rows:
         lines += [*markdown_table(table.header, table.rows), ""]

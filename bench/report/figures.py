@@ -147,7 +147,8 @@ def turns_svg(turns: Sequence[Mapping[str, Any]]) -> str:
     prompts = [turn["mean_prompt_len"] for turn in seen]
     cached = [turn["mean_cached_tokens"] for turn in seen]
     length.bar(numbers, prompts, color=MUTED, alpha=0.4, label="prompt")
-    length.bar(numbers, cached, color=DECODE, label="from the prefix cache")
+    if None not in cached:
+        length.bar(numbers, cached, color=DECODE, label="from the prefix cache")
     title(length, "Prompt tokens")
     whole_numbers(length, "y")
     for axis in (latency, length):
@@ -273,15 +274,16 @@ def run_figures(result: Mapping[str, Any], passes: Sequence[LoadPass]) -> dict[s
 
 
 def comparison_figures(base: RunData, new: RunData, comparison: Comparison) -> dict[str, str]:
-    results = {base.name: base.result, label_of(base, new): new.result}
+    runs = named_runs(base, new, comparison)
+    results = {name: run.result for name, run in runs.items()}
     figures = {"side-by-side": bars_svg(results)}
     if comparison.deltas:
         figures["changes"] = changes_svg(comparison.deltas)
     if comparison.curves:
         figures["operating-curve"] = operating_curve_svg(comparison.curves)
     if base.requests and new.requests:
-        both = {base.name: latency_samples(base), label_of(base, new): latency_samples(new)}
-        figures["distributions"] = distributions_svg(both)
+        latencies = {name: latency_samples(run) for name, run in runs.items()}
+        figures["distributions"] = distributions_svg(latencies)
     if len(roofs := rooflines(results)) == len(results):
         figures["roofline"] = roofline_svg(roofs)
     if curves := depth_curves(results):
@@ -294,8 +296,11 @@ def rooflines(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str
     return {name: roof for name, roof in roofs.items() if roof and roof["points"]}
 
 
-def label_of(base: RunData, new: RunData) -> str:
-    return new.name if new.name != base.name else f"{new.name} (new)"
+def named_runs(base: RunData, new: RunData, comparison: Comparison) -> dict[str, RunData]:
+    """The runs of a page by different names."""
+    if comparison.is_alone:
+        return {new.name: new}
+    return {base.name: base, new.name if new.name != base.name else f"{new.name} (new)": new}
 
 
 @drawn
@@ -394,11 +399,10 @@ def _draw_bars(
 
 def latency_samples(data: RunData) -> dict[str, np.ndarray]:
     """The columns of a run's requests as samples for the distribution figure."""
-    table = data.requests or {}
     columns = {
-        metric: np.array([v for v in table.get(f"{metric}_ms", []) if v is not None])
+        metric: np.array([value for *_, value in data.column(f"{metric}_ms")])
         for metric in ("ttft", "tpot", "e2el")
     }
-    gaps = [np.diff(times) * 1000 for times in table.get("chunk_times_s", [])]
+    gaps = [np.diff(times) * 1000 for *_, times in data.column("chunk_times_s")]
     columns["itl"] = np.concatenate(gaps) if gaps else np.array([])
     return columns

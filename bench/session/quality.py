@@ -19,7 +19,6 @@ from ...base.progress import Progress
 from ...quant.source.models import resolve_model
 from ...quant.stream.sources import is_bundled
 from ..load.address import Address, ServedModel, find_served
-from ..load.inprocess import WithAdapter
 from ..load.json_http import (
     NoPromptLogprobs,
     PromptLogprobs,
@@ -37,7 +36,6 @@ from .tasks import encode_pair
 
 if TYPE_CHECKING:
     from ...engine.core.engine import Engine
-    from ...engine.execution.prompt_pass import PromptPass
 
 _log = logging.getLogger(__name__)
 
@@ -78,14 +76,16 @@ def score_quality(
     rounding = None
     full, deep = further_passages(options, engine.tokenizer, engine.max_model_len)
     passages = [passage, *filter(None, (full and full.passage, deep))]
-    reference = None if options.reference is None else load_reference(options, passages)
-    model = WithAdapter(engine, next(iter(options.loras), None))
+    reference = None
+    if options.reference is not None:
+        reference = load_reference(options, passages).prompt_pass
+    model = partial(engine.prompt_pass, next(iter(options.loras), None))
     named: dict[str, Any] = {"progress": progress, "what": options.name or "model"}
     series, timed = score_passage(passage, model, reference, **named)
     rest = [score_models(part, [model], reference, **named)[0] for part in passages[1:]]
     del reference  # its weights and cache: the caches below have that memory
     if options.reference is not None:
-        rounding = _cache_rounding(options, model, passage, progress)
+        rounding = _cache_rounding(options, engine, passage, progress)
     quality = summarize(
         passage,
         series,
@@ -158,8 +158,9 @@ def kv_parts(options: BenchOptions, engine: Engine, progress: Progress) -> dict[
     assert passage is not None, "--quality-kv needs --quality-depth"
     num_tokens = _cache_tokens(options, engine.device.type, [passage])
     lora, dtypes = next(iter(options.loras), None), options.quality_kv
-    passes = (engine.prompt_pass_on(dtype, num_tokens, lora) for dtype in (*dtypes, None))
-    *models, exact = map(_OpenedPass, passes)
+    *models, exact = (
+        partial(engine.prompt_pass_on, dtype, num_tokens, lora) for dtype in (*dtypes, None)
+    )
     series = score_models(passage, models, exact, progress=progress, what="KV caches")
     distances = (by_depth(scores, options.quality_depth) for scores in series)
     kv = dict(zip(dtypes, distances, strict=True))
@@ -167,7 +168,7 @@ def kv_parts(options: BenchOptions, engine: Engine, progress: Progress) -> dict[
 
 
 def _cache_rounding(
-    options: BenchOptions, model: WithAdapter, passage: Passage, progress: Progress
+    options: BenchOptions, engine: Engine, passage: Passage, progress: Progress
 ) -> dict[str, Any] | None:
     """Distance of the model from itself on a KV cache that rounds nothing; None where its own does not round.
     A 16-bit cache next to float32 activations, or one of 8 bits, is a cost of its own: the reference has the
@@ -177,30 +178,20 @@ def _cache_rounding(
     totals = accumulate(window.num_scored for window in passage.windows)
     count = next((n for n, sum_ in enumerate(totals, 1) if sum_ >= CACHE_TOKENS), None)
     part = replace(passage, windows=passage.windows[:count])
-    engine = model.engine
     num_tokens = _cache_tokens(options, engine.device.type, [part])
+    lora = next(iter(options.loras), None)
     try:
-        exact = engine.unrounded_prompt_pass(num_tokens, model.lora)
+        exact = engine.unrounded_prompt_pass(num_tokens, lora)
     except BadInput as error:  # the rest of the run is kept
         _log.warning("no KL of rounding the KV cache: %s", error)
         return None
     if exact is None:
         return None
-    opened = _OpenedPass(exact)
-    (series,) = score_models(part, [model], opened, progress=progress, what="KV cache")
+    model = partial(engine.prompt_pass, lora)
+    (series,) = score_models(part, [model], lambda: exact, progress=progress, what="KV cache")
     scored = distance(series, np.ones(len(series.needed("kl")), dtype=bool), options.seed)
     computed = str(engine.dtype).removeprefix("torch.")
     return {"dtype": engine.stats.kv_dtype, "computed_in": computed} | (scored or {})
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenedPass:
-    """Prompt scorer over a prompt pass that is open already."""
-
-    prompts: PromptPass
-
-    def prompt_pass(self) -> PromptPass:
-        return self.prompts
 
 
 def full_passage(options: BenchOptions, tokenizer: Any, max_model_len: int) -> FullPassage | None:

@@ -221,6 +221,8 @@ def run_judged(
     if wanted is None or base is None or run.interrupted:
         return Judged(run, base_run)
     comparison = compare(base, RunData.of_run(run), limits=wanted.limits)
+    if base_run is None and wanted.baseline is None:
+        comparison = comparison.without_base()
     run.result["llmopt"]["verdict"] = plain(comparison.as_dict())
     return Judged(run, base_run, comparison)
 

@@ -1,6 +1,7 @@
 """Benchmark session: a warmed-up target, measured pass by pass, scored, then recorded; with its progress.
 
-Stages share one bar, by the mean time of those before of the kind, at first a guess; it never falls.
+Stages share one bar, by the mean time of those before of the kind, at first a guess: it falls where a stage
+takes longer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ LOAD, WARM_UP, PASS, QUALITY = "load", "warm-up", "pass", "quality"
 TASKS, REPORT = "tasks", "report"
 # Seconds where nothing is known, such that the first pass counts most.
 _GUESSES = {LOAD: 5.0, WARM_UP: 2.0, PASS: 30.0, QUALITY: 15.0, TASKS: 60.0, REPORT: 10.0}
+_OVERDUE = 0.25  # of the time so far is left of a stage that takes longer than expected
 _PARTS = 1000
 
 
@@ -92,7 +94,7 @@ class RunProgress:
         passed = self._clock() - self._stage_began
         if self._done and self._total:
             return after + passed * (self._total - self._done) / self._done
-        return after + max(0.0, self._expected[self._stage] - passed)
+        return after + max(self._expected[self._stage] - passed, _OVERDUE * passed)
 
     def start(self, description: str, total: int, unit: str) -> None:
         self._what, self._total, self._unit, self._done = description, total, unit, 0
@@ -117,8 +119,7 @@ class RunProgress:
     def _show(self) -> None:
         passed, left = self._clock() - self._began, self.seconds_left
         share = int(_PARTS * passed / max(passed + left, 1e-9))
-        added = max(0, share - self._shown)
-        self._shown += added
+        added, self._shown = share - self._shown, share
         counted = f", {self._done:.0f}/{self._total} {self._unit}" if self._total else ""
         self._progress.status(f"{self._what}{counted}")
         self._progress.advance(added)

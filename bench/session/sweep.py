@@ -10,6 +10,7 @@ from typing import Any
 from ...base.errors import BadInput
 from ...base.progress import Progress
 from ...engine.base.units import KEPT_UP, PRECISION, SloResult, parse_slo
+from ..gate.counts import MOST_FAILED
 from ..metrics.metrics import aggregate, slo_share
 from ..metrics.run_statistics import steady_state
 from ..metrics.statistics import run_cv
@@ -31,7 +32,7 @@ FIRST_RATE = 0.5
 KNEE_RULE = (
     "the point with the highest power: output throughput / mean end-to-end latency (Kleinrock 1979); "
     "before it throughput grows faster than latency, behind it latency does; of rates, only those "
-    "that were kept up with"
+    f"that were kept up with, and those at which at most {MOST_FAILED:.0%} of the requests failed, if any"
 )
 AUTO_RULE = (
     f"the load doubles until output throughput gains less than {LEAST_GAIN:.0%} on the best so far, "
@@ -91,7 +92,8 @@ class Sweep:
 def find_knee(points: Sequence[Mapping[str, Any]]) -> Any:
     """The point with the highest `power` among sustained loads; the first of equal ones."""
     alive = [point for point in points if point["power"] is not None and point["kept_up"]]
-    return max(alive, key=lambda point: point["power"], default=None)
+    sound = [p for p in alive if p["failed"] <= MOST_FAILED * (p["failed"] + p["completed"])]
+    return max(sound or alive, key=lambda point: point["power"], default=None)
 
 
 class SweepTarget:

@@ -58,13 +58,7 @@ from ..report.parts import recorded_layer_errors
 from ..report.plan_page import plan_for_folder, residuals
 from ..workloads.datasets import build_workload, resolved_options
 from ..workloads.workload import Workload, shared_tokens
-from .quality import (
-    ScoredQuality,
-    check_depths,
-    quality_passage,
-    score_quality,
-    score_served,
-)
+from .quality import ScoredQuality, check_depths, quality_passage, score_quality, score_served
 from .session import LOAD, QUALITY, REPORT, BenchSession, RunProgress
 from .task_backends import EngineBackend, ServedBackend
 from .tasks import check_template, prepare_tasks, with_scores

@@ -33,13 +33,7 @@ from ..quality.chat_items import (
 from ..quality.domains import BUNDLED_TASKS, ChoiceTask, bundled_task, scored_bundled
 from ..quality.needles import ANSWER_TOKENS, NEEDLES, REPLY_TOKENS, needle_items, scored_needles
 from ..quality.task_items import TaskItems, items_of, metric_rows
-from ..quality.tool_calls import (
-    BUNDLED,
-    ToolItem,
-    read_responses,
-    read_tool_items,
-    scored_calls,
-)
+from ..quality.tool_calls import BUNDLED, ToolItem, read_responses, read_tool_items, scored_calls
 
 WINDOWS = "tokens and windows as in lm-eval's hf model"
 NO_TASKS: dict[str, Any] = {

@@ -435,7 +435,10 @@ def steps_of(recipe: Recipe) -> list[str]:
         options = bench_of(recipe, variant)
         if options.serve is not None:
             serve_args = " ".join(without_secrets((options.serve_args or "").split(" ")))
-            lines.append(f"serve {options.name} by {options.serve} {serve_args}".rstrip())
+            is_made = variant is not None and variant.made is not None
+            served = f"checkpoints/{options.name}" if is_made else options.model
+            name = options.name if served is None else f"{options.name} ({served})"
+            lines.append(f"serve {name} by {options.serve} {serve_args}".rstrip())
         elif options.base_url is not None:
             lines.append(f"take {options.name} from {options.base_url}")
     names = ", ".join([BASE_NAME, *(variant.name for variant in recipe.variants)])

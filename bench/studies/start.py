@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import threading
 import time
@@ -162,6 +163,7 @@ class RunningStart:
     def stop(self) -> None:
         if self._process.poll() is None:
             stop(self._process)
+            shutil.rmtree(self._start.folder, ignore_errors=True)  # what it wrote is part of a run
 
     def check(self) -> None:
         """Raise `Crash` if it wrote no run; else drop the log. Another tool's output must not fail."""

@@ -37,6 +37,7 @@ LENGTHS += ("max_completion_tokens", "max_new_tokens", "max_output_tokens")
 # A key that looks like a length of the answer and is none of these is misspelt.
 LENGTH_LIKE = re.compile("(?=.*(out|max|gen|compl|resp|answer))(?=.*(len|tok))", re.IGNORECASE)
 PROMPTS = ("prompt", "question", "instruction", "input", "query", "text")
+CONTEXTS = ("input", "context")
 ANSWERS = ("output", "response", "completion", "answer", "chosen")
 SHUFFLE_BUFFER = 1000
 
@@ -211,9 +212,9 @@ def hub_workload(
     """The first `num_prompts` rows with a prompt that fits the context.
 
     The prompt is the first question of a conversation with the system messages before it, or a column of
-    `PROMPTS`. The output length is `output_len`, else that of the row's response (the answer to that
-    question, or a column of `ANSWERS`), else 256; it is cut to the context. Raises BadInput: no such column,
-    or no row that fits.
+    `PROMPTS`, with those of `CONTEXTS` after it. The output length is `output_len`, else that of the row's
+    response (the answer to that question, or a column of `ANSWERS`), else 256; it is cut to the context.
+    Raises BadInput: no such column, or no row that fits.
     """
     fitted = _Fitted(tokenizer, max_model_len)
     pairs: list[Pair] = []
@@ -245,15 +246,14 @@ def prompt_and_answer(row: Mapping[str, Any], source: str) -> tuple[str, str | N
     """(prompt, response or None) of a row, None if empty. BadInput: no column for a prompt."""
     if (turns := turns_of(row)) is not None:
         return first_pair(turns)
-    for column in PROMPTS:
-        if column in row:
-            prompt = row[column]
-            if not isinstance(prompt, str) or not prompt:
-                return None
-            answers = (row.get(name) for name in ANSWERS)
-            return prompt, next(
-                (answer for answer in answers if isinstance(answer, str) and answer), None
-            )
+
+    def texts(names: Iterable[str]) -> list[str]:
+        return [text for name in names if isinstance(text := row.get(name), str) and text]
+
+    if (column := next((name for name in PROMPTS if name in row), None)) is not None:
+        about = (name for name in CONTEXTS if name != column)
+        prompt, answers = texts([column]), texts(ANSWERS)
+        return ("\n\n".join(prompt + texts(about)), next(iter(answers), None)) if prompt else None
     raise BadInput(
         f"{source} has the columns {', '.join(row)}: none of "
         f"{', '.join((*TURNS, *PROMPTS))} is there to take prompts from"

@@ -3,7 +3,7 @@
 - Azure's LLM inference traces (CSV: TIMESTAMP, ContextTokens, GeneratedTokens)
 - BurstGPT (CSV: Timestamp in seconds, Request tokens, Response tokens)
 - Mooncake (JSON lines: timestamp in milliseconds, input_length, output_length, and hash_ids that name the
-  prompt's blocks of 512 tokens; equal ids are equal text with equal text before it)
+  prompt's blocks of 512 tokens; equal ids are equal text with equal text before it), Alibaba's Bailian
 - agents' sessions with tool gaps, sub-agents, compaction and shared prefixes: WEKA's traces, whose prompts
   are block hashes, and AIPerf's conversation graphs, whose text becomes block hashes. A folder is one trace.
 """
@@ -141,28 +141,27 @@ def _csv(
 
 
 def _mooncake(rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[TraceRow]:
-    """Requests of Mooncake, and of AIPerf's form of it: in a session each waits for the one before."""
+    """Requests of Mooncake, of AIPerf's form of it, in which each of a session waits for the one before, and
+    of Bailian (docs.nvidia.com/aiperf/tutorials/datasets-inputs/profile-with-bailian-traces, 2026-11-30)."""
     sessions: dict[str, tuple[str, float]] = {}
     for number, (where, row) in enumerate(rows):
+        size, second = (16, 1) if "chat_id" in row else (MOONCAKE_TOKENS, 1000)
         session, delay = row.get("session_id"), row.get("delay") or 0.0
         parent, before = sessions.get(str(session), ("", 0.0))
         time = row.get("timestamp", before + delay if session is not None else None)
         if isinstance(time, bool) or not isinstance(time, int | float):
-            raise BadInput(f'{where}: "timestamp" is {time!r}, not milliseconds')
+            raise BadInput(f'{where}: "timestamp" is {time!r}, not a number')
         blocks = tuple(hashes) if isinstance(hashes := row.get("hash_ids", []), list) else (-1,)
         if not all(type(name) is int and name >= 0 for name in blocks):
             raise BadInput(f'{where}: "hash_ids" wants a list of whole numbers')
         prompt_len = _count(row, "input_length", where)
-        if blocks and prompt_len > MOONCAKE_TOKENS * len(blocks):
-            raise BadInput(
-                f"{where}: {prompt_len} prompt tokens do not fit {len(blocks)} blocks of "
-                f"{MOONCAKE_TOKENS}"
-            )
+        if blocks and len(blocks) != -(-prompt_len // size):
+            raise BadInput(f"{where}: {len(blocks)} blocks of {size} for {prompt_len} tokens")
         lengths = prompt_len, _count(row, "output_length", where)
-        prompt = blocks, float(len(blocks)), MOONCAKE_TOKENS if blocks else 0
+        prompt = blocks, float(len(blocks)), size if blocks else 0
         name = f"{session}#{number}" if session is not None else ""
         gap = delay / 1000 if parent else 0.0
-        yield TraceRow(time / 1000, *lengths, *prompt, name, parent, gap=gap)
+        yield TraceRow(time / second, *lengths, *prompt, name, parent, gap=gap)
         sessions[str(session)] = name, time
 
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import Comparison, RunData, judge_starts
-from llmopt.bench.gate.limits import GateOutcome, parse_gate
-from llmopt.bench.gate.measured import value_of_start
+from llmopt.bench.gate.counts import mean_lengths
+from llmopt.bench.gate.limits import MEASURED, GateOutcome, parse_gate
+from llmopt.bench.gate.measured import tail_of_start, value_of_start
 from llmopt.bench.gate.outputs import junit
 from llmopt.bench.page.page import markdown_table
 from llmopt.bench.record.result import to_json
 from llmopt.bench.report.comparison import operating_table
-from llmopt.bench.report.figures import operating_curve_svg
+from llmopt.bench.report.figures import latency_samples, operating_curve_svg
 
 from .test_gate import run_of
 
@@ -147,6 +148,54 @@ def test_failures_and_checks_count_over_all_starts() -> None:
     assert "failed requests rose from 0 to 24 of 800" in found.reasons
     found = judge_starts(base, base, limits=parse_gate("weight_bytes<=+0%"), max_pairs=8)
     assert found.outcome is GateOutcome.PASS and found.checks[0].outcome is GateOutcome.PASS
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"failed": 50, "completed": 50}, "600 requests failed in the base run"),
+        ({"failed": 0, "completed": 0}, "the base run has 0 requests: too few to judge"),
+        (
+            {"client": {"certified": False, "reasons": ["late"]}},
+            "the client disturbed the base run",
+        ),
+    ],
+)
+def test_starts_have_no_verdict_for_the_reasons_that_runs_have(
+    change: dict[str, Any], said: str
+) -> None:
+    base, new = starts(12), starts(12, first=1000)
+    for run in base + new:
+        run.result.update(change)
+        run.result["llmopt"].update(change)
+    verdict = judge_starts(base, new, limits=parse_gate(GATE), max_pairs=12)
+    assert verdict.outcome is GateOutcome.NO_VERDICT and said in verdict.sentence
+
+
+def test_a_few_failures_or_late_clients_do_not_withhold_a_verdict() -> None:
+    base, new = starts(12), starts(12, first=1000)
+    for run in (base[0], new[0]):
+        run.result.update({"failed": 5, "completed": 95})
+        run.result["llmopt"]["client"] = {"certified": False, "reasons": ["late"]}
+    verdict = judge_starts(base, new, limits=parse_gate(GATE), max_pairs=12)
+    assert verdict.outcome is GateOutcome.PASS, verdict.sentence
+
+
+def test_a_failed_request_has_no_part_in_a_tail_nor_a_length() -> None:
+    """A stream that ended in a time-out has chunks, and thus times, in the table of requests."""
+    table: dict[str, list[Any]] = {
+        "request_id": [f"r{number}" for number in range(404)],
+        "run": [0] * 404,
+        "success": [True] * 400 + [False] * 4,
+        "ttft_ms": [20.0] * 404,
+        "e2el_ms": [100.0] * 400 + [60_000.0] * 4,
+        "output_len": [50] * 400 + [3] * 4,
+    }
+    run = RunData(start(1).result, table)
+    what = MEASURED["p99_e2el_ms"]
+    assert tail_of_start(run, what) == latency_samples(run)["e2el"].max() == 100.0
+    assert set(mean_lengths([run]).values()) == {50.0}
+    assert "r403" not in run.by_request("ttft_ms")
 
 
 def test_the_operating_curve_is_in_every_output() -> None:

@@ -9,7 +9,7 @@ import torch
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.score_checks import check_quality
 from llmopt.bench.quality.passage import read_passage
-from llmopt.bench.quality.scoring import PromptScorer, score_passage
+from llmopt.bench.quality.scoring import Scorer, score_passage
 from llmopt.bench.quality.summary import summarize
 from llmopt.bench.record.result import RunData
 from llmopt.engine.config.config import EngineConfig
@@ -46,16 +46,16 @@ def engine() -> Engine:
     return Engine(EngineConfig("stories3M", dtype="float32", num_threads=1))
 
 
-def scored(engine: Engine, model: PromptScorer) -> RunData:
+def scored(engine: Engine, model: Scorer) -> RunData:
     passage = read_passage(engine.tokenizer, max_model_len=engine.max_model_len, num_tokens=4096)
-    series, _ = score_passage(passage, model, engine)
+    series, _ = score_passage(passage, model, engine.prompt_pass)
     quality = asdict(summarize(passage, series, reference="plain"))
     return RunData({"llmopt": {"quality": quality}}, series=series)
 
 
 @pytest.mark.whole
 def test_one_ruined_position_in_a_hundred_breaks_the_tail_gate(engine: Engine) -> None:
-    good, bad = scored(engine, engine), scored(engine, Ruined(engine))
+    good, bad = scored(engine, engine.prompt_pass), scored(engine, Ruined(engine).prompt_pass)
     outcomes = [[check_quality(limit, good, run).outcome for limit in GATE] for run in (good, bad)]
     assert outcomes[0] == [GateOutcome.PASS] * 4
     assert outcomes[1] == [*[GateOutcome.PASS] * 3, GateOutcome.REGRESSION]

@@ -132,6 +132,7 @@ def test_against_measures_paired_runs(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--gate", "kl<=1"], "--gate kl is a distance from a model: give --reference MODEL"),
         (["--gate", "perplexity<=+1%"], "a change needs a base: give --baseline or --against"),
+        (["--gate", "top1>=97%"], "without a percent sign, such as top1>=0.97"),
         (["--junit", "x.xml"], "--junit needs"),
         (["--baseline", "nowhere"], "nowhere"),
         (["--baseline", "nowhere", "--against", "stories3M"], "one base"),
@@ -158,6 +159,13 @@ def test_limits_on_values_need_the_reference_alone(
     verdict = json.loads(capsys.readouterr().out)["llmopt"]["verdict"]
     assert [check["outcome"] for check in verdict["checks"]] == ["regression" if code else "pass"]
     assert verdict["deltas"] == [] and len([*tmp_path.glob("*/comparison.html")]) == 1
+    # Nothing compares the run with itself.
+    assert verdict["is_alone"] and [aspect["aspect"] for aspect in verdict["aspects"]] == [
+        "quality"
+    ]
+    (page,) = (path.read_text() for path in tmp_path.glob("*/comparison.md"))
+    assert page.startswith("# stories260K\n") and page.count("What was run") == 1
+    assert " against " not in page
 
 
 class Fetches(HTMLParser):

@@ -63,7 +63,7 @@ def test_the_server_answers_what_other_clients_ask() -> None:
     with known_server(5.0, 1.0) as port:
         asked = (("HEAD", "/v1"), ("GET", "/v1/models"), ("OPTIONS", "/"), ("POST", "/tokenize"))
         for method, path in asked:
-            link = HTTPConnection("127.0.0.1", port, timeout=60)
+            link = HTTPConnection("127.0.0.1", port, timeout=120)
             link.request(method, path, '{"prompt": "a"}' if method == "POST" else None)
             assert link.getresponse().status == 404
 
@@ -222,7 +222,7 @@ def test_requests_succeed_on_servers_of_every_form(variant: str, fleet: Fleet) -
     requests = [EncodedRequest(f"r{number}", body, number * 0.02) for number in range(24)]
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     with odd_server(10.0, 2.0, variant) as port:
-        sent = fleet.run(Endpoint("127.0.0.1", port, head, timeout=60.0), requests, None)
+        sent = fleet.run(Endpoint("127.0.0.1", port, head, timeout=120), requests, None)
     assert [exchange.answer.error for exchange in sent.exchanges] == [""] * 24
     by_end = VARIANTS[variant].usage_at_end
     counts = [chunk_tokens(exchange.answer, None) for exchange in sent.exchanges]

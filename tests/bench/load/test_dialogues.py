@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llmopt.bench.load.load import drive, position, request_id
+from llmopt.bench.load.load import ROUND_ROBIN, adapter_of, drive, request_id
 from llmopt.bench.metrics.metrics import aggregate
 from llmopt.bench.workloads.workload import (
     ConversationTurn,
@@ -122,4 +122,6 @@ def test_cycles_have_prompts_of_their_own() -> None:
 def test_request_ids_name_cycle_and_turn() -> None:
     assert request_id("bench-7", 0, 0) == "bench-7"
     assert request_id("bench-7", 2, 1) == "bench-7@2/2"
-    assert position("bench-7@2/2") == position("bench-7/3") == position("bench-7") == 7
+    names = [str(number) for number in range(10)]
+    for name in ("bench-7@2/2", "bench-7/3", "bench-7"):
+        assert adapter_of(name, names, ROUND_ROBIN, 0) == "7"

@@ -17,6 +17,7 @@ from llmopt.base.progress import Silent
 from llmopt.bench.load.address import Address
 from llmopt.bench.load.exchange import EncodedRequest, Endpoint
 from llmopt.bench.load.fleet import Fleet
+from llmopt.bench.record.result import RunData
 from llmopt.cli.bench import bench
 from llmopt.cli.main import run_guarded
 
@@ -299,6 +300,8 @@ def test_some_failures_are_counted(server: Server, tmp_path: Path) -> None:
     assert "sk-secret" not in "".join(path.read_text(errors="replace") for path in folder.iterdir())
     report = (folder / "report.html").read_text()
     assert "4 requests failed" in report and "Not certified" in report
+    table = RunData.read(folder).requests or {}
+    assert table["cached_tokens"] == [None] * 8, "this server says nothing of them"
 
 
 def test_when_all_fail_the_exit_code_is_1(server: Server, tmp_path: Path) -> None:
@@ -353,8 +356,8 @@ def test_ctrl_c_writes_what_finished(server: Server, tmp_path: Path) -> None:
     with LlmoptProcess(*words) as process:
         eventually(lambda: server.requests >= before + 20)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "interrupted: what finished" in said
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130 and "interrupted: what finished" in errors
     (folder,) = tmp_path.iterdir()
     result = json.loads((folder / "result.json").read_text())
     assert result["llmopt"]["interrupted"] and 4 <= result["completed"] < 400

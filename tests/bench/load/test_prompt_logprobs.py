@@ -111,7 +111,7 @@ def serving(answer: Answer) -> Iterator[str]:
 
 def probed(answer: Answer, **options: Any) -> tuple[PromptLogprobs, list[ScoredToken]]:
     with serving(answer) as url:
-        scoring = PromptLogprobs.probed(JsonClient({}, timeout=60), url, "m", PROMPT, **options)
+        scoring = PromptLogprobs.probed(JsonClient({}, timeout=120), url, "m", PROMPT, **options)
         scores = list(scoring.scores([PROMPT, [1, 3]]))
     assert [len(each) for each in scores] == [3, 1]
     return scoring, scores[0] + scores[1]
@@ -172,7 +172,7 @@ def test_infinite_scores_and_unreachable_servers() -> None:
         probed(broken)
     with pytest.raises(NoPromptLogprobs, match="refused"):
         PromptLogprobs.probed(
-            JsonClient({}, timeout=60), "http://127.0.0.1:1/v1/completions", "m", PROMPT
+            JsonClient({}, timeout=120), "http://127.0.0.1:1/v1/completions", "m", PROMPT
         )
 
 
@@ -186,9 +186,9 @@ def test_a_full_server_is_asked_again_and_a_failure_stops(monkeypatch: pytest.Mo
 
     bodies = [{"prompt": PROMPT, "prompt_logprobs": 1}] * 5
     with serving(full_once) as url:
-        answers = list(JsonClient({}, timeout=60).post_each(url, bodies, 2))
+        answers = list(JsonClient({}, timeout=120).post_each(url, bodies, 2))
     assert len(answers) == 5 and len(seen) == 6
     with serving(lambda _: (500, {"error": {"message": "boom"}})) as url:
-        client = JsonClient({}, timeout=60)
+        client = JsonClient({}, timeout=120)
         with pytest.raises(RequestFailed, match="HTTP 500: boom"):
             list(client.post_each(url, bodies, 2))

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from llmopt.bench.load.exchange import Answer, Response
+from llmopt.bench.load.driver import prefix_cache_hit_rate
+from llmopt.bench.load.exchange import Answer, Exchange, Response
 from llmopt.bench.load.stream import AT_END, PER_CHUNK, PER_EVENT, chunk_tokens, read_stream
 from llmopt.bench.load.worker import _read
 from llmopt.bench.metrics.metrics import count_good
@@ -381,3 +382,12 @@ def test_a_cumulative_stream_is_refused_by_name(field: str) -> None:
     same = [event({field: "a"}) for _ in range(9)]
     answer = read_stream(at(ROLE, *same, event({}, "stop"), DONE))
     assert (answer.error, chunk_tokens(answer, 9)) == ("", ([1] * 9, PER_EVENT))
+
+
+def test_an_answer_without_cached_tokens_had_none() -> None:
+    """vLLM leaves the details out of the usage of a prompt that missed its prefix cache."""
+    hit = stream(range(1, 11), total_event(10, prompt_tokens_details={"cached_tokens": 9}))
+    missed = stream(range(1, 11), total_event(10, prompt_tokens_details=None))
+    sent = [Exchange(str(number), 0.0, 1.0, a) for number, a in enumerate([hit, *[missed] * 3])]
+    assert prefix_cache_hit_rate(sent) == 9 / 48
+    assert prefix_cache_hit_rate(sent[1:]) is None

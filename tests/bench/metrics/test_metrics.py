@@ -14,6 +14,7 @@ from llmopt.bench.metrics.metrics import (
     percentile_word,
     samples,
     summary,
+    turn_figures,
 )
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.engine.base.units import parse_slo
@@ -124,6 +125,19 @@ def test_goodput_counts_requests_that_meet_every_limit() -> None:
 def test_goodput_refuses(word: str) -> None:
     with pytest.raises(BadInput, match="goodput"):
         parse_slo([word])
+
+
+def test_cached_tokens_that_nobody_tells_are_unknown_and_not_0() -> None:
+    def turns(*cached: int | None) -> list[tuple[float | None, float | None]]:
+        traces = [trace(str(n), [(0.1, 1)]) for n in range(len(cached))]
+        for number, (own, tokens) in enumerate(zip(traces, cached, strict=True)):
+            own.turn, own.cached_tokens = number, tokens
+        figures = turn_figures([LoadPass(traces, duration=1.0)], None)["turns"]
+        return [(turn["mean_cached_tokens"], turn["prefix_cache_hit_rate"]) for turn in figures]
+
+    assert turns(None, None) == [(None, None)] * 2
+    assert turns(None, 8) == [(0, 0), (8, 0.8)], "vLLM tells hits alone"
+    assert turns(0, 0) == [(0, 0)] * 2
 
 
 def test_peaks_as_vllm_counts() -> None:

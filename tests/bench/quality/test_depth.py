@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,12 +145,8 @@ class CountedPass:
         CountedPass.live -= num_bytes
 
 
-class Counted:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def prompt_pass(self) -> Any:
-        return CountedPass(self._engine.prompt_pass())
+def counted(engine: Engine) -> Any:
+    return CountedPass(engine.prompt_pass())
 
 
 def test_live_logits_do_not_grow_with_depth(tmp_path: Path) -> None:
@@ -165,7 +162,7 @@ def test_live_logits_do_not_grow_with_depth(tmp_path: Path) -> None:
         torch.manual_seed(0)
         window = PassageWindow(tuple(torch.randint(vocab, (depth,)).tolist()))
         passage = Passage((window,), "text", "p", "words")
-        score_passage(passage, *map(Counted, engines))
+        score_passage(passage, *(partial(counted, engine) for engine in engines))
         most.append(CountedPass.most)
         assert CountedPass.live == 0
     # A slice of both models; all logits of the deeper document are 164 MB of each.
@@ -189,14 +186,6 @@ class RoundedPass(CountedPass):
         return hidden
 
 
-class Scorer:
-    def __init__(self, prompts: Any) -> None:
-        self._prompts = prompts
-
-    def prompt_pass(self) -> Any:
-        return self._prompts
-
-
 @contextmanager
 def chunked_engine() -> Iterator[Engine]:
     """Steps of 64 tokens, which read their own keys and values before these are rounded."""
@@ -211,8 +200,9 @@ def test_a_cache_of_4_bits_hurts_depth_and_not_short_text(tokenizer: Any) -> Non
     kl = {}
     with chunked_engine() as engine:
         for name, passage in (("short", short), ("deep", deep)):
-            rounded, exact = (engine.prompt_pass_on("float32", 1024) for _ in range(2))
-            series, _ = score_passage(passage, Scorer(RoundedPass(rounded)), Scorer(exact))
+            opened = partial(engine.prompt_pass_on, "float32", 1024)
+            rounded: Any = partial(RoundedPass, opened())
+            series, _ = score_passage(passage, rounded, opened)
             kl[name] = series
     assert kl["short"].needed("kl").max() < 1e-6
     depths = by_depth(kl["deep"], [256])
@@ -221,7 +211,7 @@ def test_a_cache_of_4_bits_hurts_depth_and_not_short_text(tokenizer: Any) -> Non
     assert [verdict.outcome for verdict in verdicts] == [GateOutcome.REGRESSION] * 2
     # The same cache without rounding keeps them.
     with chunked_engine() as engine:
-        pair = (engine.prompt_pass_on("float32", 1024) for _ in range(2))
-        series, _ = score_passage(deep, *map(Scorer, pair))
+        opened = partial(engine.prompt_pass_on, "float32", 1024)
+        series, _ = score_passage(deep, opened, opened)
     verdicts = check_promises(limits, {"depth": by_depth(series, [256])})
     assert [verdict.outcome for verdict in verdicts] == [GateOutcome.PASS] * 2

@@ -115,7 +115,9 @@ def by_engine(engines: list[Engine], options: ProtocolOptions) -> Quality:
     passage = read_passage(
         engines[0].tokenizer, max_model_len=512, num_tokens=TOKENS, options=options
     )
-    return summarize(passage, score_passage(passage, engines[0], engines[1])[0])
+    return summarize(
+        passage, score_passage(passage, *(engine.prompt_pass for engine in engines))[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def passage(num_windows: int) -> Passage:
 
 
 def test_scoring_holds_a_constant_of_logits(wide: Path) -> None:
-    model, reference = engine(wide), engine(wide)
+    model, reference = engine(wide).prompt_pass, engine(wide).prompt_pass
     peaks = []
     for num_windows in (2, 4):
         text = passage(num_windows)

@@ -174,6 +174,28 @@ def test_a_pass_with_failures_is_a_pass_of_the_same_run(tmp_path: Path) -> None:
     assert (found["llmopt"]["num_runs"], found["failed"]) == (2, 1)
 
 
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        ({"total_input_tokens": 4720}, r"#1 .*input_tokens per request 30.0\); .*#2 .* 295.0"),
+        ({"total_output_tokens": 960}, r"#1 .*output_tokens per request 6.0\); .*#2 .* 60.0"),
+    ],
+)
+def test_prompts_or_answers_of_other_lengths_are_no_pass(
+    other: dict[str, int], shown: str, tmp_path: Path
+) -> None:
+    """`vllm bench serve --append-result` in a loop over lengths, of which its rows say the totals alone."""
+    row = json.loads((RESULTS / "vllm/serve_base.json").read_text())
+    row = {key: value for key, value in row.items() if not isinstance(value, list)}
+    failed = {"failed": 1, "completed": 15, "total_input_tokens": 450, "total_output_tokens": 90}
+    rows = [row | failed, row, row | other, row | {"total_output_tokens": 97}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(BadInput, match=f"holds 2 runs .*{shown}"):
+        RunData.read(tmp_path / "a.jsonl")
+    sizes = [read_imported(tmp_path / f"a.jsonl#{number}") for number in (1, 2)]
+    assert [run and run.result["llmopt"]["num_runs"] for run in sizes] == [3, 1]
+
+
 def test_a_time_is_that_of_utc(tmp_path: Path) -> None:
     row = {
         "aiperf_version": "0.13.0",

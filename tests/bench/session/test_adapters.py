@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from llmopt.base.errors import BadInput
-from llmopt.bench.load.inprocess import InProcessTarget, WithAdapter
+from llmopt.bench.load.inprocess import InProcessTarget
 from llmopt.bench.load.load import adapter_of
 from llmopt.bench.options.options import BenchOptions, checked
 from llmopt.bench.workloads.workload import WorkloadItem
@@ -23,9 +23,6 @@ class NotingEngine:
     def add_request(self, *_: object, lora: str | None = None, images: object = ()) -> None:
         self.named.append(lora)
 
-    def prompt_pass(self, lora: str | None = None) -> None:
-        self.named.append(lora)
-
 
 def test_requests_take_the_adapters_round_robin() -> None:
     engine: Any = NotingEngine()
@@ -35,8 +32,7 @@ def test_requests_take_the_adapters_round_robin() -> None:
         target.send(WorkloadItem(f"bench-{number}", (1, 2), 3))
     assert engine.named == ["a", "b", "a", "b", "a"]
     InProcessTarget(engine).send(WorkloadItem("bench-0", (1, 2), 3))
-    WithAdapter(engine, "b").prompt_pass()
-    assert engine.named[-2:] == [None, "b"]
+    assert engine.named[-1] is None
 
 
 def test_random_assignment_is_seeded_and_covers_all() -> None:

@@ -121,7 +121,7 @@ def test_options_that_share_a_window_score_as_in_their_own() -> None:
     for share in (True, False):
         full = domains.FullPassage.of(engine.tokenizer, pair, 512, stories_only=True, share=share)
         assert any(window.alternatives for window in full.passage.windows) == share
-        series, speed = score_passage(full.passage, engine)
+        series, speed = score_passage(full.passage, engine.prompt_pass)
         # The blocks of a context are computed once, however many windows it has.
         assert speed.num_computed < 0.8 * full.passage.num_tokens
         assert len(series.needed("nll")) == full.passage.num_scored

@@ -36,7 +36,6 @@ class Shown(Silent):
         self.begun.append((description, total, unit))
 
     def advance(self, count: float = 1) -> None:
-        assert count >= 0
         self.share += count
 
     def status(self, text: str) -> None:
@@ -69,7 +68,10 @@ def test_what_is_left_follows_from_what_was_measured() -> None:
     run.begin(QUALITY, "quality")
     assert run.seconds_left == pytest.approx(60)
     clock.now = 200.0  # longer than expected
-    assert run.seconds_left == 0
+    run.start("quality", 100, "tokens")
+    assert run.seconds_left == pytest.approx(70 / 4) and shown.share < 1000
+    run.advance(10)  # 70 s for a tenth
+    assert run.seconds_left == pytest.approx(9 * 70) and shown.share == 1000 * 200 // 830
     run.end()
     assert shown.share == 1000
     assert shown.begun == [("bench", 1000, SHARE)]

@@ -169,7 +169,8 @@ def test_keys_of_a_server(is_checked: bool) -> None:
         "client.check.loop_lag_ms": "mean p99 max",
     }
     check_keys(result["llmopt"], OVER_HTTP | (of_check if is_checked else {}))
-    (said,) = result["llmopt"]["silent_failures"]  # that server counts one token for every prompt
-    assert said.startswith("8 answers count other prompt tokens")
+    # That server counts one token for every prompt; on a busy machine its streams may stand still too.
+    *_, doubt = result["llmopt"]["silent_failures"]
+    assert doubt.startswith("8 answers count other prompt tokens")
     assert (result["backend"], result["model_id"]) == ("vllm", "served-name")
     assert result["tokenizer_id"] == "stories3M"

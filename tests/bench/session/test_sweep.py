@@ -57,7 +57,8 @@ def test_count_search_is_exact(most: int) -> None:
 
 
 def point(load: float, throughput: float, latency: float, kept_up: bool = True) -> dict[str, Any]:
-    return {"load": load, "power": throughput / latency, "kept_up": kept_up}
+    counts = {"completed": 80, "failed": 0}
+    return {"load": load, "power": throughput / latency, "kept_up": kept_up, **counts}
 
 
 def test_knee_is_where_power_peaks() -> None:
@@ -66,6 +67,10 @@ def test_knee_is_where_power_peaks() -> None:
     assert find_knee(curve)["load"] == 4
     assert find_knee([*curve, point(9, 1e6, 0.1, kept_up=False)])["load"] == 4
     assert find_knee([{"load": 1, "power": None, "kept_up": True}]) is None
+    # Beyond its slots a server that refuses is as fast for the others.
+    refusing = point(64, 410, 1) | {"completed": 80, "failed": 900}
+    assert find_knee([*curve, refusing])["load"] == 4
+    assert find_knee([*curve, refusing | {"failed": 0}])["load"] == 64
 
 
 def test_doubling_stops_when_it_brings_little() -> None:

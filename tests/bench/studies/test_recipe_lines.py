@@ -53,6 +53,11 @@ def test_a_dry_run_lists_the_steps_and_does_nothing(
         "quantize", "verify", "quantize", "verify", "bench", "compare", "compare", "write",
     ]  # fmt: skip
     assert "rtn, 8 bits" in steps[2] and "8 prompts" in steps[4] and not root.exists()
+    assert llmopt("ci-regression", "--dry-run", "--json") == 0
+    steps = json.loads(capsys.readouterr().out)["steps"]
+    assert steps[0] == "serve original (stories3M) by llmopt"
+    assert llmopt("ci-regression", "--model", tmp_path / "gone", "--dry-run") == 2
+    assert "gone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

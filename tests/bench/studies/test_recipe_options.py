@@ -67,7 +67,7 @@ def test_set_and_model_change_what_is_run(recipe: Path, capsys) -> None:
     assert found == [
         "quantize stories260K to checkpoints/one: rtn, 8 bits",
         "verify checkpoints/one",
-        "serve two by llmopt --num-threads 1 --api-key ...",
+        "serve two (stories260K) by llmopt --num-threads 1 --api-key ...",
         "bench original, one, two one after another: sharegpt, 200 prompts, 5 passes",
         "compare one with original, kl<=0.1",
         "compare two with original, kl<=0.1",

@@ -14,7 +14,8 @@ import pytest
 import typer
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.limits import GateOutcome
-from llmopt.bench.studies.start import has_option
+from llmopt.bench.record.result import has_result
+from llmopt.bench.studies.start import RunningStart, Start, has_option
 from llmopt.bench.studies.starts_plan import Budget, Build, StartsPlan
 from llmopt.bench.studies.starts_series import Finished, PairedSeries, write_comparison
 from llmopt.cli.compare import compare
@@ -133,6 +134,23 @@ def test_a_new_build_that_crashes_alone_is_a_regression(
     assert "crashes and the base does not" in reason and "ImportError" in reason
     write_comparison(finished, tmp_path / "runs")
     assert "ImportError" in (tmp_path / "runs" / "comparison.md").read_text()
+
+
+def test_a_start_that_is_stopped_leaves_no_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On an interrupt `llmopt bench` writes what finished, which a resumed series would take for a start."""
+    folder = tmp_path / "001-new"
+
+    def interrupted(process: Any) -> None:
+        (folder / "result.json").write_text("{}")
+        process.kill()
+        process.wait()
+
+    monkeypatch.setattr("llmopt.bench.studies.start.stop", interrupted)
+    running = RunningStart(Start("new", ["sleep", "60"], folder, True, makes_folder=True))
+    running.stop()
+    assert not has_result(folder)
 
 
 @pytest.mark.whole

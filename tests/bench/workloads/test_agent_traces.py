@@ -114,6 +114,23 @@ def test_aiperf_sessions_and_graphs(tmp_path: Path) -> None:
     assert found["helper#0"].blocks[0] != shared[0]
 
 
+def test_alibabas_traces_have_seconds_and_small_blocks(tmp_path: Path) -> None:
+    call = {"parent_chat_id": -1, "type": "text", "turn": 1, "output_length": 9}
+    first = {"chat_id": 159, "timestamp": 61.5, "input_length": 40, "hash_ids": [7, 8, 9]}
+    again = {"chat_id": 160, "timestamp": 63.0, "input_length": 40, "hash_ids": [7, 8, 5]}
+    path = written(tmp_path, {**call, **first}, {**call, **again})
+    assert [row.seconds for row in read_trace("trace", path)] == [61.5, 63.0]
+    made = trace_workload(IDS, "trace", num_prompts=None, max_model_len=4096, path=path)
+    first, second = (item.prompt_token_ids for item in made.items)
+    assert first[:32] == second[:32] and first[32:] != second[32:]
+
+
+def test_blocks_of_another_size_are_refused(tmp_path: Path) -> None:
+    row = {"timestamp": 0, "input_length": 130, "output_length": 4, "hash_ids": [1, 2, 3]}
+    with pytest.raises(BadInput, match="3 blocks of 512 for 130 tokens"):
+        read_trace("trace", written(tmp_path, row))
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     path = written(tmp_path, {"id": "w", "block_size": 64, "requests": [{"t": 0, "type": "n"}]})
     with pytest.raises(BadInput, match=r"weka without KeyError: 'in'"):

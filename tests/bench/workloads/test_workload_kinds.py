@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.options.options import BenchOptions, checked
-from llmopt.bench.workloads.custom import hub_rows, hub_workload
+from llmopt.bench.workloads.custom import hub_rows, hub_workload, prompt_and_answer
 from llmopt.bench.workloads.datasets import build_workload, locate_dataset
 from llmopt.bench.workloads.synthetic import prefix_repetition_workload, sonnet_workload
 from llmopt.bench.workloads.workload import fit_lengths, ramp_offsets
@@ -121,6 +121,18 @@ def test_hub_rows_of_every_form() -> None:
         hub_workload(
             WORDS, [{"picture": 1, "label": 2}], source="x", num_prompts=1, max_model_len=9
         )
+
+
+@pytest.mark.parametrize(("asked", "given"), [("instruction", "input"), ("instruction", "context")])
+def test_what_a_question_is_about_is_in_the_prompt(asked: str, given: str) -> None:
+    """Instructions of Alpaca and Dolly may have a text beside them."""
+    rows = [{asked: "sum up", given: "a b c", "output": "d"}, {asked: "sum up", given: ""}]
+    workload = hub_workload(
+        WORDS, rows, source="rows", num_prompts=2, max_model_len=50, output_len=7
+    )
+    assert [len(item.prompt_token_ids) for item in workload.items] == [6, 3]
+    assert prompt_and_answer(rows[0], "rows") == ("sum up\n\na b c", "d")
+    assert prompt_and_answer({"input": "a b", asked: None}, "rows") is None
 
 
 def test_hub_data_sets_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
