@@ -43,10 +43,7 @@ class TensorsByName(Protocol):
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Atomic write: a temporary file, fsynced and renamed into place on exit; missing folders are made.
-
-    Raises:
-        BadInput: the disk is full. An existing file is untouched.
-    """
+    Raises BadInput: the disk is full. An existing file is untouched."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +86,7 @@ def write_tensors(
             digest.update(start)
             file.write(start)
         for name in names:
-            view = memoryview(_raw(tensors[name]))
+            view = memoryview(raw_bytes(tensors[name]))
             end = file.tell() + len(view)
             view = view[: HOLLOW_BYTES if name in hollow else None]
             for begin in range(0, len(view), _PIECE):
@@ -154,7 +151,7 @@ def entry_bytes(entry: Entry) -> int:
     return _SIZES[entry[0]] * prod(entry[1])
 
 
-def _raw(tensor: torch.Tensor) -> bytes:
+def raw_bytes(tensor: torch.Tensor) -> bytes:
     """The elements in row-major order; no copy where the tensor is contiguous."""
     import torch
 
@@ -163,11 +160,8 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def expanded(name: str | Path) -> Path:
-    """A path with the home folder in place of its `~`.
-
-    Raises:
-        BadInput: it names the home of a user who is not known here.
-    """
+    """A path with the home folder in place of its `~`. Raises BadInput: it names the home of a user who is
+    not known here."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:
@@ -177,15 +171,10 @@ def expanded(name: str | Path) -> Path:
 def check_output(path: Path, option: str, *, folder: bool | None = None) -> None:
     """Write to the nearest existing folder above `path`, or to `path` if it is one; leaves nothing behind.
 
-    Permission bits do not tell: root ignores them, and file systems may be read-only or full.
-
-    Args:
-        folder: True if a folder is to be made at `path`; False: a file; None: what is there decides.
-
-    Raises:
-        BadInput: nothing can be written there, it is a URL, or a file is where a folder is wanted, or the
-            other way round; the message names `option`.
-    """
+    Permission bits do not tell: root ignores them, and file systems may be read-only or full. `folder` is
+    True if one is to be made at `path`, False for a file, None if what is there decides. Raises BadInput:
+    nothing can be written there, it is a URL, or a file is where a folder is wanted, or the other way round;
+    the message names `option`."""
     above = path.parent
     first = path.parts[0] if path.parts else ""
     if _SCHEME.fullmatch(first) and not Path(first).exists():
@@ -211,11 +200,7 @@ def check_output(path: Path, option: str, *, folder: bool | None = None) -> None
 
 
 def make_folder(folder: Path, option: str) -> None:
-    """`mkdir -p`.
-
-    Raises:
-        BadInput: it cannot be created; the message names `option`.
-    """
+    """`mkdir -p`. Raises BadInput: it cannot be created; the message names `option`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -243,11 +228,8 @@ def is_taken(folder: Path) -> bool:
 @contextmanager
 def atomic_folder(output: Path, unfinished: str) -> Iterator[Path]:
     """Atomic creation of a folder: one of the name `unfinished`, fsynced and renamed on exit, removed on
-    errors. An older one of that name is removed.
-
-    Raises:
-        BadInput: something is in `output`, it cannot be created, or the disk is full.
-    """
+    errors. An older one of that name is removed. Raises BadInput: something is in `output`, it cannot be
+    created, or the disk is full."""
     if is_taken(output):
         raise in_the_way(output)
     work = output.with_name(unfinished)
@@ -289,8 +271,7 @@ def no_space_or(error: OSError, path: Path) -> Exception:
 def interrupts_held() -> Iterator[None]:
     """Ignore the first Ctrl-C while a result is assembled; a second one interrupts as usual.
 
-    Only the main thread receives signals, so in other threads this does nothing.
-    """
+    Only the main thread receives signals, so in other threads this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -313,8 +294,7 @@ def end_with_parent() -> None:
     """Have Linux end a child when this process dies, also by SIGKILL: a killed benchmark that is continued
     must find the GPU free. Called in the child; PR_SET_PDEATHSIG of prctl(2).
 
-    It heeds SIGINT again, by which it is stopped: a shell has its background jobs ignore that.
-    """
+    It heeds SIGINT again, by which it is stopped: a shell has its background jobs ignore that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -78,7 +78,6 @@ class Native:
     reason: str | None
 
     def function(self, name: str) -> Any:
-        """A function of the library, where there is one."""
         assert self.library is not None, self.reason
         return getattr(self.library, name)
 
@@ -88,17 +87,13 @@ class BuildFailed(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "llmopt" / "native"
 
 
 def native(source: Path) -> Native:
-    """The library of a C file, for the instruction path that the environment and the processor select.
-
-    Raises:
-        BadInput: `LLMOPT_NATIVE` names an unknown or unsupported path.
-    """
+    """The library of a C file, for the instruction path that the environment and the processor select. Raises
+    BadInput: `LLMOPT_NATIVE` names an unknown or unsupported path."""
     path = choose_path()
     if isinstance(path, str):
         return Native(None, None, path)
@@ -129,12 +124,8 @@ def _load(source: Path, name: str, options: tuple[str, ...]) -> Native:
 
 @dataclass(frozen=True, slots=True)
 class ParallelStart:
-    """The function, like `GOMP_parallel`, that runs a kernel on several threads.
-
-    Attributes:
-        address: address of the function; None: kernels run on the calling thread.
-        name: name shown to people.
-    """
+    """The function, like `GOMP_parallel`, that runs a kernel on several threads: its address (None: kernels
+    run on the calling thread), and the name shown to people."""
 
     address: int | None
     name: str
@@ -153,11 +144,8 @@ def parallel_start() -> ParallelStart:
 
 
 def compiler_command() -> list[str]:
-    """The C compiler, by its full path, and the options that `CC` gives it.
-
-    Raises:
-        BuildFailed: there is none.
-    """
+    """The C compiler, by its full path, and the options that `CC` gives it. Raises BuildFailed: there is
+    none."""
     given = os.environ.get("CC") or "cc"
     try:
         compiler = shlex.split(given)
@@ -175,11 +163,8 @@ def open_library(file: Path) -> ctypes.CDLL:
 
 
 def compiled(source: Path, options: tuple[str, ...]) -> Path:
-    """The compiled library of a source, from the cache or newly built.
-
-    Raises:
-        BuildFailed: there is no compiler, or it fails, or there is nowhere to write.
-    """
+    """The compiled library of a source, from the cache or newly built. Raises BuildFailed: there is no
+    compiler, or it fails, or there is nowhere to write."""
     more = shlex.split(os.environ.get(FLAGS_VARIABLE, ""))
     command = [*compiler_command(), *OPTIONS, *options, *more]
     name = f"{source.stem}-{_fingerprint(source, [*command, *LIBRARIES])}.so"
@@ -266,11 +251,7 @@ def _included(source: Path) -> set[Path]:
 
 @lru_cache
 def compiler_version(compiler: str) -> bytes:
-    """Ask a compiler for its `--version`.
-
-    Raises:
-        BuildFailed: it does not run.
-    """
+    """Ask a compiler for its `--version`. Raises BuildFailed: it does not run."""
     try:
         return subprocess.run(
             [compiler, "--version"], capture_output=True, timeout=COMPILE_SECONDS, check=False

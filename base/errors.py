@@ -7,15 +7,13 @@ class BadInput(ValueError):
     """Invalid input: the request cannot be carried out as given.
 
     The message is one line: what is wrong, where, and what to do about it. The command line prints it
-    without a traceback and exits with 2; the server answers with status 400.
-    """
+    without a traceback and exits with 2; the server answers with status 400."""
 
 
 class ContextOverflow(BadInput):
     """A prompt, or a prompt with `num_new` tokens after it, is longer than the context of `limit` tokens.
 
-    Where the whole prompt was not counted, `num_prompt` is the `least` that it has.
-    """
+    Where the whole prompt was not counted, `num_prompt` is the `least` that it has."""
 
     def __init__(self, num_prompt: int, num_new: int, limit: int, *, least: bool = False) -> None:
         count = f"at least {num_prompt}" if least else num_prompt
@@ -32,10 +30,8 @@ class Failure(RuntimeError):
     """An external failure, not the user's mistake: a process or a device is gone.
 
     The message is one line: what is gone and what to do. The command line prints it without a traceback
-    and exits with 3: nothing was decided.
-    """
+    and exits with 3: nothing was decided."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

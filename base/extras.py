@@ -24,22 +24,16 @@ def missing(use: str, package: str, extra: str) -> BadInput:
 
 
 def require(use: str, extra: str, *modules: str) -> None:
-    """Check that the modules of an extra are there, before any work.
-
-    Raises:
-        BadInput: one is not installed.
-    """
+    """Check that the modules of an extra are there, before any work. Raises BadInput: one is not
+    installed."""
     for module in modules:
         if not is_installed(module):
             raise missing(use, module, extra)
 
 
 def import_extra(use: str, extra: str, module: str) -> Any:
-    """Import a module that an extra installs.
-
-    Raises:
-        BadInput: it, or a package that it needs, is not installed.
-    """
+    """Import a module that an extra installs. Raises BadInput: it, or a package that it needs, is not
+    installed."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -18,20 +18,12 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 
 
 class LineJournal:
-    """An append-only file that one process at a time holds.
-
-    Attributes:
-        header: the first line, of the run that began the file.
-        records: the lines after it, in order; a partial last line, left by a kill, is cut off.
-    """
+    """An append-only file that one process at a time holds: its `header`, the first line, of the run that
+    began it, and `records`, the lines after it. A partial last line, left by a kill, is cut off."""
 
     def __init__(self, path: Path, header: Mapping[str, Any]):
-        """Open the file, or begin it with this header.
-
-        Raises:
-            BlockingIOError: another process holds it.
-            ValueError: its lines are damaged.
-        """
+        """Open the file, or begin it with this header. Raises BlockingIOError: another process holds it;
+        ValueError: its lines are damaged."""
         self._path = path
         if not path.exists():
             write_atomically(path, line_of(header))

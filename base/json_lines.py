@@ -18,8 +18,7 @@ def parse_json(text: str) -> Any:
     """`json.loads`, with question marks in place of half surrogate pairs.
 
     Tools that cut a text within an emoji write them as escapes. No encoding has them, and tokenizers refuse
-    them.
-    """
+    them."""
     value = json.loads(text)
     if _SURROGATE.search(text):
         value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
@@ -27,18 +26,12 @@ def parse_json(text: str) -> Any:
 
 
 def json_lines(path: Path, what: str = "") -> Iterator[tuple[str, Any]]:
-    """(place, value) of each line that is not blank; the place names the file and the line.
+    """(place, value) of each line that is not blank; the place names the file and the line. `path` is UTF-8
+    text, with or without a byte order mark, and `.xz` is decompressed; `what` is the kind of the file, which
+    begins each message. Raises BadInput: no such file, no UTF-8, or a line that is not JSON.
 
     A line ends at "\\n" or "\\r\\n" alone. A JSON text may hold other line ends of Unicode unescaped (U+2028,
-    U+0085), at which `str.splitlines` breaks it.
-
-    Args:
-        path: UTF-8 text, with or without a byte order mark; `.xz` is decompressed.
-        what: kind of the file, which begins each message.
-
-    Raises:
-        BadInput: no such file, no UTF-8, or a line that is not JSON.
-    """
+    U+0085), at which `str.splitlines` breaks it."""
     name = f"{what} {path}".strip()
     opened = lzma.open if path.suffix == ".xz" else open
     try:
@@ -59,11 +52,8 @@ def json_lines(path: Path, what: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def json_objects(path: Path, what: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of `json_lines`, each of which has to be an object.
-
-    Raises:
-        BadInput: as `json_lines`, or a line that holds another value.
-    """
+    """The lines of `json_lines`, each of which has to be an object. Raises BadInput: as `json_lines`, or a
+    line that holds another value."""
     for where, value in json_lines(path, what):
         if not isinstance(value, dict):
             raise BadInput(f"{where}: wants an object")

@@ -77,11 +77,8 @@ class Option:
 def option(
     default: Any, help: str, *, factory: Callable[[], Any] | None = None, **details: Any
 ) -> Any:
-    """Define a dataclass field that is an option; `details` are the other attributes of `Option`.
-
-    Args:
-        default: `MISSING` where there is none, or `factory` makes it.
-    """
+    """Define a dataclass field that is an option; `details` are the other attributes of `Option`. The default
+    is `MISSING` where there is none, or `factory` makes it."""
     metadata = {_KEY: Option(help, **details)}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)

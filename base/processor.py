@@ -42,12 +42,8 @@ _SAPPHIRE_RAPIDS = frozenset({"avx_vnni", "avx512_fp16", "amx_tile", "amx_int8",
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A kind of x86 processor, as `LLMOPT_CPU` names it.
-
-    Attributes:
-        flags: flags that such a processor has, by their names in /proc/cpuinfo; no others are used.
-        libraries: environment that keeps torch, oneDNN, MKL and OpenBLAS to these instructions.
-    """
+    """A kind of x86 processor, as `LLMOPT_CPU` names it: the flags that it has, by their names in
+    /proc/cpuinfo, and the environment that keeps torch, oneDNN, MKL and OpenBLAS to these instructions."""
 
     name: str
     flags: frozenset[str]
@@ -82,11 +78,8 @@ PROFILES = (
 
 
 def profile() -> Profile | None:
-    """The profile that `LLMOPT_CPU` names; None for this machine as it is.
-
-    Raises:
-        BadInput: an unknown profile, or one whose instructions this processor lacks.
-    """
+    """The profile that `LLMOPT_CPU` names; None for this machine as it is. Raises BadInput: an unknown
+    profile, or one whose instructions this processor lacks."""
     name = os.environ.get(PROFILE_VARIABLE) or NATIVE
     if name == NATIVE:
         return None
@@ -107,8 +100,7 @@ def profile() -> Profile | None:
 def apply_profile() -> None:
     """Set the variables of the libraries for `LLMOPT_CPU`; call it before torch is imported.
 
-    A wrong value is reported where a decision first needs it, as one line.
-    """
+    A wrong value is reported where a decision first needs it, as one line."""
     try:
         chosen = profile()
     except BadInput:
@@ -155,8 +147,7 @@ def keep_few_gemms() -> None:
     """Bound the caches of oneDNN and of torch's layer over it; call it before the first GEMM.
 
     Each keeps up to 1,024 GEMMs by their shapes, of a third of a MiB. The batches of a mixture's experts have
-    hundreds of sizes, which do not come again before they are dropped.
-    """
+    hundreds of sizes, which do not come again before they are dropped."""
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "32")
 
@@ -181,7 +172,6 @@ class InstructionPath:
     extras: tuple[tuple[str, str], ...] = ()
 
     def compiler_options(self, flags: frozenset[str]) -> tuple[str, ...]:
-        """Compiler options for a processor with these flags."""
         return self.options + tuple(option for flag, option in self.extras if flag in flags)
 
 
@@ -214,11 +204,8 @@ PATHS = (
 
 
 def processor_flags() -> frozenset[str]:
-    """The flags that may be used: this machine's, within the profile of `LLMOPT_CPU`.
-
-    Raises:
-        BadInput: as `profile`.
-    """
+    """The flags that may be used: this machine's, within the profile of `LLMOPT_CPU`. Raises BadInput: as
+    `profile`."""
     chosen = profile()
     return machine_flags() if chosen is None else machine_flags() & chosen.flags
 
@@ -261,8 +248,7 @@ def computes_in_bf16() -> bool:
     """Tell whether oneDNN computes in bfloat16 here, natively or by converting in registers.
 
     It does with AVX-512, AVX-NE-CONVERT or Arm's BF16, unless `ONEDNN_MAX_CPU_ISA` forbids them; torch for
-    macOS has no oneDNN. Elsewhere torch emulates bfloat16, tens of times slower than float32.
-    """
+    macOS has no oneDNN. Elsewhere torch emulates bfloat16, tens of times slower than float32."""
     if sys.platform == "darwin":
         return False
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _WITHOUT_BF16:
@@ -284,11 +270,8 @@ def torch_capability() -> str:
 
 
 def choose_path() -> InstructionPath | str:
-    """The instruction path to compile for, or the reason why there is none.
-
-    Raises:
-        BadInput: `LLMOPT_NATIVE` names an unknown path, or one that this processor does not support.
-    """
+    """The instruction path to compile for, or the reason why there is none. Raises BadInput: `LLMOPT_NATIVE`
+    names an unknown path, or one that this processor does not support."""
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted == "off":
         return f"{VARIABLE}=off"
@@ -312,8 +295,7 @@ OPENMP_SPINS = "2000"
 def _bound_openmp_spins() -> bool:
     """Tell torch's OpenMP to leave idle cores to the C kernels' threads; whether torch will read it.
 
-    What the user has set counts. A runtime reads its environment when it is loaded, with torch.
-    """
+    What the user has set counts. A runtime reads its environment when it is loaded, with torch."""
     if "torch" in sys.modules or "OMP_WAIT_POLICY" in os.environ:
         return "GOMP_SPINCOUNT" in os.environ
     os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)

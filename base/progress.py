@@ -15,23 +15,22 @@ class Progress(Protocol):
 
     def start(self, description: str, total: int, unit: str) -> None:
         """Begin a new task of `total` units, 0 where they cannot be counted; ends the previous one."""
-        ...
 
     def advance(self, count: float = 1) -> None:
         """`count` more units are done, or a part of one."""
-        ...
 
     def status(self, text: str) -> None:
         """Status text of the current task, shown beside the bar."""
-        ...
 
     def note(self, message: str) -> None:
         """Show one line to the user."""
-        ...
 
     def finish(self) -> None:
         """The current task is over."""
-        ...
+
+
+class Silent(Progress):
+    """A `Progress` that shows nothing: it has the protocol's methods, which do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class ProgressUpdate:
     status: str = ""
 
 
-class ProgressCallback:
+class ProgressCallback(Silent):
     """A `Progress` that calls a function with each update. Notes are dropped: results hold them."""
 
     def __init__(self, call: Callable[[ProgressUpdate], None]) -> None:
@@ -64,12 +63,6 @@ class ProgressCallback:
 
     def status(self, text: str) -> None:
         self._tell(replace(self._now, status=text))
-
-    def note(self, message: str) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
     def _tell(self, update: ProgressUpdate) -> None:
         self._now = update
@@ -107,22 +100,3 @@ def in_words(seconds: float) -> str:
         if seconds < limit:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86400:.0f} days"
-
-
-class Silent:
-    """A no-op `Progress`."""
-
-    def start(self, description: str, total: int, unit: str) -> None:
-        pass
-
-    def advance(self, count: float = 1) -> None:
-        pass
-
-    def status(self, text: str) -> None:
-        pass
-
-    def note(self, message: str) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
+from ..base.errors import BadInput
 from ..base.option import at_least, check_limits, option
 from .options.command import with_options
 from .options.shared import TrustRemoteCode, json_option
@@ -63,7 +64,6 @@ def check(
 ) -> None:
     """Say which engines load a checkpoint, with which kernels; exit 1 if none does."""
     from ..base.atomic_io import expanded
-    from ..base.errors import BadInput
     from ..quant.source.hub_headers import headers_of
     from ..quant.source.models import resolve_model
 
@@ -109,7 +109,6 @@ def _check(path: Path, options: CheckOptions, trust_remote_code: bool) -> None:
 def _planned_speeds(path: Path, engine: str, options: CheckOptions) -> list[FormatSpeed]:
     """Planned speeds of a checkpoint that falls back to 16-bit products, and of other formats; none where
     the planner does not know the model or the engine."""
-    from ..base.errors import BadInput
     from ..engine.config.plan_options import PlanRequest
     from ..engine.planner.formats import format_speeds
     from ..engine.planner.plan_request import plan_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -168,8 +168,6 @@ def _planned(
     starts: StartOptions,
     files: VerdictFileOptions,
 ) -> StartsPlan:
-    from dataclasses import replace
-
     from ..bench.studies.starts_plan import Budget, StartsPlan, can_interleave, parse_builds
 
     given = {"max_starts": starts.max_starts, "max_minutes": starts.max_minutes}

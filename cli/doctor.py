@@ -107,19 +107,13 @@ def _findings(*, asks_torch: bool, renew: bool) -> dict[str, Any]:
     """The facts, and what is wrong; with `asks_torch` or `renew` also the verdicts on the GPU's kernels."""
     from ..bench.machine.overview import overview, problems
 
-    if renew:
-        from ..bench.machine.kernel_table import renew_verdicts
-
-        renew_verdicts()
-    if asks_torch:
-        from ..bench.machine.kernel_table import examine
-
-        findings = examine()
+    if not (asks_torch or renew):
+        findings, verdicts = overview(), {}
     else:
-        findings = overview()
-    findings["problems"] = [asdict(problem) for problem in problems(findings)]
-    if asks_torch or renew:
-        from ..bench.machine.kernel_table import report
+        from ..bench.machine.kernel_table import examine, renew_verdicts, report
 
-        findings["verdicts"] = report()
-    return findings
+        if renew:
+            renew_verdicts()
+        findings = examine() if asks_torch else overview()
+        verdicts = {"verdicts": report()}
+    return {**findings, "problems": list(map(asdict, problems(findings))), **verdicts}

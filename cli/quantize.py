@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -129,8 +130,6 @@ def _dry_run(request: QuantizeRequest, chosen: RunOptions) -> None:
 
 
 def _run(request: QuantizeRequest, as_json: bool) -> None:
-    import time
-
     from ..quant.base.workers import is_first, is_worker
     from ..quant.pipeline.pipeline import quantize as run
     from ..quant.plan.request import work_folder

@@ -69,27 +69,27 @@ def run(
 
         typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
         return
-    _check_options(asked, folder)
-    if not dry_run:
-        if asked.resume is None:
-            folder.check()
-        else:
+    if asked.resume is not None:
+        if folder.output is not None:
+            raise BadInput("--output names the folder of a new run: omit it with --resume")
+        if asked.model is not None or asked.changes:
+            raise BadInput("--model and --set are of a new run: omit them with --resume")
+        if not dry_run:
             check_output(asked.resume, "--resume", folder=True)
-    stages, steps = _wanted(asked)
-    if dry_run:
-        _show_steps(steps, as_json)
-    else:
-        _check_models(steps)  # before torch is imported
-        _do_stages(stages, steps, folder, as_json)
+    elif not dry_run:
+        folder.check()
+    stages, recipe = _wanted(asked)
+    _check_models(recipe, dry_run)  # before torch is imported
+    if not dry_run:
+        _do_stages(stages, recipe, folder, as_json)
+        return
+    from ..bench.studies.recipe import steps_of
+    from .output.console import result_console, say
 
-
-def _check_options(recipe_options: RecipeOptions, folder: FolderOptions) -> None:
-    """Raises `BadInput` for options of a new run next to --resume."""
-    resume = recipe_options.resume
-    if resume is not None and folder.output is not None:
-        raise BadInput("--output names the folder of a new run: omit it with --resume")
-    if resume is not None and (recipe_options.model is not None or recipe_options.changes):
-        raise BadInput("--model and --set are of a new run: omit them with --resume")
+    steps = steps_of(recipe)
+    out = result_console(as_json, {"name": recipe.name, "steps": steps})
+    for number, line in enumerate(steps, 1):
+        say(f"{number}. {line}", out)
 
 
 def _wanted(recipe_options: RecipeOptions) -> tuple[Stages | None, Recipe]:
@@ -106,27 +106,19 @@ def _wanted(recipe_options: RecipeOptions) -> tuple[Stages | None, Recipe]:
     raise BadInput("give a recipe to run, such as quickstart, or --resume FOLDER to resume one")
 
 
-def _show_steps(recipe: Recipe, as_json: bool) -> None:
-    from ..bench.studies.recipe import steps_of
-    from .output.console import result_console, say
-
-    steps = steps_of(recipe)
-    out = result_console(as_json, {"name": recipe.name, "steps": steps})
-    for number, line in enumerate(steps, 1):
-        say(f"{number}. {line}", out)
-
-
-def _check_models(recipe: Recipe) -> None:
-    """Raises `BadInput` for a model that is not there, other than those of running servers."""
+def _check_models(recipe: Recipe, dry_run: bool) -> None:
+    """Raises `BadInput` for a model or a program of a server that is not there, other than those of running
+    servers. A dry run may be of a recipe whose servers are elsewhere."""
     from ..bench.load.started_server import preset
     from ..bench.studies.recipe import bench_of
     from ..quant.source.models import is_local, resolve_model
 
     for variant in (None, *recipe.variants):
         options = bench_of(recipe, variant)
-        if options.serve is not None:
+        if options.serve is not None and not dry_run:
             preset(options.serve).find(options.serve, options.serve_program)
-        if options.base_url is None and (options.serve is None or is_local(options.model or "")):
+        is_ours = options.serve in (None, "llmopt") or is_local(options.model or "")
+        if options.base_url is None and is_ours:
             resolve_model(options.model)
 
 

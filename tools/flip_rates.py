@@ -101,7 +101,7 @@ def options_alone(full: FullPassage) -> FullPassage:
 def scores_of(model: Path, full: FullPassage) -> list[float]:
     """The log-likelihood of every option."""
     engine = Engine(EngineConfig(model, dtype="float32", device="cpu"))
-    series, _ = score_passage(full.passage, engine, what=model.name)
+    series, _ = score_passage(full.passage, engine.prompt_pass, what=model.name)
     return np.concatenate(full.log_likelihoods(series.needed("nll"))).tolist()
 
 

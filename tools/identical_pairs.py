@@ -74,7 +74,7 @@ def main() -> None:
         rows.append(json.loads(row.read_text(encoding="utf-8")))
         codes = Counter(row[1] for row in rows)
         lines = [
-            f"`llmopt run ci-regression {shlex.join(words)}`, both sides identical: "
+            f"`{shlex.join(['llmopt', 'run', 'ci-regression', *words])}`, both sides identical: "
             f"{len(rows)} runs, exit codes "
             + ", ".join(f"{code}: {count}" for code, count in codes.items())
             + ". Load is the mean number of runnable processes in the five minutes before.",

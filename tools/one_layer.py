@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from typing import Any
 
 from llmopt.cli.main import main
@@ -35,7 +36,9 @@ def watch() -> None:
     def stop(self: Journal, index: int) -> None:
         facts = {"rank": workers.rank(), "used": seen["memory"].bytes}
         facts |= {"planned": seen["planned"].memory.bytes} if "planned" in seen else {}
-        print(json.dumps(facts), flush=True)
+        # torchrun's workers are unbuffered and share a pipe: `print` would write the line's end apart.
+        sys.stdout.write(json.dumps(facts) + "\n")
+        sys.stdout.flush()
         workers.meet()
         os._exit(0)
 

@@ -212,12 +212,14 @@ def main() -> int:
         max_model_len=Checkpoint(model).config["max_position_embeddings"],
         num_tokens=given.num_tokens,
     )
-    original = summarize(passage, score_passage(passage, engine)[0])
+    original = summarize(passage, score_passage(passage, engine.prompt_pass)[0])
 
     def quality(folder: Path) -> Any:
         quantized = Engine(EngineConfig(folder, dtype="float32", device="cpu"))
         return summarize(
-            passage, score_passage(passage, quantized, engine)[0], reference=model.name
+            passage,
+            score_passage(passage, quantized.prompt_pass, engine.prompt_pass)[0],
+            reference=model.name,
         )
 
     rows = []

@@ -24,7 +24,7 @@ from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
@@ -184,7 +184,7 @@ def _parameters(
     if not option.flag and kind in (bool, bool | None):
         flags = [f"{flags[0]}/--no-{flags[0].removeprefix('--')}"]
     least, most = option.span or (None, None)
-    callback = _WRITES[option.writes] if option.writes else None
+    callback = _writes(option.writes) if option.writes else None
     info = typer.Option(
         *flags,
         help=option.help,
@@ -205,31 +205,24 @@ def _parameters(
         yield _keyword(name + _HIDDEN, Annotated[kind | None, alias], None)
 
 
-def _writes(*, folder: bool = False, cache: bool = False) -> Callable[..., Path | None]:
-    """The callback of an option that names a file to write, or a `folder` to write into: it is checked as the
-    line is read, before any work. A `cache` is read where it exists, and else written."""
+def _writes(kind: Literal["file", "folder", "cache"]) -> Callable[..., Path | None]:
+    """The callback of an option that names a file to write, or a folder to write into: it is checked as the
+    line is read, before any work. A cache is read where it exists, and else written."""
 
     def checked(
         context: typer.Context, parameter: typer.CallbackParam, path: Path | None
     ) -> Path | None:
-        is_read = cache and path is not None and path.exists()
+        is_read = kind == "cache" and path is not None and path.exists()
         if path is not None and not is_read and not context.resilient_parsing:
-            check_output(path, parameter.opts[0], folder=folder)
+            check_output(path, parameter.opts[0], folder=kind == "folder")
         return path
 
     return checked
 
 
-_WRITES = {
-    "file": _writes(),
-    "folder": _writes(folder=True),
-    "cache": _writes(cache=True),
-}
-
-
 def output_to(help: str) -> Any:
     """Define `--output` of a command that creates a folder."""
-    return typer.Option("--output", "-o", callback=_WRITES["folder"], help=help)
+    return typer.Option("--output", "-o", callback=_writes("folder"), help=help)
 
 
 def _by_shown_name(given: Words, known: dict[str, Parameter]) -> Words:

@@ -116,7 +116,7 @@ def print_comparison(comparison: Comparison, out: Console) -> None:
 
     # The page has the intervals too; 80 columns fit only these.
     header = ("", "base", "new", "change", "± 90 %", "limit", "verdict")
-    table = plain_table(header, title=f"{comparison.new} against {comparison.base}")
+    table = plain_table(header, title=comparison.title)
     for delta in comparison.deltas:
         table.add_row(
             f"{delta.label} ({delta.unit})",

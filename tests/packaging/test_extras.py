@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from tools.structure import ROOT, read_modules
 
 MODULES = {"pillow": "PIL", "prometheus-client": "prometheus_client", "pyyaml": "yaml"}
 """Modules whose distribution has another name."""
+
+
+def needs(package: str) -> set[str]:
+    """Modules of the direct dependencies of an installed package."""
+    lines = [line for line in metadata.requires(package) or () if "extra ==" not in line]
+    return {re.split(r"[^\w-]", line)[0].replace("-", "_") for line in lines}
+
+
+BROUGHT = needs("huggingface_hub")
+if "httpx" in BROUGHT:  # before release 2
+    BROUGHT |= needs("httpx")
 HIDE = """
 import contextlib, io, json, sys
 
@@ -65,7 +77,7 @@ def requirements(extra: str | None) -> set[str]:
             modules.update(*(requirements(name) for name in nested[1].split(",")))
         elif match := BOUND.match(requirement):
             modules.add(MODULES.get(match[1], match[1].replace("-", "_")))
-    return modules
+    return modules - BROUGHT if extra else modules
 
 
 OPTIONAL = requirements("all")

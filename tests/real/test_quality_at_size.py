@@ -54,9 +54,10 @@ def test_wikitext_in_bounded_memory(real_model: Path, tmp_path: Path) -> None:
     )
     weights = model.memory.weight_bytes + reference.memory.weight_bytes
     restart_peak_memory()
-    series, _ = score_passage(passage, model, reference)
+    series, _ = score_passage(passage, model.prompt_pass, reference.prompt_pass)
     assert peak_memory_bytes() - weights <= MAX_BYTES_ABOVE_WEIGHTS
     assert summarize(passage, series, reference=str(real_model)).perplexity > 1
     first = replace(passage, windows=passage.windows[:CHECKED_WINDOWS])
-    ours = summarize(first, score_passage(first, opened(real_model, "float32"))[0]).perplexity
+    plain = opened(real_model, "float32")
+    ours = summarize(first, score_passage(first, plain.prompt_pass)[0]).perplexity
     assert ours == pytest.approx(transformers_perplexity(real_model, first), rel=1e-3)

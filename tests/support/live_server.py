@@ -49,14 +49,16 @@ class RunningServer:
     app: FastAPI
 
     def http(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=HANG_SECONDS, **options)  # type: ignore[arg-type]
+        # Reading the certificates of authorities, which http:// does not need, takes 30 ms a client.
+        plain = {"trust_env": False, "verify": False, "timeout": HANG_SECONDS}
+        return httpx.Client(base_url=self.url, **plain, **options)  # type: ignore[arg-type]
 
     def openai(self) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1",
             api_key="none",
             max_retries=0,
-            http_client=openai.DefaultHttpxClient(trust_env=False),
+            http_client=openai.DefaultHttpxClient(trust_env=False, verify=False),
         )
 
     def on_engine(self, work: Callable[[Engine], T]) -> T:

@@ -12,7 +12,8 @@ from llmopt.engine.scheduling.draft_length import DraftLength, Tree
 from llmopt.engine.scheduling.extensions import SwapSpace
 from llmopt.engine.scheduling.kv_eviction import KvEviction
 from llmopt.engine.scheduling.request import Request, RequestTimes, Token
-from llmopt.engine.scheduling.scheduler import Scheduler, SchedulerConfig
+from llmopt.engine.scheduling.scheduler import Scheduler
+from llmopt.engine.scheduling.scheduler_config import SchedulerConfig
 from llmopt.engine.scheduling.state_pool import StatePool
 from llmopt.engine.scheduling.step_plan import Compaction, Copies, ScheduledRow, StepPlan
 
@@ -55,6 +56,10 @@ def path_of(draft: Sequence[int], tree: Tree, index: int) -> list[int]:
 Loop = Literal["serial", "early", "late"]
 """Whether a step is scheduled before its predecessor is settled, and if so when it is computed: as soon as it
 is scheduled, or when somebody waits for it, which is the span that a thread has."""
+
+
+def num_tokens_of(plan: StepPlan) -> dict[str, int]:
+    return {row.sequence_id: row.num_tokens for row in plan.rows}
 
 
 @dataclass(slots=True)
