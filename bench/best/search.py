@@ -237,8 +237,14 @@ def search(
     for request, lane in zip(requests, fronts, strict=True):
         points += _front(target, lane, request, kv_dtype)
     stats_name = STATISTICS if target.asked.stats is None else str(stats.resolve())
-    for point in points:
-        point["quantize"] |= {"stats": stats_name, **target.asked.shared}
+    usual_points: list[dict[str, Any]] = [
+        usual_point(target, name, kv_dtype) | {"first_kl": first_kl.get(name)} for name in USUAL
+    ]
+    solved = {"stats": stats_name, **target.asked.shared}
+    if not requests[0].options.true_sequential:
+        solved["true_sequential"] = False
+    for point in (*points, *(point for point in usual_points if point.get("is_solved"))):
+        point["quantize"] |= solved
     result = {
         "hardware": {"name": target.device.name, "kind": target.device.kind, "count": 1},
         "context": PlanContext.of(target.asked).context,
@@ -246,9 +252,7 @@ def search(
         "lanes": lanes,
         "front": sorted(points, key=lambda point: point["bytes"]),
         "original": config_point(target, ORIGINAL, kv_dtype),
-        "usual": [
-            usual_point(target, name, kv_dtype) | {"first_kl": first_kl.get(name)} for name in USUAL
-        ],
+        "usual": usual_points,
     }
     write_atomically(path, json.dumps(result, indent=1) + "\n")
     return _with_paths(result, folder)
@@ -256,8 +260,9 @@ def search(
 
 def _with_paths(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The search with the statistics' folder relative to the working directory, not to its own folder."""
-    for point in result["front"]:
-        point["quantize"]["stats"] = str(folder / point["quantize"]["stats"])
+    for point in (*result["front"], *result["usual"]):
+        if (stats := point.get("quantize", {}).get("stats")) is not None:
+            point["quantize"]["stats"] = str(folder / stats)
     return result
 
 
@@ -390,8 +395,6 @@ def _point(
         made["candidates"] = list(request.candidates)
     if request.kv_cache:
         made["kv_cache"] = request.kv_cache
-    if not request.options.true_sequential:
-        made["true_sequential"] = False
     counts = Counter(layers.values()).most_common()
     return {
         "id": f"{FORMATS[str(request.format)].prefix}-{bits:.3f}",
