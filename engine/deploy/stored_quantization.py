@@ -14,11 +14,10 @@ from typing import Any
 
 from ...base.errors import BadInput
 from ...quant.check.kernels import Question, codes_of_config, engine_rules, kernel_for
-from ...quant.model.checkpoint import read_json
+from ...quant.model.checkpoint import HF_QUANT_CONFIG, read_json
 from ..planner.catalog import PlannedModel
 from ..planner.devices import Device
 
-HF_QUANT_CONFIG = "hf_quant_config.json"
 MIXED = "MIXED_PRECISION"
 _NVFP4 = ("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4")
 VLLM_METHODS: Mapping[str, str] = {

@@ -34,9 +34,11 @@ from ...quant.families.shapes import ModelShape
 from ...quant.kinds.ggml.scheme import GGUF_BLOCKS
 from ...quant.model.checkpoint import (
     GGUF_SUFFIX,
+    HF_QUANT_CONFIG,
     SINGLE_NAME,
     gguf_file_of,
     indexed_shards,
+    modelopt_quantization,
     read_json,
 )
 from ...recipes import MODELS as BUNDLED
@@ -209,6 +211,7 @@ def _published(hub_id: str) -> str | None:
 
 def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedModel:
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError
 
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
     try:
@@ -219,14 +222,26 @@ def _from_hub(hub_id: str, unknown: str, trust_remote_code: bool) -> PlannedMode
         raise BadInput(f"{unknown}; {where} did not give it: {reason}") from error
     config = read_json(path)
     shape = shape_of(config, path.parent, trust_remote_code=trust_remote_code)
+    if not stored_quantization(config):
+        with suppress(EntryNotFoundError):  # most repositories have no such file
+            hf_hub_download(hub_id, HF_QUANT_CONFIG, local_files_only=offline)
+    config = _with_quantization(config, path.parent)
     return PlannedModel(hub_id, shape, config, f"the hub, {hub_id}/config.json")
 
 
 def _from_file(path: Path, name: str, trust_remote_code: bool) -> PlannedModel:
-    config = read_json(path)
+    config, stored = read_json(path), None
     shape = shape_of(config, path.parent, trust_remote_code=trust_remote_code)
-    stored = stored_weight_bytes(path.parent) if path.name == "config.json" else None
+    if path.name == "config.json":
+        stored = stored_weight_bytes(path.parent)
+        config = _with_quantization(config, path.parent)
     return PlannedModel(name, shape, config, str(path), stored_bytes=stored)
+
+
+def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A config with ModelOpt's quantization where another file of the checkpoint alone has that."""
+    found = None if stored_quantization(config) else modelopt_quantization(folder)
+    return config if found is None else {**config, "quantization_config": found}
 
 
 def _from_gguf(path: Path, trust_remote_code: bool) -> PlannedModel:
@@ -345,7 +360,8 @@ def facts_of(path: Path) -> ModelFacts:
         weights = f"GGUF {file_type(opened, blocks) if blocks else kinds[0]}"
         stored_bytes = sum(tensor.nbytes for tensor in tensors)
     else:
-        config, weights, stored_bytes = read_json(path / "config.json"), "", None
+        config = _with_quantization(read_json(path / "config.json"), path)
+        weights, stored_bytes = "", None
     # The shape refuses fields of a wrong kind, so it is before the others.
     num_parameters = model_shape(config).num_parameters if has_table_rule(config) else None
     if file is None:

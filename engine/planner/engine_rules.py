@@ -16,7 +16,8 @@ Layers of a probed model differ in width and hold state; the same rules for them
 
     llmopt        a state once
     vllm          one page size for all: the attention block grows until its page holds a layer's state, and
-                  the state is padded to that page; indexer keys in fp8 with a float32 scale per 128
+                  the state is padded to that page; indexer keys in fp8 with a float32 scale per 128; some
+                  families' recurrent states in 16 bits, which sglang keeps in float32
     llama.cpp     the state in float32; of a convolution the columns before the present token, as in vLLM
     transformers  as measured, cached positions included
 
@@ -28,8 +29,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from math import ceil
 
 from ...base.errors import BadInput
@@ -96,14 +98,18 @@ def _transformers_probed(
     )
 
 
-def _vllm_probed(shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs) -> int:
-    """Pages of one sequence in all groups; compressed caches and indexer keys are pools of their own."""
+def _paged_probed(
+    shape: ProbedShape, tokens: int, element: Element, knobs: CacheKnobs, *, narrows: bool
+) -> int:
+    """Pages of one sequence in all groups; compressed caches and indexer keys are pools of their own.
+    `narrows`: recurrent states take as many bits as in vLLM, not as in transformers."""
     layers: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
     states: dict[int, int] = defaultdict(int)  # bytes of each layer that has a state
     apart = []
     for t in shape.layer_tensors:
         if t.law != "growing":
-            states[t.layer] += t.element_bytes * shape.served_state_elements(t)
+            width = shape.vllm_state_width(t) if narrows else t.element_bytes
+            states[t.layer] += width * shape.served_state_elements(t)
     for t in shape.growing:
         if t.stride > 1 or is_indexer(t):
             apart.append(t)
@@ -158,7 +164,9 @@ def _sum(
 
 _PROBED_RULES: dict[str, Callable[[ProbedShape, int, Element, CacheKnobs], int]] = {
     "llmopt": _llmopt_probed,
-    "vllm": _vllm_probed,
+    "vllm": partial(_paged_probed, narrows=True),
+    "sglang": partial(_paged_probed, narrows=False),
+    "trtllm": partial(_paged_probed, narrows=True),
     "llama.cpp": _llama_cpp_probed,
     "transformers": _transformers_probed,
 }
@@ -288,4 +296,4 @@ def engine_rule(name: str) -> EngineRule:
     """The rule of the engine of that name. Raises BadInput: an unknown engine."""
     if name not in ENGINES:
         raise BadInput(f"no engine {name!r}: {offer(name, (*ENGINES, 'all'))}")
-    return RULES["vllm" if name in PAGED_LIKE_VLLM else name]
+    return replace(RULES["vllm"], name=name) if name in PAGED_LIKE_VLLM else RULES[name]

@@ -152,6 +152,12 @@ class ProbedShape(ModelShape):
         is_convolution = kernel > 0 and "conv" in tensor.name and elements % kernel == 0
         return elements // kernel * (kernel - 1) if is_convolution else elements
 
+    def vllm_state_width(self, tensor: CachedTensor) -> int:
+        """Bytes of an element of a state in vLLM, where `--mamba-ssm-cache-dtype auto` is the model's dtype
+        (`_mamba_state_dtype`, mamba_utils.py), 16 bits on a GPU, unless the family's config has another."""
+        narrow = self.family in _NARROW_STATES and "recurrent" in tensor.name
+        return 2 if narrow else tensor.element_bytes
+
     @property
     def cached_elements(self) -> int:
         """KV-cache elements per token and layer: the mean over the layers, rounded up."""
@@ -225,6 +231,8 @@ def cache_line(shape: ProbedShape) -> str:
     return " + ".join(parts) or "nothing"
 
 
+# Qwen3.5's `mamba_ssm_dtype` and Nemotron-H's `mamba_ssm_cache_dtype` are float32; KDA always is.
+_NARROW_STATES = {"bamba", "falcon_h1", "granitemoehybrid", "jamba", "qwen3_next", "zamba2"}
 _CONV_KERNELS = ("linear_conv_kernel_dim", "conv_kernel", "mamba_d_conv", "conv_L_cache")
 _UNLIMITED = 1_048_576  # the longest context of a model without positions, which names none
 

@@ -15,6 +15,7 @@ from ..families.registry import model_family
 from ..kinds.base.format import matches
 from ..kinds.base.kind import EXPERTS, RankMatrix, storage_of
 from ..model.architecture import HEAD
+from ..model.checkpoint import HF_QUANT_CONFIG
 from ..model.parameters import by_kind
 from .contents import Contents, StoredLinear, codes_of
 from .coverage import model_faults
@@ -177,9 +178,9 @@ def _rules_of(engine: str) -> Callable[[Contents, Target], EngineAnswer]:
     def answer(contents: Contents, target: Target) -> EngineAnswer:
         rules = engine_rules()[engine]
         release = rules.version(target.version)
-        has_file = (contents.checkpoint.folder / "hf_quant_config.json").is_file()
+        has_file = (contents.checkpoint.folder / HF_QUANT_CONFIG).is_file()
         if engine == "trtllm" and contents.method == "modelopt" and not has_file:
-            reason = "it reads hf_quant_config.json, which is missing"
+            reason = f"it reads {HF_QUANT_CONFIG}, which is missing"
             return EngineAnswer(engine, release, "does not", reason)
         if target.gpu is not None and target.capability is None:
             reason = f"its rules are known for CUDA alone, not for {target.gpu}"

@@ -21,6 +21,7 @@ from ..kinds.base.kind import storage_of
 from ..kinds.base.raw import Entries, Raw
 from ..kinds.base.tensor import QuantizedTensor
 from ..kinds.registry import classes_in
+from ..model.checkpoint import HF_QUANT_CONFIG
 
 _PARTS = [
     part for kind in classes_in("modelopt") if (part := storage_of(kind).modelopt) is not None
@@ -39,7 +40,6 @@ ALGORITHMS: dict[str, Scheme] = {
 """The scheme that each `quant_algo` stores."""
 
 MIXED = "MIXED_PRECISION"
-HF_QUANT_CONFIG = "hf_quant_config.json"
 _LATENT = ("kv_a_proj_with_mqa", "kv_a_proj")
 
 

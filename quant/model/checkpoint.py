@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MANIFEST_NAME = "llmopt_quantization.json"
+HF_QUANT_CONFIG = "hf_quant_config.json"
 MAPPED_SHARDS = 2  # mapped at a time: pages that were read stay resident until a shard is unmapped
 # Tokenizer, processor, generation config, licence: files that a copy needs beside its config and weights.
 _COMPANIONS = (
@@ -196,8 +197,7 @@ class Checkpoint:
 
     @cached_property
     def _modelopt_config(self) -> dict[str, Any] | None:
-        path = self.folder / "hf_quant_config.json"
-        return {"quant_method": "modelopt", **read_json(path)} if path.is_file() else None
+        return modelopt_quantization(self.folder)
 
     def end_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer: of the generation config, else of the model's config."""
@@ -239,6 +239,12 @@ class Checkpoint:
     @property
     def weight_bytes(self) -> int:
         return sum((self.folder / shard).stat().st_size for shard in set(self.shard_of.values()))
+
+
+def modelopt_quantization(folder: Path) -> dict[str, Any] | None:
+    """ModelOpt's `quantization_config` by its own file, which its older exports alone have; None without."""
+    path = folder / HF_QUANT_CONFIG
+    return {"quant_method": "modelopt", **read_json(path)} if path.is_file() else None
 
 
 def gguf_file_of(path: Path) -> Path | None:

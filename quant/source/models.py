@@ -10,7 +10,14 @@ from ...base.atomic_io import expanded
 from ...base.errors import BadInput, first_line
 from ...base.option import offer
 from ...recipes import DEFAULT_MODEL, MODELS
-from ..model.checkpoint import GGUF_SUFFIX, MANIFEST_NAME, Checkpoint, gguf_file_of, read_json
+from ..model.checkpoint import (
+    GGUF_SUFFIX,
+    HF_QUANT_CONFIG,
+    MANIFEST_NAME,
+    Checkpoint,
+    gguf_file_of,
+    read_json,
+)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -42,7 +49,7 @@ def check_local(folder: Path) -> None:
 def refuse_plain(folder: Path) -> None:
     """Raises BadInput for safetensors whose config names no quantization. Files with a manifest are left to
     their digests."""
-    others = (folder / name for name in (MANIFEST_NAME, "hf_quant_config.json"))
+    others = (folder / name for name in (MANIFEST_NAME, HF_QUANT_CONFIG))
     if folder.is_file() or gguf_file_of(folder) or any(other.is_file() for other in others):
         return
     config = folder / "config.json"

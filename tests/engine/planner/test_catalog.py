@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.engine.base.units import format_gib, format_tokens, parse_bytes, parse_tokens
-from llmopt.engine.planner.catalog import find_model
+from llmopt.engine.planner.catalog import facts_of, find_model
 from llmopt.engine.planner.devices import DEFAULT_DEVICES, choose_devices, devices, find_device
+from llmopt.engine.planner.weights import BF16
+from llmopt.quant.model.checkpoint import HF_QUANT_CONFIG
 from llmopt.recipes import MODELS
 
 
@@ -87,9 +89,21 @@ def test_a_fetched_config_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
     model = find_model("someone/Some-Model")
-    assert asked == [("someone/Some-Model", "config.json")]
+    assert [name for _, name in asked] == ["config.json", HF_QUANT_CONFIG]
     assert (model.name, model.shape) == ("someone/Some-Model", find_model("stories3M").shape)
     assert model.stored_bytes is None
+
+
+def test_modelopts_own_file_alone_says_how_weights_are_stored(tmp_path: Path) -> None:
+    """As in ModelOpt's older exports, whose `config.json` says nothing (nvidia/Llama-3.1-8B-Instruct-FP8)."""
+    (tmp_path / "config.json").write_text((MODELS / "stories3M" / "config.json").read_text())
+    assert find_model(str(tmp_path)).as_stored() == BF16
+    stored = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    modelopt = {"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": stored}
+    (tmp_path / HF_QUANT_CONFIG).write_text(json.dumps(modelopt))
+    model = find_model(str(tmp_path))
+    assert model.as_stored().name == "fp8" and facts_of(tmp_path).weights == "modelopt fp8"
+    assert model.shape == find_model("stories3M").shape
 
 
 def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:

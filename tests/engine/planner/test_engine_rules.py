@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -10,6 +11,7 @@ from llmopt.base.errors import BadInput
 from llmopt.engine.planner.cache_size import KV_DTYPES, kv_dtype
 from llmopt.engine.planner.catalog import find_model, model_names
 from llmopt.engine.planner.engine_rules import RULES, CacheKnobs, engine_rule
+from llmopt.engine.planner.probed_shape import ProbedShape
 from llmopt.quant.families.config import model_shape
 from llmopt.quant.families.shapes import ModelShape
 
@@ -132,6 +134,28 @@ def test_transformers_copies_the_heads_of_the_new_falcon_layout() -> None:
 
 def test_a_latent_is_cached_as_it_is_by_all() -> None:
     assert {gib(engine, "deepseek-v3") for engine in RULES} == {70_272 * K128 / GIB}
+
+
+def test_vllm_keeps_the_recurrent_states_of_some_families_in_16_bits() -> None:
+    """Mamba-2 of Nemotron has float32 by its config, that of Granite 4 the model's dtype; SGLang has float32."""
+    wide = shape("nemotron-3-nano-30b-a3b")
+    assert isinstance(wide, ProbedShape)
+    narrow = replace(wide, family="granitemoehybrid")
+    states: dict[str, int] = {"vllm": 0, "sglang": 0}
+    for tensor in wide.layer_tensors:
+        if tensor.law == "constant":
+            is_recurrent = tensor.name.endswith("recurrent_states")
+            elements = wide.served_state_elements(tensor)
+            states["vllm"] += 2 * elements
+            states["sglang"] += (4 if is_recurrent else 2) * elements
+    # One page for each state layer and each attention layer, of at least the bytes of a state.
+    layers = {t.layer for t in wide.layer_tensors if t.law == "constant"}
+    share = 1 + len({t.layer for t in wide.growing}) / len(layers)
+    for engine, num_bytes in states.items():
+        size = engine_rule(engine).kv_bytes(narrow, 1, 2, KNOBS)
+        assert num_bytes * share <= size <= 1.1 * num_bytes * share, engine
+    sizes = [engine_rule(engine).kv_bytes(wide, 1, 2, KNOBS) for engine in states]
+    assert sizes == 2 * [engine_rule("sglang").kv_bytes(narrow, 1, 2, KNOBS)]
 
 
 def test_unknown_engines_are_refused() -> None:
