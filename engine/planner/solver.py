@@ -16,7 +16,7 @@ from .engine_rules import engine_rule
 from .memory import Deployment, EvictedCache, Reserve
 from .offload import SYSTEM_BYTES, placements
 from .setup import PlannedWorkload, Setup
-from .weights import WeightRecipe, lighter_recipes
+from .weights import WeightRecipe, check_groups, lighter_recipes
 
 RANKS = (1, 2, 4, 8)  # tensor parallelism, within one machine
 STAGES = (2, 4, 8)  # pipeline parallelism, across machines
@@ -70,6 +70,8 @@ class Solver:
         return self._deployments[key]
 
     def _build(self, tp: int, pp: int, recipe: WeightRecipe, kv: str) -> Deployment:
+        if self._setup.engine in ("vllm", "sglang"):
+            check_groups(self._shape, recipe, tp, self._setup.engine)
         return Deployment(
             self._shape,
             recipe,

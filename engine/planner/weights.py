@@ -383,6 +383,23 @@ def weight_bytes(shape: ModelShape, recipe: WeightRecipe) -> int:
     return recipe.stored_bytes or recipe.bytes_of(shape.tensors())
 
 
+def check_groups(shape: ModelShape, recipe: WeightRecipe, ranks: int, engine: str) -> None:
+    """Raises BadInput where the ranks of vLLM or SGLang would have parts of groups, of which their integer
+    linears have no scale (`awq.py`, `gptq.py`, `compressed_tensors_wNa16.py` of vLLM). Experts are not
+    checked."""
+    group = recipe.group_size
+    is_dense = shape.experts is None and shape.latent is None
+    if ranks == 1 or group < 0 or not recipe.name.startswith(("int", "gptq", "awq")):
+        return
+    inputs = {"o_proj": shape.num_heads * shape.head_dim, "down_proj": shape.intermediate_size}
+    for name, width in inputs.items() if is_dense else ():
+        if width % ranks == 0 and width // ranks % group and group < width:
+            raise BadInput(
+                f"{engine} cannot split groups of {group} input channels: {name} has {width:,}, a rank of "
+                f"--tp {ranks} {width // ranks:,}: give another --tp, --pp, or weights in smaller groups"
+            )
+
+
 def weight_bytes_per_rank(
     shape: ModelShape,
     recipe: WeightRecipe,

@@ -14,6 +14,7 @@ from llmopt.engine.planner.weights import (
     BF16,
     GROUP_SIZES,
     RECIPES,
+    check_groups,
     recipe_for,
     stored_recipe,
     weight_bytes,
@@ -195,6 +196,24 @@ def test_ranks_split_linears_and_repeat_the_rest() -> None:
     assert weight_bytes_per_rank(model, BF16, 16) == (
         (weight_bytes(model, BF16) - norms - keys) / 16 + norms + keys / 8
     )
+
+
+def test_vllm_does_not_split_a_group_of_input_channels() -> None:
+    """29,568 inputs of Qwen2.5-72B are 231 groups of 128: its publisher widened the layers of its AWQ and
+    GPTQ checkpoints to 29,696, which 8 ranks divide."""
+    shape, recipe = find_model("qwen2.5-72b").shape, RECIPES["int4"]
+    with pytest.raises(
+        BadInput, match=r"groups of 128 .* down_proj has 29,568, a rank of --tp 2 14,784"
+    ):
+        check_groups(shape, recipe, 2, "vllm")
+    for ranks, changed, weights in (
+        (1, shape, recipe),
+        (8, replace(shape, intermediate_size=29_696), recipe),
+        (2, shape, replace(recipe, group_size=32)),
+        (2, shape, replace(recipe, group_size=-1)),
+        (2, shape, RECIPES["fp8"]),
+    ):
+        check_groups(changed, weights, ranks, "vllm")
 
 
 def test_an_attention_that_is_left_out_is_not_counted_as_quantized() -> None:
