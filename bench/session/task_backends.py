@@ -18,6 +18,7 @@ from ...base.progress import Progress, Silent
 from ...engine.base.sampling_params import SamplingParams
 from ..load.address import CHAT, PATHS, Address, ServedModel
 from ..load.json_http import TOKEN_ID, JsonClient, PromptLogprobs, RequestFailed, probe_prompt
+from ..load.stream import FINISHED
 from ..quality.chat_items import Chat, ChatAnswer
 from .chats import EngineChats
 from .tasks import TargetScore, TaskGeneration, TaskWindow, before_stops, decode
@@ -178,7 +179,7 @@ class ServedBackend:
         bodies = [self._body(request) for request in requests]
         texts, num_read = [], 0
         with progressing(self._progress, what, len(bodies)):
-            answers = self._client.post_each(url, bodies, self._concurrency)
+            answers = self._answers(url, bodies)
             for request, answer in zip(requests, answers, strict=True):
                 texts.append(self._text(answer, request.params.stop))
                 num_read = max(num_read, (answer.get("usage") or {}).get("prompt_tokens") or 0)
@@ -198,13 +199,22 @@ class ServedBackend:
         bodies = [self._chat_body(chat, with_tools=takes_tools) for chat in chats]
         answers = []
         with progressing(self._progress, what, len(bodies)):
-            for answer in self._client.post_each(url, bodies, self._concurrency):
+            for answer in self._answers(url, bodies):
                 try:
                     answers.append(self._counted(ChatAnswer.of(answer, takes_tools)))
                 except (LookupError, TypeError, AttributeError) as error:
                     raise BadInput("an answer of the server is no chat completion") from error
                 self._progress.advance()
         return answers
+
+    def _answers(self, url: str, bodies: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Answers in order. Raises `RequestFailed` for one that the server gave up, whose text is a part."""
+        for answer in self._client.post_each(url, bodies, self._concurrency):
+            for choice in answer.get("choices") or ():
+                reason = choice.get("finish_reason") if isinstance(choice, dict) else None
+                if reason and reason not in FINISHED:
+                    raise RequestFailed(f"the answer ended with finish_reason {reason!r}")
+            yield answer
 
     def _takes_tools(self, url: str, chat: Chat) -> bool:
         """False if the server refuses tools, or if they add nothing to the prompt."""

@@ -14,6 +14,7 @@ from llmopt.base.errors import BadInput
 from llmopt.bench.gate.limits import parse_gate
 from llmopt.bench.gate.score_checks import check_task
 from llmopt.bench.load.address import Address, find_served
+from llmopt.bench.load.json_http import RequestFailed
 from llmopt.bench.options.options import BenchOptions
 from llmopt.bench.quality.chat_items import Chat, answer_chats
 from llmopt.bench.quality.tool_calls import ToolItem, read_tool_items
@@ -256,3 +257,22 @@ def test_a_server_whose_prompt_lacks_the_tools() -> None:
         assert answer.takes_tools is shows
         # The server counts no tokens, so that the tokenizer does.
         assert answer.num_tokens == answer.num_reasoning > 2
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_server_gave_up_is_no_answer(reason: str) -> None:
+    """Its text so far would be scored as the model's (SGLang, vLLM)."""
+
+    class Client:
+        @staticmethod
+        def post_each(url: str, bodies: Any, concurrency: int) -> Any:
+            for _ in bodies:
+                message = {"message": {"content": "Par"}, "text": "Par", "finish_reason": reason}
+                yield {"choices": [message], "usage": {"prompt_tokens": 12}}
+
+    client: Any = Client()
+    served: Any = SimpleNamespace(tokenizer=None, max_model_len=512, model="m")
+    address = Address.parse("http://h")
+    backend = ServedBackend(client, address, served, backend="chat", concurrency=1)
+    with pytest.raises(RequestFailed, match=f"finish_reason '{reason}'"):
+        backend.converse([answer_chats("answers", 1)[0]], "")
