@@ -18,7 +18,7 @@ from ...base.chat_template import PLAIN_TEMPLATE
 from ...core.engine import Engine
 from ..protocol.chat_protocol import Messages, Tool
 from ..protocol.errors import ApiError, Unavailable, bad_field
-from ..protocol.generation_protocol import TokenId
+from ..protocol.generation_protocol import TokenId, refuse_fields
 from ..protocol.server_options import ServerOptions
 from ..requests.loop import EngineLoop
 from ..requests.metrics import exposition
@@ -176,12 +176,15 @@ def allowed_folder(path: str, roots: Sequence[Path]) -> Path:
 class TokenizeRequest(BaseModel):
     """Body of `/tokenize`: a prompt, or a conversation to render with the chat template."""
 
+    model_config = ConfigDict(extra="allow")
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     tools: list[Tool] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -189,6 +192,8 @@ class TokenizeRequest(BaseModel):
     def _is_one_thing(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give a prompt or messages")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt = false")
         return self
 
 
@@ -206,12 +211,15 @@ def add_tokens(app: FastAPI, service: Service, vocab_size: int) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """Tokenize a text or a conversation."""
         service.check_model(body.model)
+        refuse_fields(body.model_extra, {"chat_template": (), "mm_processor_kwargs": ()})
         if body.messages is None:
             assert body.prompt is not None
             special = {"add_special_tokens": body.add_special_tokens}
             (tokens,) = await service.text.encode([body.prompt], **special)
         else:
-            conversation = (body.messages, body.tools or (), body.chat_template_kwargs)
+            options = {"continue_final_message": True} if body.continue_final_message else {}
+            options |= body.chat_template_kwargs or {}
+            conversation = (body.messages, body.tools or (), options)
             begins = {"add_generation_prompt": body.add_generation_prompt}
             tokens = (await render(service, *conversation, **begins)).token_ids
         names = [service.text.token(token).name for token in tokens]

@@ -139,9 +139,15 @@ def test_tokens_of_texts_and_back(server: RunningServer, llm: LLM) -> None:
     chat = post(server, "/tokenize", {"messages": messages})
     assert chat["tokens"] == llm.engine.encode(AS_TEXT)
     assert chat["token_strs"] is None
+    begun = [*messages, {"role": "assistant", "content": "A girl who"}]
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    continued = post(server, "/tokenize", {"messages": begun, **going_on})["tokens"]
+    assert post(server, "/detokenize", {"tokens": continued})["prompt"].endswith("A girl who")
     for path, body in (
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "a", "messages": messages}),
+        ("/tokenize", {"messages": begun, "continue_final_message": True}),
+        ("/tokenize", {"messages": messages, "chat_template": "{{ messages }}"}),
         ("/detokenize", {"tokens": [10**6]}),
         ("/detokenize", {"tokens": [-1]}),
     ):
