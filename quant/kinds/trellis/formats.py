@@ -92,6 +92,12 @@ class Exl3Format(WeightFormat):
         marks = [name for name in MULTIPLIERS if name in stored]
         if len(marks) > 1:
             raise BadInput(f"{module} is marked for two codebooks: {' and '.join(marks)}")
+        for name in marks:
+            multiplier = int(stored.tensor(name, torch.int32)) % 2**32
+            if multiplier != MULTIPLIERS[name]:
+                raise BadInput(
+                    f"{module}.{name} is {multiplier:#x}, another multiplier than {MULTIPLIERS[name]:#x}"
+                )
         scheme = TrellisScheme(trellis.shape[2] // TILE, marks[0] if marks else "3inst")
         suh, svh = scales
         return TrellisTensor(trellis, suh, svh, scheme)

@@ -12,8 +12,10 @@ import torch
 from llmopt.base.errors import BadInput
 from llmopt.engine.planner.catalog import find_model
 from llmopt.quant.convert.verify import PROVEN, verify
+from llmopt.quant.kinds.trellis.formats import Exl3Format
 from llmopt.quant.methods import sign_descent
 from llmopt.quant.methods.options import MethodOptions
+from llmopt.quant.model.checkpoint import Checkpoint
 from llmopt.quant.pipeline.estimate import estimate_operations
 from llmopt.quant.pipeline.pipeline import quantize
 from llmopt.quant.pipeline.preflight import preflight
@@ -112,6 +114,23 @@ def test_both_config_files_name_every_module(checkpoint: Path) -> None:
     assert stored["shape"] == [16, 8, 48] and stored["torch_dtype"] == "int16"
     assert stored["n_bytes"] == 16 * 8 * 48 * 2
     assert config["bits"] == pytest.approx(15 / 7, abs=1e-3)  # exllamav3 counts the head apart
+
+
+def test_a_codebook_with_another_multiplier_is_refused(checkpoint: Path) -> None:
+    """Its values would be others than those that the codes were searched with."""
+    opened, module = Checkpoint(checkpoint), "model.layers.0.self_attn.q_proj"
+
+    class Altered:
+        __contains__ = opened.__contains__
+
+        @staticmethod
+        def tensor(name: str) -> torch.Tensor:
+            return opened.tensor(name) + (2 if name.endswith(".mul1") else 0)
+
+    source: Any = Altered
+    assert Exl3Format().unpack(module, opened, {}).scheme.codebook == "mul1"
+    with pytest.raises(BadInput, match=r"q_proj\.mul1 is 0x83dcd12f, another multiplier"):
+        Exl3Format().unpack(module, source(), {})
 
 
 def test_the_plan_of_its_config_has_the_bytes_of_its_files(checkpoint: Path) -> None:
