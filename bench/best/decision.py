@@ -475,8 +475,8 @@ def _sentence(
     if code == UNSURE and near["keeps"] is False and unmade is not None:
         expected = f"expected KL {unmade['expected_kl']:.3g}"
         return (
-            f"Unsure: {_named(unmade, points)} may keep the promises and was not made ({expected}): give "
-            f"more --finalists; {what} comes closest: {breaks}."
+            f"Unsure: {_named(unmade, points)} may keep the promises and is not made ({expected}): more "
+            f"--finalists or --budget make it; {what} comes closest: {breaks}."
         )
     if code == UNSURE:
         return f"Unsure: {what} may keep the promises: {breaks}."
