@@ -31,6 +31,7 @@ from ..record.comparable import (
 from ..record.result import RunData, plain
 from .aspects import ASPECTS, AspectVerdict, aspects_of
 from .counts import check_count, failure_words, length_change, mean_value, relative_change, unfit
+from .gate_options import QualityGate
 from .limits import (
     COUNTED,
     MEASURED,
@@ -57,7 +58,6 @@ from .measured import (
     value_of_start,
 )
 from .score_checks import (
-    QualityGate,
     TaskChange,
     check_quality,
     check_task,

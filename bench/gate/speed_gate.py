@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +18,10 @@ from ..metrics.statistics import smallest_visible_change
 from ..record.comparable import DISTURBANCE, PROMPTS, Difference
 from ..record.result import RunData
 from .aspects import SPEED, aspect_of
+from .gate_options import GateSpeed
 from .limits import MEASURED, GateOutcome, Limit, Measured
 from .verdict import LimitVerdict, MeasuredVerdict
 
-GateSpeed = Literal["auto", "off", "only"]
 PROCESSOR = "instructions", "cpu_seconds"
 """Metrics that other programs disturb least, the steadiest first."""
 MOST_PASSES = 240

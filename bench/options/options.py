@@ -42,7 +42,7 @@ from ...base.errors import BadInput
 from ...base.option import Option, offer, options_of, spellings, word_name
 from ...engine.base.units import parse_slo
 from ...engine.config.config import EngineConfig
-from ..metrics.metrics import METRICS
+from ..metrics.names import METRICS
 from ..quality.passage import ProtocolOptions
 from . import definitions as of
 from .values import BACKENDS, POOLING, ThinkTime, check_dataset

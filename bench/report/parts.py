@@ -16,6 +16,7 @@ from ...quant.model.checkpoint import read_json
 from ..gate.limits import SCORED
 from ..load.fleet import FORMULAS as CLIENT_FORMULAS
 from ..metrics import metrics, run_statistics
+from ..metrics.names import FORMULAS as METRIC_FORMULAS
 from ..metrics.step_words import DRAFTING, FORMULA, PARTS, reason_in_words, split_sentence
 from ..page.page import (
     MarkedText,
@@ -173,7 +174,7 @@ def facts(known: Mapping[str, Any] | None) -> str:
 
 
 def formula_table() -> ReportTable:
-    formulas = metrics.FORMULAS | run_statistics.STEADY_FORMULAS | metrics.TURN_FORMULAS
+    formulas = METRIC_FORMULAS | run_statistics.STEADY_FORMULAS | metrics.TURN_FORMULAS
     formulas |= summary.FORMULAS | run_statistics.ROOFLINE_FORMULAS | CLIENT_FORMULAS
     caption = "Latency and throughput definitions are those of vllm bench serve."
     rows = [[name, text] for name, text in formulas.items()]

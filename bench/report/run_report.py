@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..load.fleet import ClientError
-from ..metrics.metrics import METRICS, percentile_word, window_sentence
+from ..metrics.metrics import percentile_word, window_sentence
+from ..metrics.names import METRICS
 from ..metrics.run_statistics import STEADY_FORMULAS
 from ..metrics.trace import LoadPass
 from ..page.page import MISSING, Page, ReportTable, ReportVerdict, drawn, number, page_of, percent

@@ -39,9 +39,8 @@ from ...quant.methods.registry import METHODS, formats_asked
 from ...quant.plan.request import QuantizeRequest
 from ...quant.source.models import is_local
 from ...recipes import DEFAULT_MODEL
+from ..gate.gate_options import GateSpeed, QualityGate
 from ..gate.limits import Limit, parse_gate, parse_share
-from ..gate.score_checks import QualityGate
-from ..gate.speed_gate import GateSpeed
 from ..machine.environment import without_secrets
 from ..options.options import BenchFields, BenchOptions, checked, model_of
 from ..options.values import parse_loads

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from ...base.atomic_io import expanded, write_atomically
 from ...base.errors import BadInput, first_line
-from ..gate.compare import QualityGate
+from ..gate.gate_options import QualityGate
 from ..gate.limits import (
     Limit,
     Scored,

@@ -16,8 +16,8 @@ from ...bench.options.values import parse_nats
 from ...engine.config.plan_options import PlanRequest
 
 if TYPE_CHECKING:
+    from ...bench.gate.gate_options import QualityGate
     from ...bench.gate.outputs import VerdictWanted
-    from ...bench.gate.score_checks import QualityGate
     from ...bench.options.values import Kind
 
 
@@ -222,7 +222,7 @@ class LimitOptions:
 
     def quality_gate(self) -> QualityGate:
         """Raises `BadInput` for an invalid share."""
-        from ...bench.gate.score_checks import QualityGate
+        from ...bench.gate.gate_options import QualityGate
 
         return QualityGate.parse(self.max_ppl_increase, self.max_kl, self.min_top1)
 

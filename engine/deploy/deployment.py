@@ -81,7 +81,8 @@ class ServedEngine:
         return [] if name is None else ["--kv-cache-dtype", name]
 
 
-_OUR_CACHES = {"bf16": "bfloat16", "float32": "float32", "fp8": "fp8", "int8": "int8"}
+_OUR_CACHES = {"bf16": "bfloat16", "float32": "float32", "int8": "int8"}
+_OUR_CACHES |= {"fp8": "fp8", "fp8_per_token_head": "fp8"}
 # CacheDType in vllm/config/cache.py of 0.32.0, less what the planner does not know.
 _VLLM_CACHES = {"bf16": None, "f16": "float16", "int8": "int8_per_token_head"}
 _VLLM_CACHES |= {name: name for name in ("fp8", "fp8_ds_mla", "fp8_per_token_head", "nvfp4")}

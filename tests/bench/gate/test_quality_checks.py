@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llmopt.bench.gate.gate_options import QualityGate
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
-from llmopt.bench.gate.score_checks import QualityGate, check_quality, quality_changes
+from llmopt.bench.gate.score_checks import check_quality, quality_changes
 from llmopt.bench.quality.passage import Passage, PassageWindow
 from llmopt.bench.quality.positions import PositionScores, SeriesWriter
 from llmopt.bench.quality.summary import summarize

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import Comparison, compare
+from llmopt.bench.gate.gate_options import GateSpeed
 from llmopt.bench.gate.limits import GateOutcome, parse_gate
 from llmopt.bench.gate.outputs import junit
-from llmopt.bench.gate.speed_gate import GateSpeed, by_processor, speed_reach
+from llmopt.bench.gate.speed_gate import by_processor, speed_reach
 from llmopt.bench.record.result import RunData
 from llmopt.bench.studies.recipe_files import read_recipe
 

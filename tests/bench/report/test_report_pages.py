@@ -13,8 +13,8 @@ import pytest
 from llmopt.base.atomic_io import write_atomically
 from llmopt.base.errors import BadInput
 from llmopt.bench.gate.compare import compare
+from llmopt.bench.gate.gate_options import QualityGate
 from llmopt.bench.gate.limits import GateOutcome, parse_share
-from llmopt.bench.gate.score_checks import QualityGate
 from llmopt.bench.metrics import run_statistics
 from llmopt.bench.metrics.trace import LoadPass, RequestTrace
 from llmopt.bench.options.options import BenchOptions

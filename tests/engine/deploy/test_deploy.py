@@ -11,11 +11,13 @@ import kubernetes_validate
 import pytest
 from llmopt.base.errors import BadInput
 from llmopt.cli.main import main
+from llmopt.engine.config.config import KV_CACHE_DTYPES
 from llmopt.engine.deploy.deploy_files import QUEUE_METRIC, dashboard
 from llmopt.engine.deploy.deployment import ServerDeployment, served_engine
 from llmopt.engine.deploy.engine_commands import VLLM
 from llmopt.engine.planner import plan_request
 from llmopt.engine.planner.cache_size import KV_DTYPES
+from llmopt.engine.planner.engine_rules import RULES
 from llmopt.engine.planner.plan_request import PlanRequest, plan_for
 
 from ...support.deployments import OTHERS, OURS, deployment, documents, small
@@ -154,6 +156,9 @@ def test_vllm_gets_its_own_names_of_kv_dtypes_or_the_dtype_is_refused() -> None:
         except BadInput:
             assert dtype in ("float32", "q8_0", "q5_1", "q4_0")
     assert given == of_vllm
+    ours = served_engine("llmopt")
+    for dtype in RULES["llmopt"].kv_dtypes:  # whatever the plan has, the server takes
+        assert ours.cache_words(dtype, None)[1] in KV_CACHE_DTYPES
 
 
 def small_on(gpu: str, **choices: Any) -> ServerDeployment:
