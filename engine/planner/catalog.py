@@ -240,8 +240,8 @@ def _from_file(path: Path, name: str, trust_remote_code: bool) -> PlannedModel:
 
 def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """A config with ModelOpt's quantization where another file of the checkpoint alone has that."""
-    found = None if stored_quantization(config) else modelopt_quantization(folder)
-    return config if found is None else {**config, "quantization_config": found}
+    stored = None if stored_quantization(config) else modelopt_quantization(folder)
+    return config if stored is None else {**config, "quantization_config": stored}
 
 
 def _from_gguf(path: Path, trust_remote_code: bool) -> PlannedModel:

@@ -268,7 +268,7 @@ def test_a_text_model_is_told_of_pictures_in_responses(server: RunningServer) ->
     client = server.openai()
     found = client.responses.create(input=turns, **fields)
     assert found.usage is not None
-    texts = ["Look: " + IMAGE_NOTE, "", "", IMAGE_NOTE]
+    texts = ["Look: \n" + IMAGE_NOTE, "", "", IMAGE_NOTE]
     roles = ["user", "assistant", "tool", "user"]
     said: Any = [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
     told = client.chat.completions.create(messages=said, model="tiny", max_tokens=1)
