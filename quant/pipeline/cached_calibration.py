@@ -49,6 +49,12 @@ Replaced = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor
 """Takes a layer's name and the weights of its linears, and returns others."""
 
 
+def is_measured(folder: Path, signature: str) -> bool:
+    """True if the folder has all statistics for a digest of model and data."""
+    path = folder / _FACTS
+    return path.is_file() and read_json(path).get("signature") == signature
+
+
 class StatisticsFolder:
     """A cache of statistics for a digest of model and data; BadInput for a folder of something else."""
 

@@ -38,7 +38,7 @@ from ..stream.sources import (
     is_bundled,
     read_documents,
 )
-from .cached_calibration import Replaced, StatisticsFolder
+from .cached_calibration import Replaced, StatisticsFolder, is_measured
 from .stages import Session, of_images
 
 if TYPE_CHECKING:
@@ -174,11 +174,18 @@ def _begin(request: QuantizeRequest) -> tuple[Session, dict[str, Any]]:
     }
     if workers.together():
         facts["lanes"] = LANES
-    if request.method == AUTO and (few := _searched_samples(plan, calibration)) is not calibration:
-        facts["searched_samples"] = len(few.token_ids)
-    statistics = None
-    if request.stats is not None and not request.mock:
-        statistics = StatisticsFolder(request.stats, _digest(facts))
+    stats = None if request.mock else request.stats
+    if request.method == AUTO or stats is not None:
+        few = len(_searched_samples(plan, calibration).token_ids)
+        searched = facts | ({"searched_samples": few} if few < len(ids) else {})
+        # A search measures fewer samples, which serve any method.
+        if request.method == AUTO:
+            facts = searched
+        elif searched != facts and stats is not None and is_measured(stats, _digest(searched)):
+            facts = searched
+            note = f"note: --stats are those of a search, of {few} of the {len(ids)} samples"
+            session = replace(session, notes=(*session.notes, note))
+    statistics = None if stats is None else StatisticsFolder(stats, _digest(facts))
     return replace(session, source_hashes=source_hashes, statistics=statistics), facts
 
 

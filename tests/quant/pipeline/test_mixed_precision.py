@@ -214,6 +214,23 @@ def test_a_front_is_rebuilt_by_targets_and_nothing_is_solved_twice(
         assert (tmp_path / "out" / name).read_bytes() == (again.output / name).read_bytes()
 
 
+def test_statistics_of_a_search_serve_other_methods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search measures fewer samples than other methods would; other data is refused."""
+    monkeypatch.setattr(prepare, "SEARCH_TOKENS", 128)
+    monkeypatch.setattr(prepare, "SEARCH_TOKENS_PER_INPUT", 0)
+    asked = auto(tmp_path, "none", candidates=("int4", "int8"))
+    search_fronts([asked])
+    options = MethodOptions.asked(true_sequential=False)
+    awq = auto(tmp_path, "awq", method="awq", bits=4, options=options)
+    notes = quantize(awq).notes
+    assert "note: --stats are those of a search, of 2 of the 4 samples" in notes
+    with pytest.raises(BadInput, match="other calibration data"):
+        quantize(replace(awq, seed=1, output=tmp_path / "other"))
+    assert (tmp_path / "awq").is_dir() and not (tmp_path / "other").exists()
+
+
 def test_most_layers_are_solved_for_one_scheme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
