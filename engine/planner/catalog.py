@@ -360,12 +360,12 @@ def facts_of(path: Path) -> ModelFacts:
         weights = f"GGUF {file_type(opened, blocks) if blocks else kinds[0]}"
         stored_bytes = sum(tensor.nbytes for tensor in tensors)
     else:
-        config = _with_quantization(read_json(path / "config.json"), path)
-        weights, stored_bytes = "", None
+        config, weights, stored_bytes = read_json(path / "config.json"), "", None
     # The shape refuses fields of a wrong kind, so it is before the others.
     num_parameters = model_shape(config).num_parameters if has_table_rule(config) else None
     if file is None:
-        weights, stored_bytes = _stored_weights(config), stored_weight_bytes(path)
+        weights = _stored_weights(_with_quantization(config, path))
+        stored_bytes = stored_weight_bytes(path)
     context = (config.get("text_config") or config).get("max_position_embeddings")
     return ModelFacts(
         str(config.get("model_type")),

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,10 +79,13 @@ class Server:
         self.loop = asyncio.new_event_loop()
         self.requests = 0
         self.connections = 0
+        self.open = self.most_open = 0
         self.port = 0
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -105,6 +109,7 @@ class Server:
                     break
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass
+        self.open -= 1
         writer.close()
 
     async def start(self) -> int:
@@ -244,15 +249,19 @@ def test_connections_are_kept_and_reopened(server: Server, fleet: Fleet) -> None
 
 def test_connections_are_opened_as_the_rate_needs(server: Server) -> None:
     url = endpoint(f"http://127.0.0.1:{server.port}/good")
-    spaced = [EncodedRequest(f"r{number}", b"{}", due=number * 0.5) for number in range(4)]
+    spaced = [EncodedRequest(f"r{number}", b"{}", due=number * 0.5) for number in range(6)]
     with Fleet(1) as single:
         before = server.connections
         assert single.run(url, requests(20), 4).late_connections == 0
         assert server.connections - before == 4
-        before = server.connections
+    while server.open:
+        time.sleep(0.01)
+    server.most_open = 0
+    with Fleet(1) as single:
         single.run(url, spaced, None)
-    # One request at a time needs one connection, though four may be in flight.
-    assert 1 <= server.connections - before < 4
+    # One request at a time needs one connection, though six may be in flight; on a busy machine some are
+    # late and go with the next.
+    assert 1 <= server.most_open < 6
 
 
 def test_one_limit_holds_over_all_workers(server: Server, fleet: Fleet) -> None:
