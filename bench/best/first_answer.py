@@ -140,7 +140,6 @@ def make_first(
 
 
 def read_first(folder: Path) -> list[dict[str, Any]]:
-    """The usual quantizations as far as they are measured."""
     path = folder / FIRST_NAME
     return read_json(path)["usual"] if path.is_file() else []
 

@@ -120,7 +120,6 @@ def timed(home: Path, model: TimedModel) -> Iterator[Case]:
 
 
 def quantizers(home: Path, device: str = "cuda") -> Iterator[Case]:
-    """A bundled model by each method."""
     for method in METHODS:
         yield Case(method, partial(_quantized, home / method, method, device), 20)
 

@@ -208,7 +208,6 @@ class PassUsage:
 
 
 def no_usage() -> PassUsage:
-    """The usage of a target whose processes cannot be seen, such as a server elsewhere."""
     return PassUsage(None, None, None, None, None, None, False, None)
 
 

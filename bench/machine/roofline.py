@@ -91,7 +91,6 @@ def device_roofs(device: torch.device) -> dict[str, float]:
 
 
 def read_bandwidth(device: torch.device, num_bytes: int) -> float:
-    """Bytes per second read by a sum over float32 values."""
     values = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     return num_bytes / best_seconds(lambda: values.sum(), device)
 

@@ -64,7 +64,6 @@ class RequestTrace:
 
     @property
     def queued(self) -> float:
-        """Seconds from due to sent: the client queue time."""
         return self.sent - self.scheduled
 
     @property
@@ -83,7 +82,6 @@ class RequestTrace:
 
     @property
     def itls(self) -> list[float]:
-        """Gaps between chunks, in seconds; none without a stream."""
         times = self.chunk_times if self.is_streamed else []
         return [later - earlier for earlier, later in pairwise(times)]
 

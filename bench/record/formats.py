@@ -105,7 +105,6 @@ def detailed_requests(row: Row, _: Path) -> list[dict[str, Any]]:
 
 
 def _request(*values: Any) -> dict[str, Any]:
-    """A row of the table of requests; times in milliseconds."""
     names = ("request_id", "prompt_len", "output_len", "success", "error")
     return dict(zip((*names, "ttft_ms", "tpot_ms", "e2el_ms"), values, strict=True))
 

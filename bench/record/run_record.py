@@ -149,7 +149,6 @@ def build_run(
 
 
 def workload_part(workload: Workload) -> dict[str, Any]:
-    """`llmopt.workload`: source, notes and counts of the requests."""
     keys = ("name", "source", "is_stand_in", "notes", "num_requests", "prompt_tokens")
     return {key: getattr(workload, key) for key in (*keys, "output_tokens")}
 
@@ -191,7 +190,6 @@ def _pass_parts(measured: Measurement) -> dict[str, Any]:
 
 
 def joules_per_token(joules: float | None, prompt_tokens: int, output_tokens: int) -> float | None:
-    """Energy per generated token; where nothing is generated (embeddings), per prompt token."""
     tokens = output_tokens or prompt_tokens
     return joules / tokens if joules is not None and tokens else None
 

@@ -39,7 +39,6 @@ LATENCIES = {
 
 
 def write_report(result: Mapping[str, Any], passes: Sequence[LoadPass], folder: Path) -> None:
-    """`report.html`, `report.md` and one SVG file per figure, into an existing folder."""
     figures = run_figures(result, passes)
     write_page(run_page(result, figures), folder)
 

@@ -84,7 +84,6 @@ class TurnPipe:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Descriptors that the process inherits (`pass_fds` of subprocess)."""
         (read, _), (_, write) = self._pipes
         return read, write
 

@@ -65,7 +65,6 @@ class ChatSegments:
         return self._rendered(answered).split(_ANSWER)[0].rstrip(" ") != alone
 
     def encode(self, text: str, *, starts: bool) -> tuple[int, ...]:
-        """Token ids of a rendered piece. A model's template writes the special tokens itself."""
         special = starts and self.is_plain
         return tuple(self._tokenizer.encode(text, add_special_tokens=special))
 

@@ -39,7 +39,6 @@ def allowed_tokens(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def length_range(length: int, range_ratio: float) -> tuple[int, int]:
-    """Smallest and largest length: `length` ± `range_ratio`, rounded outwards."""
     return math.floor(length * (1 - range_ratio)), math.ceil(length * (1 + range_ratio))
 
 

@@ -97,7 +97,6 @@ class WorkloadItem:
     cancel_seconds: float | None = None
 
     def cancels(self, turn: int) -> float | None:
-        """Seconds after which the client leaves this turn; None where it waits for the end."""
         return self.cancel_seconds if turn == len(self.turns) else None
 
     @property

@@ -131,7 +131,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _value_of(group: Any, name: str, word: Any) -> Any:
-    """The value of a group's option; words of configs stay as they were written."""
     option = options_of(group).get(name) if is_dataclass(group) else None
     return word if option is None else option.value(word)
 
@@ -156,7 +155,6 @@ def values_of(*groups: Any) -> Words:
 
 
 def shown_name(parameter: str) -> str:
-    """The visible parameter of a hidden alias, or the parameter itself."""
     return parameter.partition(_HIDDEN)[0]
 
 

@@ -38,12 +38,10 @@ def choose_device(name: str) -> torch.device:
 
 @cache
 def say_on_cpu(reason: str) -> None:
-    """Warn once that a machine with a GPU computes on its CPU."""
     _log.warning("on the CPU, as its GPU cannot be used: %s", reason)
 
 
 def enter_device(device: torch.device) -> None:
-    """Make a CUDA device this thread's current one, to which Triton's kernels go."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 

@@ -386,7 +386,6 @@ class Engine:
         return PromptPass(runner, BlockPool(num_blocks), scheduler.config, adapter)
 
     def reset_prefix_cache(self) -> None:
-        """Drop cached prefixes and their counters, as a benchmark does between runs."""
         self.scheduler.cache.reset()
 
     @property

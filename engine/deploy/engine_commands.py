@@ -133,12 +133,10 @@ def unless(option: str) -> Translation:
 
 
 def switch(option: str) -> Translation:
-    """A switch that is passed as on or off, because the engine's default may differ."""
     return lambda value: [f"--{option}" if value else f"--no-{option}"]
 
 
 def renamed(option: str, values: Mapping[str, str]) -> OneOf:
-    """An option whose values the engine calls otherwise."""
     return OneOf({ours: (option, theirs) for ours, theirs in values.items()})
 
 

@@ -31,7 +31,6 @@ class OutputProcessor:
         self._best_of[request_id] = best_of
 
     def add_pooled(self) -> None:
-        """Take the vectors of pooled prompts too, from the first such request on."""
         if self._pooled is None:
             self._pooled = PooledPrompts(self._scheduler)
 

@@ -99,7 +99,6 @@ class Workers:
             self._model.broadcast = before
 
     def broadcast(self, call: str, argument: Any) -> None:
-        """Broadcast a call to all workers; raise `PeerLost` where one has ended."""
         self._send(self._channels, (call, argument))
 
     def _send(self, channels: Sequence[Channel], value: object) -> None:

@@ -250,7 +250,6 @@ class CacheSize:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cache, the null block included."""
         return (self.num_blocks + 1) * self.block_bytes
 
 
@@ -304,7 +303,6 @@ class StateSlots:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots, the null slot included."""
         return (self.num_slots + 1) * self.slot_bytes if self.num_slots else 0
 
 

@@ -29,7 +29,6 @@ class HourPrice:
 
     @property
     def words(self) -> str:
-        """The price with its source and date: `$2.95 an hour (…, 2026-05)`."""
         origin = f"{self.source}, {self.date}" if self.date else self.source
         return f"${self.dollars:g} an hour ({origin})"
 
@@ -161,7 +160,6 @@ def _rows() -> list[dict]:
 
 @cache
 def hour_prices() -> Mapping[str, HourPrice]:
-    """Published prices by the name of the device, as far as they are known."""
     text = Path(__file__).with_name("prices.json").read_text(encoding="utf-8")
     return {name: HourPrice(**entry) for name, entry in json.loads(text)["prices"].items()}
 

@@ -47,7 +47,6 @@ class Likeness:
 
     @property
     def band_names(self) -> list[str]:
-        """Names of the bands that cover it, the closest first. Engine, generation and `known` stay."""
         parts = [getattr(self, name) for name in _KEYS]
         return ["|".join(parts[:length]) for length in range(len(parts), 2, -1)]
 
@@ -66,12 +65,10 @@ class ErrorBand:
 
     @property
     def is_near(self) -> bool:
-        """True if measured rows are like the deployment."""
         return self.own or self.num_rows > 0
 
     @property
     def text(self) -> str:
-        """The band of TPOT, and the rows that it rests on."""
         rows = f"{self.num_rows} rows" if self.is_near else "no measurement near it"
         return f"{spelled(self.tpot)}, {self.alike if self.own else rows}"
 
@@ -122,7 +119,6 @@ def error_band(likeness: Likeness, bands: Table | None = None) -> ErrorBand | No
 
 
 def unlike_band(bands: Table | None = None) -> ErrorBand:
-    """The band of a deployment that no measured one is like."""
     entry = (_bands() if bands is None else bands)[NOTHING_LIKE_IT]
     return _band_of(entry, 0, entry["of"])
 
@@ -133,6 +129,5 @@ def _band_of(entry: Mapping[str, Any], num_rows: int, alike: str) -> ErrorBand:
 
 
 def narrowed_band(own: OwnRows, known: ErrorBand) -> ErrorBand:
-    """The band of a machine with rows of its own, from that of deployments like it."""
     factors = (own.band(measure, getattr(known, measure)) for measure in MEASURES)
     return ErrorBand(*factors, num_rows=len(own.tpot), alike=own.text, own=True)

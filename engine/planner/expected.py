@@ -208,7 +208,6 @@ class Expectation:
 
     @property
     def efficiency(self) -> Efficiency:
-        """Shares of the roofs, measured or as fitted for the linear layers."""
         return self.measured or fitted_efficiency(self.steps.parameters.values)
 
     def decode(self, sequences: int, context: int, tokens_per_sequence: int = 1) -> StepTime:
@@ -317,7 +316,6 @@ def offload_band(offload: Offload) -> ErrorBand | None:
 
 
 def own_of(device: Device, setup: Setup) -> OwnRows | None:
-    """The rows of one's own machine, if they are of this device and engine."""
     own = setup.own
     return own if own and (own.gpu, own.engine) == (device.name, setup.engine) else None
 

@@ -42,7 +42,6 @@ class Fleet:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Fewest GPUs first, then dollars, then replicas."""
         price = inf if self.dollars_per_hour is None else self.dollars_per_hour
         return self.gpus, price, self.replicas
 

@@ -106,7 +106,6 @@ class Load:
         return max(map(sum, self.lengths))
 
     def cached_tokens(self, prompt: int) -> int:
-        """Tokens of a prompt that the prefix cache holds; one at least is computed."""
         return min(prompt - 1, round(self.prefix_share * prompt))
 
     def mean_lengths(self) -> tuple[float, float]:
@@ -157,13 +156,11 @@ class RequestTiming:
     output_tokens: int
 
     def scaled(self, ttft: float, tpot: float) -> RequestTiming:
-        """The request with its times scaled, to the first token and after it."""
         answered = tpot * (self.e2e - self.ttft)
         return replace(self, ttft=ttft * self.ttft, e2e=ttft * self.ttft + answered)
 
     @property
     def tpot(self) -> float:
-        """Seconds per output token after the first; 0 where there is none."""
         return (self.e2e - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
 
@@ -188,7 +185,6 @@ class LoadResult:
         return self.requests_per_second * seconds / len(self.requests)
 
     def scaled(self, ttft: float, tpot: float) -> LoadResult:
-        """The same requests of a closed loop with times scaled: as many are in flight."""
         return self._with(tuple(request.scaled(ttft, tpot) for request in self.requests))
 
     def delayed(self, seconds: float) -> LoadResult:
@@ -202,7 +198,6 @@ class LoadResult:
         return replace(self, requests=requests).at_rate(slower * self.requests_per_second)
 
     def at_rate(self, rate: float) -> LoadResult:
-        """The same requests, so many of them per second."""
         tokens = sum(request.output_tokens for request in self.requests) / len(self.requests)
         return replace(self, requests_per_second=rate, output_tokens_per_second=rate * tokens)
 
@@ -221,7 +216,6 @@ class LoadResult:
 
 
 def _meets(limits_ms: Mapping[str, float], ttft: float, tpot: float, e2el: float) -> bool:
-    """True if latencies in milliseconds meet every limit."""
     latencies = {"ttft": ttft, "tpot": tpot, "e2el": e2el}
     return all(latencies[metric] <= limit for metric, limit in limits_ms.items())
 
@@ -255,7 +249,6 @@ class Slo:
         return good / len(result.requests)
 
     def near(self, state: Prediction, output: float) -> bool:
-        """True if the means of a steady state meet the limits."""
         ttft, tpot = 1e3 * state.ttft_seconds, 1e3 * state.tpot_seconds
         return _meets(self.limits_ms, ttft, tpot, ttft + (output - 1) * tpot)
 

@@ -113,7 +113,6 @@ class LoadPlanner:
         return self._at(deployment, self._asked.slo, rate, bundle)
 
     def asked(self, deployment: Deployment) -> LoadPlan:
-        """The load of the request itself on a deployment, simulated."""
         return self._simulated(deployment, self._asked.load, COUNTED)
 
     def keeps(self, plan: LoadPlan) -> bool:

@@ -129,7 +129,6 @@ class Deployment:
         return max(self._stage_kv(stage, context, reserve) for stage in self.stages)
 
     def all_kv_bytes(self, context: int, reserve: Reserve = Reserve()) -> int:
-        """KV-cache bytes of one sequence on all ranks, replicas included."""
         return self.tp * sum(self._stage_kv(stage, context, reserve) for stage in self.stages)
 
     def knobs(self, reserve: Reserve) -> CacheKnobs:
@@ -224,7 +223,6 @@ class EvictedCache:
 
     @property
     def num_slots(self) -> int:
-        """Most tokens in the cache after the prompt is computed."""
         return self.rule.held(self.num_prompt, self.num_tokens)
 
     @property

@@ -102,7 +102,6 @@ class DevicePlan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Output tokens per second under the load, prefill included."""
         return None if self.predicted is None else self.predicted.throughput
 
     @property
@@ -129,7 +128,6 @@ class DeploymentPlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights, on all ranks together, without replicas."""
         return weight_bytes(self.model.shape, self.recipe)
 
     @property
@@ -138,7 +136,6 @@ class DeploymentPlan:
 
     @property
     def efficiency(self) -> Efficiency:
-        """The shares of the roofs that the first device's expected times assume."""
         expected = next((d.expectation for d in self.devices if d.expectation), None)
         return expected.efficiency if expected else self.setup.measured or fitted_efficiency()
 

@@ -310,7 +310,6 @@ def _prediction_dict(predicted: Prediction) -> dict[str, Any]:
 
 
 def rounded(value: float | None, digits: int = 6) -> float | None:
-    """The value with `digits` decimals: a price or a share to a millionth by default."""
     return None if value is None else round(value, digits)
 
 

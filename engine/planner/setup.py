@@ -92,7 +92,6 @@ class Speculation:
         return (1 - self.acceptance ** (self.draft_tokens + 1)) / (1 - self.acceptance)
 
     def token_seconds(self, decode: float, verification: float) -> float:
-        """Seconds per token, from the seconds of a plain step and of one that verifies the draft tokens."""
         return (verification + self.draft_tokens * self.draft_cost * decode) / self.expected_tokens
 
     def speedup(self, verification: float = 1.0) -> float:
@@ -244,7 +243,6 @@ class PlannedWorkload:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache holds; one at least is computed."""
         return min(self.prompt_tokens - 1, round(self.prefix_share * self.prompt_tokens))
 
 

@@ -45,7 +45,6 @@ class SimulatedServer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the cache of a batch holds."""
         return (self.num_blocks - 1) * self.limits.block_size
 
 

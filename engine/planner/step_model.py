@@ -119,7 +119,6 @@ class Parallelism:
 
 
 def longer(moving: Any, computing: Any) -> Any:
-    """Smooth maximum of two times, which overlap; of floats or arrays."""
     return (moving * moving * moving + computing * computing * computing) ** (1 / 3)
 
 
@@ -259,7 +258,6 @@ class StepModel:
         return tuple((name, factor * part, source) for name, part in parts if part > 0)
 
     def plain_seconds(self, work: StepWork) -> float:
-        """Seconds of one step, without the model's correction."""
         return sum(self._parts(work).values())
 
     def _parts(self, work: StepWork) -> dict[str, float]:

@@ -49,7 +49,6 @@ def parameter_file() -> Mapping[str, Any]:
 
 
 def shared_value(name: str) -> float:
-    """A parameter without any tag's factor."""
     return parameter_file()["parameters"][name]["value"]
 
 

@@ -215,7 +215,6 @@ class Sampler:
         return self.begin(logits, rows).result()
 
     def begin(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draw:
-        """Draw without synchronising with the device."""
         return Draw(self._on(logits.device).draw(logits, rows), logits, rows)
 
     def largest(self, logits: torch.Tensor) -> Draw:
@@ -238,7 +237,6 @@ class Sampler:
     def chosen(
         self, weights: torch.Tensor, keys: Sequence[NoiseKey], stream: int = 0
     ) -> torch.Tensor:
-        """`choose` on the device: indices, int64 [rows]."""
         noise = self._on(weights.device).noise(keys, weights.shape[1], stream, weights.device)
         return (weights / noise).argmax(dim=-1)
 

@@ -275,7 +275,6 @@ def _is_finite(pattern: str) -> bool:
 
 
 def _matches_any(pattern: str, names: Iterable[str]) -> bool:
-    """True if a pattern matches a name, in linear time, or is of another dialect, so that it is refused."""
     matcher = _matcher({"type": "string", "pattern": pattern})
     return matcher.is_error() or any(_accepts(matcher, json.dumps(name)) for name in names)
 

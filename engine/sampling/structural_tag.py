@@ -292,7 +292,6 @@ def _without(texts: Sequence[str]) -> str:
 
 
 def _either(parts: Sequence[str]) -> str:
-    """Choice of expressions; an empty one matches nothing."""
     return " | ".join(part or '""' for part in parts)
 
 

@@ -339,12 +339,10 @@ def _settings(
 
 
 def _wrapped(seed: int) -> int:
-    """The low 64 bits of a seed, as a signed integer."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def _greedy(rows: Sequence[SamplingRow], device: torch.device) -> torch.Tensor:
-    """Flags of the greedy rows, bool [rows, 1]."""
     return to_device(np.array([[row.params.is_greedy] for row in rows]), device)
 
 
@@ -359,7 +357,6 @@ def _integers(
 
 
 def _flat_indices(pairs: Sequence[tuple[int, int]], scores: torch.Tensor) -> torch.Tensor:
-    """Flat indices of (row, token) pairs in `scores` [rows, vocab]."""
     size = scores.shape[1]
     return _integers([row * size + token for row, token in pairs], scores.device)
 

@@ -60,7 +60,6 @@ class IncrementalDetokenizer:
         return self._advance(complete_only=True)
 
     def flush(self) -> str:
-        """The rest, at the end of the sequence; an incomplete character becomes U+FFFD."""
         return self._advance(complete_only=False)
 
     def _advance(self, *, complete_only: bool) -> str:

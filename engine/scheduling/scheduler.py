@@ -236,7 +236,6 @@ class Scheduler:
             self._preempt(max(self.running, key=lambda running: running.rank))
 
     def request_of(self, row: ScheduledRow) -> Request | None:
-        """The sequence of a row, unless it ended since; another one may have its id by now."""
         request = self._requests.get(row.sequence_id)
         return request if request is not None and request.token_ids is row.tokens.booked else None
 

@@ -77,7 +77,6 @@ class StatePool(SchedulerExtension):
         request.state_slot = NULL_SLOT
 
     def allocate(self) -> int:
-        """Take a slot; the caller has checked `has_free`."""
         return self._free.pop() if self.num_slots else NULL_SLOT
 
     def free(self, slot: int) -> None:

@@ -106,7 +106,6 @@ class PeakMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes, never negative; where the peak cannot be reset, the whole process's peak counts."""
         return max(0, peak_memory_bytes() - self._baseline)
 
 

@@ -37,7 +37,6 @@ def is_worker() -> bool:
 
 
 def together() -> bool:
-    """True if this process works with others, of which there may be none."""
     return dist.is_initialized() and not _ALONE.get()
 
 
@@ -50,7 +49,6 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """True if this process is the one that speaks, decides and keeps the journal."""
     return not is_worker() or os.environ.get("RANK", "0") == "0"
 
 

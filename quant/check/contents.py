@@ -66,7 +66,6 @@ class Contents:
 
     @property
     def architecture(self) -> str:
-        """The class of the model that the config names; empty: none."""
         return str(next(iter(self.checkpoint.config.get("architectures") or ()), ""))
 
 

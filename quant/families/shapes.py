@@ -75,7 +75,6 @@ class Latent:
 
     @property
     def cached_elements(self) -> int:
-        """Cached elements per token and layer, shared by all heads and by K and V."""
         return self.kv_rank + self.rope_dim
 
     @property
@@ -218,7 +217,6 @@ class ModelShape:
         return ceil(self.num_layers * self.cached_elements * bytes_per_element)
 
     def kv_bytes_per_extra_token(self, bytes_per_element: float | Fraction) -> int:
-        """KV-cache bytes per additional token, once the sequence is longer than every window."""
         full = sum(window is None for window in self.windows)
         return ceil(full * self.cached_elements * bytes_per_element)
 

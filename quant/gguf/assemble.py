@@ -248,7 +248,6 @@ def _stacked(experts: Sequence[TensorToWrite]) -> TensorToWrite:
 
 
 def _held(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """Names of the tensors to store: no buffers, and no second copy of a tied head."""
     left = (f"{_HEAD}.",) if config.get("tie_word_embeddings") else ()
     return [n for n in names if not n.endswith("rotary_emb.inv_freq") and not n.startswith(left)]
 

@@ -199,7 +199,6 @@ def _of_tokens(
 
 
 def _pair(line: str) -> tuple[str, str]:
-    """A merge's two sides; the left one may itself begin with a space."""
     cut = line.find(" ", 1)
     return line[:cut], line[cut + 1 :]
 

@@ -85,7 +85,6 @@ class Search:
     def round_uniform(
         self, prefix: str, weights: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """A layer's weights rounded to the uniform scheme, after which later layers are measured."""
         return round_layer(self.plan, self.schemes[self.uniform], prefix, weights)
 
     @property
@@ -111,7 +110,6 @@ class Search:
         return min(kinds, key=lambda number: abs(sum(self.sizes[number].values()) - size))
 
     def label(self, number: int) -> str:
-        """The name of a candidate: its most common scheme."""
         labels = [scheme.label for scheme in self.schemes[number].values()]
         return max(labels, key=labels.count, default="16 bits")
 
@@ -161,7 +159,6 @@ def _num_weights(plan: QuantizePlan) -> int:
 
 
 def _rest_bytes(plan: QuantizePlan) -> int:
-    """Bytes of all tensors without a choice, and of the KV cache's scales."""
     tables = sum(_plain_bytes(plan, name) for name in plan.gguf_tables)
     return unquantized_bytes(plan, plan.format) - tables + plan.kv_scale_bytes
 

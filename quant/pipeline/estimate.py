@@ -365,7 +365,6 @@ class LayerTime:
     weights: int
 
     def seconds(self, weights: int, tokens: float, solvers: int = 1) -> float:
-        """The time of a run over so many weights, with so many tokens a worker, and choices by `solvers`."""
         per_layer = self.solving / solvers + self.passes * tokens / max(1, self.tokens)
         return per_layer * weights / self.weights
 

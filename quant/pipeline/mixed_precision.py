@@ -94,7 +94,6 @@ class Lane:
     level: float = 0.0
 
     def allocate(self, bytes_bound: int) -> Allocation:
-        """The mixture of least expected KL divergence where the linears take so many bytes."""
         return min(self.proposals(bytes_bound), key=lambda allocation: allocation.cost)
 
     def proposals(self, bytes_bound: int) -> list[Allocation]:

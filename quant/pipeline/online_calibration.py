@@ -36,11 +36,9 @@ class NoCalibration:
     """A source of calibration statistics, layer by layer; this one has no statistics and no hidden states."""
 
     def measure(self, index: int, tensors: dict[str, torch.Tensor]) -> LayerStatistics:
-        """Input statistics of layer `index`; `tensors` are its weights."""
         return LayerStatistics({})
 
     def weights(self, index: int, linears: Collection[str]) -> dict[str, torch.Tensor] | None:
-        """The float32 weights of the layer that was measured, if they are in memory."""
         return None
 
     def finish(self, index: int, work: QuantizedLayer) -> KvRanges | None:
@@ -48,7 +46,6 @@ class NoCalibration:
         return None
 
     def measure_head(self) -> LayerStatistics:
-        """Input statistics of the output projection."""
         return LayerStatistics({})
 
     def save(self, path: Path) -> None:

@@ -332,7 +332,6 @@ def _lane(begun: Session, search: Search, folder: StatisticsFolder, progress: Pr
 
 
 def _checked(calibration: Calibration) -> tuple[torch.Tensor, Images]:
-    """The held-out samples, or the calibration ones without these."""
     return calibration.held_out_samples if len(calibration.held_out) else calibration.samples
 
 

@@ -43,7 +43,6 @@ _ERROR_FORMULA = "|X(W - W')^T|^2 / |XW^T|^2 over all calibration tokens"
 
 
 def write_final_files(journal: Journal, session: Session) -> None:
-    """Write all but the layer shards, idempotently; BadInput for a shard that was changed since."""
     for number in range(len(session.plan.formats)):
         _write_format(journal, session, number)
 

@@ -69,7 +69,6 @@ class LayerProgress:
 
 
 def shard_folder(checkpoint: Path, plan: QuantizePlan, number: int) -> Path:
-    """The folder of format `number`: a subfolder where there are several formats."""
     return checkpoint / plan.formats[number].name if len(plan.formats) > 1 else checkpoint
 
 

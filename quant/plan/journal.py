@@ -91,7 +91,6 @@ class Journal:
             self.layers.append(json.loads(line_of(record)))
 
     def hidden_path(self, index: int) -> Path:
-        """The file of the hidden states that enter layer `index`."""
         return self.folder / f"hidden-{index:05d}.safetensors"
 
     def forget_hidden(self, index: int) -> None:

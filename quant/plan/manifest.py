@@ -46,7 +46,6 @@ def tensor_record(tensor: QuantizedTensor) -> dict[str, Any]:
 
 
 def module_record(report: ModuleReport, tensor: QuantizedTensor) -> dict[str, Any]:
-    """A module's manifest record, with digests of the tensors before packing."""
     worse = {"worse_than_rounding": is_worse(*judged(report))}
     return asdict(report) | worse | tensor_record(tensor)
 

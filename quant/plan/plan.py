@@ -109,12 +109,10 @@ class QuantizePlan:
 
     @property
     def blockwise(self) -> bool:
-        """True if layers are run with gradients: by the method, or to tune its scales."""
         return self.method.blockwise or bool(self.options.finetune_steps)
 
     @property
     def sequential(self) -> bool:
-        """True if the method measures each stage of a layer after the quantized ones (true-sequential)."""
         return self.method.sequential and self.options.true_sequential
 
     @property
@@ -135,7 +133,6 @@ class QuantizePlan:
 
     @property
     def label(self) -> str:
-        """The schemes in use, most common first."""
         labels = [scheme.label for scheme in self.schemes.values()]
         return ", ".join(sorted(set(labels), key=lambda label: (-labels.count(label), label)))
 
@@ -281,7 +278,6 @@ def _check_grid(
 
 
 def _probe(method: Method, base: SchemeOptions) -> Scheme:
-    """The scheme before a group size is chosen: modules that cannot be packed are reported first."""
     return method.scheme(replace(base, group_size=PER_CHANNEL) if method.grouped else base)
 
 

@@ -129,7 +129,6 @@ def vision_layers(checkpoint: Checkpoint, family: str) -> Architecture:
 
 
 def vision_linears(checkpoint: Checkpoint, layers: Architecture | None) -> Shapes:
-    """Shapes `(out, in)` of the linears of the vision tower and projector."""
     names = () if layers is None else _linears(layers)
     return {name: matrix_shape(checkpoint, name) for name in names}
 

@@ -78,7 +78,6 @@ class Head:
     is_output: bool = False
 
     def rotation(self, seed: int) -> torch.Tensor:
-        """The rotation of the heads of this width in the layer, float64 `[width, width]`."""
         return random_rotation(self.width, 2 * seed * _LAYERS + 2 * self.layer + 1)
 
     def turned(self, tensor: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,6 @@ Images = tuple[ImageInputs, ...]
 
 
 def with_images(token_ids: torch.Tensor, images: Images) -> tuple[torch.Tensor, Images]:
-    """The samples that have images, `[samples, length]` token ids and their inputs."""
     rows = [row for row, sample in enumerate(images) if sample.num_images]
     return token_ids[rows], tuple(images[row] for row in rows)
 

@@ -180,7 +180,6 @@ class Leaf:
     value: torch.Tensor | None
 
     def by_sample(self, tensor: torch.Tensor, samples: int) -> torch.Tensor:
-        """The tensor with the samples as first dimension, and what a sample has of `dim` as second."""
         assert self.dim is not None
         return tensor.movedim(self.dim, 0).unflatten(0, (samples, self.shape[self.dim]))
 
@@ -270,7 +269,6 @@ class States:
         return States(self.token_ids[rows], tensors, self.images[rows])
 
     def put(self, rows: slice | torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what is carried for some samples, by name, samples first."""
         for name, tensor in tensors.items():
             self.tensors[name][rows] = tensor
 

@@ -37,7 +37,6 @@ class _Kept:
         self.done += len(part)
 
     def rows(self, rows: slice) -> torch.Tensor:
-        """A copy, which the layer may write into."""
         assert self.values is not None
         return self.values[rows].clone()
 

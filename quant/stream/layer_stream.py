@@ -114,12 +114,10 @@ class LayerStream:
         return self._prepared
 
     def embed(self, token_ids: torch.Tensor, images: Images = ()) -> States:
-        """The states of samples `[samples, length]` that enter the first layer."""
         with self._around(), torch.no_grad():
             return replace(self._walk.enter(token_ids, self.rows(token_ids)), images=images)
 
     def shares(self, splits: Splits) -> Shares:
-        """This worker's share of each of several sets of samples."""
         return {name: share_of(len(ids), self.rows(ids)) for name, (ids, _) in splits.items()}
 
     def begin(self, splits: Splits, shares: Shares, saved: Path | None) -> dict[str, States]:
@@ -140,11 +138,9 @@ class LayerStream:
                 yield self._walk.head_input(states, rows)
 
     def read_instead(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Read these tensors around the layers, by name on disk, in place of the checkpoint's."""
         self._meta_model.replaced = tensors
 
     def head(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight `[vocabulary, hidden]` and bias of the output projection, as stored."""
         return self._meta_model.output_projection()
 
     def rows(self, token_ids: torch.Tensor, tokens: int = 0) -> int:

@@ -82,7 +82,6 @@ def put(value: Any, steps: Place, part: Any) -> None:
 
 
 def path(steps: Place) -> str:
-    """A place as a reader writes it: `layers[3].conv_states[0]`."""
     keys = (f".{key.name}" if key.is_attribute else f"[{key.name!r}]" for key in steps)
     return "".join(keys).removeprefix(".")
 

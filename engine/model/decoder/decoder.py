@@ -269,7 +269,6 @@ class Decoder:
 
     @property
     def is_capturable(self) -> bool:
-        """True if steps can be captured: blocks are read in place, no MoE kernel counts on the host."""
         in_place = all(reads_in_place(kernels.attend.causal) for kernels in self._kernels.values())
         return in_place and all(layer.is_capturable for layer in self.weights.layers)
 

@@ -66,7 +66,6 @@ class CheckpointReader:
         return self._float(name, shape, None)
 
     def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A float tensor, which must have `shape`, in `dtype` (default: the engine's)."""
         return self._float(name, shape, dtype or self._dtype)
 
     def _float(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> torch.Tensor:

@@ -137,6 +137,5 @@ class Laurel(Weights):
 
 
 def _like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`x` with the root mean square of `other`, row by row."""
     target = other.square().mean(dim=-1, keepdim=True).sqrt()
     return x * target / x.square().mean(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()

@@ -150,7 +150,6 @@ class ConversationResponse(Generation):
         return parsed
 
     def opening(self) -> Iterator[bytes]:
-        """Bytes sent before the first token."""
         yield from ()
 
     @abstractmethod

@@ -105,7 +105,6 @@ class MessagesPrompt(BaseModel):
 
     @property
     def thinks(self) -> bool:
-        """True if reasoning is asked for."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def for_chat(self, *, takes_images: bool, **fields: Any) -> ChatRequest:

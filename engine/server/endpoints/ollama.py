@@ -211,7 +211,6 @@ class OllamaResponse(ConversationResponse):
             yield piece
 
     def _score(self, scored: Sequence[TokenLogprobs] | None) -> None:
-        """Keep log-probabilities for the next object."""
         if scored is not None:
             self._scored += chat_logprobs(self._text, scored)["content"]
 
@@ -391,6 +390,5 @@ def ollama_router(service: Service, engine: Engine) -> APIRouter:
 
 
 def _loaded(body: OllamaRequest, empty: dict[str, Any]) -> Response:
-    """The answer to a request without a prompt, which asks for the model to be loaded, as it is."""
     fields = {"model": body.model, "created_at": _written(datetime.now(UTC)), **empty}
     return JSONResponse({**fields, "done": True, "done_reason": "load"})

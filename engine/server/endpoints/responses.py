@@ -55,7 +55,6 @@ class Item(ABC):
             yield make("response.content_part.added", **self._place(where), part=self.part())
 
     def delta(self, make: Make, where: Fields, text: str, **more: Any) -> bytes:
-        """The event of a piece of text, which is appended."""
         self.text += text
         return make(f"response.{self.event}.delta", **self._place(where), delta=text, **more)
 

@@ -205,7 +205,6 @@ class Tokenization:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     async def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Decode a long list on a worker thread, special tokens included."""
         decode = partial(self.decode, token_ids, skip_special_tokens=False)
         return await self._workers.run(len(token_ids), decode)
 

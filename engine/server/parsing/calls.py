@@ -42,7 +42,6 @@ class TextSource:
         self._recorded = []
 
     def recorded(self) -> str:
-        """End the recording; the text that was read since `record`."""
         text, self._recorded = "".join(self._recorded or ()), None
         return text
 

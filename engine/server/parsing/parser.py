@@ -72,7 +72,6 @@ class OutputFormat:
 
     @property
     def needs_special_tokens(self) -> bool:
-        """True if its markers are special tokens, which the detokenizer must not skip."""
         return any(part is not None and part.special for part in (self.tools, self.reasoning))
 
 

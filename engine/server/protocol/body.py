@@ -66,7 +66,6 @@ def _check_bounds(field: str, value: Any) -> None:
 
 @cache
 def _validator(model: type[BaseModel]) -> SchemaValidator:
-    """Validator of a model that stops at the first wrong value of a list."""
     return SchemaValidator(_failing_fast(model.__pydantic_core_schema__))
 
 

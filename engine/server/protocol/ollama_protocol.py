@@ -233,7 +233,6 @@ class OllamaChat(OllamaRequest):
     tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
 
     def chat_request(self, max_model_len: int) -> ChatRequest:
-        """Translate into a chat request; raises as `chat`."""
         messages = [message.for_chat() for message in self.messages]
         return self.chat(messages, max_model_len, self.tools)
 
@@ -262,7 +261,6 @@ class OllamaGenerate(OllamaRequest):
         return self.chat(messages, max_model_len, None)
 
     def raw_request(self, max_model_len: int) -> RawRequest:
-        """The prompt as it is; raises as `fields`."""
         num_scored = (self.top_logprobs or 0) if self.logprobs else None
         return RawRequest.model_validate({**self.fields(max_model_len), "num_scored": num_scored})
 

@@ -164,7 +164,6 @@ class ResponsesRequest(GenerationRequest):
                 raise unsupported(f"include {field!r}")
 
     def sampling_params(self) -> SamplingParams:
-        """Sampling parameters of the chat request for the input."""
         return self.chat_request(self.turns).sampling_params()
 
     @property

@@ -154,7 +154,6 @@ class StructuralTag(_StrictModel):
 
     @property
     def value(self) -> dict[str, Any]:
-        """The JSON object, with defaults filled in."""
         return self.model_dump(by_alias=True, exclude_none=True)
 
 
@@ -195,7 +194,6 @@ class Constraint:
 
     @property
     def num_characters(self) -> int:
-        """Length of what the client sent, as JSON."""
         return len(json.dumps(self.value if self.sent is None else self.sent))
 
 

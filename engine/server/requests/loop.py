@@ -157,11 +157,9 @@ class EngineLoop:
         return age if age > self._options.step_timeout_seconds else None
 
     async def wait_until_failed(self) -> None:
-        """Wait until the engine cannot go on; `unavailable` then says why."""
         await self._ended.wait()
 
     async def wait_until_warm(self) -> None:
-        """Wait until the engine is warm, or has failed during warm-up."""
         await self._warm.wait()
 
     def start(self) -> None:

@@ -143,7 +143,6 @@ class OutputStream:
 
 
 def _weight(output: RequestOutput) -> int:
-    """Tokens and log-probabilities of an output."""
     scores = num_logprobs(output.logprobs) + num_logprobs(output.prompt_logprobs)
     return len(output.new_token_ids) + scores
 
@@ -241,7 +240,6 @@ class RequestRecord:
 
     @property
     def tenant(self) -> int:
-        """Number of the client whose API key it came with; without keys all requests are of the first."""
         return 0 if self.principal is None else self.principal.number
 
     def hold(self, kind: str, amount: int, limit: int) -> None:

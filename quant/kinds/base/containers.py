@@ -79,7 +79,6 @@ class ModelOptAlgorithms(Container):
     raw_dtype: str
 
     def group_size(self, scheme: Any) -> dict[str, int]:
-        """The field `group_size`, where the kind has it."""
         return {}
 
     @abstractmethod

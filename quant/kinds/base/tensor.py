@@ -34,7 +34,6 @@ class QuantizedTensor(ABC):
         """The dequantized weight `[out, in]`, computed in float32."""
 
     def rows(self, rows: slice) -> Self:
-        """The weight of some output channels; `rows` starts at a multiple of 128."""
         named: Any = self
         return replace(named, **{name: getattr(self, name)[rows] for name in self.by_row})
 
