@@ -261,7 +261,7 @@ def test_a_server_whose_prompt_lacks_the_tools() -> None:
 
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_an_answer_that_the_server_gave_up_is_no_answer(reason: str) -> None:
-    """Its text so far would be scored as the model's (SGLang, vLLM)."""
+    """The text so far would be scored as the model's (SGLang, vLLM)."""
 
     class Client:
         @staticmethod

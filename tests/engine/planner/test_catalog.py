@@ -95,7 +95,7 @@ def test_a_fetched_config_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_modelopts_own_file_alone_says_how_weights_are_stored(tmp_path: Path) -> None:
-    """As in ModelOpt's older exports, whose `config.json` says nothing (nvidia/Llama-3.1-8B-Instruct-FP8)."""
+    """ModelOpt's older exports say nothing in `config.json` (nvidia/Llama-3.1-8B-Instruct-FP8)."""
     (tmp_path / "config.json").write_text((MODELS / "stories3M" / "config.json").read_text())
     assert find_model(str(tmp_path)).as_stored() == BF16
     stored = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}

@@ -220,8 +220,8 @@ def test_statistics_of_a_search_serve_other_methods(
     """A search measures fewer samples than other methods would; other data is refused."""
     monkeypatch.setattr(prepare, "SEARCH_TOKENS", 128)
     monkeypatch.setattr(prepare, "SEARCH_TOKENS_PER_INPUT", 0)
-    asked = auto(tmp_path, "none", candidates=("int4", "int8"))
-    search_fronts([asked])
+    search = auto(tmp_path, "none", candidates=("int4", "int8"))
+    search_fronts([search])
     options = MethodOptions.asked(true_sequential=False)
     awq = auto(tmp_path, "awq", method="awq", bits=4, options=options)
     notes = quantize(awq).notes

@@ -117,7 +117,7 @@ def test_both_config_files_name_every_module(checkpoint: Path) -> None:
 
 
 def test_a_codebook_with_another_multiplier_is_refused(checkpoint: Path) -> None:
-    """Its values would be others than those that the codes were searched with."""
+    """The values would be others than those that the codes were searched with."""
     opened, module = Checkpoint(checkpoint), "model.layers.0.self_attn.q_proj"
 
     class Altered:
