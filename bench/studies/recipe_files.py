@@ -23,6 +23,7 @@ from ...base.errors import BadInput
 from ...base.option import offer
 from ...quant.model.checkpoint import read_json
 from ...recipes import ROOT
+from ..gate.limits import GateOutcome
 from ..options.options import words_of_error
 from .recipe import BASE_NAME, Recipe, Variant, bench_of
 
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from ...quant.convert.verify import VerifyReport  # loads torch, which a dry run does not need
     from ..gate.compare import Comparison
-    from ..gate.limits import GateOutcome
     from ..record.result import RunData
 
 
