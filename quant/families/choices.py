@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...base.errors import BadInput
 from .family import Choices, Choose
 from .shape_rules import Config, ShapeRules
 from .shapes import Experts, ModelShape
-from .spec_parts import LayerParts, Names, NotCovered, RopeSpec, RouterSpec, StateMixer
+from .spec_parts import LayerParts, Names, NotCovered, RopeSpec, RouterSpec, StateMixer, rope_options
 
 BIASED_ATTENTION = ShapeRules(qkv_bias="attention_bias", output_bias="attention_bias")
 QK_NORM = ShapeRules(qkv_bias="attention_bias", output_bias="attention_bias", qk_norm=True)
@@ -26,6 +27,12 @@ def plain_ropes(_: ModelShape, config: Config) -> Choices:
 
 
 def same_rope(shape: ModelShape, config: Config, theta: float = 10000.0) -> Choices:
+    part = {**config, **rope_options(config)}.get("partial_rotary_factor")
+    if part not in (None, 1):
+        raise BadInput(
+            f"config.json: partial_rotary_factor {part} rotates a part of each head in vLLM and all of it in "
+            "transformers for this model type: remove it, or set it to 1.0"
+        )
     return {"ropes": (RopeSpec.from_config(config, theta),) * shape.num_layers}
 
 

@@ -30,10 +30,9 @@ class GgufRules:
         epsilon: names of the norms' epsilon in `config.json` and in GGUF.
         keys: further fields of `config.json`, and their keys in GGUF.
         constants: fields that llama.cpp assumes, with the value that is right.
-        head_dim: head dimension where `config.json` has none; 0: hidden size over heads.
+        defaults: fields that count where `config.json` lacks them, beside those of `ShapeRules`.
         slides: True if layers slide without `use_sliding_window`; llama.cpp keeps no such window unless the
             window is among `keys`.
-        default_window: window where `config.json` has none.
     """
 
     architecture: str
@@ -44,9 +43,8 @@ class GgufRules:
     epsilon: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
     keys: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
-    head_dim: int = 0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     slides: bool = False
-    default_window: int | None = None
 
 
 GGUF_NORMS = ("input_layernorm", "post_attention_layernorm")

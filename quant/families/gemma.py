@@ -224,14 +224,21 @@ FAMILIES = (
         BIASED_ATTENTION,
         _gemma,
         gguf=GgufRules(
-            "gemma", GGUF_DENSE, norm_offset=1.0, activations=("gelu", *_GELU), head_dim=256
+            "gemma",
+            GGUF_DENSE,
+            norm_offset=1.0,
+            activations=("gelu", *_GELU),
+            defaults={"head_dim": 256},
         ),
     ),
     ModelFamily(
         "gemma2",
         replace(
             BIASED_ATTENTION,
-            defaults={**_DEFAULTS, "max_position_embeddings": 8192, "vocab_size": 256000},
+            defaults={
+                **_DEFAULTS,
+                **{"num_key_value_heads": 4, "max_position_embeddings": 8192, "vocab_size": 256000},
+            },
             windows=full_every(2, "sliding_window", "sliding_window_pattern"),
             norms_per_layer=4,
         ),
@@ -249,7 +256,7 @@ FAMILIES = (
                 "final_logit_softcapping": "final_logit_softcapping",
                 "sliding_window": "attention.sliding_window",
             },
-            head_dim=256,
+            defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         ),
     ),
     ModelFamily(

@@ -17,7 +17,7 @@ from .family import (
 )
 from .shape_rules import Config, ShapeRules, sliding_everywhere
 from .shapes import ModelShape
-from .spec_parts import Names, NotCovered
+from .spec_parts import Names, NotCovered, RopeSpec, rope_options
 
 
 def _gpt2(shape: ModelShape, config: Config) -> Choices:
@@ -87,12 +87,13 @@ def _falcon_norms(config: Config) -> int:
 
 
 def _phi3(shape: ModelShape, config: Config) -> Choices:
-    options = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    options = rope_options(config)
     if options.get("rope_type", options.get("type")) in ("su", "yarn"):  # earlier names
         config = {**config, "rope_scaling": {**options, "rope_type": "longrope"}}
-    part = options.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    part = {**config, **options}.get("partial_rotary_factor") or 1.0
+    rope = RopeSpec.from_config({"original_max_position_embeddings": 4096, **config})
     return {
-        **same_rope(shape, {"original_max_position_embeddings": 4096, **config}),
+        "ropes": (rope,) * shape.num_layers,
         "names": Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
         "norm_eps": float(config.get("rms_norm_eps", 1e-5)),
         "rotary_width": int(shape.head_dim * part),
@@ -171,6 +172,7 @@ FAMILIES = (
             stems=(*GGUF_NORMS, *GGUF_ATTENTION, "mlp.c_fc", "mlp.c_proj"),
             activations=("gelu_pytorch_tanh",),
             epsilon=("norm_epsilon", GGUF_LAYER_NORM),
+            defaults={"norm_epsilon": 1e-5, "num_key_value_heads": 2},
             slides=True,
         ),
     ),
@@ -186,6 +188,7 @@ FAMILIES = (
                 *("mlp.gate_up_proj", "mlp.down_proj"),
             ),
             constants={"partial_rotary_factor": 1.0},
+            defaults={"rms_norm_eps": 1e-5},
             slides=True,
         ),
     ),
@@ -199,6 +202,7 @@ FAMILIES = (
                 *("post_attention_layernorm", "post_feedforward_layernorm"),
                 *(*GGUF_ATTENTION, *GGUF_QK_NORMS, *GGUF_MLP),
             ),
+            defaults={"rms_norm_eps": 1e-5},
         ),
         plain_tokenizer=True,
     ),
@@ -214,6 +218,7 @@ FAMILIES = (
             epsilon=("layer_norm_eps", GGUF_LAYER_NORM),
             keys={"logit_scale": "logit_scale"},
             constants={"use_qk_norm": False},
+            defaults={"rope_theta": 500000.0, "layer_norm_eps": 1e-5, "logit_scale": 0.0625},
         ),
     ),
     ModelFamily("cohere2", _COHERE_RULES, _cohere),

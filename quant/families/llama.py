@@ -116,7 +116,7 @@ FAMILIES = (
         "seed_oss",
         replace(_BIASED, output_bias="attention_out_bias"),
         plain_ropes,
-        gguf=GgufRules("seed_oss", GGUF_DENSE, head_dim=128),
+        gguf=GgufRules("seed_oss", GGUF_DENSE, defaults={"head_dim": 128, "num_key_value_heads": 8}),
     ),
     ModelFamily(
         "smollm3",
@@ -152,7 +152,7 @@ FAMILIES = (
         "mistral",
         ShapeRules({**_DEFAULTS, "sliding_window": 4096}, sliding_everywhere),
         same_rope,
-        gguf=GgufRules("llama", GGUF_DENSE, permuted=True, slides=True, default_window=4096),
+        gguf=GgufRules("llama", GGUF_DENSE, permuted=True, slides=True),
     ),
     ModelFamily(
         "mixtral",
@@ -168,6 +168,7 @@ FAMILIES = (
             ),
             permuted=True,
             keys=GGUF_EXPERTS | {"num_local_experts": "expert_count"},
+            defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5},
         ),
     ),
     ModelFamily("ministral", ShapeRules(), plain_ropes),

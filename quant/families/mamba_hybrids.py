@@ -138,6 +138,14 @@ _EXPERTS = Names(
 )
 
 
+_GRANITE_SCALES = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
 def _scales(config: Config) -> Choices:
     return {
         "attention_scale": float(config["attention_multiplier"]),
@@ -207,12 +215,8 @@ FAMILIES = (
             "granite",
             GGUF_DENSE,
             permuted=True,
-            keys={
-                "attention_multiplier": "attention.scale",
-                "embedding_multiplier": "embedding_scale",
-                "residual_multiplier": "residual_scale",
-                "logits_scaling": "logit_scale",
-            },
+            keys=_GRANITE_SCALES,
+            defaults=dict.fromkeys(_GRANITE_SCALES, 1.0),
         ),
         plain_tokenizer=True,
     ),

@@ -165,7 +165,7 @@ FAMILIES = (
             windows=_sliding_if_used,
         ),
         same_rope,
-        gguf=GgufRules("qwen3", (*GGUF_DENSE, *GGUF_QK_NORMS), head_dim=128),
+        gguf=GgufRules("qwen3", (*GGUF_DENSE, *GGUF_QK_NORMS), defaults={"head_dim": 128}),
         plain_tokenizer=True,
     ),
     ModelFamily(
@@ -195,7 +195,7 @@ FAMILIES = (
             ),
             keys=GGUF_EXPERTS | {"num_experts": "expert_count"},
             constants={"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
-            head_dim=128,
+            defaults={"head_dim": 128},
         ),
     ),
     ModelFamily("qwen2_vl_text", ShapeRules(qkv_bias=True), _qwen2_vl),

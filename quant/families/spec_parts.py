@@ -93,6 +93,18 @@ _NEEDED_BY_ROPE = {
 }
 
 
+def rope_options(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
+    """Options of RoPE, with `rope_theta`: `rope_scaling` counts before `rope_parameters`, as in transformers 5.
+    `theta` is the model type's default. BadInput: two base frequencies."""
+    options = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    theta = options.get("rope_theta") or config.get("rope_theta") or theta
+    if ((config.get("rope_parameters") or {}).get("rope_theta") or theta) != theta:
+        raise BadInput(
+            "config.json: rope_scaling counts before rope_parameters, and lacks its rope_theta: add it"
+        )
+    return {**options, "rope_theta": theta}
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """RoPE parameters: base frequency, and scaling to longer contexts.
@@ -116,17 +128,12 @@ class RopeSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], theta: float = 10000.0) -> RopeSpec:
-        """Parse `rope_scaling`, which counts before `rope_parameters` in transformers 5; `theta`: default."""
-        options = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        """Parse what `rope_options` finds in a config; `theta`: default."""
+        options = rope_options(config, theta)
         kind = options.get("rope_type", options.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise BadInput(
                 f"config.json asks for rope_type {kind!r}, which this decoder does not know"
-            )
-        theta = options.get("rope_theta") or config.get("rope_theta") or theta
-        if ((config.get("rope_parameters") or {}).get("rope_theta") or theta) != theta:
-            raise BadInput(
-                "config.json: rope_scaling counts before rope_parameters, and lacks its rope_theta: add it"
             )
         missing = [key for key in _NEEDED_BY_ROPE.get(kind, ()) if key not in options]
         if missing:
@@ -140,7 +147,7 @@ class RopeSpec:
             original = numbers.setdefault("original_max_position_embeddings", longest)
             numbers.setdefault("factor", longest / original)
         return cls(
-            float(theta),
+            float(options["rope_theta"]),
             kind,
             numbers,
             tuple(map(float, options.get("short_factor") or ())),

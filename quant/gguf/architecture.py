@@ -19,6 +19,7 @@ from ...base.errors import BadInput
 from ...base.extras import import_extra
 from ..families.family import GgufRules
 from ..families.registry import all_families, model_family, type_of
+from ..families.spec_parts import rope_options
 from ..model.checkpoint import EXPERT
 
 if TYPE_CHECKING:
@@ -51,19 +52,29 @@ def family_rules(config: Mapping[str, Any]) -> GgufRules:
     return family.gguf
 
 
+def _completed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json` with the values that its model type has for what it leaves out."""
+    family = model_family(type_of(config))
+    shape = (family and family.rules and family.rules.defaults) or {}
+    fields = {**shape, **family_rules(config).defaults, **config}
+    for name, alias in _ALIASES.items():
+        if name not in config and alias in fields:
+            fields[name] = fields[alias]
+    return fields
+
+
 def writable_rules(config: Mapping[str, Any]) -> GgufRules:
     """The rules of a `config.json`; BadInput for a model type or a feature that cannot be written."""
     rules = family_rules(config)
     activation = config.get("hidden_act") or config.get("hidden_activation")
     if activation is not None and activation not in rules.activations:
         raise BadInput(f"hidden_act {activation!r} cannot be written as GGUF")
-    family = model_family(type_of(config))
-    defaults = (family and family.rules and family.rules.defaults) or {}
-    fields = {**defaults, **config, **rope_of(config)[1]}
+    config = _completed(config)
+    fields = {**config, **_rope_of(config)}
     for name, value in {"is_causal": True, **rules.constants}.items():
         if (given := fields.get(name, value)) != value:
             raise BadInput(f"{name} {given!r} cannot be written as GGUF: only {value!r}")
-    window = config.get("sliding_window", rules.default_window)
+    window = config.get("sliding_window")
     slides = rules.slides or config.get("use_sliding_window", False)
     if not slides or "sliding_window" in rules.keys:
         window = None
@@ -79,12 +90,12 @@ def query_scalar(config: Mapping[str, Any], rules: GgufRules) -> int:
     """Gemma's `query_pre_attn_scalar`, which no key holds, as llama.cpp has it (src/models/gemma2.cpp)."""
     if rules.architecture == "gemma2" and config["num_hidden_layers"] == 46:  # Gemma 2 27B
         return int(config["hidden_size"]) // int(config["num_attention_heads"])
-    return head_dim_of(config, rules)
+    return head_dim_of(config)
 
 
-def head_dim_of(config: Mapping[str, Any], rules: GgufRules) -> int:
+def head_dim_of(config: Mapping[str, Any]) -> int:
     default = int(config["hidden_size"]) // int(config["num_attention_heads"])
-    return int(config.get("head_dim") or rules.head_dim or default)
+    return int(_completed(config).get("head_dim") or default)
 
 
 def gguf_architecture(config: Mapping[str, Any]) -> str:
@@ -95,6 +106,7 @@ def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
     """Linears whose rows GGUF permutes (interleaved RoPE), with their number of heads."""
     if not family_rules(config).permuted:
         return {}
+    config = _completed(config)
     heads = int(config["num_attention_heads"])
     return {
         "self_attn.q_proj": heads,
@@ -104,14 +116,14 @@ def permuted_heads(config: Mapping[str, Any]) -> dict[str, int]:
 
 def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The GGUF keys of a `config.json`. BadInput: `writable_rules`, a missing key, or inexpressible RoPE."""
-    rules = writable_rules(config)
+    rules, config = writable_rules(config), _completed(config)
     try:
         shape = {gguf_key: int(config[name]) for name, gguf_key in SHAPE_KEYS.items()}
         vocab_size = int(config["vocab_size"])
     except KeyError as error:
         raise BadInput(f"config.json lacks {error.args[0]!r}") from error
     heads = shape["attention.head_count"]
-    head_dim = head_dim_of(config, rules)
+    head_dim = head_dim_of(config)
     epsilon, epsilon_key = rules.epsilon
     keys: dict[str, Any] = {
         **shape,
@@ -120,13 +132,12 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.value_length": head_dim,
         epsilon_key: float(config.get(epsilon, 1e-6)),
         "rope.dimension_count": head_dim,
-        "rope.freq_base": rope_of(config)[0],
+        "rope.freq_base": float(_rope_of(config)["rope_theta"]),
         "vocab_size": vocab_size,
         **_rope_scaling_keys(config),
     }
     for name, gguf_key in rules.keys.items():
-        value = config.get(name, config.get(_ALIASES.get(name, name)))
-        if value is not None:
+        if (value := config.get(name)) is not None:
             keys[gguf_key] = value
     prefix = rules.architecture
     return {"general.architecture": prefix, **{f"{prefix}.{key}": v for key, v in keys.items()}}
@@ -134,12 +145,12 @@ def architecture_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
     """`rope_freqs`: divisors of the RoPE frequencies, float32 `[head_dim / 2]`, for Llama 3; else None."""
-    theta, scaling = rope_of(config)
+    scaling = _rope_of(config)
     if scaling.get("rope_type", scaling.get("type")) != "llama3":
         return None
-    head_dim = head_dim_of(config, writable_rules(config))
+    head_dim = head_dim_of(config)
     exponents = np.arange(0, head_dim, 2) / head_dim
-    wavelengths = 2 * math.pi * theta**exponents
+    wavelengths = 2 * math.pi * float(scaling["rope_theta"]) ** exponents
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
     num_rotations = float(scaling["original_max_position_embeddings"]) / wavelengths
@@ -147,15 +158,15 @@ def rope_factors(config: Mapping[str, Any]) -> npt.NDArray[np.float32] | None:
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
-def rope_of(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any]]:
-    given = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    given = rope_options(_completed(config))
     if original := config.get("original_max_position_embeddings"):
         given["original_max_position_embeddings"] = original
-    return float(given.get("rope_theta", config.get("rope_theta", 10000.0))), given
+    return given
 
 
 def _rope_scaling_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    _, scaling = rope_of(config)
+    scaling = _rope_of(config)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind in ("default", "llama3"):
         return {}

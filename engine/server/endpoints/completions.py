@@ -42,6 +42,8 @@ LOGPROBS_ON_LOOP = 4096
 """Log-probabilities that are written on the event loop, in a few milliseconds; more on a worker thread."""
 LOWEST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
+_REASONING = ("reasoning_content", "reasoning")
+"""DeepSeek's name, and the one that vLLM alone answers since 0.16: clients read one of them."""
 
 
 T = TypeVar("T")
@@ -333,7 +335,7 @@ class ChatResponse(ChoicesResponse):
         parsed.add(self._read(choice, completion))
         message: dict[str, Any] = {"role": "assistant", "content": parsed.text, "refusal": None}
         if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
+            message |= dict.fromkeys(_REASONING, parsed.reasoning)
         if parsed.calls:
             message["content"] = parsed.text or None
             message["tool_calls"] = [
@@ -378,7 +380,7 @@ def _delta(events: Sequence[Event]) -> dict[str, Any]:
             case Text(text):
                 delta["content"] = delta.get("content", "") + text
             case Reasoning(text):
-                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                delta |= dict.fromkeys(_REASONING, delta.get("reasoning", "") + text)
             case CallStart(index, call_id, name):
                 calls[index] = {"index": index, **chat_call(call_id, name, "")}
             case Arguments(index, text):

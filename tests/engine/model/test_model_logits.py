@@ -235,6 +235,14 @@ def test_a_base_frequency_that_rope_scaling_would_drop_is_asked_for():
         spec(model_type="qwen3", **both)
 
 
+def test_a_part_of_each_head_is_not_rotated_where_engines_disagree():
+    """vLLM's Llama reads `partial_rotary_factor`; the one of transformers rotates the whole head."""
+    for stray in ({"partial_rotary_factor": 0.5}, {"rope_scaling": {"partial_rotary_factor": 0.5}}):
+        with pytest.raises(BadInput, match="partial_rotary_factor 0.5 rotates a part of each head"):
+            spec(model_type="llama", **stray)
+    assert spec(model_type="llama", partial_rotary_factor=1.0).rotary_width == 32
+
+
 def test_earlier_spellings_of_phi3_and_gemma3_mean_the_same():
     """Files on the hub were written before transformers 5 and leave out what their class knows."""
     longrope = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}

@@ -41,8 +41,10 @@ def test_reasoning_is_apart_whole_and_streamed(
     with thinking.http() as http:
         message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Rain? Hm.", "It is dry.")
+    assert message["reasoning"] == "Rain? Hm."
     deltas = [e["choices"][0]["delta"] for e in events(thinking, "/v1/chat/completions", body)]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Rain? Hm."
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(delta.get(name, "") for delta in deltas) == "Rain? Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "It is dry."
 
 
